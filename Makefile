@@ -1,0 +1,107 @@
+# A clean clone needs nothing but Python 3.10 or newer: every target first makes the environment it needs.
+#
+#   make quickstart   set up, then run examples/quickstart.py
+#   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=2
+#   make lint types   ruff; mypy
+#   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
+#   make clean        what was built, and the caches; `make distclean` removes the environment too
+#
+# PYTHON=python3.12 picks the interpreter, TORCH="torch==2.13.0" the torch to install where the interpreter has
+# none, VENV=.venv the environment's place.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+BENCHMARKS ?= $(sort $(wildcard benchmarks/[!_]*.py))
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+# One stamp for each step that succeeded: the next call skips it, and repeats what failed.
+STAMPS := $(VENV)/stamps
+
+.PHONY: quickstart test lint types bench clean distclean
+.NOTPARALLEL:
+
+quickstart: $(STAMPS)/install
+	@$(PY) examples/quickstart.py
+
+test: $(STAMPS)/test
+	@$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+types: $(STAMPS)/dev
+	@$(PY) -m mypy
+
+bench: $(STAMPS)/bench
+	@for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(BENCH_ARGS) || exit 1; done
+
+# The first of these that is Python 3.10 or newer.
+BASE = $(shell for python in $(PYTHON) python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$python && break; done)
+
+# An interpreter that has a torch keeps it: the environment then sees that interpreter's packages, its pip and
+# setuptools too. Where the interpreter is itself a virtual environment's, venv would look past it, and a .pth file
+# points back.
+$(STAMPS)/venv:
+	@if [ ! -x $(PY) ]; then \
+		base="$(BASE)"; \
+		[ -n "$$base" ] || { echo "opgraft needs Python 3.10 or newer: make PYTHON=..."; exit 1; }; \
+		echo "== creating $(VENV) with $$base"; \
+		if site=$$($$base -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null); then \
+			$$base -m venv --system-site-packages --without-pip $(VENV) \
+				&& { $(PY) -c 'import torch' 2>/dev/null || echo "$$site" \
+				> "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base_torch.pth"; }; \
+		else \
+			$$base -m venv $(VENV); \
+		fi || { rm -rf $(VENV); exit 1; }; \
+	fi
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "== installing $(TORCH) and numpy"; $(PIP) '$(TORCH)' numpy; }
+	@$(PY) -c 'import torch, sys; v = torch.__version__; print("== torch", v); \
+		sys.exit(tuple(map(int, v.split(".")[:2])) < (2, 11) and "opgraft needs torch 2.11 or newer")'
+	@touch $@
+
+# The Triton that each torch was released with; it has no builds outside Linux.
+$(STAMPS)/tools: $(STAMPS)/torch
+	@$(PY) -c 'import numpy, rich' 2>/dev/null || { echo "== installing numpy and rich"; $(PIP) numpy rich; }
+	@$(PY) -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
+		|| { echo "== installing setuptools"; $(PIP) 'setuptools>=77'; }
+	@if [ "$$(uname -s)" = Linux ] && ! $(PY) -c 'import triton' 2>/dev/null; then \
+		case "$$($(PY) -c 'import torch; print(torch.__version__)')" in \
+			2.11.*) triton='triton==3.6.0' ;; \
+			2.13.*) triton='triton==3.7.1' ;; \
+			*) triton='triton>=3.6' ;; \
+		esac; \
+		echo "== installing $$triton"; $(PIP) "$$triton"; \
+	fi
+	@touch $@
+
+# Without build isolation, so that the compiled core is built for the torch that is there.
+$(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) kernels/opgraft-kernels/pyproject.toml
+	@echo "== installing opgraft and opgraft-kernels (compiles the core)"
+	@$(PIP) --no-build-isolation --no-deps -e . -e kernels/opgraft-kernels
+	@$(PY) -c 'from opgraft import _core; print("==", _core.status())'
+	@touch $@
+
+# opgraft is there by now, so these install what its extras name and leave it as it is.
+$(STAMPS)/test $(STAMPS)/dev $(STAMPS)/bench: $(STAMPS)/install
+	@echo "== installing what $(@F) needs"
+	@$(PIP) 'opgraft[$(@F)]'
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info python/*.egg-info kernels/*/build kernels/*/src/*.egg-info $(STAMPS)
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache python/opgraft/*.so
+	find python kernels tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean
+	rm -rf $(VENV)
