@@ -1,0 +1,60 @@
+"""The environment variables, read in one place.
+
+`OPGRAFT_DISABLE`  `1`: nothing is installed at all; or a list of what starts disabled:
+                   `triton,aten::bmm,pack:NAME`.
+`OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
+`OPGRAFT_LOG`      a `logging` level for the `opgraft` logger: `debug`, `info`, ...
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
+
+
+def installs_nothing() -> bool:
+    """Whether `OPGRAFT_DISABLE=1` asks for a stock PyTorch."""
+    return os.environ.get("OPGRAFT_DISABLE", "").strip().lower() in _TRUE
+
+
+def initially_disabled() -> list[dict[str, str]]:
+    """The list form of `OPGRAFT_DISABLE` as keyword arguments for `opgraft.disable`.
+
+    >>> import os
+    >>> os.environ["OPGRAFT_DISABLE"] = "triton, aten::bmm, pack:fast-norms"
+    >>> initially_disabled()
+    [{'dsl': 'triton'}, {'op': 'aten::bmm'}, {'pack': 'fast-norms'}]
+    >>> del os.environ["OPGRAFT_DISABLE"]
+    """
+    if installs_nothing():
+        return []
+    words = [word.strip() for word in os.environ.get("OPGRAFT_DISABLE", "").split(",")]
+    return [_selector(word) for word in words if word and word.lower() not in {"0", "false"}]
+
+
+def _selector(word: str) -> dict[str, str]:
+    if word.startswith("pack:"):
+        return {"pack": word.removeprefix("pack:")}
+    return {"op": word} if "::" in word else {"dsl": word}
+
+
+def strict() -> bool:
+    """Whether `OPGRAFT_STRICT` turns every fallback into an error."""
+    return os.environ.get("OPGRAFT_STRICT", "").strip().lower() in _TRUE
+
+
+def configure_logging() -> None:
+    """Apply `OPGRAFT_LOG` to the `opgraft` logger; an unknown level is reported, not raised."""
+    level = os.environ.get("OPGRAFT_LOG", "").strip().upper()
+    if not level:
+        return
+    logger = logging.getLogger("opgraft")
+    if level not in _LEVELS:
+        logger.warning("OPGRAFT_LOG=%s is no logging level: use debug, info or warning", level)
+        return
+    logger.setLevel(level)
+    if not logging.getLogger().handlers and not logger.handlers:
+        logger.addHandler(logging.StreamHandler())

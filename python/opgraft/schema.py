@@ -1,0 +1,278 @@
+"""Ops as their schema describes them: names, arguments, defaults, and a call bound to them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from opgraft.errors import RegistrationError
+from opgraft.wrapped_number import wrapped_number
+
+#: Dense backends: the keys at which a native kernel lives below autograd and autocast. An override
+#: belongs there, because everything above (derivatives, casting, functorch) then goes on working.
+BACKEND_KEYS = (
+    *("CPU", "CUDA", "HIP", "XLA", "MPS", "IPU", "XPU", "HPU", "VE", "Lazy", "MTIA", "MAIA"),
+    *("PrivateUse1", "PrivateUse2", "PrivateUse3"),
+)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of an op's schema."""
+
+    name: str
+    kind: str  #: the schema's type, such as `"Tensor"`, `"Optional[Tensor]"`, `"List[int]"`
+    keyword_only: bool
+    required: bool
+    default: Any
+    written: bool  #: the op writes to it (`Tensor(a!)`)
+    aliased: bool  #: an output may share its memory (`Tensor(a)` or `Tensor(a!)`)
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind in ("Tensor", "Optional[Tensor]")
+
+
+class Op:
+    """An overload of an operator, with what its schema says.
+
+    Get one with :func:`resolve`; there is one object per overload.
+    """
+
+    def __init__(self, overload: OpOverload) -> None:
+        schema = overload._schema
+        self.overload = overload
+        self.name = qualified_name(overload)
+        self.arguments = tuple(_argument(arg) for arg in schema.arguments)
+        self.positional = tuple(a for a in self.arguments if not a.keyword_only)
+        self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
+        self.returns = tuple(schema.returns)
+        self.mutates = any(a.written for a in self.arguments)
+        self.is_functional = not any(a.aliased for a in self.arguments)
+        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
+        self._index = {a.name: i for i, a in enumerate(self.arguments)}
+
+    def __repr__(self) -> str:
+        return f"<Op {self.name}>"
+
+    @property
+    def registration_name(self) -> str:
+        """The name as `torch.library.Library.impl` wants it: without the namespace."""
+        return self.name.split("::", 1)[1]
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Bind a call to the schema, defaults filled in.
+
+        torch drops trailing arguments that equal their default before it calls a kernel written in
+        Python; here they come back, so that `cond` and `impl` always see all of them.
+
+        Raises:
+            TypeError: the arguments do not fit the schema.
+        """
+        if len(args) > len(self.positional):
+            raise TypeError(f"{self.name} takes {len(self.positional)} positional arguments")
+        values = [_fresh(a.default) for a in self.arguments]
+        bound = set(range(len(args)))
+        values[: len(args)] = args
+        for name, value in kwargs.items():
+            index = self._index.get(name)
+            if index is None or index in bound:
+                problem = "has no argument" if index is None else "got twice the argument"
+                raise TypeError(f"{self.name} {problem} {name!r}: {self.overload._schema}")
+            values[index] = value
+            bound.add(index)
+        missing = [a.name for i, a in enumerate(self.arguments) if a.required and i not in bound]
+        if missing:
+            raise TypeError(f"{self.name} misses {', '.join(missing)}: {self.overload._schema}")
+        return Call(self, tuple(map(_tensor_from_number, self.arguments, values)))
+
+
+class Call:
+    """A call of an op: every argument's value, in the schema's order."""
+
+    __slots__ = ("op", "values")
+
+    def __init__(self, op: Op, values: tuple[Any, ...]) -> None:
+        self.op = op
+        self.values = values
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.values[: len(self.op.positional)]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        rest = self.values[len(self.op.positional) :]
+        return {a.name: value for a, value in zip(self.op.keyword_only, rest, strict=True)}
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return {a.name: value for a, value in zip(self.op.arguments, self.values, strict=True)}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor among the arguments, those inside lists too."""
+        for value in self.values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def qualified_name(overload: OpOverload) -> str:
+    """An overload's name as torch prints it.
+
+    >>> import torch
+    >>> qualified_name(torch.ops.aten.mul.Tensor), qualified_name(torch.ops.aten._softmax.default)
+    ('aten::mul.Tensor', 'aten::_softmax')
+    """
+    return str(overload._name)
+
+
+def resolve(op: str | OpOverload | OpOverloadPacket | Op) -> Op:
+    """The :class:`Op` for a name as torch prints it, an `OpOverload`, or a packet with a default.
+
+    Raises:
+        RegistrationError: there is no such op, or the name leaves the overload open.
+
+    >>> resolve("aten::mul.Tensor")
+    <Op aten::mul.Tensor>
+    """
+    if isinstance(op, Op):
+        return op
+    if isinstance(op, OpOverload):
+        return _op(op)
+    if isinstance(op, OpOverloadPacket):
+        return _op(_overload(op, "default"))
+    if not isinstance(op, str) or "::" not in op:
+        raise RegistrationError(
+            f"{op!r} does not name an op: give it as torch prints it, such as 'aten::mul.Tensor' "
+            "or 'aten::_softmax', or as the OpOverload, such as torch.ops.aten.mul.Tensor"
+        )
+    namespace, symbol = op.split("::", 1)
+    return resolve_symbol(namespace, symbol)
+
+
+def resolve_symbol(namespace: str, symbol: str) -> Op:
+    """The op for a namespace and a symbol: `("aten", "mul.Tensor")`; no overload means `default`.
+
+    Raises:
+        RegistrationError: there is no such op or overload; the message lists near names.
+    """
+    name, _, overload = symbol.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+    except AttributeError:
+        packet = None
+    if not isinstance(packet, OpOverloadPacket):
+        raise RegistrationError(f"there is no op {namespace}::{name}{_near(namespace, name)}")
+    return _op(_overload(packet, overload or "default"))
+
+
+def _overload(packet: OpOverloadPacket, overload: str) -> OpOverload:
+    names = packet.overloads()
+    if overload not in names:
+        listed = ", ".join(f"{packet._qualified_op_name}.{name}" for name in names)
+        raise RegistrationError(
+            f"{packet._qualified_op_name} has no overload {overload!r}: name one of {listed}"
+        )
+    return getattr(packet, overload)
+
+
+@cache
+def _op(overload: OpOverload) -> Op:
+    return Op(overload)
+
+
+def _near(namespace: str, name: str) -> str:
+    known = {full.split(".")[0] for full in torch._C._dispatch_get_all_op_names()}
+    if not any(full.startswith(f"{namespace}::") for full in known):
+        return f"; import the library that defines the namespace {namespace!r} first"
+    near = difflib.get_close_matches(f"{namespace}::{name}", known, n=3)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def _fresh(default: Any) -> Any:
+    """A default that an impl may change without changing the next call's."""
+    return list(default) if isinstance(default, list) else default
+
+
+def _tensor_from_number(argument: Argument, value: Any) -> Any:
+    if argument.is_tensor and isinstance(value, (bool, int, float, complex)):
+        return wrapped_number(value)
+    return value
+
+
+def _argument(arg: Any) -> Argument:
+    required = not arg.has_default_value()
+    default = None if required else arg.default_value
+    alias = arg.alias_info
+    return Argument(
+        name=arg.name,
+        kind=str(arg.real_type),
+        keyword_only=arg.kwarg_only,
+        required=required,
+        default=default,
+        written=alias is not None and alias.is_write,
+        aliased=alias is not None,
+    )
+
+
+def check_dispatch_key(dispatch_key: str) -> None:
+    """Refuse a dispatch key at which an override makes no sense.
+
+    Raises:
+        RegistrationError: it is not a dense backend key.
+    """
+    if dispatch_key in BACKEND_KEYS and dispatch_key in torch._C.DispatchKey.__members__:
+        return
+    mend = f"use a backend key, one of {', '.join(BACKEND_KEYS)}"
+    if dispatch_key == "Meta" or str(dispatch_key).startswith("Composite"):
+        reason = "is not where a kernel runs: an override there would change shape inference and"
+        reason += " decompositions"
+    elif str(dispatch_key).startswith(("Autograd", "Autocast", "FuncTorch")):
+        reason = "is above the kernels: an override there would lose the op's derivative or casting"
+    else:
+        reason = "is not a dense backend's dispatch key"
+    raise RegistrationError(f"dispatch_key={dispatch_key!r} {reason}; {mend}")
+
+
+def check_accepts(
+    function: Callable[..., Any], op: Op, *, what: str, leading: Sequence[str] = ()
+) -> None:
+    """Refuse a callable whose parameters cannot take the op's arguments.
+
+    Args:
+        function: the impl or the condition.
+        op: whose arguments it will get: positional by position, keyword-only by name.
+        what: names the callable in the error.
+        leading: what comes before the op's own arguments (`["DispatchKeySet"]`).
+
+    Raises:
+        RegistrationError: the call could never bind. Callables without a signature pass.
+    """
+    if not callable(function):
+        raise RegistrationError(f"{what} for {op.name} must be callable, not {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins and some extension types have none
+        return
+    args = [*leading, *(a.name for a in op.positional)]
+    try:
+        signature.bind(*args, **{a.name: None for a in op.keyword_only})
+    except TypeError as error:
+        wanted = ", ".join(args + [f"{a.name}=" for a in op.keyword_only])
+        raise RegistrationError(
+            f"{what} {_describe(function)}{signature} cannot take the arguments of {op.name}: "
+            f"{error}. It is called with ({wanted}); the schema is {op.overload._schema}"
+        ) from None
+
+
+def _describe(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
