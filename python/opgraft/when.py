@@ -1,0 +1,962 @@
+"""Conditions as expressions: which calls an override wants.
+
+```python
+cond = when.dtype("input", torch.float16, torch.bfloat16) & (when.size("input", -1) <= 65536)
+```
+
+Arguments are named as the op's schema names them; `when.item("tensors", 0)` names an item of a
+list. An expression is data, not code: it is checked against the schema at registration, evaluated
+on real tensors, FakeTensors and SymInts, printed as it was written, and can say which part declined
+a call.
+
+**Three-valued logic.** A part that has no value (the size of a tensor that is `None`, a dimension
+that is not there, a division by zero, the compute capability of a CPU tensor) is *undefined*, and
+so is everything that depends on it, under `~` too; `False & undefined` is false and `True |
+undefined` is true (Kleene). A condition holds only where it is true. So a condition that cannot be
+evaluated never lets a kernel run, and `when.is_none("w") | when.same_dtype("input", "w")` means
+what it says.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+__all__ = [
+    "Condition",
+    "Expression",
+    "Failure",
+    "Number",
+    "aligned",
+    "device_capability",
+    "dtype",
+    "is_contiguous",
+    "is_none",
+    "item",
+    "length",
+    "ndim",
+    "numel",
+    "requires_grad",
+    "same_device",
+    "same_dtype",
+    "size",
+    "stride",
+    "value",
+]
+
+Arguments: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Undefined:
+    """The value of a part that has none, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first part of a condition that did not hold, and what it saw."""
+
+    part: str
+    saw: str
+
+    def __str__(self) -> str:
+        return f"{self.part} ({self.saw})"
+
+
+class ExpressionError(TypeError):
+    """An expression that can never be evaluated: a wrong name, a wrong kind of argument."""
+
+
+# Binding powers for printing, weakest first, as in Python.
+_COMPARE, _OR, _AND, _SUM, _PRODUCT, _UNARY, _ATOM = range(7)
+
+
+class Expression(ABC):
+    """Part of a condition. Immutable; two expressions are the same if they print the same."""
+
+    precedence: ClassVar[int] = _ATOM
+    # `==` builds a comparison, so identity is what can be hashed.
+    __hash__ = object.__hash__
+
+    @abstractmethod
+    def evaluate(self, arguments: Arguments) -> Any:
+        """The value for a call, given every argument by name; :class:`Undefined` if it has none."""
+
+    @abstractmethod
+    def check(self, kinds: Mapping[str, str]) -> None:
+        """Check against a schema: argument names to kinds such as `"Tensor"` or `"List[int]"`.
+
+        Raises:
+            ExpressionError: an argument does not exist or is of the wrong kind.
+        """
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} has no truth value before a call: combine conditions with & | ~ instead of "
+            "and, or, not, and split a chained comparison: (1 <= n) & (n <= 3)"
+        )
+
+    def _inner(self, child: Expression, tighter: bool = False) -> str:
+        weakest = self.precedence + tighter
+        return f"({child!r})" if child.precedence < weakest else repr(child)
+
+
+class Number(Expression):
+    """A part with a value: combine with `+ - * // %`, compare with `< <= == != >= >`."""
+
+    @abstractmethod
+    def type(self, kinds: Mapping[str, str]) -> str:
+        """The type of the value under a schema: `"int"`, `"number"`, `"capability"`, ..."""
+
+    def __add__(self, other: Operand) -> Number:
+        return _arithmetic("+", self, other)
+
+    def __radd__(self, other: int) -> Number:
+        return _arithmetic("+", other, self)
+
+    def __sub__(self, other: Operand) -> Number:
+        return _arithmetic("-", self, other)
+
+    def __rsub__(self, other: int) -> Number:
+        return _arithmetic("-", other, self)
+
+    def __mul__(self, other: Operand) -> Number:
+        return _arithmetic("*", self, other)
+
+    def __rmul__(self, other: int) -> Number:
+        return _arithmetic("*", other, self)
+
+    def __floordiv__(self, other: Operand) -> Number:
+        return _arithmetic("//", self, other)
+
+    def __rfloordiv__(self, other: int) -> Number:
+        return _arithmetic("//", other, self)
+
+    def __mod__(self, other: Operand) -> Number:
+        return _arithmetic("%", self, other)
+
+    def __rmod__(self, other: int) -> Number:
+        return _arithmetic("%", other, self)
+
+    def __truediv__(self, other: object) -> Number:
+        raise TypeError(f"{self!r} / {other!r}: conditions compute with integers, use //")
+
+    __rtruediv__ = __truediv__
+
+    def __lt__(self, other: Any) -> Condition:
+        return _compare("<", self, other)
+
+    def __le__(self, other: Any) -> Condition:
+        return _compare("<=", self, other)
+
+    def __gt__(self, other: Any) -> Condition:
+        return _compare(">", self, other)
+
+    def __ge__(self, other: Any) -> Condition:
+        return _compare(">=", self, other)
+
+    def __eq__(self, other: object) -> Condition:  # type: ignore[override]
+        return _compare("==", self, other)
+
+    def __ne__(self, other: object) -> Condition:  # type: ignore[override]
+        return _compare("!=", self, other)
+
+    __hash__ = object.__hash__
+
+
+Operand: TypeAlias = "Number | int"
+
+
+class Condition(Expression):
+    """A part that holds or does not: combine with `& | ~`."""
+
+    def holds(self, arguments: Arguments) -> bool:
+        """Whether the condition is true for a call, given every argument by name."""
+        value = self.evaluate(arguments)
+        return not isinstance(value, Undefined) and bool(value)
+
+    def failure(self, arguments: Arguments) -> Failure | None:
+        """The first part that keeps the condition from holding; None where it holds."""
+        return None if self.holds(arguments) else Failure(repr(self), self._saw(arguments))
+
+    @abstractmethod
+    def _saw(self, arguments: Arguments) -> str:
+        """The values that this part was evaluated on, for a person."""
+
+    def __and__(self, other: Condition) -> Condition:
+        return _All((*_parts(_All, self), *_parts(_All, _condition(other))))
+
+    def __or__(self, other: Condition) -> Condition:
+        return _Any((*_parts(_Any, self), *_parts(_Any, _condition(other))))
+
+    def __invert__(self) -> Condition:
+        return _Not(self)
+
+
+# ------------------------------------------------------------------ naming an argument
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Item(Number):
+    """An item of a list argument: a number, or a tensor where a tensor is asked for."""
+
+    name: str
+    index: int
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        items = arguments[self.name]
+        if items is None:
+            return Undefined(f"{self.name} is None")
+        if not -len(items) <= self.index < len(items):
+            return Undefined(f"{self.name} has {len(items)} items")
+        return items[self.index]
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        if not _kind(kinds, self.name, self).removeprefix("Optional[").startswith("List["):
+            raise ExpressionError(f"{self!r}: {self.name!r} is a {kinds[self.name]}, not a list")
+
+    def item_kind(self, kinds: Mapping[str, str]) -> str:
+        self.check(kinds)
+        return _unwrap("List", _unwrap("Optional", kinds[self.name]))
+
+    def type(self, kinds: Mapping[str, str]) -> str:
+        kind = self.item_kind(kinds)
+        if "Tensor" in kind:
+            raise ExpressionError(f"{self!r} is a tensor: ask for its size, dtype, ... instead")
+        return _value_type(kind)
+
+    def __repr__(self) -> str:
+        return f"when.item({self.name!r}, {self.index})"
+
+
+def _unwrap(outer: str, kind: str) -> str:
+    return kind[len(outer) + 1 : -1] if kind.startswith(f"{outer}[") else kind
+
+
+def _value_type(kind: str) -> str:
+    """What values of a schema's kind compare with; every kind of number with every other."""
+    kind = _unwrap("Optional", kind)
+    if kind in ("int", "SymInt"):
+        return "int"
+    return "number" if kind in ("float", "bool", "number", "complex") else kind
+
+
+TensorName: TypeAlias = "str | _Item"
+
+
+def _name(tensor: TensorName) -> str:
+    return repr(tensor)
+
+
+def _plain(tensor: TensorName) -> str:
+    return tensor if isinstance(tensor, str) else f"{tensor.name}[{tensor.index}]"
+
+
+def _tensor(arguments: Arguments, tensor: TensorName) -> torch.Tensor | Undefined:
+    value = arguments[tensor] if isinstance(tensor, str) else tensor.evaluate(arguments)
+    if isinstance(value, (torch.Tensor, Undefined)):
+        return value
+    return Undefined(f"{_plain(tensor)} is {value!r}")
+
+
+def _dim(tensor: torch.Tensor, dim: int, name: str) -> Undefined | None:
+    if -tensor.ndim <= dim < tensor.ndim:
+        return None
+    return Undefined(f"{name} has {tensor.ndim} dimensions")
+
+
+def _kind(kinds: Mapping[str, str], name: str, where: Expression) -> str:
+    if name in kinds:
+        return kinds[name]
+    raise ExpressionError(f"{where!r}: the op has no argument {name!r}; it has {', '.join(kinds)}")
+
+
+def _check_tensor(kinds: Mapping[str, str], tensor: TensorName, where: Expression) -> None:
+    if isinstance(tensor, _Item):
+        kind, mend = tensor.item_kind(kinds), ""
+    else:
+        kind = _kind(kinds, tensor, where)
+        mend = f"; name one of its items: when.item({tensor!r}, 0)" if "List[Tensor" in kind else ""
+    if kind not in ("Tensor", "Optional[Tensor]"):
+        raise ExpressionError(f"{where!r}: {_plain(tensor)!r} is a {kind}, not a tensor{mend}")
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _TensorNumber(Number):
+    """A number that a tensor has: `size`, `stride`, `ndim`, `numel`, `device_capability`."""
+
+    function: str
+    tensor: TensorName
+    dim: int | None = None
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        tensor = _tensor(arguments, self.tensor)
+        if isinstance(tensor, Undefined):
+            return tensor
+        if self.dim is not None and (missing := _dim(tensor, self.dim, _plain(self.tensor))):
+            return missing
+        return _TENSOR_NUMBERS[self.function](tensor, self.dim)
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        _check_tensor(kinds, self.tensor, self)
+
+    def type(self, kinds: Mapping[str, str]) -> str:
+        return "capability" if self.function == "device_capability" else "int"
+
+    def __repr__(self) -> str:
+        dim = "" if self.dim is None else f", {self.dim}"
+        return f"when.{self.function}({_name(self.tensor)}{dim})"
+
+
+def _capability(tensor: torch.Tensor, _: object) -> tuple[int, int] | Undefined:
+    # On ROCm the device type is "cuda" too, but its (major, minor) are no CUDA capability.
+    if tensor.device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return Undefined(f"{tensor.device.type} has no CUDA compute capability here")
+    return _device_capability(tensor.device.index or 0)
+
+
+@cache
+def _device_capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+_TENSOR_NUMBERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "size": lambda tensor, dim: tensor.shape[dim],
+    "stride": lambda tensor, dim: tensor.stride()[dim],
+    "ndim": lambda tensor, _: tensor.ndim,
+    "numel": lambda tensor, _: tensor.numel(),
+    "device_capability": _capability,
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Length(Number):
+    """The number of items of a list argument."""
+
+    name: str
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        items = arguments[self.name]
+        return Undefined(f"{self.name} is None") if items is None else len(items)
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        if "List[" not in _kind(kinds, self.name, self):
+            raise ExpressionError(f"{self!r}: {self.name!r} is a {kinds[self.name]}, not a list")
+
+    def type(self, kinds: Mapping[str, str]) -> str:
+        return "int"
+
+    def __repr__(self) -> str:
+        return f"when.length({self.name!r})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Value(Number):
+    """The value of a scalar argument."""
+
+    name: str
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        value = arguments[self.name]
+        return Undefined(f"{self.name} is None") if value is None else value
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        kind = _kind(kinds, self.name, self)
+        if "Tensor" in kind:
+            raise ExpressionError(
+                f"{self!r}: {self.name!r} is a tensor, and reading its value would wait for the "
+                "device; a condition sees metadata only"
+            )
+        if "List[" in kind:
+            raise ExpressionError(
+                f"{self!r}: {self.name!r} is a list; use when.item or when.length"
+            )
+
+    def type(self, kinds: Mapping[str, str]) -> str:
+        return _value_type(kinds[self.name])
+
+    def __repr__(self) -> str:
+        return f"when.value({self.name!r})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Constant(Number):
+    """A number, string, dtype or tuple that was written down."""
+
+    constant: Any
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        return self.constant
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        pass
+
+    def type(self, kinds: Mapping[str, str]) -> str:
+        return next(name for types, name in _CONSTANTS if isinstance(self.constant, types))
+
+    @property
+    def precedence(self) -> int:  # type: ignore[override]
+        return _UNARY if repr(self).startswith("-") else _ATOM
+
+    def __repr__(self) -> str:
+        if isinstance(self.constant, float) and not math.isfinite(self.constant):
+            return f"float({str(self.constant)!r})"
+        if isinstance(self.constant, torch.device):
+            return f"torch.device({str(self.constant)!r})"
+        return repr(self.constant)
+
+
+# What a constant may be, and its type; a schema calls the torch types by the same names.
+_CONSTANTS: tuple[tuple[Any, str], ...] = (
+    (bool, "number"),
+    (int, "int"),
+    (float, "number"),
+    (tuple, "capability"),
+    (str, "str"),
+    (torch.dtype, "ScalarType"),
+    (torch.layout, "Layout"),
+    (torch.device, "Device"),
+    (torch.memory_format, "MemoryFormat"),
+)
+
+
+_ARITHMETIC: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
+    "+": (_SUM, operator.add),
+    "-": (_SUM, operator.sub),
+    "*": (_PRODUCT, operator.mul),
+    "//": (_PRODUCT, operator.floordiv),
+    "%": (_PRODUCT, operator.mod),
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Arithmetic(Number):
+    """Two integers combined."""
+
+    symbol: str
+    left: Number
+    right: Number
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        left, right = self.left.evaluate(arguments), self.right.evaluate(arguments)
+        for value in (left, right):
+            if isinstance(value, Undefined):
+                return value
+        if self.symbol in ("//", "%") and right == 0:
+            return Undefined(f"{self.right!r} is 0")
+        return _ARITHMETIC[self.symbol][1](left, right)
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        for side in (self.left, self.right):
+            side.check(kinds)
+            if side.type(kinds) != "int":
+                raise ExpressionError(f"{self!r}: {side!r} is not an integer")
+
+    def type(self, kinds: Mapping[str, str]) -> str:
+        return "int"
+
+    @property
+    def precedence(self) -> int:  # type: ignore[override]
+        return _ARITHMETIC[self.symbol][0]
+
+    def __repr__(self) -> str:
+        right = self._inner(self.right, tighter=True)
+        return f"{self._inner(self.left)} {self.symbol} {right}"
+
+
+def _arithmetic(symbol: str, left: Operand, right: Operand) -> Number:
+    return _Arithmetic(symbol, _integer(left), _integer(right))
+
+
+def _integer(operand: object) -> Number:
+    if isinstance(operand, Number):
+        return operand
+    if isinstance(operand, int) and not isinstance(operand, bool):
+        return _Constant(operand)
+    raise TypeError(f"conditions compute with integers, not with {operand!r}")
+
+
+# ------------------------------------------------------------------ conditions
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Comparison(Condition):
+    """Two numbers compared."""
+
+    precedence = _COMPARE
+    symbol: str
+    left: Number
+    right: Number
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        left, right = self.left.evaluate(arguments), self.right.evaluate(arguments)
+        for value in (left, right):
+            if isinstance(value, Undefined):
+                return value
+        try:
+            return _COMPARISONS[self.symbol](left, right)
+        except TypeError:  # a scalar argument that came as a complex number has no order
+            return Undefined(f"{left!r} {self.symbol} {right!r} has no answer")
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        self.left.check(kinds)
+        self.right.check(kinds)
+        left, right = (_NUMERIC.get(s.type(kinds), s.type(kinds)) for s in (self.left, self.right))
+        if left != right:
+            raise ExpressionError(f"{self!r} compares a {left} with a {right}")
+        if self.symbol not in ("==", "!=") and left not in _ORDERED:
+            raise ExpressionError(f"{self!r}: a {left} has no order, use == or !=")
+
+    def _saw(self, arguments: Arguments) -> str:
+        sides = [side for side in (self.left, self.right) if not isinstance(side, _Constant)]
+        return ", ".join(_shown(side, arguments) for side in sides)
+
+    def __repr__(self) -> str:
+        left, right = (self._inner(side, tighter=True) for side in (self.left, self.right))
+        return f"{left} {self.symbol} {right}"
+
+
+# Integers and other numbers compare with each other.
+_NUMERIC = {"int": "number"}
+_ORDERED = ("number", "capability")
+
+
+def _shown(side: Number, arguments: Arguments) -> str:
+    value = side.evaluate(arguments)
+    return value.reason if isinstance(value, Undefined) else f"{side!r} is {value}"
+
+
+def _compare(symbol: str, left: Number, right: object) -> Condition:
+    if isinstance(right, Condition):
+        raise TypeError(f"{left!r} {symbol} {right!r}: a number is compared with a number")
+    if right is None:
+        raise TypeError(f"{left!r} {symbol} None: ask when.is_none(...) instead")
+    if not isinstance(right, Number):
+        _check_constant(symbol, left, right)
+        right = _Constant(right)
+    return _Comparison(symbol, left, right)
+
+
+def _check_constant(symbol: str, left: Number, right: object) -> None:
+    """Refuse what no schema could make right; the rest is checked against the schema."""
+    if not isinstance(right, tuple(types for types, _ in _CONSTANTS)):
+        raise TypeError(f"{left!r} {symbol} {right!r}: not a value that an argument can have")
+    if isinstance(left, _TensorNumber) and left.function == "device_capability":
+        if not isinstance(right, tuple):
+            raise TypeError(f"{left!r} {symbol} {right!r}: compare it with a tuple such as (9, 0)")
+    elif not isinstance(right, (int, float)):
+        scalar = isinstance(left, (_Value, _Item)) and not isinstance(right, tuple)
+        if not scalar or symbol not in ("==", "!="):
+            raise TypeError(f"{left!r} {symbol} {right!r}: compare it with a number")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _TensorCondition(Condition):
+    """A predicate on one tensor: `dtype`, `is_contiguous`, `aligned`, `requires_grad`."""
+
+    function: str
+    tensor: TensorName
+    options: tuple[Any, ...] = ()
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        tensor = _tensor(arguments, self.tensor)
+        if isinstance(tensor, Undefined):
+            return tensor
+        return _TENSOR_CONDITIONS[self.function][0](tensor, self.options)
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        _check_tensor(kinds, self.tensor, self)
+
+    def _saw(self, arguments: Arguments) -> str:
+        tensor = _tensor(arguments, self.tensor)
+        if isinstance(tensor, Undefined):
+            return tensor.reason
+        return f"{_plain(self.tensor)} {_TENSOR_CONDITIONS[self.function][1](tensor, self.options)}"
+
+    def __repr__(self) -> str:
+        options = "".join(f", {option!r}" for option in self.options)
+        return f"when.{self.function}({_name(self.tensor)}{options})"
+
+
+def address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's first element, 0 if it has none; for a FakeTensor the offset."""
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    try:
+        # Not `data_ptr()`: that would copy a copy-on-write tensor only to look at it.
+        base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+        if tensor.numel() == 0:
+            return 0
+    except RuntimeError:
+        # A FakeTensor has no memory; allocators align far beyond what a condition asks for, so the
+        # offset into the storage decides.
+        base = 0
+    return base + offset
+
+
+def _has_dtype(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return tensor.dtype in dtypes
+
+
+def _has_layout(tensor: torch.Tensor, options: tuple[torch.memory_format, ...]) -> bool:
+    memory_format = options[0] if options else torch.contiguous_format
+    return tensor.is_contiguous(memory_format=memory_format)
+
+
+_TENSOR_CONDITIONS: dict[
+    str,
+    tuple[Callable[[torch.Tensor, Any], Any], Callable[[torch.Tensor, Any], str]],
+] = {
+    "dtype": (_has_dtype, lambda tensor, _: f"is {tensor.dtype}"),
+    "is_contiguous": (
+        _has_layout,
+        lambda tensor, _: f"has sizes {tuple(tensor.shape)} and strides {tensor.stride()}",
+    ),
+    "aligned": (
+        lambda tensor, options: address(tensor) % options[0] == 0,
+        lambda tensor, options: f"is {address(tensor) % options[0]} bytes off",
+    ),
+    "requires_grad": (
+        lambda tensor, _: tensor.requires_grad,
+        lambda tensor, _: f"has requires_grad={tensor.requires_grad}",
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Same(Condition):
+    """`same_dtype` and `same_device`."""
+
+    attribute: str
+    tensors: tuple[TensorName, ...]
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        values = self._values(arguments)
+        undefined = next((value for value in values if isinstance(value, Undefined)), None)
+        return undefined or all(value == values[0] for value in values)
+
+    def _values(self, arguments: Arguments) -> list[Any]:
+        tensors = [_tensor(arguments, tensor) for tensor in self.tensors]
+        return [t if isinstance(t, Undefined) else getattr(t, self.attribute) for t in tensors]
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        for tensor in self.tensors:
+            _check_tensor(kinds, tensor, self)
+
+    def _saw(self, arguments: Arguments) -> str:
+        pairs = zip(self.tensors, self._values(arguments), strict=True)
+        return ", ".join(
+            value.reason if isinstance(value, Undefined) else f"{_plain(tensor)} is {value}"
+            for tensor, value in pairs
+        )
+
+    def __repr__(self) -> str:
+        return f"when.same_{self.attribute}({', '.join(map(_name, self.tensors))})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _IsNone(Condition):
+    """An argument is None."""
+
+    name: str
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        return arguments[self.name] is None
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        _kind(kinds, self.name, self)
+
+    def _saw(self, arguments: Arguments) -> str:
+        return f"{self.name} is {'None' if arguments[self.name] is None else 'given'}"
+
+    def __repr__(self) -> str:
+        return f"when.is_none({self.name!r})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _All(Condition):
+    """`&`: every part holds."""
+
+    precedence = _AND
+    parts: tuple[Condition, ...]
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        result: Any = True
+        for part in self.parts:
+            value = part.evaluate(arguments)
+            if isinstance(value, Undefined):
+                result = value
+            elif not value:
+                return False
+        return result
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        for part in self.parts:
+            part.check(kinds)
+
+    def failure(self, arguments: Arguments) -> Failure | None:
+        return next(filter(None, (part.failure(arguments) for part in self.parts)), None)
+
+    def _saw(self, arguments: Arguments) -> str:
+        return ", ".join(part._saw(arguments) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return " & ".join(self._inner(part, tighter=True) for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Any(Condition):
+    """`|`: one of the parts holds."""
+
+    precedence = _OR
+    parts: tuple[Condition, ...]
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        result: Any = False
+        for part in self.parts:
+            value = part.evaluate(arguments)
+            if isinstance(value, Undefined):
+                result = value
+            elif value:
+                return True
+        return result
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        for part in self.parts:
+            part.check(kinds)
+
+    def _saw(self, arguments: Arguments) -> str:
+        return ", ".join(part._saw(arguments) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return " | ".join(self._inner(part, tighter=True) for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Not(Condition):
+    """`~`: the part does not hold."""
+
+    precedence = _UNARY
+    part: Condition
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        value = self.part.evaluate(arguments)
+        return value if isinstance(value, Undefined) else not value
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        self.part.check(kinds)
+
+    def _saw(self, arguments: Arguments) -> str:
+        return self.part._saw(arguments)
+
+    def __repr__(self) -> str:
+        return f"~{self._inner(self.part)}"
+
+
+def _parts(kind: type[_All] | type[_Any], part: Condition) -> Iterator[Condition]:
+    yield from part.parts if isinstance(part, kind) else (part,)
+
+
+def _condition(part: object) -> Condition:
+    if isinstance(part, Condition):
+        return part
+    raise TypeError(
+        f"{part!r} is no condition: & | ~ combine conditions, and Python binds & tighter than "
+        "comparisons, so write (when.ndim('x') == 2) & (...)"
+    )
+
+
+# ------------------------------------------------------------------ the vocabulary
+
+
+def dtype(tensor: TensorName, *dtypes: torch.dtype) -> Condition:
+    """`tensor` has one of `dtypes`.
+
+    >>> import torch
+    >>> cond = dtype("x", torch.float16, torch.bfloat16)
+    >>> cond.holds({"x": torch.ones(2, dtype=torch.float16)}), cond
+    (True, when.dtype('x', torch.float16, torch.bfloat16))
+    """
+    if not dtypes or not all(isinstance(each, torch.dtype) for each in dtypes):
+        raise TypeError(f"when.dtype({tensor!r}, ...) takes one or more torch.dtype, not {dtypes}")
+    return _TensorCondition("dtype", tensor, dtypes)
+
+
+def ndim(tensor: TensorName) -> Number:
+    """The number of dimensions.
+
+    >>> import torch
+    >>> (ndim("x") == 2).holds({"x": torch.ones(3, 4)})
+    True
+    """
+    return _TensorNumber("ndim", tensor)
+
+
+def size(tensor: TensorName, dim: int) -> Number:
+    """The size of dimension `dim`; negative counts from the end; undefined where it is not there.
+
+    >>> import torch
+    >>> print((size("x", -1) <= 64).failure({"x": torch.ones(3, 128)}))
+    when.size('x', -1) <= 64 (when.size('x', -1) is 128)
+    """
+    return _TensorNumber("size", tensor, _literal(dim))
+
+
+def stride(tensor: TensorName, dim: int) -> Number:
+    """The stride of dimension `dim`, in elements.
+
+    >>> import torch
+    >>> (stride("x", 0) == 1).holds({"x": torch.ones(3, 4).t()})
+    True
+    """
+    return _TensorNumber("stride", tensor, _literal(dim))
+
+
+def _literal(position: object) -> int:
+    if isinstance(position, int) and not isinstance(position, bool):
+        return position
+    raise TypeError(f"{position!r}: a dimension or an index is written as an integer")
+
+
+def numel(tensor: TensorName) -> Number:
+    """The number of elements.
+
+    >>> import torch
+    >>> (numel("x") // size("x", -1) >= 3).holds({"x": torch.ones(3, 4)})
+    True
+    """
+    return _TensorNumber("numel", tensor)
+
+
+def is_contiguous(
+    tensor: TensorName, memory_format: torch.memory_format = torch.contiguous_format
+) -> Condition:
+    """`tensor` is contiguous in `memory_format`.
+
+    >>> import torch
+    >>> is_contiguous("x").holds({"x": torch.ones(3, 4).t()})
+    False
+    """
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    if memory_format not in formats:
+        raise TypeError(f"when.is_contiguous({tensor!r}, {memory_format}) takes one of {formats}")
+    options = () if memory_format == torch.contiguous_format else (memory_format,)
+    return _TensorCondition("is_contiguous", tensor, options)
+
+
+def aligned(tensor: TensorName, alignment: int) -> Condition:
+    """The first element's address is a multiple of `alignment` bytes.
+
+    >>> import torch
+    >>> aligned("x", 16).holds({"x": torch.ones(8)[1:]})
+    False
+    """
+    if not isinstance(alignment, int) or alignment < 1:
+        raise TypeError(f"when.aligned({tensor!r}, {alignment!r}) takes a positive number of bytes")
+    return _TensorCondition("aligned", tensor, (alignment,))
+
+
+def requires_grad(tensor: TensorName) -> Condition:
+    """`tensor.requires_grad`.
+
+    >>> import torch
+    >>> requires_grad("x").holds({"x": torch.ones(2, requires_grad=True)})
+    True
+    """
+    return _TensorCondition("requires_grad", tensor)
+
+
+def is_none(name: str) -> Condition:
+    """The argument is None.
+
+    >>> (is_none("w") | same_dtype("x", "w")).holds({"x": None, "w": None})
+    True
+    """
+    return _IsNone(name)
+
+
+def device_capability(tensor: TensorName) -> Number:
+    """The CUDA compute capability of the tensor's device, to compare with `(major, minor)`.
+
+    Undefined on every other kind of device, ROCm included.
+
+    >>> device_capability("x") >= (9, 0)
+    when.device_capability('x') >= (9, 0)
+    """
+    return _TensorNumber("device_capability", tensor)
+
+
+def same_dtype(*tensors: TensorName) -> Condition:
+    """All `tensors` have one dtype; undefined where one of them is None.
+
+    >>> import torch
+    >>> print(same_dtype("x", "w").failure({"x": torch.ones(1), "w": torch.ones(1).half()}))
+    when.same_dtype('x', 'w') (x is torch.float32, w is torch.float16)
+    """
+    return _same("dtype", tensors)
+
+
+def same_device(*tensors: TensorName) -> Condition:
+    """All `tensors` are on one device; undefined where one of them is None.
+
+    >>> import torch
+    >>> same_device("x", "w").holds({"x": torch.ones(1), "w": torch.ones(1)})
+    True
+    """
+    return _same("device", tensors)
+
+
+def _same(attribute: str, tensors: tuple[TensorName, ...]) -> Condition:
+    if len(tensors) < 2:
+        raise TypeError(f"when.same_{attribute} compares two tensors or more")
+    return _Same(attribute, tensors)
+
+
+def value(name: str) -> Number:
+    """The value of a scalar argument: a number, bool, string or dtype; undefined where it is None.
+
+    >>> (value("dim") == -1).holds({"dim": -1}), (value("eps") < 1e-3).holds({"eps": None})
+    (True, False)
+    """
+    return _Value(name)
+
+
+def length(name: str) -> Number:
+    """The number of items of a list argument.
+
+    >>> (length("normalized_shape") == 1).holds({"normalized_shape": [64]})
+    True
+    """
+    return _Length(name)
+
+
+def item(name: str, index: int) -> Any:
+    """An item of a list argument: a number, or a tensor to name in the other functions.
+
+    >>> import torch
+    >>> (item("shape", -1) == 64).holds({"shape": [2, 64]})
+    True
+    >>> dtype(item("tensors", 0), torch.float32).holds({"tensors": [torch.ones(1)]})
+    True
+    """
+    return _Item(name, _literal(index))
