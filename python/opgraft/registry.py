@@ -1,0 +1,273 @@
+"""What is registered: overrides, their chains, and the rules that enable and disable them.
+
+Concurrency: every change takes the registry's lock, computes the new chain and publishes it by one
+attribute store of an immutable tuple (`Chain.active`). Routers read that attribute without a lock,
+so a call sees the chain before or after a change, never in between; nothing here ever touches the
+dispatcher.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from opgraft import env
+from opgraft.counter import Counter
+from opgraft.errors import RegistrationError
+from opgraft.schema import Call, Op
+from opgraft.when import Condition, Failure
+
+OnError = Literal["raise", "fallback"]
+CompilePolicy = Literal["auto", "opaque", "inductor", "traceable"]
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Which overrides a rule or a query speaks of: those that match every keyword that is given."""
+
+    dsl: str | None = None
+    op: str | None = None
+    dispatch_key: str | None = None
+    pack: str | None = None
+    name: str | None = None
+
+    def matches(self, override: Override) -> bool:
+        return all(getattr(override, key) == value for key, value in self.given().items())
+
+    def covers(self, other: Selector) -> bool:
+        """Whether everything that `other` matches is matched by this one too."""
+        return self.given().items() <= other.given().items()
+
+    def given(self) -> dict[str, str]:
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key}={value!r}" for key, value in self.given().items())
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An `enable` or `disable` with its selector; the last rule that matches an override wins."""
+
+    enables: bool
+    selector: Selector
+    origin: str = ""
+
+    def __str__(self) -> str:
+        verb = "enable" if self.enables else "disable"
+        return self.origin or f"opgraft.{verb}({self.selector})"
+
+
+@dataclass(eq=False, repr=False)
+class Override:
+    """An implementation for one op at one dispatch key, as `register_op_override` returns it."""
+
+    name: str
+    operator: Op
+    dispatch_key: str
+    impl: Callable[..., Any]
+    cond: Condition | Callable[..., Any] | None = None
+    takes_keyset: bool = False
+    dsl: str | None = None
+    pack: str | None = None
+    priority: int = 0
+    on_error: OnError = "raise"
+    compile: CompilePolicy = "auto"
+    launch_plan: bool = False
+    #: Why it can never run here (its DSL is missing); None where it can.
+    unavailable: str | None = None
+    removed: bool = False
+    #: Signatures for which it failed and the native kernel runs instead, with the error.
+    quarantined: dict[object, str] = field(default_factory=dict)
+    #: How often each signature's outputs were compared with the native kernel's.
+    checked: dict[object, int] = field(default_factory=dict)
+    #: Calls, in every detail, that ran outside a CUDA graph's capture: nothing is compiled for
+    #: them.
+    warm: dict[object, None] = field(default_factory=dict)
+    _sequence: int = 0
+    _hits: Counter = field(default_factory=Counter)
+    _misses: Counter = field(default_factory=Counter)
+    _fallbacks: Counter = field(default_factory=Counter)
+
+    def __repr__(self) -> str:
+        owner = f"pack {self.pack}" if self.pack else "user"
+        label = f"{self.op} at {self.dispatch_key}, {self.dsl or 'no DSL'}, {owner}"
+        return f"<Override {self.name!r} of {label}>"
+
+    @property
+    def op(self) -> str:
+        """The op's name as torch prints it, such as `"aten::mul.Tensor"`."""
+        return self.operator.name
+
+    @property
+    def hits(self) -> int:
+        """How often `impl` ran."""
+        return self._hits.total()
+
+    @property
+    def misses(self) -> int:
+        """How often the condition declined a call."""
+        return self._misses.total()
+
+    @property
+    def fallbacks(self) -> int:
+        """How many hits ended in the native kernel."""
+        return self._fallbacks.total()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a call can reach it, as the rules of `enable` and `disable` stand."""
+        return self.why_off() is None
+
+    def why_off(self) -> str | None:
+        """Why no call can reach it: removed, DSL missing, disabled by which rule; None if on."""
+        if self.removed:
+            return "removed"
+        if self.unavailable is not None:
+            return self.unavailable
+        if env.installs_nothing():
+            return "disabled by OPGRAFT_DISABLE=1"
+        rule = registry.rule_for(self)
+        return None if rule is None or rule.enables else f"disabled by {rule}"
+
+    def remove(self) -> None:
+        """Take it out of its chain; calls that are running it finish. Removing twice is fine."""
+        registry.remove(self)
+
+    def wants(self, call: Call) -> bool:
+        """Whether the condition holds for a call."""
+        if self.cond is None:
+            return True
+        if isinstance(self.cond, Condition):
+            return self.cond.holds(call.named)
+        return bool(self.cond(*call.args, **call.kwargs))
+
+    def declines(self, call: Call) -> Failure | None:
+        """The part of the condition that declines a call; None where it wants it."""
+        if isinstance(self.cond, Condition):
+            return self.cond.failure(call.named)
+        if self.wants(call):
+            return None
+        return Failure(f"cond {getattr(self.cond, '__qualname__', self.cond)!s}", "returned false")
+
+    @property
+    def _order(self) -> tuple[bool, int, str, int]:
+        # The user's own before packs'; higher priority; packs by name; last registered first.
+        return (self.pack is not None, -self.priority, self.pack or "", -self._sequence)
+
+
+class Chain:
+    """The overrides of one op at one dispatch key, in the order in which they are asked."""
+
+    def __init__(self, op: Op, dispatch_key: str) -> None:
+        self.op = op
+        self.dispatch_key = dispatch_key
+        self.members: tuple[Override, ...] = ()
+        #: What the router reads: the members that are on. Immutable, replaced as a whole.
+        self.active: tuple[Override, ...] = ()
+
+
+class Registry:
+    """All chains and rules of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._chains: dict[tuple[str, str], Chain] = {}
+        self._rules: tuple[Rule, ...] = ()
+        self._sequence = itertools.count()
+
+    def add(self, override: Override, *, replace: bool) -> Chain:
+        """Put an override into its chain.
+
+        Args:
+            override: what to add; its name is made unique in its chain unless `replace`.
+            replace: an override of the same owner (pack, or the user) with the same name goes.
+        """
+        with self._lock:
+            chain = self.chain(override.operator, override.dispatch_key)
+            namesakes = [o for o in chain.members if o.name == override.name]
+            replaced = [o for o in namesakes if replace and o.pack == override.pack]
+            if namesakes and not replaced:
+                override.name = _unused(override.name, {o.name for o in chain.members})
+            for old in replaced:
+                old.removed = True
+            override._sequence = next(self._sequence)
+            kept = (o for o in chain.members if o not in replaced)
+            self._publish(chain, (*kept, override))
+            return chain
+
+    def remove(self, override: Override) -> None:
+        with self._lock:
+            override.removed = True
+            chain = self.chain(override.operator, override.dispatch_key)
+            self._publish(chain, (o for o in chain.members if o is not override))
+
+    def chain(self, op: Op, dispatch_key: str) -> Chain:
+        """The chain of an op at a key, made on first use; there is one for ever."""
+        with self._lock:
+            key = (op.name, dispatch_key)
+            if key not in self._chains:
+                self._chains[key] = Chain(op, dispatch_key)
+            return self._chains[key]
+
+    def chains(self) -> Iterator[Chain]:
+        with self._lock:
+            chains = list(self._chains.values())
+        return iter(chains)
+
+    def overrides(self, selector: Selector) -> list[Override]:
+        """What is registered and matches, chain by chain, each in the order of asking."""
+        members = (override for chain in self.chains() for override in chain.members)
+        return [override for override in members if selector.matches(override)]
+
+    def add_rule(self, rule: Rule) -> None:
+        """Append a rule; earlier ones that it fully overrides go, so toggling never piles up."""
+        with self._lock:
+            kept = (r for r in self._rules if not rule.selector.covers(r.selector))
+            self._rules = (*kept, rule)
+            for chain in self._chains.values():
+                self._publish(chain, chain.members)
+
+    def rule_for(self, override: Override) -> Rule | None:
+        matching = (rule for rule in reversed(self._rules) if rule.selector.matches(override))
+        return next(matching, None)
+
+    def reset(self) -> None:
+        """Remove every override and rule; routers stay installed, with nothing to route to."""
+        with self._lock:
+            for override in self.overrides(Selector()):
+                self.remove(override)
+            self._rules = ()
+
+    def _publish(self, chain: Chain, members: Iterable[Override]) -> None:
+        chain.members = tuple(sorted(members, key=lambda override: override._order))
+        chain.active = tuple(override for override in chain.members if override.enabled)
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    candidates = (f"{name}#{number}" for number in itertools.count(2))
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def selector_from(keywords: Mapping[str, Any], *, normalise_op: Callable[[Any], str]) -> Selector:
+    """A selector from a user's keywords; an op may be a name or an `OpOverload`.
+
+    Raises:
+        RegistrationError: a keyword is not a string where one is wanted.
+    """
+    given = {key: value for key, value in keywords.items() if value is not None}
+    if "op" in given:
+        given["op"] = normalise_op(given["op"])
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise RegistrationError(f"{key}={value!r}: select overrides by a string")
+    return Selector(**given)
+
+
+#: The process's registry.
+registry = Registry()
+for _keywords in env.initially_disabled():
+    registry.add_rule(Rule(False, Selector(**_keywords), origin="OPGRAFT_DISABLE"))

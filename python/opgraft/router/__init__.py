@@ -1,0 +1,31 @@
+"""Routers: one per op and dispatch key, installed at the dispatcher on the first registration.
+
+The way of a call: :mod:`opgraft.router.python` (dispatcher to override), :mod:`opgraft.when`
+(condition), :mod:`opgraft.router.native` (what runs on a miss).
+"""
+
+from __future__ import annotations
+
+from opgraft.registry import Chain
+from opgraft.router import dispatcher
+from opgraft.router.python import PythonRouter
+
+_routers: dict[tuple[str, str], PythonRouter] = {}
+
+
+def install(chain: Chain) -> PythonRouter:
+    """The router of a chain; the first call puts it in at the dispatcher, where it stays.
+
+    Raises:
+        RegistrationError: an override there would lose the op's derivative.
+    """
+    key = (chain.op.name, chain.dispatch_key)
+    with dispatcher.lock:
+        if key not in _routers:
+            _routers[key] = PythonRouter(chain)
+        return _routers[key]
+
+
+def installed(chain: Chain) -> PythonRouter | None:
+    """The router of a chain, if it is in."""
+    return _routers.get((chain.op.name, chain.dispatch_key))

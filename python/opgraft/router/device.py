@@ -1,0 +1,47 @@
+"""The devices of a call: whether its tensors live together, and the guard an impl runs under."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from opgraft.schema import Call
+
+
+def of(call: Call) -> torch.device | None:
+    """The device that the call's tensors live on; None where it has no tensors.
+
+    A 0-dim CPU tensor beside tensors of another device does not count: numbers, and the seeds of
+    the random generator, come that way.
+    """
+    tensors = list(call.tensors())
+    devices = [t.device for t in tensors if t.device.type != "cpu" or t.ndim > 0]
+    if devices:
+        return devices[0]
+    return tensors[0].device if tensors else None
+
+
+def mixed(call: Call) -> str | None:
+    """Why the call's devices keep every override away; None where they agree.
+
+    A kernel launched with a pointer of another device crashes or reads garbage; the native kernel
+    says in words what is wrong.
+    """
+    tensors = list(call.tensors())
+    devices = {t.device for t in tensors if t.device.type != "cpu" or t.ndim > 0}
+    if len(devices) < 2:
+        return None
+    return f"its tensors live on different devices: {', '.join(sorted(map(str, devices)))}"
+
+
+def guard(device: torch.device | None) -> AbstractContextManager[object]:
+    """Make `device` the current one: DSLs compile for and launch on the current device."""
+    if device is None or device.type == "cpu" or device.index is None:
+        return nullcontext()
+    return torch.get_device_module(device.type).device(device.index)  # type: ignore[no-any-return]
+
+
+def is_capturing(device: torch.device | None) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,84 @@
+"""The only place that changes torch's dispatcher."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from opgraft.schema import Op
+
+# Held while we change the dispatcher, so that our own changes never overlap. It cannot protect a
+# thread that dispatches at the same moment: that is why a router goes in once and stays.
+lock = threading.RLock()
+
+
+def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.library.Library:
+    """Put `kernel`, which takes the keyset first, at an op and key.
+
+    Returns:
+        The library that holds the registration: while it is referenced, the kernel stays.
+    """
+    library = torch.library.Library(op.name.split("::", 1)[0], "IMPL")
+    options: dict[str, Any] = {"with_keyset": True, "allow_override": True}
+    with _without_our_own_warning():
+        library.impl(op.registration_name, kernel, dispatch_key, **options)
+    return library
+
+
+def capture(op: Op, dispatch_key: str) -> tuple[Any | None, str]:
+    """The kernel that an op runs at a key now, and where it was registered.
+
+    Returns:
+        The kernel and its origin; `(None, "")` where there is none.
+    """
+    try:
+        kernel = torch.library.get_kernel(op.overload, dispatch_key)
+    except RuntimeError:
+        return None, ""
+    match = re.search(r"debug='(.*)'", repr(kernel))
+    return kernel, match[1] if match else "an unknown place"
+
+
+def is_composite(op: Op, dispatch_key: str) -> bool:
+    """Whether the op has no kernel of its own at the key but a CompositeImplicitAutograd one."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not has(op.name, dispatch_key) and has(op.name, "CompositeImplicitAutograd")
+
+
+def top_kernel(op: Op, dispatch_key: str) -> str:
+    """Where the kernel that is on top at an op and key was registered; empty if nowhere."""
+    return capture(op, dispatch_key)[1]
+
+
+def is_ours(origin: str) -> bool:
+    """Whether a kernel's origin, as :func:`top_kernel` gives it, is a router of ours."""
+    return register.__code__.co_filename in origin
+
+
+@contextmanager
+def _without_our_own_warning() -> Iterator[None]:
+    """Keep torch from warning about our registration, and only about that.
+
+    torch warns once per process when a kernel replaces another one. Swallowing that warning would
+    also swallow it for whoever comes next, so the once-flag is left alone (`set_warn_always`) and a
+    filter that names this file takes our warning out. `warnings.catch_warnings` would not do: it
+    swaps the filters of all threads for a while and puts old ones back.
+    """
+    once = torch.is_warn_always_enabled()
+    ours = re.compile(
+        rf"(?s).*new kernel: registered at {re.escape(register.__code__.co_filename)}"
+    )
+    rule = ("ignore", ours, UserWarning, None, 0)
+    warnings.filters.insert(0, rule)  # type: ignore[attr-defined]
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(once)
+        warnings.filters.remove(rule)  # type: ignore[attr-defined]

@@ -1,0 +1,169 @@
+"""The router in Python: one call's way from the dispatcher to an impl or to the native kernel.
+
+It is the plain meaning of routing: the oracle that a compiled router is tested against, and its
+stand-in where there is none. It costs microseconds and holds the GIL.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opgraft.registry import Chain, Override
+from opgraft.router import composite, contract, device, dispatcher, failure, threads
+from opgraft.router.native import NativeKernel
+from opgraft.router.signature import exact_key, signature
+from opgraft.schema import Call
+
+#: Exact calls per override that are remembered as run outside a capture.
+MAX_WARM = 4096
+
+
+@dataclass(frozen=True)
+class Decline:
+    """Why an override does not take a call."""
+
+    reason: str
+    #: Its condition (or a rule that holds for every override) declined: what `.misses` counts.
+    is_miss: bool = False
+
+
+class PythonRouter:
+    """Our kernel at one op and dispatch key: installed once, there for good.
+
+    Making one installs it. What it routes to changes by `chain.active` alone.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        op, key = chain.op, chain.dispatch_key
+        #: Stands at the autograd key of an op that is composite here; None for every other op.
+        self.companion = (
+            composite.AutogradCompanion(op, key) if dispatcher.is_composite(op, key) else None
+        )
+        self.native = NativeKernel(op, key, self._reinstall)
+        self._library = dispatcher.register(op, key, self)
+
+    def _reinstall(self) -> None:
+        self._library._destroy()
+        self.native.capture()
+        self._library = dispatcher.register(self.chain.op, self.chain.dispatch_key, self)
+
+    def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        call = self.chain.op.bind(args, kwargs)
+        overrides = self.chain.active
+        if not overrides or sys.is_finalizing():
+            return self.native(keyset, call)
+        if threads.is_bypassed(self.chain):
+            result = self.native(keyset, call)
+            threads.note_native(self.chain, result)
+            return result
+        for override in overrides:
+            if self._takes(override, call):
+                return self._hit(override, keyset, call)
+        return self.native(keyset, call)
+
+    def _takes(self, override: Override, call: Call) -> bool:
+        try:
+            decline = why_not(override, call)
+        except Exception as error:  # a cond in Python, or an expression on an odd argument
+            if not failure.may_fall_back(override, error, capturing=False):
+                raise
+            failure.quarantine(override, signature(call), error)
+            return False
+        if decline is not None and decline.is_miss:
+            override._misses.add()
+        return decline is None
+
+    def _hit(self, override: Override, keyset: torch.DispatchKeySet, call: Call) -> Any:
+        where = device.of(call)
+        capturing = device.is_capturing(where)
+        try:
+            return self._run(override, keyset, call, where, capturing)
+        except Exception as error:
+            if not failure.may_fall_back(override, error, capturing=capturing):
+                raise
+            result = self.native(keyset, call)  # where native raises as well, that is the error
+            failure.quarantine(override, signature(call), error)
+            override._fallbacks.add()
+            return result
+
+    def _run(
+        self,
+        override: Override,
+        keyset: torch.DispatchKeySet,
+        call: Call,
+        where: torch.device | None,
+        capturing: bool,
+    ) -> Any:
+        leading = (keyset,) if override.takes_keyset else ()
+        override._hits.add()
+        with threads.running(call.op, self.chain) as frame, device.guard(where):
+            result = override.impl(*leading, *call.args, **call.kwargs)
+        contract.outputs(override, result)
+        if frame.ended_in_native(result):
+            override._fallbacks.add()
+        elif not capturing:
+            self._check(override, keyset, call, result)
+        if not capturing and where is not None and where.type == "cuda":
+            _remember(override, exact_key(call))
+        return result
+
+    def _check(
+        self, override: Override, keyset: torch.DispatchKeySet, call: Call, result: Any
+    ) -> None:
+        key = signature(call)
+        if not contract.is_due(override, key):
+            return
+
+        def run_native() -> Any:
+            with threads.scope(threads.EVERYTHING):
+                return self.native(keyset, call)
+
+        contract.check(override, key, call, result, run_native)
+
+
+def why_not(override: Override, call: Call) -> Decline | None:
+    """Why an active override does not take a call; None where it does.
+
+    Routing and `explain` both ask here, so that what is explained is what happens.
+    """
+    if threads.is_off_here(override):
+        return Decline("switched off on this thread by opgraft.disabled")
+    obstacle = device.mixed(call) or _lazy_bits(call)
+    if obstacle is not None:
+        return Decline(obstacle, is_miss=True)
+    if override.quarantined and (error := override.quarantined.get(signature(call))):
+        return Decline(f"quarantined after {error}")
+    if len(override.quarantined) >= failure.MAX_QUARANTINED:
+        return Decline(f"quarantined: it failed for {len(override.quarantined)} kinds of calls")
+    if not override.wants(call):
+        return Decline("its condition does not hold", is_miss=True)
+    if device.is_capturing(device.of(call)) and exact_key(call) not in override.warm:
+        return Decline(
+            "a CUDA graph is being captured and this call has not run before: compiling would "
+            "break the capture",
+            is_miss=True,
+        )
+    return None
+
+
+def _lazy_bits(call: Call) -> str | None:
+    """A tensor whose memory does not hold its values, so that an impl would get them wrong."""
+    for tensor in call.tensors():
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            return "a tensor is lazily conjugated, negated or zero, and its memory says otherwise"
+    return None
+
+
+def _remember(override: Override, key: Hashable) -> None:
+    if key in override.warm:
+        return
+    if len(override.warm) >= MAX_WARM:
+        # Oldest first; `pop` with a default, because another thread may be evicting as well.
+        override.warm.pop(next(iter(override.warm), key), None)
+    override.warm[key] = None

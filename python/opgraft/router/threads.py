@@ -1,0 +1,107 @@
+"""What a thread is in the middle of: which impls it runs, which overrides are off for it.
+
+Two kinds of thread-local state, on purpose different:
+
+- *Frames* (an impl is running, or `opgraft.native` is) belong to one thread only. An impl that
+  starts a backward or threads of its own gets overrides there.
+- *Scopes* (`with opgraft.disabled(...)`) live in torch's own thread-local state, which autograd
+  copies to its engine's threads: a backward that is started inside a scope stays inside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from opgraft.registry import Chain, Override, Selector
+from opgraft.schema import Op
+
+_SCOPE_KEY = "opgraft.disabled"
+
+#: Matches every override.
+EVERYTHING = Selector()
+
+
+class Frame:
+    """An impl that runs on this thread, and what the native kernel returned inside it."""
+
+    __slots__ = ("chain", "native_results", "op")
+
+    def __init__(self, op: Op, chain: Chain | None) -> None:
+        self.op = op
+        self.chain = chain  #: None: every override of `op` is bypassed, at every dispatch key
+        self.native_results: list[Any] = []
+
+    def ended_in_native(self, result: Any) -> bool:
+        """Whether the impl handed on what the native kernel returned to it."""
+        return any(_is_same(result, native) for native in self.native_results)
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+
+
+_frames = _Frames()
+
+
+@contextmanager
+def running(op: Op, chain: Chain | None) -> Iterator[Frame]:
+    """While this lasts, `chain` (or every chain of `op`) is not asked on this thread."""
+    frame = Frame(op, chain)
+    _frames.stack.append(frame)
+    try:
+        yield frame
+    finally:
+        _frames.stack.pop()
+
+
+def is_bypassed(chain: Chain) -> bool:
+    """Whether an impl of this chain is running on this thread, so that the call means native."""
+    return any(
+        frame.chain is chain or (frame.chain is None and frame.op is chain.op)
+        for frame in _frames.stack
+    )
+
+
+def note_native(chain: Chain, result: Any) -> None:
+    """Tell the impl that is running on this thread what the native kernel returned to it."""
+    frame = next((frame for frame in reversed(_frames.stack) if frame.chain is chain), None)
+    if frame is not None:
+        frame.native_results.append(result)
+
+
+@contextmanager
+def scope(selector: Selector) -> Iterator[None]:
+    """While this lasts, what `selector` matches is off for this thread and backwards it starts."""
+    outer = _scopes()
+    torch._C._stash_obj_in_tls(_SCOPE_KEY, (*outer, selector))
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_SCOPE_KEY, outer)
+
+
+def is_off_here(override: Override) -> bool:
+    """Whether a scope on this thread has switched the override off."""
+    return any(selector.matches(override) for selector in _scopes())
+
+
+def _scopes() -> tuple[Selector, ...]:
+    if not torch._C._is_key_in_tls(_SCOPE_KEY):
+        return ()
+    scopes: tuple[Selector, ...] = torch._C._get_obj_in_tls(_SCOPE_KEY)
+    return scopes
+
+
+def _is_same(result: Any, native: Any) -> bool:
+    if isinstance(result, (tuple, list)) and isinstance(native, (tuple, list)):
+        pairs = zip(result, native, strict=False)
+        return len(result) == len(native) and all(_is_same(mine, its) for mine, its in pairs)
+    if isinstance(result, torch.Tensor) or isinstance(native, torch.Tensor):
+        return result is native
+    return bool(result == native)
