@@ -1,0 +1,140 @@
+"""Switching overrides on and off, listing them, and going around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._ops import OpOverload, OpOverloadPacket
+
+from opgraft.errors import RegistrationError
+from opgraft.registry import Override, Rule, Selector, registry, selector_from
+from opgraft.router import threads
+from opgraft.schema import Op, resolve
+
+OpName = str | OpOverload | OpOverloadPacket
+
+
+def overrides(
+    *,
+    dsl: str | None = None,
+    op: OpName | None = None,
+    dispatch_key: str | None = None,
+    pack: str | None = None,
+    name: str | None = None,
+) -> list[Override]:
+    """The registered overrides that match every keyword given, chain by chain in order of asking.
+
+    >>> overrides(dsl="no-such-dsl")
+    []
+    """
+    return registry.overrides(_selector(dsl, op, dispatch_key, pack, name))
+
+
+def enable(
+    *,
+    dsl: str | None = None,
+    op: OpName | None = None,
+    dispatch_key: str | None = None,
+    pack: str | None = None,
+    name: str | None = None,
+) -> None:
+    """Switch on, process-wide, what matches every keyword given; without keywords, everything.
+
+    `enable` and `disable` are ordered rules: for each override the last one that matches it wins,
+    and overrides that are registered later obey them too.
+
+    >>> disable(dsl="triton"); enable(dsl="triton", op="aten::bmm")  # Triton for bmm only
+    >>> enable()
+    """
+    registry.add_rule(Rule(True, _selector(dsl, op, dispatch_key, pack, name)))
+
+
+def disable(
+    *,
+    dsl: str | None = None,
+    op: OpName | None = None,
+    dispatch_key: str | None = None,
+    pack: str | None = None,
+    name: str | None = None,
+) -> None:
+    """Switch off, process-wide, what matches every keyword given; see :func:`enable`.
+
+    >>> disable(op="aten::bmm", dispatch_key="CPU")
+    >>> enable()
+    """
+    registry.add_rule(Rule(False, _selector(dsl, op, dispatch_key, pack, name)))
+
+
+@contextmanager
+def disabled(
+    *,
+    dsl: str | None = None,
+    op: OpName | None = None,
+    dispatch_key: str | None = None,
+    pack: str | None = None,
+    name: str | None = None,
+) -> Iterator[None]:
+    """A scope in which what matches every keyword given is off.
+
+    It holds on this thread, for a backward that is started inside it, and for compiled graphs that
+    run inside it; other threads go on. Scopes nest.
+
+    >>> import torch
+    >>> with disabled():
+    ...     _ = torch.softmax(torch.ones(2, 8), -1)  # PyTorch's own kernel, whatever is registered
+    """
+    with threads.scope(_selector(dsl, op, dispatch_key, pack, name)):
+        yield
+
+
+def native(op: OpName) -> Callable[..., Any]:
+    """The op as PyTorch has it: a callable that bypasses every override of that op.
+
+    It goes through the dispatcher as any call does, so autograd, autocast and the rest apply; only
+    the op's own overrides are passed by. Other ops, those of its backward too, are routed as usual.
+
+    Args:
+        op: the op, by the name that torch prints or as `OpOverload`.
+
+    Returns:
+        A callable with the op's signature.
+
+    Raises:
+        RegistrationError: there is no such op.
+
+    >>> import torch
+    >>> native("aten::_softmax")(torch.zeros(2), 0, False)
+    tensor([0.5000, 0.5000])
+    """
+    resolved = resolve(op)
+
+    def call_native(*args: Any, **kwargs: Any) -> Any:
+        with threads.running(resolved, None):
+            return resolved.overload(*args, **kwargs)
+
+    call_native.__name__ = call_native.__qualname__ = f"native[{resolved.name}]"
+    return call_native
+
+
+def _selector(
+    dsl: str | None,
+    op: OpName | None,
+    dispatch_key: str | None,
+    pack: str | None,
+    name: str | None,
+) -> Selector:
+    given = {"dsl": dsl, "op": op, "dispatch_key": dispatch_key, "pack": pack, "name": name}
+    return selector_from(given, normalise_op=_op_name)
+
+
+def _op_name(op: Any) -> str:
+    """An op's printed name; one of a namespace that is not loaded yet stands as it is."""
+    if isinstance(op, str) and "::" in op and not op.startswith("aten::"):
+        try:
+            return resolve(op).name
+        except RegistrationError:
+            return op
+    resolved: Op = resolve(op)
+    return resolved.name

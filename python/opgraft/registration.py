@@ -1,0 +1,176 @@
+"""`register_op_override`: what a library calls to put its kernel under an op of PyTorch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, get_args
+
+from opgraft import dsl as dsls
+from opgraft import env, packs, router
+from opgraft.errors import RegistrationError
+from opgraft.registry import Chain, CompilePolicy, OnError, Override, registry
+from opgraft.router import composite
+from opgraft.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
+from opgraft.when import Condition, Expression, ExpressionError
+
+log = logging.getLogger(__name__)
+
+
+def register_op_override(
+    lib_symbol: str,
+    op_symbol: str,
+    dispatch_key: str,
+    impl: Callable[..., Any],
+    *,
+    cond: Condition | Callable[..., Any] | None = None,
+    unconditional_override: bool = False,
+    dsl: str | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    on_error: OnError | None = None,
+    compile: CompilePolicy = "auto",
+    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    launch_plan: bool = False,
+) -> Override:
+    """Register an implementation for one op at one dispatch key.
+
+    Three forms:
+
+    - `cond` given: `impl` has the op's signature and runs when `cond` holds.
+    - no `cond`, `unconditional_override=True`: `impl` has the op's signature and runs on every
+      call.
+    - no `cond`, `unconditional_override=False`: `impl` gets the `torch.DispatchKeySet` first, runs
+      on every call and decides for itself; calling the same op inside it reaches the native kernel.
+
+    Arguments come by position, keyword-only ones by name, schema defaults filled in; a Python
+    number in a Tensor slot comes as the 0-dim tensor that the dispatcher makes of it.
+
+    Args:
+        lib_symbol: the op's namespace, such as `"aten"`.
+        op_symbol: the op's name, with the overload if it is not `default`: `"add.Tensor"`.
+        dispatch_key: the backend: `"CPU"`, `"CUDA"`, `"XPU"`, ...
+        impl: the implementation. It imports its DSL itself, when it first runs.
+        cond: a :mod:`opgraft.when` expression, or any callable with the op's signature. It reads
+            metadata only: reading values would make every call wait for the device.
+        unconditional_override: see above.
+        dsl: the kernel language, `"triton"` or `"cutedsl"`; where it is not installed, the override
+            is registered as unavailable, which `explain` says, and nothing else happens. Any other
+            string is a label to select by.
+        name: names it in messages and in `disable`. Registering again under an explicit name, by
+            the same owner at the same op and key, replaces (a module that is reloaded). Default:
+            the impl's module and name.
+        priority: higher is asked first; the user's own come before packs' whatever their priority.
+        on_error: `"raise"` (default) or `"fallback"` (default for packs): an exception from `impl`
+            runs the native kernel, warns once and keeps the override from calls of that kind.
+        compile: the policy under `torch.compile`: `"auto"`, `"opaque"`, `"inductor"` or
+            `"traceable"`.
+        autograd: `(setup_context, backward)` for a derivative of its own; not supported yet.
+        launch_plan: the author declares `impl` a pure function of its arguments' metadata, so that
+            its launches may be recorded and replayed.
+
+    Returns:
+        The override: its counters, and `.remove()`.
+
+    Raises:
+        RegistrationError: the op does not exist, the key makes no sense, `impl` or `cond` cannot
+            take the op's arguments, `cond` names an argument that is not there, or the derivative
+            of a composite op could not be kept. The message says what to do.
+
+    >>> import torch, opgraft
+    >>> from opgraft import when
+    >>> def softmax(self, dim, half_to_float):
+    ...     weights = (self - self.amax(dim, keepdim=True)).exp()
+    ...     return weights / weights.sum(dim, keepdim=True)
+    >>> override = opgraft.register_op_override(
+    ...     "aten", "_softmax", "CPU", softmax, cond=when.size("self", -1) >= 8, name="doc"
+    ... )
+    >>> _ = torch.softmax(torch.ones(2, 8), -1), torch.softmax(torch.ones(2, 4), -1)
+    >>> override.hits, override.misses
+    (1, 1)
+    >>> override.remove()
+    """
+    op = resolve_symbol(lib_symbol, op_symbol)
+    check_dispatch_key(dispatch_key)
+    takes_keyset = cond is None and not unconditional_override
+    check_accepts(impl, op, what="impl", leading=["DispatchKeySet"] if takes_keyset else [])
+    _check_condition(cond, op, unconditional_override)
+    pack = packs.loading()
+    on_error = on_error or ("fallback" if pack else "raise")
+    _check_choice("on_error", on_error, OnError)
+    _check_choice("compile", compile, CompilePolicy)
+    if autograd is not None:
+        raise RegistrationError(
+            f"autograd= for {op.name}: a derivative of an override's own is not supported yet; "
+            "leave it out to keep the op's derivative, and override its backward op as well"
+        )
+    override = Override(
+        name=name or _default_name(impl),
+        operator=op,
+        dispatch_key=dispatch_key,
+        impl=impl,
+        cond=cond,
+        takes_keyset=takes_keyset,
+        dsl=dsl,
+        pack=pack,
+        priority=priority,
+        on_error=on_error,
+        compile=compile,
+        launch_plan=launch_plan,
+        unavailable=_unavailable(dsl),
+    )
+    _install(override, replace=name is not None)
+    return override
+
+
+def _install(override: Override, *, replace: bool) -> None:
+    chain = registry.chain(override.operator, override.dispatch_key)
+    what = f"{override.name!r} for {override.op} at {override.dispatch_key}"
+    if override.unavailable is not None:
+        log.info("override %s is not active: %s", what, override.unavailable)
+    elif env.installs_nothing():
+        log.info("override %s is not active: OPGRAFT_DISABLE=1", what)
+    else:
+        # The router first: where it refuses, nothing is registered.
+        installed = router.install(chain)
+        if installed.companion is not None:
+            log.info("override %s: the op is %s", what, composite.NOTE)
+    _add(chain, override, replace=replace)
+
+
+def _add(chain: Chain, override: Override, *, replace: bool) -> None:
+    registry.add(override, replace=replace)
+    log.debug("registered %r; the chain is %s", override, [o.name for o in chain.members])
+
+
+def _check_condition(cond: object, op: Op, unconditional_override: bool) -> None:
+    if cond is None:
+        return
+    if unconditional_override:
+        raise RegistrationError(
+            f"cond= and unconditional_override=True for {op.name} contradict each other: give one"
+        )
+    if isinstance(cond, Condition):
+        try:
+            cond.check({argument.name: argument.kind for argument in op.arguments})
+        except ExpressionError as error:
+            raise RegistrationError(f"cond for {op.name}: {error}") from None
+    elif isinstance(cond, Expression):
+        raise RegistrationError(f"cond for {op.name} is {cond!r}, a number: compare it with one")
+    else:
+        check_accepts(cond, op, what="cond")  # type: ignore[arg-type]
+
+
+def _check_choice(parameter: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise RegistrationError(f"{parameter}={value!r}: choose one of {get_args(choices)}")
+
+
+def _default_name(impl: Callable[..., Any]) -> str:
+    module = getattr(impl, "__module__", None) or type(impl).__module__
+    return f"{module}.{getattr(impl, '__qualname__', type(impl).__qualname__)}"
+
+
+def _unavailable(dsl: str | None) -> str | None:
+    known = dsls.find(dsl) if dsl else None
+    return known.missing() if known else None
