@@ -1,0 +1,143 @@
+"""`explain`: where a call goes and why, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import opgraft
+from opgraft import when
+from opgraft.packs import _owning
+from tests import ops
+
+X = torch.randn(4, 8)
+
+
+def register(impl: Any = ops.softmax, **keywords: Any) -> opgraft.Override:
+    keywords.setdefault("unconditional_override", "cond" not in keywords)
+    return opgraft.register_op_override("aten", "_softmax", "CPU", impl, **keywords)
+
+
+def explain(x: torch.Tensor = X) -> opgraft.Explanation:
+    return opgraft.explain("aten::_softmax", x, -1, False)
+
+
+def test_nothing_runs_and_nothing_is_counted() -> None:
+    override = register(cond=when.size("self", -1) >= 8)
+    explain()
+    explain(X[:, :4])
+    assert (override.hits, override.misses) == (0, 0)
+
+
+def test_the_whole_chain_in_order_with_a_verdict_each() -> None:
+    with _owning("norms"):
+        pack = register(name="pack", dsl="triton")
+    disabled = register(name="off", dsl="mine")
+    opgraft.disable(dsl="mine")
+    winner = register(name="winner", priority=1)
+    narrow = register(
+        name="narrow", cond=(when.ndim("self") == 2) & (when.size("self", -1) <= 4), priority=2
+    )
+    report = explain()
+    assert report.winner is winner
+    assert [verdict.override for verdict in report.verdicts] == [narrow, winner, disabled, pack]
+    lines = str(report).splitlines()
+    assert lines[0] == "aten::_softmax at CPU -> override winner"
+    assert lines[1] == (
+        "  1. narrow [no DSL, user]: declines: when.size('self', -1) <= 4 "
+        "(when.size('self', -1) is 8)"
+    )
+    assert lines[2] == "  2. winner [no DSL, user]: takes it"
+    assert lines[3] == "  3. off [mine, user]: disabled by opgraft.disable(dsl='mine')"
+    assert lines[4] == "  4. pack [triton, norms]: would take it, but one before it does"
+
+
+def test_what_is_explained_is_what_happens() -> None:
+    override = register(cond=when.size("self", -1) >= 8)
+    for x in (X, X[:, :4]):
+        expected = explain(x).winner is override
+        before = override.hits
+        torch.softmax(x, -1)
+        assert (override.hits > before) == expected
+
+
+def test_without_overrides_it_names_the_native_kernel() -> None:
+    report = opgraft.explain("aten::bmm", torch.randn(1, 2, 2), torch.randn(1, 2, 2))
+    assert report.winner is None
+    assert "RegisterCPU" in report.native
+    assert str(report) == f"aten::bmm at CPU -> native ({report.native})"
+
+
+def test_native_origin_is_what_was_there_before_the_router() -> None:
+    register(cond=when.ndim("self") == 7)
+    assert "RegisterCPU" in explain().native
+
+
+def test_a_missing_dsl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opgraft.dsl._is_importable", lambda module: False)
+    override = register(dsl="triton")
+    assert not override.enabled
+    assert "triton is missing (no module triton): pip install" in str(explain())
+
+
+def test_a_python_condition_is_named() -> None:
+    def is_square(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
+        return self.shape[0] == self.shape[1]
+
+    register(cond=is_square)
+    assert "is_square (returned false)" in str(explain())
+
+
+def test_a_scope_is_said() -> None:
+    register()
+    with opgraft.disabled():
+        assert "switched off on this thread by opgraft.disabled" in str(explain())
+
+
+def test_a_composite_op_in_training_is_said() -> None:
+    opgraft.register_op_override(
+        "aten", "_fused_rms_norm", "CPU", ops.rms_norm, unconditional_override=True
+    )
+    x = X.clone().requires_grad_()
+    report = opgraft.explain("aten::_fused_rms_norm", x, [8], None, None)
+    assert report.winner is None
+    assert "keep the composite derivative" in str(report)
+    with torch.no_grad():
+        report = opgraft.explain("aten::_fused_rms_norm", x, [8], None, None)
+    assert report.winner is not None
+
+
+def test_a_kernel_that_was_put_on_top_of_us_is_said() -> None:
+    register()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        below = torch.library.get_kernel("aten::_softmax", "CPU")
+        library.impl(
+            "_softmax",
+            lambda keys, *args: below.call_boxed(keys, *args),
+            "CPU",
+            with_keyset=True,
+            allow_override=True,
+        )
+        assert "shadowed by a kernel that was put on top" in str(explain())
+
+
+def test_fake_and_meta_tensors() -> None:
+    override = register(cond=when.size("self", -1) >= 8)
+    with FakeTensorMode():
+        fake = torch.empty(4, 8)
+    assert explain(fake).winner is override
+    report = explain(X.to("meta"))
+    assert report.winner is None
+    assert "meta tensors have shapes only" in str(report)
+
+
+def test_arguments_that_do_not_fit_are_an_error() -> None:
+    with pytest.raises(TypeError, match="misses dim, half_to_float"):
+        opgraft.explain("aten::_softmax", X)
+    with pytest.raises(TypeError, match="no argument 'axis'"):
+        opgraft.explain("aten::_softmax", X, axis=1)
+    with pytest.raises(opgraft.RegistrationError, match="does not name an op"):
+        opgraft.explain("softmax", X)

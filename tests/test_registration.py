@@ -1,0 +1,224 @@
+"""`register_op_override`: what it accepts, what it refuses and how it says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import opgraft
+from opgraft import RegistrationError, when
+from tests import ops
+
+
+def register(**changes: object) -> opgraft.Override:
+    arguments: dict[str, object] = {
+        "lib_symbol": "aten",
+        "op_symbol": "_softmax",
+        "dispatch_key": "CPU",
+        "impl": ops.softmax,
+        "unconditional_override": True,
+    }
+    return opgraft.register_op_override(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op_symbol": "_sofmax"}, r"no op aten::_sofmax; did you mean .*aten::_softmax"),
+        ({"op_symbol": "_softmax.outt"}, r"no overload 'outt': name one of .*_softmax\.out"),
+        ({"lib_symbol": "nolib"}, r"no op nolib::_softmax; import the library"),
+        ({"dispatch_key": "Meta"}, r"'Meta' .* shape inference .* use a backend key"),
+        ({"dispatch_key": "CompositeImplicitAutograd"}, r"use a backend key"),
+        ({"dispatch_key": "AutogradCPU"}, r"above the kernels.*use a backend key"),
+        ({"dispatch_key": "cuda"}, r"not a dense backend's dispatch key; use a backend key"),
+        ({"impl": lambda self: self}, r"impl .*<lambda>\(self\) cannot take .* aten::_softmax"),
+        ({"impl": 3}, r"impl for aten::_softmax must be callable, not 3"),
+        ({"cond": when.ndim("self") == 2}, r"cond= and unconditional_override=True .* contradict"),
+        ({"on_error": "ignore"}, r"on_error='ignore': choose one of \('raise', 'fallback'\)"),
+        ({"compile": "yes"}, r"compile='yes': choose one of"),
+        ({"autograd": (len, len)}, r"autograd= for aten::_softmax"),
+    ],
+)
+def test_bad_registration_names_the_fault_and_the_mend(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(RegistrationError, match=f"(?s){message}"):
+        register(**changes)
+    assert opgraft.overrides() == []
+
+
+@pytest.mark.parametrize(
+    ("cond", "message"),
+    [
+        (when.ndim("input") == 2, r"no argument 'input'; it has self, dim, half_to_float"),
+        (when.ndim("dim") == 2, r"'dim' is a int, not a tensor"),
+        (when.value("self") == 2, r"'self' is a tensor, and reading its value"),
+        (when.length("self") == 2, r"'self' is a Tensor, not a list"),
+        (when.size("self", 0), r"a number: compare it"),
+        (lambda self: True, r"cond .*<lambda>\(self\) cannot take the arguments"),
+    ],
+)
+def test_bad_condition_fails_at_registration(cond: object, message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        register(cond=cond, unconditional_override=False)
+
+
+def test_keyset_form_must_take_the_keyset() -> None:
+    with pytest.raises(RegistrationError, match=r"called with \(DispatchKeySet, self, dim"):
+        register(unconditional_override=False)
+
+
+def test_keyset_form_gets_the_keyset_first() -> None:
+    seen: list[object] = []
+
+    def impl(keyset: torch.DispatchKeySet, *args: object) -> torch.Tensor:
+        seen.append(keyset)
+        return ops.softmax(*args)  # type: ignore[arg-type]
+
+    override = register(impl=impl, unconditional_override=False)
+    torch.softmax(torch.randn(3, 4), -1)
+    assert override.hits == 1
+    assert isinstance(seen[0], torch._C.DispatchKeySet)
+
+
+def test_condition_may_be_any_callable_with_the_ops_signature() -> None:
+    override = register(
+        cond=lambda self, dim, half_to_float: self.shape[0] > 2, unconditional_override=False
+    )
+    torch.softmax(torch.randn(3, 4), -1)
+    torch.softmax(torch.randn(2, 4), -1)
+    assert (override.hits, override.misses) == (1, 1)
+
+
+def test_defaults_are_filled_in_and_keyword_only_arguments_come_by_name() -> None:
+    seen: list[tuple[tuple[object, ...], dict[str, object]]] = []
+
+    def impl(*args: object, **kwargs: object) -> object:
+        seen.append((args, kwargs))
+        return opgraft.native("aten::add.Tensor")(*args, **kwargs)
+
+    override = register(op_symbol="add.Tensor", impl=impl)
+    x = torch.randn(3)
+    assert torch.equal(x + x, 2 * x)
+    torch.add(x, x, alpha=3)
+    assert override.hits == 2
+    assert [len(args) for args, _ in seen] == [2, 2]
+    assert [kwargs for _, kwargs in seen] == [{"alpha": 1}, {"alpha": 3}]
+
+
+def test_default_lists_are_fresh_for_every_call() -> None:
+    def impl(*args: object) -> torch.Tensor:
+        result = opgraft.native("aten::avg_pool2d")(*args)
+        args[2].append(7)  # type: ignore[attr-defined]
+        return result  # type: ignore[no-any-return]
+
+    override = register(op_symbol="avg_pool2d", impl=impl)
+    x = torch.randn(1, 1, 4, 4)
+    first, second = (torch.ops.aten.avg_pool2d(x, [2, 2]) for _ in range(2))
+    assert override.hits == 2
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("number", [2, 2.5, True, 2j])
+def test_a_number_in_a_tensor_slot_arrives_as_a_tensor_and_promotes_as_a_number(
+    number: complex,
+) -> None:
+    x = torch.arange(3, dtype=torch.int32)
+    expected = x * number
+    seen: list[object] = []
+
+    def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        seen.append(other)
+        return opgraft.native("aten::mul.Tensor")(self, other)  # type: ignore[no-any-return]
+
+    override = register(op_symbol="mul.Tensor", impl=impl)
+    result = x * number
+    hits = override.hits
+    override.remove()
+    assert hits == 1
+    assert isinstance(seen[0], torch.Tensor)
+    assert seen[0].ndim == 0
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+
+
+def test_mutating_op() -> None:
+    def impl(self: torch.Tensor, other: torch.Tensor, *, alpha: int) -> torch.Tensor:
+        self.copy_(self.clone().sub(other, alpha=-alpha))
+        return self
+
+    override = register(op_symbol="add_.Tensor", impl=impl)
+    x = torch.ones(3)
+    alias = x
+    x += 2
+    assert override.hits == 1
+    assert alias is x
+    assert x.tolist() == [3, 3, 3]
+
+
+def test_out_variant() -> None:
+    def impl(self: torch.Tensor, mat2: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_((self.unsqueeze(-1) * mat2.unsqueeze(-3)).sum(-2))
+
+    override = register(op_symbol="bmm.out", impl=impl)
+    a, b, out = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.empty(2, 3, 5)
+    torch.bmm(a, b, out=out)
+    assert override.hits == 1
+    torch.testing.assert_close(out, a @ b)
+
+
+def test_an_op_of_any_namespace() -> None:
+    with torch.library._scoped_library("opgraft_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        override = register(
+            lib_symbol="opgraft_test", op_symbol="twice", impl=lambda x: torch.add(x, x)
+        )
+        assert torch.ops.opgraft_test.twice(torch.ones(2)).tolist() == [2, 2]
+        assert override.hits == 1
+
+
+def test_an_op_without_a_native_kernel_says_so_on_a_miss() -> None:
+    def impl(*args: object) -> tuple[None, None]:
+        return None, None
+
+    override = register(
+        op_symbol="_fused_rms_norm_backward",
+        impl=impl,
+        cond=when.ndim("input") == 2,
+        unconditional_override=False,
+    )
+    x = torch.randn(2, 3, 4)
+    with pytest.raises(NotImplementedError, match=r"no native kernel at CPU.*opgraft.explain"):
+        torch.ops.aten._fused_rms_norm_backward(x, x, [4], x, None, [True, False])
+    assert (override.hits, override.misses) == (0, 1)
+
+
+def test_registering_again_under_an_explicit_name_replaces() -> None:
+    first = register(name="mine")
+    second = register(name="mine")
+    torch.softmax(torch.randn(3, 4), -1)
+    assert opgraft.overrides() == [second]
+    assert (first.hits, second.hits) == (0, 1)
+    assert not first.enabled
+
+
+def test_registering_again_without_a_name_keeps_both_apart() -> None:
+    first, second = register(), register()
+    assert first.name != second.name
+    assert opgraft.overrides() == [second, first]
+
+
+def test_training_miss_of_a_composite_op_is_said_at_registration(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "opgraft"):
+        register(op_symbol="_fused_rms_norm", impl=ops.rms_norm)
+    assert "keep the composite derivative" in caplog.text
+
+
+def test_registering_costs_no_cuda_initialisation() -> None:
+    register(dispatch_key="CUDA")
+    assert not torch.cuda.is_initialized() or torch.cuda.is_available()
