@@ -38,7 +38,7 @@ def initially_disabled() -> list[dict[str, str]]:
 def _selector(word: str) -> dict[str, str]:
     if word.startswith("pack:"):
         return {"pack": word.removeprefix("pack:")}
-    return {"op": word} if "::" in word else {"dsl": word}
+    return {"op": word.removesuffix(".default")} if "::" in word else {"dsl": word}
 
 
 def strict() -> bool:

@@ -183,14 +183,15 @@ class Registry:
         """Put an override into its chain.
 
         Args:
-            override: what to add; its name is made unique in its chain unless `replace`.
+            override: what to add.
             replace: an override of the same owner (pack, or the user) with the same name goes.
+                Otherwise the name is made unique in the chain.
         """
         with self._lock:
             chain = self.chain(override.operator, override.dispatch_key)
             namesakes = [o for o in chain.members if o.name == override.name]
             replaced = [o for o in namesakes if replace and o.pack == override.pack]
-            if namesakes and not replaced:
+            if namesakes and not replace:
                 override.name = _unused(override.name, {o.name for o in chain.members})
             for old in replaced:
                 old.removed = True

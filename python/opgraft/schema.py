@@ -33,7 +33,7 @@ class Argument:
     required: bool
     default: Any
     written: bool  #: the op writes to it (`Tensor(a!)`)
-    aliased: bool  #: an output may share its memory (`Tensor(a)` or `Tensor(a!)`)
+    list_size: int  #: of a list that a single number is repeated for (`int[2]`); 0 for no list
 
     @property
     def is_tensor(self) -> bool:
@@ -55,7 +55,6 @@ class Op:
         self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
         self.returns = tuple(schema.returns)
         self.mutates = any(a.written for a in self.arguments)
-        self.is_functional = not any(a.aliased for a in self.arguments)
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
         self._index = {a.name: i for i, a in enumerate(self.arguments)}
 
@@ -91,7 +90,7 @@ class Op:
         missing = [a.name for i, a in enumerate(self.arguments) if a.required and i not in bound]
         if missing:
             raise TypeError(f"{self.name} misses {', '.join(missing)}: {self.overload._schema}")
-        return Call(self, tuple(map(_tensor_from_number, self.arguments, values)))
+        return Call(self, tuple(map(_as_dispatched, self.arguments, values)))
 
 
 class Call:
@@ -203,24 +202,48 @@ def _fresh(default: Any) -> Any:
     return list(default) if isinstance(default, list) else default
 
 
-def _tensor_from_number(argument: Argument, value: Any) -> Any:
-    if argument.is_tensor and isinstance(value, (bool, int, float, complex)):
+def _as_dispatched(argument: Argument, value: Any) -> Any:
+    """What the dispatcher makes of a value: a tensor of a number, a list of an integer."""
+    if not isinstance(value, (bool, int, float, complex)):
+        return value
+    if argument.is_tensor:
         return wrapped_number(value)
-    return value
+    return [value] * argument.list_size if argument.list_size else value
+
+
+# A schema holds default dtypes and memory formats as the numbers that C++ gives them.
+_DTYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
+)
+_MEMORY_FORMATS = (
+    *(torch.contiguous_format, torch.preserve_format),
+    *(torch.channels_last, torch.channels_last_3d),
+)
+
+
+def _typed(kind: str, default: Any) -> Any:
+    if isinstance(default, int) and "ScalarType" in kind:
+        return _DTYPES[default]
+    if isinstance(default, int) and "MemoryFormat" in kind:
+        return _MEMORY_FORMATS[default]
+    return default
 
 
 def _argument(arg: Any) -> Argument:
     required = not arg.has_default_value()
-    default = None if required else arg.default_value
+    kind = str(arg.real_type)
+    default = None if required else _typed(kind, arg.default_value)
     alias = arg.alias_info
     return Argument(
         name=arg.name,
-        kind=str(arg.real_type),
+        kind=kind,
         keyword_only=arg.kwarg_only,
         required=required,
         default=default,
         written=alias is not None and alias.is_write,
-        aliased=alias is not None,
+        list_size=(arg.N or 1) if "List[" in kind else 0,
     )
 
 

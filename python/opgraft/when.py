@@ -188,6 +188,11 @@ class Condition(Expression):
         """The first part that keeps the condition from holding; None where it holds."""
         return None if self.holds(arguments) else Failure(repr(self), self._saw(arguments))
 
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"{self!r} == {other!r}: conditions are combined with & | ~, not compared")
+
+    __hash__ = object.__hash__
+
     @abstractmethod
     def _saw(self, arguments: Arguments) -> str:
         """The values that this part was evaluated on, for a person."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -39,10 +39,12 @@ def outputs(override: Override, result: Any) -> tuple[Any, ...]:
     """An impl's result as one value per output of the schema.
 
     Raises:
-        ContractError: there are too many or too few.
+        ContractError: there are too many or too few, or the only one is no tensor where it must be.
     """
     returns = override.operator.returns
     if len(returns) == 1:
+        if str(returns[0].type) == "Tensor" and not isinstance(result, torch.Tensor):
+            _refuse(override, 0, f"{_describe(result)} instead of a tensor")
         return (result,)
     if not returns:
         return ()
@@ -80,14 +82,15 @@ def check(
         ContractError: they differ; the message names the override, the output and the difference.
     """
     got = outputs(override, result)
-    # Counted before it is done: where native cannot answer, it is not asked for ever.
-    override.checked[signature] = override.checked.get(signature, 0) + 1
     if override.operator.mutates:
         _check_returned_arguments(override, call, got)
     else:
         expected = _native_outputs(override, call, run_native)
         if expected is not None:
             _compare(override, call, got, expected)
+    # Last: what failed is compared again next time. Where native could not answer it does count,
+    # so that native is not asked for ever.
+    override.checked[signature] = override.checked.get(signature, 0) + 1
 
 
 def _check_returned_arguments(override: Override, call: Call, got: tuple[Any, ...]) -> None:
@@ -115,11 +118,20 @@ def _native_outputs(
     return (result,) if len(call.op.returns) == 1 else tuple(result)
 
 
-def _keep_rng(call: Call) -> AbstractContextManager[None]:
+@contextmanager
+def _keep_rng(call: Call) -> Iterator[None]:
+    """Leave every random generator that a second run of the op would advance as it is."""
     if not call.op.is_random:
-        return nullcontext()
+        yield
+        return
+    own = [(g, g.get_state()) for g in call.values if isinstance(g, torch.Generator)]
     devices = {t.device.index for t in call.tensors() if t.device.type == "cuda"}
-    return torch.random.fork_rng(devices=sorted(devices))
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        for generator, state in own:
+            generator.set_state(state)
 
 
 def _compare(

@@ -75,10 +75,12 @@ def _without_our_own_warning() -> Iterator[None]:
         rf"(?s).*new kernel: registered at {re.escape(register.__code__.co_filename)}"
     )
     rule = ("ignore", ours, UserWarning, None, 0)
-    warnings.filters.insert(0, rule)  # type: ignore[attr-defined]
+    # One list throughout: another thread that leaves `catch_warnings` puts another one in place.
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters.insert(0, rule)
     torch.set_warn_always(True)
     try:
         yield
     finally:
         torch.set_warn_always(once)
-        warnings.filters.remove(rule)  # type: ignore[attr-defined]
+        filters.remove(rule)

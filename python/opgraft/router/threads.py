@@ -11,6 +11,7 @@ Two kinds of thread-local state, on purpose different:
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,16 +30,20 @@ EVERYTHING = Selector()
 class Frame:
     """An impl that runs on this thread, and what the native kernel returned inside it."""
 
-    __slots__ = ("chain", "native_results", "op")
+    __slots__ = ("_native_results", "chain", "op")
 
     def __init__(self, op: Op, chain: Chain | None) -> None:
         self.op = op
         self.chain = chain  #: None: every override of `op` is bypassed, at every dispatch key
-        self.native_results: list[Any] = []
+        self._native_results: list[Any] = []
+
+    def note_native(self, result: Any) -> None:
+        """Remember, weakly, what the native kernel returned: an impl may go through many."""
+        self._native_results.append(_weak(result))
 
     def ended_in_native(self, result: Any) -> bool:
         """Whether the impl handed on what the native kernel returned to it."""
-        return any(_is_same(result, native) for native in self.native_results)
+        return any(_is_same(result, native) for native in self._native_results)
 
 
 class _Frames(threading.local):
@@ -72,7 +77,7 @@ def note_native(chain: Chain, result: Any) -> None:
     """Tell the impl that is running on this thread what the native kernel returned to it."""
     frame = next((frame for frame in reversed(_frames.stack) if frame.chain is chain), None)
     if frame is not None:
-        frame.native_results.append(result)
+        frame.note_native(result)
 
 
 @contextmanager
@@ -98,10 +103,17 @@ def _scopes() -> tuple[Selector, ...]:
     return scopes
 
 
+def _weak(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return tuple(map(_weak, result))
+    return weakref.ref(result) if isinstance(result, torch.Tensor) else result
+
+
 def _is_same(result: Any, native: Any) -> bool:
-    if isinstance(result, (tuple, list)) and isinstance(native, (tuple, list)):
+    """Whether `result` is what :func:`_weak` made `native` of."""
+    if isinstance(result, (tuple, list)) and isinstance(native, tuple):
         pairs = zip(result, native, strict=False)
         return len(result) == len(native) and all(_is_same(mine, its) for mine, its in pairs)
-    if isinstance(result, torch.Tensor) or isinstance(native, torch.Tensor):
-        return result is native
-    return bool(result == native)
+    if isinstance(result, torch.Tensor):
+        return isinstance(native, weakref.ref) and native() is result
+    return not isinstance(native, (tuple, weakref.ref)) and bool(result == native)

@@ -1,0 +1,147 @@
+"""Compile Triton kernels for a GPU that is not there, and read what they use.
+
+A driver stands in for CUDA's, so this has to run in a process of its own, without
+`TRITON_INTERPRET`:
+
+    python compile_only.py MODULE CAPABILITY
+
+imports `MODULE`, compiles every launch that its `configurations()` yields for compute capability
+`CAPABILITY` (80, 90, 100) and prints one JSON object a line: the kernel's name, its constexprs, its
+warps, and the registers, spilled bytes and shared memory of the machine code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+# Dynamic shared memory that a program may ask for, in bytes. Triton checks it at launch alone.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+def compile_all(module: str, capability: int, timeout: float = 600) -> list[dict[str, Any]]:
+    """What `configurations()` of `module` compiles to, from a subprocess."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, __file__, module, str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _use_driver(capability: int) -> None:
+    """Make Triton compile for `capability`, on no device."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class CompileOnly(DriverBase):
+        def __init__(self) -> None:
+            pass
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int | None = None) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_benchmarker(self) -> Any:
+            raise RuntimeError("nothing can be run here")
+
+    triton.runtime.driver.set_active(CompileOnly())
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and bytes of local memory: what was spilled."""
+    import triton.backends.nvidia
+
+    tool = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def _compile(launch: Any) -> dict[str, Any]:
+    compiled = launch.kernel.warmup(
+        *launch.arguments,
+        grid=(launch.grid,),
+        num_warps=launch.num_warps,
+        **launch.constexprs,
+        **launch.options,
+    )
+    if hasattr(compiled, "result"):
+        compiled = compiled.result()
+    return {
+        "kernel": launch.kernel.__name__,
+        "constexprs": launch.constexprs,
+        "num_warps": launch.num_warps,
+        "arguments": [str(getattr(each, "dtype", each)) for each in launch.arguments],
+        "shared": compiled.metadata.shared,
+        **_resources(compiled.asm["cubin"]),
+    }
+
+
+def _specialization(argument: Any) -> object:
+    """What of an argument Triton compiles for."""
+    if isinstance(argument, int):
+        return argument % 16 == 0, argument == 1
+    return str(getattr(argument, "dtype", argument))
+
+
+def _distinct(launches: Iterator[Any]) -> Iterator[Any]:
+    """Launches that differ in what they compile to: not in sizes, but in their divisibility."""
+    seen = set()
+    for launch in launches:
+        key = repr(
+            (
+                launch.kernel.__name__,
+                [_specialization(each) for each in launch.arguments],
+                launch.constexprs,
+                launch.num_warps,
+            )
+        )
+        if key not in seen:
+            seen.add(key)
+            yield launch
+
+
+def main(module: str, capability: str) -> None:
+    _use_driver(int(capability))
+    for launch in _distinct(importlib.import_module(module).configurations()):
+        print(json.dumps(_compile(launch)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Every configuration of RMSNorm's Triton kernels compiles for every architecture, and fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kernels.compile_only import SHARED_MEMORY, compile_all
+
+pytest.importorskip("triton")
+
+# Rows that are not aligned to 16 bytes are loaded element by element, which takes more addresses
+# and predicates than there are registers once a thread holds 16 to 32 elements of a row.
+UNALIGNED_SPILL = 320
+# Anything else: at 64 registers and less, ptxas parks one or two of them now and then.
+SPILL = 8
+
+
+def _is_unaligned(found: dict[str, Any]) -> bool:
+    """Whether the rows' width is odd."""
+    sizes = [int(each) for each in found["arguments"] if each.isdigit()]
+    return any(size > 4000 and size % 2 for size in sizes)
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_every_configuration_fits(capability: int) -> None:
+    compiled = compile_all("opgraft_kernels.rms_norm.triton_kernels", capability)
+    kernels = {found["kernel"] for found in compiled}
+    assert kernels == {
+        "_forward_rows_kernel",
+        "_forward_chunks_kernel",
+        "_forward_split_kernel",
+        "_backward_rows_kernel",
+        "_backward_split_kernel",
+        "_row_mean_kernel",
+        "_backward_columns_kernel",
+        "_sum_partials_kernel",
+    }
+    for found in compiled:
+        spill = UNALIGNED_SPILL if _is_unaligned(found) else SPILL
+        assert found["spilled"] <= spill, found
+        programs = _resident(found)
+        assert found["shared"] * programs <= SHARED_MEMORY[capability], found
+        assert found["registers"] * found["num_warps"] * 32 * programs <= 65536, found
+
+
+def _resident(found: dict[str, Any]) -> int:
+    """How many such programs a multiprocessor has to hold, for those that wait for one another."""
+    from opgraft_kernels.rms_norm import triton_kernels
+
+    split = {
+        "_forward_split_kernel": triton_kernels._forward_split,
+        "_backward_split_kernel": triton_kernels._backward_split,
+    }.get(found["kernel"])
+    return split(2).per_sm if split else 1
