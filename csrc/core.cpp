@@ -1,16 +1,31 @@
-// The compiled core of opgraft. It holds what a loader must know to trust it, and nothing more yet: the
-// torch that it was compiled against and the facts of the C++ ABI. Calls are routed in Python.
-//
-// TORCH_EXTENSION_NAME, which the build defines, names the torch that this is for: _C_torch2_13.
+// The bindings of the compiled core. TORCH_EXTENSION_NAME, which the build defines, names the torch that
+// this is for: _C_torch2_13.
 
-#include <pybind11/pybind11.h>
+#include <ATen/ops/add.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Layout.h>
+#include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <chrono>
+#include <memory>
 #include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
 
-namespace py = pybind11;
+#include "condition.h"
+#include "counter.h"
+#include "python_impl.h"
+#include "router.h"
+#include "threads.h"
 
 namespace {
+
+using namespace opgraft;
 
 // "2.13.0": the release of the headers, without the local part ("+cpu") that torch.__version__ carries.
 std::string torch_version() {
@@ -18,36 +33,312 @@ std::string torch_version() {
          std::to_string(TORCH_VERSION_PATCH);
 }
 
-constexpr bool uses_cxx11_abi() {
-#if defined(_GLIBCXX_USE_CXX11_ABI)
-  return _GLIBCXX_USE_CXX11_ABI != 0;
-#else
-  return true;  // another standard library: there is only one
-#endif
-}
-
-constexpr const char* compiler() {
-#if defined(__VERSION__)
-  return __VERSION__;
-#else
-  return "unknown";
-#endif
-}
-
 py::dict abi_facts() {
   py::dict facts;
-  facts["cxx11_abi"] = uses_cxx11_abi();
+#if defined(_GLIBCXX_USE_CXX11_ABI)
+  facts["cxx11_abi"] = _GLIBCXX_USE_CXX11_ABI != 0;
+#else
+  facts["cxx11_abi"] = true;  // another standard library: there is only one
+#endif
   facts["cplusplus"] = static_cast<long>(__cplusplus);
-  facts["compiler"] = compiler();
+  facts["compiler"] = __VERSION__;
   return facts;
+}
+
+// --------------------------------------------------------------------------- conditions
+
+using PlaceTuple = std::tuple<int32_t, int32_t, bool>;
+
+Place to_place(const PlaceTuple& place) {
+  return Place{std::get<0>(place), std::get<1>(place), std::get<2>(place)};
+}
+
+// What `opgraft.program` makes: (code, place, integer, real, constant, children, places).
+using NodeTuple = std::tuple<std::string, PlaceTuple, int64_t, double, py::object,
+                             std::vector<int32_t>, std::vector<PlaceTuple>>;
+
+Code to_code(const std::string& name) {
+  static const std::vector<std::pair<const char*, Code>> codes = {
+      {"integer", Code::Integer},          {"real", Code::Real},
+      {"ndim", Code::Ndim},                {"size", Code::Size},
+      {"stride", Code::Stride},            {"numel", Code::Numel},
+      {"device_capability", Code::Capability}, {"length", Code::Length},
+      {"item", Code::Item},                {"value", Code::Value},
+      {"+", Code::Add},                    {"-", Code::Subtract},
+      {"*", Code::Multiply},               {"//", Code::FloorDivide},
+      {"%", Code::Modulo},                 {"<", Code::Less},
+      {"<=", Code::LessEqual},             {"==", Code::Equal},
+      {"!=", Code::NotEqual},              {">=", Code::GreaterEqual},
+      {">", Code::Greater},                {"same_value", Code::SameValue},
+      {"other_value", Code::OtherValue},   {"dtype", Code::Dtype},
+      {"is_contiguous", Code::Contiguous}, {"aligned", Code::Aligned},
+      {"requires_grad", Code::RequiresGrad}, {"same_dtype", Code::SameDtype},
+      {"same_device", Code::SameDevice},   {"is_none", Code::IsNone},
+      {"all", Code::All},                  {"any", Code::Any},
+      {"not", Code::Not},
+  };
+  for (const auto& [known, code] : codes) {
+    if (name == known) return code;
+  }
+  throw py::value_error("no such node in a condition: " + name);
+}
+
+// dtypes, layouts and memory formats are numbers on the stack.
+c10::IValue to_constant(const py::object& constant) {
+  if (constant.is_none()) return {};
+  if (THPDtype_Check(constant.ptr())) {
+    return static_cast<int64_t>(reinterpret_cast<THPDtype*>(constant.ptr())->scalar_type);
+  }
+  if (THPLayout_Check(constant.ptr())) {
+    return static_cast<int64_t>(reinterpret_cast<THPLayout*>(constant.ptr())->layout);
+  }
+  if (THPMemoryFormat_Check(constant.ptr())) {
+    return static_cast<int64_t>(reinterpret_cast<THPMemoryFormat*>(constant.ptr())->memory_format);
+  }
+  if (py::isinstance<py::str>(constant)) return constant.cast<std::string>();
+  if (py::isinstance<py::int_>(constant)) return constant.cast<int64_t>();
+  return constant.cast<c10::Device>();
+}
+
+uint64_t dtype_set(const py::iterable& dtypes) {
+  uint64_t set = 0;
+  for (const auto& dtype : dtypes) {
+    set |= uint64_t{1} << to_constant(py::reinterpret_borrow<py::object>(dtype)).toInt();
+  }
+  return set;
+}
+
+Condition to_condition(const std::vector<NodeTuple>& tuples) {
+  std::vector<Node> nodes;
+  for (const auto& [code, place, integer, real, constant, children, places] : tuples) {
+    Node node;
+    node.code = to_code(code);
+    node.place = to_place(place);
+    node.integer = integer;
+    node.real = real;
+    if (node.code == Code::Dtype) {
+      node.integer = static_cast<int64_t>(dtype_set(constant));
+    } else if (node.code == Code::Contiguous) {
+      node.integer = to_constant(constant).toInt();
+    } else {
+      node.constant = to_constant(constant);
+    }
+    node.children = children;
+    for (const auto& each : places) node.places.push_back(to_place(each));
+    nodes.push_back(std::move(node));
+  }
+  const auto root = static_cast<int32_t>(nodes.size()) - 1;
+  return Condition(std::move(nodes), root);
+}
+
+// Kept for good: a lookup may come from any thread, and at any time.
+py::handle capability_function;
+
+int64_t look_capability_up(c10::DeviceIndex index) {
+  const WithGil gil;
+  return capability_function(static_cast<int>(index)).cast<int64_t>();
+}
+
+// --------------------------------------------------------------------------- routers
+
+// A router with what its overrides share in Python.
+struct RouterHandle {
+  std::shared_ptr<Router> router;
+  std::shared_ptr<const Signature> signature;
+  std::shared_ptr<const PythonHooks> hooks;
+};
+
+RouterHandle install(const std::string& name, const std::string& overload, const std::string& key,
+                     py::object takes, py::object first, py::object recover, py::object capturing,
+                     py::object error) {
+  auto hooks = std::make_shared<PythonHooks>();
+  hooks->takes = PythonRef(std::move(takes));
+  hooks->first = PythonRef(std::move(first));
+  hooks->recover = PythonRef(std::move(recover));
+  hooks->capturing = PythonRef(std::move(capturing));
+  hooks->error = PythonRef(std::move(error));
+  auto router = Router::install(name, overload, key);
+  auto signature = std::make_shared<const Signature>(router->op().schema());
+  return {std::move(router), std::move(signature), std::move(hooks)};
+}
+
+py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
+                       const py::tuple& values) {
+  torch::jit::Stack stack;
+  handle.signature->push_arguments(values, stack);
+  {
+    const py::gil_scoped_release release;
+    handle.router->native().call(handle.router->op(), keyset, &stack);
+  }
+  return handle.signature->pop_results(stack);
+}
+
+Selector to_selector(const py::dict& fields) {
+  const auto get = [&fields](const char* key) -> std::optional<std::string> {
+    if (!fields.contains(key) || fields[key].is_none()) return std::nullopt;
+    return fields[key].cast<std::string>();
+  };
+  return {get("dsl"), get("op"), get("dispatch_key"), get("pack"), get("name")};
+}
+
+std::shared_ptr<Override> make_override(const py::dict& identity, std::shared_ptr<Counter> hits,
+                                        std::shared_ptr<Counter> misses,
+                                        std::shared_ptr<Counter> fallbacks) {
+  auto override = std::make_shared<Override>();
+  override->identity = to_selector(identity);
+  override->hits = std::move(hits);
+  override->misses = std::move(misses);
+  override->fallbacks = std::move(fallbacks);
+  return override;
+}
+
+// --------------------------------------------------------------------------- context managers
+
+// `opgraft.native(op)` on this thread, for the length of a `with`.
+class Bypass {
+ public:
+  explicit Bypass(std::string op) : op_(std::move(op)) {}
+  void enter() { frame_ = std::make_unique<Frame>(op_); }
+  void exit(const py::args&) { frame_.reset(); }
+
+ private:
+  std::string op_;
+  std::unique_ptr<Frame> frame_;
+};
+
+// --------------------------------------------------------------------------- for tests
+
+// An impl in C++: the first argument plus one.
+void plus_one(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const auto first = torch::jit::peek(*stack, 0, count).toTensor();
+  torch::jit::drop(*stack, count);
+  stack->emplace_back(at::add(first, 1));
+}
+
+// Calls an op from a thread that Python never saw, `times` times; returns the seconds of one call.
+double call_on_a_thread(const std::string& name, const std::string& overload,
+                        const std::vector<at::Tensor>& tensors, const py::tuple& rest, int times) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  torch::jit::Stack arguments(tensors.begin(), tensors.end());
+  for (const auto& value : rest) {
+    const auto& type = op.schema().arguments()[arguments.size()].type();
+    arguments.push_back(torch::jit::toIValue(value, type));
+  }
+  std::chrono::duration<double> spent{};
+  std::exception_ptr error;
+  {
+    const py::gil_scoped_release release;
+    std::thread thread([&] {
+      try {
+        const auto start = std::chrono::steady_clock::now();
+        for (int i = 0; i < times; ++i) {
+          auto stack = arguments;
+          op.callBoxed(&stack);
+        }
+        spent = std::chrono::steady_clock::now() - start;
+      } catch (...) {
+        error = std::current_exception();
+      }
+    });
+    thread.join();
+  }
+  if (error) std::rethrow_exception(error);
+  return spent.count() / times;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
-  core.doc() =
-      "opgraft's compiled core. Today it only states what it was compiled against; it routes no calls yet.";
+  core.doc() = "opgraft's compiled core: routers, conditions, native-kernel capture.";
   core.def("torch_version", &torch_version, "The release of the torch headers it was compiled against.");
   core.def("abi", &abi_facts,
-             "What it was compiled as: `cxx11_abi` must be the running torch's; `cplusplus` and `compiler` inform.");
+           "What it was compiled as: `cxx11_abi` must be the running torch's; the rest informs.");
+
+  py::class_<Counter, std::shared_ptr<Counter>>(core, "Counter")
+      .def(py::init<>())
+      .def("add", &Counter::add)
+      .def("total", &Counter::total);
+
+  py::class_<Override, std::shared_ptr<Override>>(core, "Override")
+      .def(py::init(&make_override), py::arg("identity"), py::arg("hits"), py::arg("misses"),
+           py::arg("fallbacks"))
+      .def(
+          "set_condition",
+          [](Override& self, const std::vector<NodeTuple>& nodes) {
+            self.condition.emplace(to_condition(nodes));
+          },
+          "Give it a compiled condition; without one it takes every call.")
+      .def(
+          "ask_python", [](Override& self) { self.asks.store(true); },
+          "From now on Python decides whether it takes a call.")
+      .def(
+          "set_python_impl",
+          [](Override& self, const RouterHandle& router, py::object override, py::object function,
+             bool takes_keyset, bool falls_back, uint32_t checked_hits, std::string who) {
+            self.impl = std::make_unique<PythonImpl>(
+                std::move(override), std::move(function), takes_keyset, falls_back, checked_hits,
+                router.signature, router.hooks, std::move(who));
+          },
+          py::arg("router"), py::arg("override"), py::arg("function"), py::arg("takes_keyset"),
+          py::arg("falls_back"), py::arg("checked_hits"), py::arg("who"))
+      .def(
+          "set_boxed_impl",
+          [](Override& self, const py::capsule& function) {
+            self.impl = std::make_unique<BoxedImpl>(
+                reinterpret_cast<BoxedImpl::Function>(function.get_pointer()));
+          },
+          "An impl in C++: a capsule of a `BoxedImpl::Function`.");
+
+  py::class_<RouterHandle>(core, "Router")
+      .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"),
+           py::arg("takes"), py::arg("first"), py::arg("recover"), py::arg("capturing"),
+           py::arg("error"))
+      .def("publish",
+           [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {
+             self.router->publish(Chain(chain.begin(), chain.end()));
+           })
+      .def("call_native", &call_native, py::arg("keyset"), py::arg("values"))
+      .def_property_readonly(
+          "native_exists", [](const RouterHandle& self) { return self.router->native().exists(); })
+      .def_property_readonly(
+          "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
+      .def_property_readonly(
+          "is_composite", [](const RouterHandle& self) { return self.router->is_composite(); });
+
+  py::class_<Scope>(core, "Scope")
+      .def(py::init([](const py::dict& fields) { return std::make_unique<Scope>(to_selector(fields)); }))
+      .def("__enter__", &Scope::enter)
+      .def("__exit__", [](Scope& self, const py::args&) { self.exit(); })
+      .def_static(
+          "is_off", [](const py::dict& identity) { return Scope::is_off(to_selector(identity)); },
+          "Whether a scope on this thread switches off the override of this identity.");
+
+  py::class_<Bypass>(core, "Bypass")
+      .def(py::init<std::string>())
+      .def("__enter__", &Bypass::enter)
+      .def("__exit__", &Bypass::exit);
+
+  core.def(
+      "holds",
+      [](const std::vector<NodeTuple>& nodes, const py::tuple& values, const std::string& name,
+         const std::string& overload) {
+        const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+        torch::jit::Stack stack;
+        Signature(op.schema()).push_arguments(values, stack);
+        return to_condition(nodes).holds(stack.data());
+      },
+      py::arg("nodes"), py::arg("values"), py::arg("name"), py::arg("overload"),
+      "Evaluates a compiled condition on an op's arguments, as the router would.");
+  core.def("set_capability_lookup", [](py::object function) {
+    capability_function = function.release();
+    set_capability_lookup(&look_capability_up);
+  });
+  core.def("shut_down", &Router::shut_down, "From now on every call is a miss.");
+  core.attr("ORIGIN") = kOrigin;
+
+  core.def("call_on_a_thread", &call_on_a_thread, py::arg("name"), py::arg("overload"),
+           py::arg("tensors"), py::arg("rest"), py::arg("times"),
+           "For tests: calls an op from a thread that Python never saw.");
+  core.attr("plus_one") = py::capsule(reinterpret_cast<void*>(&plus_one));
 }

@@ -12,12 +12,14 @@ import importlib.util
 import logging
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
 
-__all__ = ["CoreStatus", "load", "module_name", "status"]
+from opgraft import env
+
+__all__ = ["CoreStatus", "in_use", "load", "module_name", "status"]
 
 _log = logging.getLogger("opgraft")
 
@@ -53,6 +55,12 @@ def module_name(torch_version: str) -> str:
 def load() -> ModuleType | None:
     """The compiled core for the running torch, or None; the first call looks for it and logs."""
     return _find_once()[0]
+
+
+@cache
+def in_use() -> ModuleType | None:
+    """The core that routes calls in this process; None where Python does."""
+    return None if env.wants_python_router() else load()
 
 
 def status() -> CoreStatus:

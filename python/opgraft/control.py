@@ -111,7 +111,7 @@ def native(op: OpName) -> Callable[..., Any]:
     resolved = resolve(op)
 
     def call_native(*args: Any, **kwargs: Any) -> Any:
-        with threads.running(resolved, None):
+        with threads.bypassing(resolved):
             return resolved.overload(*args, **kwargs)
 
     call_native.__name__ = call_native.__qualname__ = f"native[{resolved.name}]"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from threading import get_ident
 
+from opgraft import _core
+
 
 class Counter:
     """Counts events from any thread.
@@ -28,3 +30,10 @@ class Counter:
 
     def total(self) -> int:
         return sum(list(self._slots.values()))
+
+
+def new() -> Counter:
+    """A counter that both routers can add to."""
+    core = _core.in_use()
+    counter: Counter = core.Counter() if core is not None else Counter()
+    return counter

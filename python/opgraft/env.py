@@ -3,6 +3,7 @@
 `OPGRAFT_DISABLE`  `1`: nothing is installed at all; or a list of what starts disabled:
                    `triton,aten::bmm,pack:NAME`.
 `OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
+`OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
 `OPGRAFT_LOG`      a `logging` level for the `opgraft` logger: `debug`, `info`, ...
 """
 
@@ -39,6 +40,11 @@ def _selector(word: str) -> dict[str, str]:
     if word.startswith("pack:"):
         return {"pack": word.removeprefix("pack:")}
     return {"op": word.removesuffix(".default")} if "::" in word else {"dsl": word}
+
+
+def wants_python_router() -> bool:
+    """Whether `OPGRAFT_ROUTER=python` asks for the router in Python where there is a core, too."""
+    return os.environ.get("OPGRAFT_ROUTER", "").strip().lower() == "python"
 
 
 def strict() -> bool:

@@ -99,7 +99,7 @@ def _verdicts(chain: Chain, call: Call, kept: str | None) -> list[Verdict]:
 
 
 def _decline(override: Override, call: Call) -> str | None:
-    decline = why_not(override, call)
+    decline = why_not(override, call, capturing=device.is_capturing(device.of(call)))
     if decline is None:
         return None
     if decline.is_miss and (failure := override.declines(call)):
@@ -118,7 +118,7 @@ def _dispatch_key(call: Call) -> tuple[str | None, list[str]]:
 
 
 def _kept_by_autograd(installed: PythonRouter | None, call: Call) -> str | None:
-    if installed is None or installed.companion is None or not composite.must_differentiate(call):
+    if installed is None or not installed.is_composite or not composite.must_differentiate(call):
         return None
     return f"not asked: the op is {composite.NOTE}"
 

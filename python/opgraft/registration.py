@@ -133,7 +133,7 @@ def _install(override: Override, *, replace: bool) -> None:
     else:
         # The router first: where it refuses, nothing is registered.
         installed = router.install(chain)
-        if installed.companion is not None:
+        if installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override, replace=replace)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opgraft import env
+from opgraft import counter, env
 from opgraft.counter import Counter
 from opgraft.errors import RegistrationError
 from opgraft.schema import Call, Op
@@ -88,9 +88,9 @@ class Override:
     #: them.
     warm: dict[object, None] = field(default_factory=dict)
     _sequence: int = 0
-    _hits: Counter = field(default_factory=Counter)
-    _misses: Counter = field(default_factory=Counter)
-    _fallbacks: Counter = field(default_factory=Counter)
+    _hits: Counter = field(default_factory=counter.new)
+    _misses: Counter = field(default_factory=counter.new)
+    _fallbacks: Counter = field(default_factory=counter.new)
 
     def __repr__(self) -> str:
         owner = f"pack {self.pack}" if self.pack else "user"
@@ -101,6 +101,11 @@ class Override:
     def op(self) -> str:
         """The op's name as torch prints it, such as `"aten::mul.Tensor"`."""
         return self.operator.name
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What selectors compare."""
+        return {key: getattr(self, key) for key in Selector.__dataclass_fields__}
 
     @property
     def hits(self) -> int:
@@ -168,6 +173,8 @@ class Chain:
         self.members: tuple[Override, ...] = ()
         #: What the router reads: the members that are on. Immutable, replaced as a whole.
         self.active: tuple[Override, ...] = ()
+        #: Told, under the registry's lock, when `active` was replaced.
+        self.listener: Callable[[Chain], None] | None = None
 
 
 class Registry:
@@ -246,6 +253,8 @@ class Registry:
     def _publish(self, chain: Chain, members: Iterable[Override]) -> None:
         chain.members = tuple(sorted(members, key=lambda override: override._order))
         chain.active = tuple(override for override in chain.members if override.enabled)
+        if chain.listener is not None:
+            chain.listener(chain)
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -77,7 +77,7 @@ class Op:
         """
         if len(args) > len(self.positional):
             raise TypeError(f"{self.name} takes {len(self.positional)} positional arguments")
-        values = [_fresh(a.default) for a in self.arguments]
+        values = [a.default for a in self.arguments]
         bound = set(range(len(args)))
         values[: len(args)] = args
         for name, value in kwargs.items():
@@ -104,11 +104,13 @@ class Call:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        return self.values[: len(self.op.positional)]
+        """The positional arguments; lists are copies, so that an impl may change its own."""
+        return tuple(map(_fresh, self.values[: len(self.op.positional)]))
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        rest = self.values[len(self.op.positional) :]
+        """The keyword-only arguments by name."""
+        rest = map(_fresh, self.values[len(self.op.positional) :])
         return {a.name: value for a, value in zip(self.op.keyword_only, rest, strict=True)}
 
     @property
@@ -197,9 +199,8 @@ def _near(namespace: str, name: str) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
-def _fresh(default: Any) -> Any:
-    """A default that an impl may change without changing the next call's."""
-    return list(default) if isinstance(default, list) else default
+def _fresh(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
 
 
 def _as_dispatched(argument: Argument, value: Any) -> Any:

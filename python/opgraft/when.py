@@ -329,11 +329,12 @@ def _capability(tensor: torch.Tensor, _: object) -> tuple[int, int] | Undefined:
     # On ROCm the device type is "cuda" too, but its (major, minor) are no CUDA capability.
     if tensor.device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return Undefined(f"{tensor.device.type} has no CUDA compute capability here")
-    return _device_capability(tensor.device.index or 0)
+    return cuda_capability(tensor.device.index or 0)
 
 
 @cache
-def _device_capability(index: int) -> tuple[int, int]:
+def cuda_capability(index: int) -> tuple[int, int]:
+    """A CUDA device's (major, minor); asks the driver once."""
     return torch.cuda.get_device_capability(index)
 
 
@@ -461,7 +462,10 @@ class _Arithmetic(Number):
                 return value
         if self.symbol in ("//", "%") and right == 0:
             return Undefined(f"{self.right!r} is 0")
-        return _ARITHMETIC[self.symbol][1](left, right)
+        result = _ARITHMETIC[self.symbol][1](left, right)
+        if type(result) is int and not -(2**63) <= result < 2**63:
+            return Undefined(f"{self!r} leaves 64 bits")  # as it does in C++
+        return result
 
     def check(self, kinds: Mapping[str, str]) -> None:
         for side in (self.left, self.right):

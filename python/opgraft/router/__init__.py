@@ -6,8 +6,10 @@ The way of a call: :mod:`opgraft.router.python` (dispatcher to override), :mod:`
 
 from __future__ import annotations
 
+from opgraft import _core
 from opgraft.registry import Chain
 from opgraft.router import dispatcher
+from opgraft.router.compiled import CompiledRouter, use
 from opgraft.router.python import PythonRouter
 
 _routers: dict[tuple[str, str], PythonRouter] = {}
@@ -22,8 +24,16 @@ def install(chain: Chain) -> PythonRouter:
     key = (chain.op.name, chain.dispatch_key)
     with dispatcher.lock:
         if key not in _routers:
-            _routers[key] = PythonRouter(chain)
+            _routers[key] = _make(chain)
         return _routers[key]
+
+
+def _make(chain: Chain) -> PythonRouter:
+    core = _core.in_use()
+    if core is None:
+        return PythonRouter(chain)
+    use(core)
+    return CompiledRouter(chain)
 
 
 def installed(chain: Chain) -> PythonRouter | None:

@@ -50,7 +50,7 @@ def outputs(override: Override, result: Any) -> tuple[Any, ...]:
         return ()
     if not isinstance(result, (tuple, list)) or len(result) != len(returns):
         got = f"{len(result)} values" if isinstance(result, (tuple, list)) else _describe(result)
-        raise ContractError(f"{_who(override)} returned {got}; the op has {len(returns)} outputs")
+        raise ContractError(f"{who(override)} returned {got}; the op has {len(returns)} outputs")
     return tuple(result)
 
 
@@ -99,7 +99,7 @@ def _check_returned_arguments(override: Override, call: Call, got: tuple[Any, ..
     for index, (value, declared) in enumerate(zip(got, call.op.returns, strict=True)):
         if declared.alias_info is not None and not any(value is each for each in written):
             raise ContractError(
-                f"{_who(override)} returned a new {_describe(value)} as {_output(call.op, index)}; "
+                f"{who(override)} returned a new {_describe(value)} as {_output(call.op, index)}; "
                 "the op writes to an argument and returns that argument itself"
             )
 
@@ -149,7 +149,7 @@ def _compare(
 
 def _refuse(override: Override, index: int, difference: str) -> NoReturn:
     output = _output(override.operator, index)
-    raise ContractError(f"{_who(override)} returned {output} with {difference}")
+    raise ContractError(f"{who(override)} returned {output} with {difference}")
 
 
 def _differences(mine: Any, native: Any) -> Iterator[str]:
@@ -218,12 +218,12 @@ def _check_aliasing(
             continue
         if _shares(mine, call.tensors()) and not _shares(native, call.tensors()):
             raise ContractError(
-                f"{_who(override)} returned {_output(call.op, index)} in the memory of an "
+                f"{who(override)} returned {_output(call.op, index)} in the memory of an "
                 "argument; return a new tensor"
             )
         if _shares(mine, got[:index]) and not _shares(native, expected[:index]):
             raise ContractError(
-                f"{_who(override)} returned two outputs in the same memory; return separate tensors"
+                f"{who(override)} returned two outputs in the same memory; return separate tensors"
             )
 
 
@@ -239,7 +239,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.numel() else 0
 
 
-def _who(override: Override) -> str:
+def who(override: Override) -> str:
+    """How messages name an override."""
     return f"override {override.name!r} of {override.op} at {override.dispatch_key}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from opgraft import _core
 from opgraft.schema import Op
 
 # Held while we change the dispatcher, so that our own changes never overlap. It cannot protect a
@@ -58,7 +59,9 @@ def top_kernel(op: Op, dispatch_key: str) -> str:
 
 def is_ours(origin: str) -> bool:
     """Whether a kernel's origin, as :func:`top_kernel` gives it, is a router of ours."""
-    return register.__code__.co_filename in origin
+    core = _core.in_use()
+    ours = register.__code__.co_filename if core is None else core.ORIGIN
+    return ours in origin
 
 
 @contextmanager

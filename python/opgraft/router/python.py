@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from opgraft.router import composite, contract, device, dispatcher, failure, thr
 from opgraft.router.native import NativeKernel
 from opgraft.router.signature import exact_key, signature
 from opgraft.schema import Call
+
+if TYPE_CHECKING:
+    from opgraft.router.compiled import CompiledNative
 
 #: Exact calls per override that are remembered as run outside a capture.
 MAX_WARM = 4096
@@ -38,19 +41,25 @@ class PythonRouter:
     Making one installs it. What it routes to changes by `chain.active` alone.
     """
 
+    native: NativeKernel | CompiledNative
+    #: Whether the op is composed of others here; then what is differentiated never comes by.
+    is_composite: bool
+
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
+        self._install(chain)
+
+    def _install(self, chain: Chain) -> None:
         op, key = chain.op, chain.dispatch_key
-        #: Stands at the autograd key of an op that is composite here; None for every other op.
-        self.companion = (
-            composite.AutogradCompanion(op, key) if dispatcher.is_composite(op, key) else None
-        )
-        self.native = NativeKernel(op, key, self._reinstall)
+        self.is_composite = dispatcher.is_composite(op, key)
+        if self.is_composite:
+            self._companion = composite.AutogradCompanion(op, key)
+        self.native = self._captured = NativeKernel(op, key, self._reinstall)
         self._library = dispatcher.register(op, key, self)
 
     def _reinstall(self) -> None:
         self._library._destroy()
-        self.native.capture()
+        self._captured.capture()
         self._library = dispatcher.register(self.chain.op, self.chain.dispatch_key, self)
 
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +78,7 @@ class PythonRouter:
 
     def _takes(self, override: Override, call: Call) -> bool:
         try:
-            decline = why_not(override, call)
+            decline = self._why_not(override, call)
         except Exception as error:  # a cond in Python, or an expression on an odd argument
             if not failure.may_fall_back(override, error, capturing=False):
                 raise
@@ -78,6 +87,9 @@ class PythonRouter:
         if decline is not None and decline.is_miss:
             override._misses.add()
         return decline is None
+
+    def _why_not(self, override: Override, call: Call) -> Decline | None:
+        return why_not(override, call, capturing=device.is_capturing(device.of(call)))
 
     def _hit(self, override: Override, keyset: torch.DispatchKeySet, call: Call) -> Any:
         where = device.of(call)
@@ -107,7 +119,7 @@ class PythonRouter:
         contract.outputs(override, result)
         if frame.ended_in_native(result):
             override._fallbacks.add()
-        elif not capturing:
+        if not capturing:
             self._check(override, keyset, call, result)
         if not capturing and where is not None and where.type == "cuda":
             _remember(override, exact_key(call))
@@ -127,8 +139,10 @@ class PythonRouter:
         contract.check(override, key, call, result, run_native)
 
 
-def why_not(override: Override, call: Call) -> Decline | None:
+def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | None:
     """Why an active override does not take a call; None where it does.
+
+    `capturing`: a CUDA graph is being captured.
 
     Routing and `explain` both ask here, so that what is explained is what happens.
     """
@@ -143,7 +157,7 @@ def why_not(override: Override, call: Call) -> Decline | None:
         return Decline(f"quarantined: it failed for {len(override.quarantined)} kinds of calls")
     if not override.wants(call):
         return Decline("its condition does not hold", is_miss=True)
-    if device.is_capturing(device.of(call)) and exact_key(call) not in override.warm:
+    if capturing and exact_key(call) not in override.warm:
         return Decline(
             "a CUDA graph is being captured and this call has not run before: compiling would "
             "break the capture",

@@ -10,14 +10,18 @@ Two kinds of thread-local state, on purpose different:
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 
+from opgraft import _core
 from opgraft.registry import Chain, Override, Selector
 from opgraft.schema import Op
 
@@ -81,19 +85,55 @@ def note_native(chain: Chain, result: Any) -> None:
 
 
 @contextmanager
+def bypassing(op: Op) -> Iterator[None]:
+    """While this lasts, no override of `op` is asked on this thread, in either router."""
+    core = _core.in_use()
+    with running(op, None), core.Bypass(op.name) if core is not None else nullcontext():
+        yield
+
+
+@contextmanager
 def scope(selector: Selector) -> Iterator[None]:
     """While this lasts, what `selector` matches is off for this thread and backwards it starts."""
+    core = _core.in_use()
+    with core.Scope(selector.given()) if core is not None else _python_scope(selector):
+        yield
+
+
+@contextmanager
+def _python_scope(selector: Selector) -> Iterator[None]:
     outer = _scopes()
-    torch._C._stash_obj_in_tls(_SCOPE_KEY, (*outer, selector))
+    _stash((*outer, selector))
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_SCOPE_KEY, outer)
+        _stash(outer)
 
 
 def is_off_here(override: Override) -> bool:
     """Whether a scope on this thread has switched the override off."""
+    core = _core.in_use()
+    if core is not None:
+        return bool(core.Scope.is_off(override.identity))
     return any(selector.matches(override) for selector in _scopes())
+
+
+def _stash(scopes: tuple[Selector, ...]) -> None:
+    if _stash_steals():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(scopes))
+    torch._C._stash_obj_in_tls(_SCOPE_KEY, scopes)
+
+
+@cache
+def _stash_steals() -> bool:
+    """Whether torch's stash drops a reference that it never took, as torch 2.11's does."""
+    probe = (object(),)
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(f"{_SCOPE_KEY}.probe", probe)
+    stole = sys.getrefcount(probe) == before
+    if stole:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return stole
 
 
 def _scopes() -> tuple[Selector, ...]:

@@ -1,0 +1,282 @@
+#include "condition.h"
+
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <atomic>
+#include <utility>
+
+namespace opgraft {
+
+namespace {
+
+constexpr size_t kDevices = 64;
+
+std::atomic<CapabilityLookup> capability_lookup{nullptr};
+
+// 0 is not known yet; else the capability plus 2, so that -1, none, is something else than that.
+std::array<std::atomic<int64_t>, kDevices> capabilities{};
+
+// The value at a place; nullptr where a list is None or too short.
+const c10::IValue* value_at(const Place& place, const c10::IValue* arguments) {
+  const c10::IValue& value = arguments[place.argument];
+  if (!place.is_item) return &value;
+  if (!value.isList()) return nullptr;
+  const auto items = value.toListRef();
+  const auto size = static_cast<int64_t>(items.size());
+  const int64_t index = place.item < 0 ? place.item + size : place.item;
+  return index >= 0 && index < size ? &items[static_cast<size_t>(index)] : nullptr;
+}
+
+// The tensor at a place; nullptr where there is none (None and undefined tensors are the same).
+const c10::TensorImpl* tensor_at(const Place& place, const c10::IValue* arguments) {
+  const c10::IValue* value = value_at(place, arguments);
+  if (value == nullptr || !value->isTensor()) return nullptr;
+  const c10::TensorImpl* tensor = value->unsafeToTensorImpl();
+  return tensor == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton()) ? nullptr
+                                                                                       : tensor;
+}
+
+bool is_none(const c10::IValue& value) {
+  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+}
+
+int64_t device_capability(c10::DeviceIndex index) {
+  if (index < 0 || static_cast<size_t>(index) >= kDevices) return -1;
+  auto& known = capabilities[static_cast<size_t>(index)];
+  const int64_t entry = known.load(std::memory_order_relaxed);
+  if (C10_LIKELY(entry != 0)) return entry - 2;
+  const auto lookup = capability_lookup.load();
+  if (lookup == nullptr) return -1;
+  const int64_t found = lookup(index);
+  known.store(found + 2, std::memory_order_relaxed);
+  return found;
+}
+
+Truth from(bool value) {
+  return value ? Truth::True : Truth::False;
+}
+
+}  // namespace
+
+uintptr_t first_address(const c10::TensorImpl& tensor) {
+  if (tensor.numel() == 0) return 0;
+  const auto base = reinterpret_cast<uintptr_t>(tensor.storage().data());
+  return base + static_cast<uintptr_t>(tensor.storage_offset()) * tensor.itemsize();
+}
+
+void set_capability_lookup(CapabilityLookup lookup) {
+  capability_lookup.store(lookup);
+}
+
+struct Condition::Number {
+  enum Kind : uint8_t { Undefined, Integer, Real, Complex } kind = Undefined;
+  int64_t integer = 0;
+  double real = 0;
+  double imaginary = 0;
+
+  static Number of(int64_t value) { return {Integer, value, 0, 0}; }
+  static Number of_real(double value) { return {Real, 0, value, 0}; }
+  static Number of_complex(c10::complex<double> value) {
+    return {Complex, 0, value.real(), value.imag()};
+  }
+
+  static Number of(const c10::IValue& value) {
+    if (value.isInt()) return of(value.toInt());
+    if (value.isBool()) return of(static_cast<int64_t>(value.toBool()));
+    if (value.isDouble()) return of_real(value.toDouble());
+    if (value.isComplexDouble()) return of_complex(value.toComplexDouble());
+    return {};
+  }
+
+  // Exact, as Python compares int with float: long double holds every int64 and every double.
+  long double exact() const {
+    return kind == Integer ? static_cast<long double>(integer) : static_cast<long double>(real);
+  }
+};
+
+Condition::Condition(std::vector<Node> nodes, int32_t root) : nodes_(std::move(nodes)), root_(root) {
+  const auto size = static_cast<int32_t>(nodes_.size());
+  TORCH_CHECK(root >= 0 && root < size, "a condition's root is one of its nodes");
+  for (int32_t index = 0; index < size; ++index) {
+    for (const int32_t child : nodes_[static_cast<size_t>(index)].children) {
+      TORCH_CHECK(child >= 0 && child < index, "a condition's nodes come after their children");
+    }
+  }
+}
+
+Truth Condition::truth(int32_t index, const c10::IValue* arguments) const {
+  const Node& node = nodes_[static_cast<size_t>(index)];
+  switch (node.code) {
+    case Code::All: {
+      Truth result = Truth::True;
+      for (const int32_t child : node.children) {
+        const Truth part = truth(child, arguments);
+        if (part == Truth::False) return Truth::False;
+        if (part == Truth::Undefined) result = Truth::Undefined;
+      }
+      return result;
+    }
+    case Code::Any: {
+      Truth result = Truth::False;
+      for (const int32_t child : node.children) {
+        const Truth part = truth(child, arguments);
+        if (part == Truth::True) return Truth::True;
+        if (part == Truth::Undefined) result = Truth::Undefined;
+      }
+      return result;
+    }
+    case Code::Not: {
+      const Truth part = truth(node.children[0], arguments);
+      if (part == Truth::Undefined) return part;
+      return from(part == Truth::False);
+    }
+    case Code::Dtype: {
+      const auto* tensor = tensor_at(node.place, arguments);
+      if (tensor == nullptr) return Truth::Undefined;
+      const auto type = static_cast<unsigned>(c10::typeMetaToScalarType(tensor->dtype()));
+      return from(type < 64 && (static_cast<uint64_t>(node.integer) >> type & 1) != 0);
+    }
+    case Code::Contiguous: {
+      const auto* tensor = tensor_at(node.place, arguments);
+      if (tensor == nullptr) return Truth::Undefined;
+      return from(tensor->is_contiguous(static_cast<c10::MemoryFormat>(node.integer)));
+    }
+    case Code::Aligned: {
+      const auto* tensor = tensor_at(node.place, arguments);
+      if (tensor == nullptr) return Truth::Undefined;
+      return from(first_address(*tensor) % static_cast<uintptr_t>(node.integer) == 0);
+    }
+    case Code::RequiresGrad: {
+      const auto* tensor = tensor_at(node.place, arguments);
+      return tensor == nullptr ? Truth::Undefined : from(tensor->requires_grad());
+    }
+    case Code::SameDtype:
+    case Code::SameDevice: {
+      bool same = true;
+      const auto* first = tensor_at(node.places[0], arguments);
+      for (const Place& place : node.places) {
+        const auto* other = tensor_at(place, arguments);
+        if (first == nullptr || other == nullptr) return Truth::Undefined;
+        same = same && (node.code == Code::SameDtype ? first->dtype() == other->dtype()
+                                                     : first->device() == other->device());
+      }
+      return from(same);
+    }
+    case Code::IsNone:
+      return from(is_none(arguments[node.place.argument]));
+    case Code::SameValue:
+    case Code::OtherValue: {
+      const auto* value = value_at(node.place, arguments);
+      if (value == nullptr || is_none(*value)) return Truth::Undefined;
+      return from((*value == node.constant) == (node.code == Code::SameValue));
+    }
+    default:
+      return compare(node, arguments);
+  }
+}
+
+Truth Condition::compare(const Node& node, const c10::IValue* arguments) const {
+  const Number left = number(node.children[0], arguments);
+  const Number right = number(node.children[1], arguments);
+  if (left.kind == Number::Undefined || right.kind == Number::Undefined) return Truth::Undefined;
+  const bool is_complex = left.kind == Number::Complex || right.kind == Number::Complex;
+  if (is_complex && node.code != Code::Equal && node.code != Code::NotEqual) {
+    return Truth::Undefined;  // complex numbers have no order
+  }
+  const bool both_integers = left.kind == Number::Integer && right.kind == Number::Integer;
+  const int64_t i = left.integer, j = right.integer;
+  const long double x = left.exact(), y = right.exact();
+  const bool same_imaginary = left.imaginary == right.imaginary;
+  switch (node.code) {
+    case Code::Less:
+      return from(both_integers ? i < j : x < y);
+    case Code::LessEqual:
+      return from(both_integers ? i <= j : x <= y);
+    case Code::Equal:
+      return from(both_integers ? i == j : x == y && same_imaginary);
+    case Code::NotEqual:
+      return from(both_integers ? i != j : !(x == y && same_imaginary));
+    case Code::GreaterEqual:
+      return from(both_integers ? i >= j : x >= y);
+    case Code::Greater:
+      return from(both_integers ? i > j : x > y);
+    default:
+      TORCH_INTERNAL_ASSERT(false, "not a condition: ", static_cast<int>(node.code));
+  }
+}
+
+Condition::Number Condition::number(int32_t index, const c10::IValue* arguments) const {
+  const Node& node = nodes_[static_cast<size_t>(index)];
+  switch (node.code) {
+    case Code::Integer:
+      return Number::of(node.integer);
+    case Code::Real:
+      return Number::of_real(node.real);
+    case Code::Ndim:
+    case Code::Numel: {
+      const auto* tensor = tensor_at(node.place, arguments);
+      if (tensor == nullptr) return {};
+      return Number::of(node.code == Code::Ndim ? tensor->dim() : tensor->numel());
+    }
+    case Code::Size:
+    case Code::Stride: {
+      const auto* tensor = tensor_at(node.place, arguments);
+      if (tensor == nullptr) return {};
+      const auto dims = tensor->dim();
+      const auto dim = node.integer < 0 ? node.integer + dims : node.integer;
+      if (dim < 0 || dim >= dims) return {};
+      const auto values = node.code == Code::Size ? tensor->sizes() : tensor->strides();
+      return Number::of(values[static_cast<size_t>(dim)]);
+    }
+    case Code::Capability: {
+      const auto* tensor = tensor_at(node.place, arguments);
+      if (tensor == nullptr || tensor->device_type() != c10::DeviceType::CUDA) return {};
+      const auto capability = device_capability(tensor->device().index());
+      return capability < 0 ? Number{} : Number::of(capability);
+    }
+    case Code::Length: {
+      const c10::IValue& value = arguments[node.place.argument];
+      if (!value.isList()) return {};
+      return Number::of(static_cast<int64_t>(value.toListRef().size()));
+    }
+    case Code::Item:
+    case Code::Value: {
+      const auto* value = value_at(node.place, arguments);
+      return value == nullptr ? Number{} : Number::of(*value);
+    }
+    default:
+      return arithmetic(node, arguments);
+  }
+}
+
+// As Python: division and modulo floor. What leaves 64 bits, or divides by zero, is undefined.
+Condition::Number Condition::arithmetic(const Node& node, const c10::IValue* arguments) const {
+  const Number left = number(node.children[0], arguments);
+  const Number right = number(node.children[1], arguments);
+  if (left.kind != Number::Integer || right.kind != Number::Integer) return {};
+  const int64_t a = left.integer, b = right.integer;
+  int64_t result = 0;
+  switch (node.code) {
+    case Code::Add:
+      return __builtin_add_overflow(a, b, &result) ? Number{} : Number::of(result);
+    case Code::Subtract:
+      return __builtin_sub_overflow(a, b, &result) ? Number{} : Number::of(result);
+    case Code::Multiply:
+      return __builtin_mul_overflow(a, b, &result) ? Number{} : Number::of(result);
+    case Code::FloorDivide:
+      if (b == 0 || (b == -1 && a == INT64_MIN)) return {};
+      return Number::of(a / b - static_cast<int64_t>(a % b != 0 && (a % b < 0) != (b < 0)));
+    case Code::Modulo: {
+      if (b == 0) return {};
+      if (b == -1) return Number::of(0);
+      const int64_t rest = a % b;
+      return Number::of(rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest);
+    }
+    default:
+      TORCH_INTERNAL_ASSERT(false, "not a number: ", static_cast<int>(node.code));
+  }
+}
+
+}  // namespace opgraft

@@ -1,0 +1,112 @@
+// Conditions, compiled: what `opgraft.when` builds, evaluated on a call's IValue stack without the GIL.
+//
+// Three-valued, as in Python: a part that has no value is undefined, and a condition holds only where
+// it is true. `python/opgraft/program.py` makes the nodes; the two must agree on every call, which
+// tests/test_differential.py checks.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace opgraft {
+
+enum class Truth : uint8_t { False, True, Undefined };
+
+enum class Code : uint8_t {
+  // numbers
+  Integer,
+  Real,
+  Ndim,
+  Size,
+  Stride,
+  Numel,
+  Capability,
+  Length,
+  Item,
+  Value,
+  Add,
+  Subtract,
+  Multiply,
+  FloorDivide,
+  Modulo,
+  // conditions
+  Less,
+  LessEqual,
+  Equal,
+  NotEqual,
+  GreaterEqual,
+  Greater,
+  SameValue,
+  OtherValue,
+  Dtype,
+  Contiguous,
+  Aligned,
+  RequiresGrad,
+  SameDtype,
+  SameDevice,
+  IsNone,
+  All,
+  Any,
+  Not,
+};
+
+// An argument by its position in the schema, or an item of a list argument.
+struct Place {
+  int32_t argument = 0;
+  int32_t item = 0;
+  bool is_item = false;
+};
+
+// A node of the expression tree. What the fields hold depends on the code:
+//   Size, Stride              place, integer = dimension
+//   Item                      place
+//   Aligned                   place, integer = bytes
+//   Dtype                     place, integer = bit set of ScalarTypes
+//   Contiguous                place, integer = MemoryFormat
+//   Integer; Real             integer; real
+//   SameValue, OtherValue     place, constant
+//   operators, All, Any, Not  children, as indices of nodes
+//   SameDtype, SameDevice     places
+struct Node {
+  Code code{};
+  Place place{};
+  int64_t integer = 0;
+  double real = 0;
+  c10::IValue constant{};
+  std::vector<int32_t> children{};
+  std::vector<Place> places{};
+};
+
+// Finds a CUDA device's compute capability as major * 65536 + minor; negative where it has none. Called
+// once per device, at the first condition that needs it: asking earlier would initialise CUDA.
+using CapabilityLookup = int64_t (*)(c10::DeviceIndex);
+void set_capability_lookup(CapabilityLookup lookup);
+
+// The address of a tensor's first element; 0 for a tensor without elements. Reading it does not copy a
+// copy-on-write tensor, and storage that was resized away is no error.
+uintptr_t first_address(const c10::TensorImpl& tensor);
+
+class Condition {
+ public:
+  // `root` is the index of the whole condition. Throws if a child does not come before its parent.
+  Condition(std::vector<Node> nodes, int32_t root);
+
+  bool holds(const c10::IValue* arguments) const {
+    return truth(root_, arguments) == Truth::True;
+  }
+
+ private:
+  struct Number;
+
+  Truth truth(int32_t index, const c10::IValue* arguments) const;
+  Number number(int32_t index, const c10::IValue* arguments) const;
+  Truth compare(const Node& node, const c10::IValue* arguments) const;
+  Number arithmetic(const Node& node, const c10::IValue* arguments) const;
+
+  std::vector<Node> nodes_;
+  int32_t root_;
+};
+
+}  // namespace opgraft

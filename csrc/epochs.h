@@ -1,0 +1,109 @@
+// Safe reclamation of what readers read without a lock (epoch-based).
+//
+// A reader announces the epoch at which it began before it loads a published pointer, and takes the
+// announcement back when it is done. A writer that has swapped the pointer begins a new epoch and frees
+// what it took out once no reader is left that began before. Readers never wait and never allocate,
+// apart from the first time on a thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace opgraft {
+
+class Epochs {
+  static constexpr uint64_t kIdle = 0;
+
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> began{kIdle};
+    std::atomic<bool> claimed{true};
+    uint32_t depth = 0;  // its thread's alone
+  };
+
+ public:
+  static Epochs& instance() {
+    static auto* epochs = new Epochs();  // never destroyed: threads may outlive static destructors
+    return *epochs;
+  }
+
+  class Reader {
+   public:
+    Reader() : slot_(Epochs::slot()) {
+      if (slot_.depth++ == 0) {
+        // seq_cst: the announcement comes before the load of the pointer that follows.
+        slot_.began.store(instance().epoch_.load(std::memory_order_acquire),
+                          std::memory_order_seq_cst);
+      }
+    }
+    ~Reader() {
+      if (--slot_.depth == 0) slot_.began.store(kIdle, std::memory_order_release);
+    }
+    Reader(const Reader&) = delete;
+    Reader& operator=(const Reader&) = delete;
+
+   private:
+    Slot& slot_;
+  };
+
+  // Runs `free` once no reader can hold what was unpublished before this call.
+  void retire(std::function<void()> free) {
+    std::vector<std::function<void()>> ready;
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      const uint64_t now = epoch_.fetch_add(1, std::memory_order_seq_cst) + 1;
+      retired_.emplace_back(now, std::move(free));
+      uint64_t oldest = now;
+      for (const auto* slot : slots_) {
+        const uint64_t began = slot->began.load(std::memory_order_seq_cst);
+        if (began != kIdle && began < oldest) oldest = began;
+      }
+      std::vector<std::pair<uint64_t, std::function<void()>>> kept;
+      for (auto& entry : retired_) {
+        if (entry.first <= oldest) {
+          ready.push_back(std::move(entry.second));
+        } else {
+          kept.push_back(std::move(entry));
+        }
+      }
+      retired_ = std::move(kept);
+    }
+    for (auto& run : ready) run();  // outside the lock: freeing may run Python
+  }
+
+ private:
+  Epochs() = default;
+
+  static Slot& slot();
+  Slot& claim();
+
+  std::atomic<uint64_t> epoch_{1};
+  std::mutex mutex_;
+  std::vector<Slot*> slots_;
+  std::vector<std::pair<uint64_t, std::function<void()>>> retired_;
+};
+
+inline Epochs::Slot& Epochs::slot() {
+  // Given back when the thread ends, and then used by a later one.
+  struct Claim {
+    Slot& slot = instance().claim();
+    ~Claim() { slot.claimed.store(false, std::memory_order_release); }
+  };
+  static thread_local Claim mine;
+  return mine.slot;
+}
+
+inline Epochs::Slot& Epochs::claim() {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  for (auto* slot : slots_) {
+    bool free = false;
+    if (slot->claimed.compare_exchange_strong(free, true)) return *slot;
+  }
+  slots_.push_back(new Slot());
+  return *slots_.back();
+}
+
+}  // namespace opgraft

@@ -1,0 +1,379 @@
+#include "python_impl.h"
+
+#include <c10/util/hash.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
+
+#include <utility>
+
+namespace opgraft {
+
+namespace {
+
+// Python's thread state of a thread that C++ made, kept until the thread ends.
+class ThreadState {
+ public:
+  ThreadState() : state_(PyGILState_Ensure()), saved_(PyEval_SaveThread()) {}
+  ~ThreadState() {
+    if (!Py_IsInitialized() || finalizing()) return;  // Python takes its states away itself
+    PyEval_RestoreThread(saved_);
+    PyGILState_Release(state_);
+  }
+
+ private:
+  static bool finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing();
+#else
+    return _Py_IsFinalizing();
+#endif
+  }
+
+  PyGILState_STATE state_;
+  PyThreadState* saved_;
+};
+
+[[noreturn]] void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;  // NOLINT: torch's own type, which restores type, value and traceback
+}
+
+// --------------------------------------------------------------------------- keys of a call
+
+// Sizes are left out: a kind of call is dtypes, ranks and layout classes.
+uint64_t kind_of(const c10::TensorImpl& tensor) {
+  const auto layout = tensor.is_contiguous() ? 1
+                      : tensor.dim() == 4 && tensor.is_contiguous(c10::MemoryFormat::ChannelsLast)
+                          ? 2
+                          : 3;
+  return c10::get_hash(static_cast<int>(c10::typeMetaToScalarType(tensor.dtype())), tensor.dim(),
+                       layout);
+}
+
+uint64_t kind_of(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? kind_of(*value.unsafeToTensorImpl()) : 7;
+  }
+  if (value.isList()) {
+    uint64_t hash = value.toListRef().size();
+    for (const auto& item : value.toListRef()) {
+      if (item.isTensor()) hash = c10::hash_combine(hash, kind_of(item));
+    }
+    return hash;
+  }
+  return std::hash<std::string>{}(value.tagKind());
+}
+
+uint64_t kind_of(const Call& call) {
+  uint64_t hash = 0;
+  for (const auto* value = call.begin(); value != call.end(); ++value) {
+    hash = c10::hash_combine(hash, kind_of(*value));
+  }
+  return hash;
+}
+
+// Everything that a compiled kernel can be specialised on.
+uint64_t exact_key(const c10::IValue& value) {
+  if (value.isTensor() && value.toTensor().defined()) {
+    const auto& tensor = *value.unsafeToTensorImpl();
+    uint64_t hash = c10::get_hash(static_cast<int>(c10::typeMetaToScalarType(tensor.dtype())),
+                                  tensor.device(), first_address(tensor) % 16);
+    for (const auto size : tensor.sizes()) hash = c10::hash_combine(hash, c10::get_hash(size));
+    for (const auto stride : tensor.strides()) hash = c10::hash_combine(hash, c10::get_hash(stride));
+    return hash;
+  }
+  if (value.isInt()) return c10::get_hash(1, value.toInt());
+  if (value.isDouble()) return c10::get_hash(2, value.toDouble());
+  if (value.isBool()) return c10::get_hash(3, value.toBool());
+  if (value.isNone()) return 4;
+  if (value.isString()) return c10::get_hash(5, value.toStringRef());
+  if (value.isList()) {
+    uint64_t hash = value.toListRef().size();
+    for (const auto& item : value.toListRef()) hash = c10::hash_combine(hash, exact_key(item));
+    return hash;
+  }
+  return std::hash<std::string>{}(value.tagKind());
+}
+
+uint64_t exact_key(const Call& call) {
+  uint64_t hash = 0;
+  for (const auto* value = call.begin(); value != call.end(); ++value) {
+    hash = c10::hash_combine(hash, exact_key(*value));
+  }
+  return hash;
+}
+
+}  // namespace
+
+PythonRef::~PythonRef() {
+  if (object_ == nullptr || !Py_IsInitialized()) return;
+  const WithGil gil;
+  Py_DECREF(object_);
+}
+
+WithGil::WithGil() {
+  // On a thread that has a state already this makes none; PyGILState_GetThisThreadState tells.
+  if (C10_UNLIKELY(PyGILState_GetThisThreadState() == nullptr)) {
+    static thread_local const ThreadState kept;
+    (void)kept;
+  }
+  state_ = PyGILState_Ensure();
+}
+
+// --------------------------------------------------------------------------- Signature
+
+Signature::Signature(const c10::FunctionSchema& schema) : schema_(schema) {
+  std::vector<std::string> names;
+  for (const auto& argument : schema.arguments()) {
+    auto type = argument.real_type();
+    if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+    const auto list = type->cast<c10::ListType>();
+    switch (type->kind()) {
+      case c10::TypeKind::TensorType:
+        kinds_.push_back(Kind::Tensor);
+        break;
+      case c10::TypeKind::ScalarTypeType:
+        kinds_.push_back(Kind::ScalarType);
+        break;
+      case c10::TypeKind::LayoutType:
+        kinds_.push_back(Kind::Layout);
+        break;
+      case c10::TypeKind::MemoryFormatType:
+        kinds_.push_back(Kind::MemoryFormat);
+        break;
+      default: {
+        const bool tensors =
+            list && (list->getElementType()->kind() == c10::TypeKind::TensorType ||
+                     *list->getElementType() == *c10::OptionalType::ofTensor());
+        kinds_.push_back(tensors ? Kind::TensorList : Kind::Other);
+      }
+    }
+    if (argument.kwarg_only()) {
+      names.push_back(argument.name());
+    } else {
+      ++positional_;
+    }
+  }
+  if (names.empty()) return;
+  py::tuple interned(names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    interned[i] = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(names[i].c_str()));
+  }
+  names_ = PythonRef(std::move(interned));
+}
+
+py::object Signature::to_python(size_t argument, const c10::IValue& value) const {
+  if (value.isNone()) return py::none();
+  switch (kinds_[argument]) {
+    case Kind::Tensor:
+      // Not `toPyObject`: that makes a number of a wrapped number.
+      return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.toTensor()));
+    case Kind::TensorList: {
+      const auto items = value.toListRef();
+      py::list list(items.size());
+      for (size_t i = 0; i < items.size(); ++i) {
+        list[i] = items[i].isNone()
+                      ? py::none()
+                      : py::reinterpret_steal<py::object>(THPVariable_Wrap(items[i].toTensor()));
+      }
+      return std::move(list);
+    }
+    case Kind::ScalarType:
+      return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
+          torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt()))));
+    case Kind::Layout:
+      return py::reinterpret_borrow<py::object>(
+          reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<c10::Layout>(value.toInt()))));
+    case Kind::MemoryFormat:
+      return py::reinterpret_borrow<py::object>(
+          torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(value.toInt())));
+    case Kind::Other:
+      break;
+  }
+  if (value.isInt()) return py::int_(value.toInt());
+  if (value.isBool()) return py::bool_(value.toBool());
+  if (value.isDouble()) return py::float_(value.toDouble());
+  return torch::jit::toPyObject(value);
+}
+
+py::tuple Signature::to_python(const c10::IValue* arguments) const {
+  py::tuple values(kinds_.size());
+  for (size_t i = 0; i < kinds_.size(); ++i) values[i] = to_python(i, arguments[i]);
+  return values;
+}
+
+std::vector<c10::IValue> Signature::to_results(py::handle result, const std::string& who) const {
+  const auto& returns = schema_.returns();
+  const auto convert = [&](py::handle value, const c10::TypePtr& type) -> c10::IValue {
+    if (type->kind() != c10::TypeKind::TensorType) return torch::jit::toIValue(value, type);
+    // One of several outputs may be None: a gradient that was not asked for.
+    if (value.is_none() && returns.size() > 1) return at::Tensor();
+    if (THPVariable_Check(value.ptr())) return THPVariable_Unpack(value.ptr());
+    const auto type_name = py::type::of(value).attr("__name__").cast<std::string>();
+    throw py::type_error(who + " returned output 0 with " +
+                         (value.is_none() ? "None" : type_name) + " instead of a tensor");
+  };
+  std::vector<c10::IValue> results;
+  results.reserve(returns.size());
+  if (returns.size() == 1) {
+    results.push_back(convert(result, returns[0].type()));
+  } else if (!returns.empty()) {
+    const bool sequence = PyTuple_Check(result.ptr()) || PyList_Check(result.ptr());
+    const auto size = sequence ? py::len(result) : 0;
+    if (size != returns.size()) {
+      throw py::type_error(who + " returned " +
+                           (sequence ? std::to_string(size) + " values" : "no tuple") +
+                           "; the op has " + std::to_string(returns.size()) + " outputs");
+    }
+    for (size_t i = 0; i < size; ++i) {
+      results.push_back(convert(py::object(result[py::int_(i)]), returns[i].type()));
+    }
+  }
+  return results;
+}
+
+py::object Signature::pop_results(torch::jit::Stack& stack) const {
+  const auto& returns = schema_.returns();
+  const auto convert = [](const c10::IValue& value) -> py::object {
+    if (value.isTensor()) {
+      if (!value.toTensor().defined()) return py::none();
+      return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.toTensor()));
+    }
+    return torch::jit::toPyObject(value);
+  };
+  const size_t first = stack.size() - returns.size();
+  py::object result = py::none();
+  if (returns.size() == 1) {
+    result = convert(stack[first]);
+  } else if (!returns.empty()) {
+    py::tuple values(returns.size());
+    for (size_t i = 0; i < returns.size(); ++i) values[i] = convert(stack[first + i]);
+    result = std::move(values);
+  }
+  torch::jit::drop(stack, returns.size());
+  return result;
+}
+
+void Signature::push_arguments(const py::tuple& values, torch::jit::Stack& stack) const {
+  const auto& arguments = schema_.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    stack.push_back(torch::jit::toIValue(values[i], arguments[i].type()));
+  }
+}
+
+// --------------------------------------------------------------------------- PythonImpl
+
+PythonImpl::PythonImpl(py::object override, py::object function, bool takes_keyset, bool falls_back,
+                       uint32_t checked_hits, std::shared_ptr<const Signature> signature,
+                       std::shared_ptr<const PythonHooks> hooks, std::string who)
+    : override_(std::move(override)),
+      function_(std::move(function)),
+      takes_keyset_(takes_keyset),
+      falls_back_(falls_back),
+      checked_hits_(checked_hits),
+      signature_(std::move(signature)),
+      hooks_(std::move(hooks)),
+      who_(std::move(who)) {}
+
+bool PythonImpl::wants(const Override&, Call& call) {
+  const WithGil gil;
+  const auto values = signature_->to_python(call.begin());
+  PyObject* answer =
+      PyObject_CallFunctionObjArgs(hooks_->takes.get().ptr(), override_.get().ptr(), values.ptr(),
+                                   nullptr);
+  if (answer == nullptr) throw_python_error();
+  return py::reinterpret_steal<py::object>(answer).cast<bool>();
+}
+
+bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
+  const WithGil gil;
+  const bool accelerated = !device.is_cpu();
+  bool capturing = false;
+  if (accelerated) {
+    PyObject* answer = PyObject_CallNoArgs(hooks_->capturing.get().ptr());
+    if (answer == nullptr) throw_python_error();
+    capturing = py::reinterpret_steal<py::object>(answer).ptr() == Py_True;
+    if (C10_UNLIKELY(capturing) && ran_.count(exact_key(call)) == 0) {
+      override.misses->add();
+      return false;
+    }
+  }
+  const uint64_t kind = kind_of(call);
+  // The keys are taken before the call: an impl that writes to its arguments changes them.
+  const uint64_t exact = accelerated ? exact_key(call) : 0;
+  const bool first = !capturing && checked_.count(kind) < checked_hits_;
+  if (!first) override.hits->add();  // a first hit is counted by Python
+  auto results = first ? call_first(call) : call_function(call, capturing);
+  torch::jit::drop(call.stack, call.arguments);
+  for (auto& value : results) call.stack.push_back(std::move(value));
+  if (first) checked_.add(kind);
+  if (accelerated && !capturing && ran_.count(exact) == 0) ran_.add(exact);
+  return true;
+}
+
+std::vector<c10::IValue> PythonImpl::results(py::handle result) const {
+  try {
+    return signature_->to_results(result, who_);
+  } catch (const py::type_error& error) {
+    PyErr_SetString(hooks_->error.get().ptr(), error.what());
+    throw py::error_already_set();
+  }
+}
+
+std::vector<c10::IValue> PythonImpl::call_first(const Call& call) const {
+  const auto values = signature_->to_python(call.begin());
+  const auto keyset = py::cast(call.keyset);
+  const auto result = py::reinterpret_steal<py::object>(
+      PyObject_CallFunctionObjArgs(hooks_->first.get().ptr(), override_.get().ptr(), keyset.ptr(),
+                                   values.ptr(), nullptr));
+  if (!result) throw_python_error();
+  return signature_->to_results(result, who_);  // Python has looked at it
+}
+
+std::vector<c10::IValue> PythonImpl::call_function(const Call& call, bool capturing) const {
+  try {
+    const auto result = vectorcall(call);
+    if (!result) throw py::error_already_set();
+    return results(result);
+  } catch (py::error_already_set& error) {
+    if (falls_back_ && !capturing) return recover(call, error);
+    error.restore();
+  }
+  throw_python_error();
+}
+
+std::vector<c10::IValue> PythonImpl::recover(const Call& call,
+                                             const py::error_already_set& error) const {
+  const auto values = signature_->to_python(call.begin());
+  const auto keyset = py::cast(call.keyset);
+  const auto result = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
+      hooks_->recover.get().ptr(), override_.get().ptr(), keyset.ptr(), values.ptr(),
+      error.value().ptr(), nullptr));
+  if (!result) throw_python_error();
+  return signature_->to_results(result, who_);
+}
+
+py::object PythonImpl::vectorcall(const Call& call) const {
+  const auto* arguments = call.begin();
+  std::vector<py::object> owned;
+  owned.reserve(call.arguments + 1);
+  if (takes_keyset_) owned.push_back(py::cast(call.keyset));
+  for (size_t i = 0; i < call.arguments; ++i) {
+    owned.push_back(signature_->to_python(i, arguments[i]));
+  }
+  std::vector<PyObject*> borrowed;
+  borrowed.reserve(owned.size() + 1);
+  borrowed.push_back(nullptr);  // the place that PY_VECTORCALL_ARGUMENTS_OFFSET promises
+  for (const auto& value : owned) borrowed.push_back(value.ptr());
+  const size_t positional = signature_->positional() + (takes_keyset_ ? 1 : 0);
+  return py::reinterpret_steal<py::object>(
+      PyObject_Vectorcall(function_.get().ptr(), borrowed.data() + 1,
+                          positional | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                          signature_->keyword_names().ptr()));
+}
+
+}  // namespace opgraft

@@ -1,0 +1,163 @@
+// An impl in Python: how a call's arguments become Python's, and its results come back.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <array>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "router.h"
+
+namespace opgraft {
+
+namespace py = pybind11;
+
+// A reference to a Python object that may be dropped on any thread, with or without the GIL.
+class PythonRef {
+ public:
+  PythonRef() = default;
+  explicit PythonRef(py::object object) : object_(object.release().ptr()) {}
+  PythonRef(PythonRef&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  PythonRef& operator=(PythonRef&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~PythonRef();
+
+  py::handle get() const noexcept { return object_; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// Holds the GIL. A thread that Python never saw keeps the thread state that the first of these makes
+// until it ends, so that later ones do not make one each (10 us).
+class WithGil {
+ public:
+  WithGil();
+  ~WithGil() { PyGILState_Release(state_); }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// How an op's arguments become Python objects and its results come back. One per router.
+class Signature {
+ public:
+  explicit Signature(const c10::FunctionSchema& schema);
+
+  size_t positional() const noexcept { return positional_; }
+  // An argument's value as Python has it. Needs the GIL.
+  py::object to_python(size_t argument, const c10::IValue& value) const;
+  // All arguments, in the schema's order.
+  py::tuple to_python(const c10::IValue* arguments) const;
+  // What an impl returned as the op's results. Throws py::type_error where it cannot be that.
+  std::vector<c10::IValue> to_results(py::handle result, const std::string& who) const;
+  // The results on the stack, taken off it, as Python has them.
+  py::object pop_results(torch::jit::Stack& stack) const;
+  // Pushes an op's arguments, all of them in the schema's order.
+  void push_arguments(const py::tuple& values, torch::jit::Stack& stack) const;
+  py::handle keyword_names() const noexcept { return names_.get(); }
+
+ private:
+  enum class Kind : uint8_t { Tensor, TensorList, ScalarType, Layout, MemoryFormat, Other };
+
+  c10::FunctionSchema schema_;  // by value: the op's own goes when its library does
+  std::vector<Kind> kinds_;
+  size_t positional_ = 0;
+  PythonRef names_;  // of the keyword-only arguments; null if there are none
+};
+
+// A set of 64-bit keys, read and added to without a lock; bounded, and then it forgets.
+template <size_t Size>
+class KeyTable {
+ public:
+  // How often `add` was called with the key, as far as the table remembers.
+  uint32_t count(uint64_t key) const noexcept {
+    const auto* entry = find(key);
+    return entry == nullptr ? 0 : entry->count.load(std::memory_order_relaxed);
+  }
+
+  void add(uint64_t key) noexcept {
+    key |= 1;
+    for (size_t probe = 0; probe < kProbes; ++probe) {
+      Entry& entry = entries_[(key / 2 + probe) % Size];
+      uint64_t found = entry.key.load(std::memory_order_relaxed);
+      if (found == 0 &&
+          entry.key.compare_exchange_strong(found, key, std::memory_order_relaxed)) {
+        found = key;
+      }
+      if (found == key) {
+        entry.count.fetch_add(1, std::memory_order_relaxed);
+        return;
+      }
+    }
+    // Full: the key takes the first place over. What is forgotten is only done once more.
+    Entry& entry = entries_[key / 2 % Size];
+    entry.count.store(1, std::memory_order_relaxed);
+    entry.key.store(key, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr size_t kProbes = 8;
+  struct Entry {
+    std::atomic<uint64_t> key{0};
+    std::atomic<uint32_t> count{0};
+  };
+
+  const Entry* find(uint64_t key) const noexcept {
+    key |= 1;
+    for (size_t probe = 0; probe < kProbes; ++probe) {
+      const Entry& entry = entries_[(key / 2 + probe) % Size];
+      if (entry.key.load(std::memory_order_relaxed) == key) return &entry;
+    }
+    return nullptr;
+  }
+
+  std::array<Entry, Size> entries_;
+};
+
+// The parts of Python that an impl falls back on: what is rare stays in Python, where it is plain.
+struct PythonHooks {
+  PythonRef takes;     // takes(override, values) -> bool: conditions in Python, quarantine
+  PythonRef first;     // first(override, keyset, values) -> result: a hit that is checked
+  PythonRef recover;   // recover(override, keyset, values, error) -> result, or raises
+  PythonRef capturing; // capturing() -> bool: a CUDA graph is being captured on the current stream
+  PythonRef error;     // the type of the error for results that the op cannot have
+};
+
+class PythonImpl final : public Impl {
+ public:
+  PythonImpl(py::object override, py::object function, bool takes_keyset, bool falls_back,
+             uint32_t checked_hits, std::shared_ptr<const Signature> signature,
+             std::shared_ptr<const PythonHooks> hooks, std::string who);
+
+  bool run(const Override& override, Call& call, c10::Device device) override;
+  bool wants(const Override& override, Call& call) override;
+
+ private:
+  std::vector<c10::IValue> call_first(const Call& call) const;
+  std::vector<c10::IValue> call_function(const Call& call, bool capturing) const;
+  std::vector<c10::IValue> recover(const Call& call, const py::error_already_set& error) const;
+  py::object vectorcall(const Call& call) const;
+  std::vector<c10::IValue> results(py::handle result) const;
+
+  PythonRef override_;
+  PythonRef function_;
+  bool takes_keyset_;
+  bool falls_back_;
+  uint32_t checked_hits_;
+  std::shared_ptr<const Signature> signature_;
+  std::shared_ptr<const PythonHooks> hooks_;
+  std::string who_;
+  KeyTable<256> checked_;   // kinds of calls whose outputs were compared with native's
+  KeyTable<4096> ran_;      // exact calls on an accelerator: nothing is compiled for them any more
+};
+
+}  // namespace opgraft

@@ -1,0 +1,138 @@
+// The router: our boxed kernel at one op and dispatch key.
+//
+// It reads an immutable chain through an atomic pointer, evaluates conditions on the IValue stack, on a
+// miss calls the captured native kernel, on a hit an impl. The miss path takes no lock, allocates
+// nothing and never asks for the GIL.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "condition.h"
+#include "counter.h"
+#include "threads.h"
+
+namespace opgraft {
+
+// One call as the router sees it: the arguments are the last ones of the stack.
+struct Call {
+  const c10::OperatorHandle& op;
+  c10::DispatchKeySet keyset;
+  torch::jit::Stack& stack;
+  size_t arguments;
+
+  const c10::IValue* begin() const { return stack.data() + stack.size() - arguments; }
+  const c10::IValue* end() const { return stack.data() + stack.size(); }
+};
+
+class Override;
+
+// What an override runs: replaces the call's arguments on the stack by its results.
+class Impl {
+ public:
+  virtual ~Impl() = default;
+
+  // Returns false, the stack untouched, where it declines after all.
+  virtual bool run(const Override& override, Call& call, c10::Device device) = 0;
+
+  // Whether the impl wants a call that the compiled condition cannot decide.
+  virtual bool wants(const Override& override, Call& call) = 0;
+};
+
+// An impl in C++: a boxed function that replaces the arguments on the stack by results.
+class BoxedImpl final : public Impl {
+ public:
+  using Function = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*);
+  explicit BoxedImpl(Function function) : function_(function) {}
+
+  bool run(const Override& override, Call& call, c10::Device device) override;
+  bool wants(const Override&, Call&) override { return true; }
+
+ private:
+  Function function_;
+};
+
+// One override of a chain. Immutable, but for its counters and `asks`.
+class Override {
+ public:
+  Selector identity;
+  std::optional<Condition> condition;  // none: every call, or the impl is asked (`asks`)
+  std::atomic<bool> asks{false};       // the impl must be asked: a condition in Python, a quarantine
+  std::unique_ptr<Impl> impl;
+  std::shared_ptr<Counter> hits, misses, fallbacks;
+};
+
+using Chain = std::vector<std::shared_ptr<const Override>>;
+
+// What an op ran at a dispatch key before us, by value: it outlives whoever registered it.
+class NativeKernel {
+ public:
+  NativeKernel(const c10::OperatorHandle& op, c10::DispatchKey key);
+
+  bool exists() const noexcept { return kernel_.has_value(); }
+  const std::string& origin() const noexcept { return origin_; }
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+            torch::jit::Stack* stack) const {
+    if (C10_UNLIKELY(!kernel_)) missing(op);
+    kernel_->callBoxed(op, keyset, stack);
+  }
+
+ private:
+  [[noreturn]] void missing(const c10::OperatorHandle& op) const;
+
+  std::optional<c10::KernelFunction> kernel_;
+  std::string origin_;
+  c10::DispatchKey key_;
+};
+
+class Router {
+ public:
+  // Puts the router, and for a composite op its companion, at the dispatcher, for good.
+  static std::shared_ptr<Router> install(const std::string& name, const std::string& overload,
+                                         const std::string& dispatch_key);
+
+  void publish(Chain chain);
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+                  torch::jit::Stack* stack);
+
+  const NativeKernel& native() const noexcept { return native_; }
+  bool is_composite() const noexcept { return composite_.has_value(); }
+  const c10::OperatorHandle& op() const noexcept { return op_; }
+  size_t arguments() const noexcept { return arguments_; }
+  size_t outputs() const noexcept { return outputs_; }
+
+  // The autograd key of a composite op: what must be differentiated goes to the composite.
+  void differentiate(c10::DispatchKeySet keyset, torch::jit::Stack* stack);
+
+  // Once set, every call is a miss: the interpreter is going away.
+  static void shut_down() noexcept;
+
+  Router(c10::OperatorHandle op, c10::DispatchKey key);
+
+ private:
+  bool try_chain(Call& call);
+  bool takes(const Override& override, Call& call);
+  bool run(const Override& override, Call& call, c10::Device device);
+
+  c10::OperatorHandle op_;
+  std::string name_;
+  c10::DispatchKey key_;
+  size_t arguments_;
+  size_t outputs_;
+  NativeKernel native_;
+  std::optional<NativeKernel> composite_;
+  std::atomic<const Chain*> chain_{nullptr};
+};
+
+// Where the routers say that they were registered, in torch's own messages.
+extern const char* const kOrigin;
+
+}  // namespace opgraft

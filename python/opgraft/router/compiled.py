@@ -1,0 +1,158 @@
+"""The router in C++, and what of its work stays in Python because it is rare.
+
+The core (csrc/router.h) decides and runs warm calls: conditions, the native kernel, impls. Python
+does the first hits of each kind of call, which are compared with native, conditions that are Python
+callables, and what happens after an impl raised. Each of these is the Python router's own code.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+import torch
+
+from opgraft import when
+from opgraft.errors import ContractError
+from opgraft.program import compile_condition, pack_capability
+from opgraft.registry import Chain, Override
+from opgraft.router import contract, failure
+from opgraft.router.python import PythonRouter, why_not
+from opgraft.router.signature import signature
+from opgraft.schema import Call
+
+_core: Any = None
+
+
+def use(core: Any) -> None:
+    """Route with this core from now on."""
+    global _core
+    if _core is None:
+        core.set_capability_lookup(_capability)
+        atexit.register(core.shut_down)
+    _core = core
+
+
+def _capability(index: int) -> int:
+    if torch.version.hip or not torch.cuda.is_available():
+        return -1
+    return pack_capability(when.cuda_capability(index))
+
+
+class CompiledNative:
+    """The native kernel as the core captured it: by value, so that nobody can take it away."""
+
+    def __init__(self, core_router: Any) -> None:
+        self._router = core_router
+        self.origin: str = core_router.native_origin
+        self.exists: bool = core_router.native_exists
+
+    def __call__(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
+        return self._router.call_native(keyset, call.values)
+
+
+class CompiledRouter(PythonRouter):
+    """Our kernel at one op and dispatch key, in C++."""
+
+    def _install(self, chain: Chain) -> None:
+        schema = chain.op.overload._schema
+        self._router = _core.Router(
+            schema.name,
+            schema.overload_name,
+            chain.dispatch_key,
+            takes=self._takes_values,
+            first=self._first_hit,
+            recover=self._recover,
+            capturing=getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never),
+            error=ContractError,
+        )
+        self.native = CompiledNative(self._router)
+        self.is_composite = self._router.is_composite
+        # By override, while it is in the chain: the core's half keeps the Python half alive.
+        self._halves: dict[Override, Any] = {}
+        chain.listener = self.publish
+        self.publish(chain)
+
+    def publish(self, chain: Chain) -> None:
+        """Route to what is active in the chain now."""
+        for override in [o for o in self._halves if o not in chain.members]:
+            del self._halves[override]
+        self._router.publish([self._half(override) for override in chain.active])
+
+    def _half(self, override: Override) -> Any:
+        if override not in self._halves:
+            self._halves[override] = self._compile(override)
+        return self._halves[override]
+
+    def _compile(self, override: Override) -> Any:
+        half = _core.Override(
+            override.identity,
+            override._hits,
+            override._misses,
+            override._fallbacks,
+        )
+        half.set_python_impl(
+            self._router,
+            override,
+            override.impl,
+            takes_keyset=override.takes_keyset,
+            falls_back=override.on_error == "fallback",
+            checked_hits=contract.CHECKED_HITS,
+            who=contract.who(override),
+        )
+        nodes = None
+        if isinstance(override.cond, when.Condition):
+            nodes = compile_condition(override.cond, override.operator)
+        if nodes is not None:
+            half.set_condition(nodes)
+        elif override.cond is not None:
+            half.ask_python()
+        if override.quarantined:
+            half.ask_python()
+        return half
+
+    # What the core asks.
+
+    def _takes_values(self, override: Override, values: tuple[Any, ...]) -> bool:
+        return self._takes(override, Call(self.chain.op, values))
+
+    def _why_not(self, override: Override, call: Call) -> Any:
+        # The core remembers itself what has run, and looks at a capture when it runs the impl.
+        return why_not(override, call, capturing=False)
+
+    def _first_hit(
+        self, override: Override, keyset: torch.DispatchKeySet, values: tuple[Any, ...]
+    ) -> Any:
+        try:
+            return self._hit(override, keyset, Call(self.chain.op, values))
+        finally:
+            self._mind_quarantine(override)
+
+    def _recover(
+        self,
+        override: Override,
+        keyset: torch.DispatchKeySet,
+        values: tuple[Any, ...],
+        error: Exception,
+    ) -> Any:
+        call = Call(self.chain.op, values)
+        if not isinstance(error, Exception) or not failure.may_fall_back(
+            override, error, capturing=False
+        ):
+            raise error
+        try:
+            raise error  # so that native's own error, if it raises as well, has this as its context
+        except Exception:
+            result = self.native(keyset, call)
+        failure.quarantine(override, signature(call), error)
+        override._fallbacks.add()
+        self._mind_quarantine(override)
+        return result
+
+    def _mind_quarantine(self, override: Override) -> None:
+        if override.quarantined and (half := self._halves.get(override)) is not None:
+            half.ask_python()
+
+
+def _never() -> bool:
+    return False
