@@ -344,3 +344,93 @@ atexit.register(lambda: torch.softmax(torch.zeros(2), -1))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+# ------------------------------------------------------------------ odd tensors
+
+
+def override_relu(**keywords: object) -> opgraft.Override:
+    return opgraft.register_op_override(
+        "aten",
+        "relu",
+        "CPU",
+        lambda self: self.clamp_min(0),
+        unconditional_override=True,
+        **keywords,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("kind", ["negated", "zero"])
+def test_what_is_lazy_reaches_an_impl_in_memory_or_not_at_all(kind: str) -> None:
+    # For most ops torch fills the memory in before the kernel; the router declines what comes lazy.
+    if kind == "negated":
+        lazy = torch.view_as_complex(torch.randn(3, 2)).conj().imag
+        assert lazy.is_neg()
+    else:
+        lazy = torch._efficientzerotensor((3,))
+    seen: list[bool] = []
+
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        seen.append(self.is_neg() or self._is_zerotensor())
+        return self.clamp_min(0)
+
+    override = opgraft.register_op_override(
+        "aten", "relu", "CPU", impl, unconditional_override=True
+    )
+    torch.testing.assert_close(torch.relu(lazy), lazy.clone().clamp_min(0))
+    assert (override.hits, seen) == (1, [False])
+    assert "lazily" in str(opgraft.explain("aten::relu", lazy))
+
+
+def test_parameters_and_plain_subclasses_are_tensors_like_others() -> None:
+    class Plain(torch.Tensor):
+        pass
+
+    override = override_relu()
+    with torch.no_grad():
+        torch.relu(torch.nn.Parameter(torch.randn(3)))
+        result = torch.relu(torch.randn(3).as_subclass(Plain))
+    assert isinstance(result, Plain)
+    assert override.hits == 2
+
+
+def test_a_wrapper_subclass_reaches_the_override_by_what_it_wraps() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    override = override_relu()
+    result = torch.relu(TwoTensor(torch.randn(3), torch.randn(3)))
+    assert isinstance(result, TwoTensor)
+    assert override.hits == 2
+
+
+def test_an_absent_tensor_arrives_as_none_and_may_be_returned_as_none() -> None:
+    seen: list[object] = []
+
+    def impl(*args: object) -> object:
+        seen.append(args[5])
+        return opgraft.native("aten::native_layer_norm_backward")(*args)
+
+    override = opgraft.register_op_override(
+        "aten", "native_layer_norm_backward", "CPU", impl, unconditional_override=True
+    )
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.nn.functional.layer_norm(x, (4,)).square().sum().backward()
+    assert x.grad is not None
+    assert override.hits == 1
+    assert seen == [None]
+
+
+def test_an_op_that_is_defined_anew_with_other_arguments_is_left_alone() -> None:
+    for schema, arguments in (
+        ("again(Tensor x) -> Tensor", 1),
+        ("again(Tensor x, Tensor y) -> Tensor", 2),
+    ):
+        with torch.library._scoped_library("opgraft_again", "FRAGMENT") as library:
+            library.define(schema)
+            library.impl("again", lambda *args: args[-1] * 2, "CPU")
+            if arguments == 1:
+                override = opgraft.register_op_override(
+                    "opgraft_again", "again", "CPU", lambda x: x + 1, unconditional_override=True
+                )
+            torch.ops.opgraft_again.again(*[torch.ones(2)] * arguments)
+    assert override.hits == 1
