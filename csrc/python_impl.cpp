@@ -36,6 +36,12 @@ class ThreadState {
   PyThreadState* saved_;
 };
 
+// By const reference on purpose: torch 2.11's overload for temporaries gives away a reference that
+// other threads count on, and a tensor that several threads pass at once is freed under them.
+py::object wrap(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
 [[noreturn]] void throw_python_error() {
   python_error error;
   error.persist();
@@ -171,14 +177,14 @@ py::object Signature::to_python(size_t argument, const c10::IValue& value) const
   switch (kinds_[argument]) {
     case Kind::Tensor:
       // Not `toPyObject`: that makes a number of a wrapped number.
-      return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.toTensor()));
+      return wrap(value.toTensor());
     case Kind::TensorList: {
       const auto items = value.toListRef();
       py::list list(items.size());
       for (size_t i = 0; i < items.size(); ++i) {
         list[i] = items[i].isNone()
                       ? py::none()
-                      : py::reinterpret_steal<py::object>(THPVariable_Wrap(items[i].toTensor()));
+                      : wrap(items[i].toTensor());
       }
       return std::move(list);
     }
@@ -241,7 +247,7 @@ py::object Signature::pop_results(torch::jit::Stack& stack) const {
   const auto convert = [](const c10::IValue& value) -> py::object {
     if (value.isTensor()) {
       if (!value.toTensor().defined()) return py::none();
-      return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.toTensor()));
+      return wrap(value.toTensor());
     }
     return torch::jit::toPyObject(value);
   };
