@@ -54,6 +54,26 @@ int64_t device_capability(c10::DeviceIndex index) {
   return found;
 }
 
+template <class T>
+bool ordered(Code code, T left, T right) {
+  switch (code) {
+    case Code::Less:
+      return left < right;
+    case Code::LessEqual:
+      return left <= right;
+    case Code::Equal:
+      return left == right;
+    case Code::NotEqual:
+      return left != right;
+    case Code::GreaterEqual:
+      return left >= right;
+    case Code::Greater:
+      return left > right;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "not a comparison: ", static_cast<int>(code));
+  }
+}
+
 Truth from(bool value) {
   return value ? Truth::True : Truth::False;
 }
@@ -96,23 +116,38 @@ struct Condition::Number {
   }
 };
 
-Condition::Condition(std::vector<Node> nodes, int32_t root) : nodes_(std::move(nodes)), root_(root) {
-  const auto size = static_cast<int32_t>(nodes_.size());
+Condition::Condition(std::vector<Node> nodes, int32_t root) : root_(root) {
+  const auto size = static_cast<int32_t>(nodes.size());
   TORCH_CHECK(root >= 0 && root < size, "a condition's root is one of its nodes");
   for (int32_t index = 0; index < size; ++index) {
-    for (const int32_t child : nodes_[static_cast<size_t>(index)].children) {
+    Node& node = nodes[static_cast<size_t>(index)];
+    Instruction instruction{node.code, node.place, node.integer, node.real, 0, 0};
+    if (node.code == Code::SameDtype || node.code == Code::SameDevice) {
+      instruction.first = static_cast<int32_t>(places_.size());
+      instruction.count = static_cast<int32_t>(node.places.size());
+      places_.insert(places_.end(), node.places.begin(), node.places.end());
+    } else {
+      instruction.first = static_cast<int32_t>(children_.size());
+      instruction.count = static_cast<int32_t>(node.children.size());
+      children_.insert(children_.end(), node.children.begin(), node.children.end());
+    }
+    if (node.code == Code::SameValue || node.code == Code::OtherValue) {
+      instruction.integer = static_cast<int64_t>(constants_.size());
+      constants_.push_back(std::move(node.constant));
+    }
+    for (const int32_t child : node.children) {
       TORCH_CHECK(child >= 0 && child < index, "a condition's nodes come after their children");
     }
+    nodes_.push_back(instruction);
   }
 }
 
-Truth Condition::truth(int32_t index, const c10::IValue* arguments) const {
-  const Node& node = nodes_[static_cast<size_t>(index)];
+Truth Condition::truth(const Instruction& node, const c10::IValue* arguments) const {
   switch (node.code) {
     case Code::All: {
       Truth result = Truth::True;
-      for (const int32_t child : node.children) {
-        const Truth part = truth(child, arguments);
+      for (int32_t which = 0; which < node.count; ++which) {
+        const Truth part = truth(child(node, which), arguments);
         if (part == Truth::False) return Truth::False;
         if (part == Truth::Undefined) result = Truth::Undefined;
       }
@@ -120,15 +155,15 @@ Truth Condition::truth(int32_t index, const c10::IValue* arguments) const {
     }
     case Code::Any: {
       Truth result = Truth::False;
-      for (const int32_t child : node.children) {
-        const Truth part = truth(child, arguments);
+      for (int32_t which = 0; which < node.count; ++which) {
+        const Truth part = truth(child(node, which), arguments);
         if (part == Truth::True) return Truth::True;
         if (part == Truth::Undefined) result = Truth::Undefined;
       }
       return result;
     }
     case Code::Not: {
-      const Truth part = truth(node.children[0], arguments);
+      const Truth part = truth(child(node, 0), arguments);
       if (part == Truth::Undefined) return part;
       return from(part == Truth::False);
     }
@@ -155,9 +190,10 @@ Truth Condition::truth(int32_t index, const c10::IValue* arguments) const {
     case Code::SameDtype:
     case Code::SameDevice: {
       bool same = true;
-      const auto* first = tensor_at(node.places[0], arguments);
-      for (const Place& place : node.places) {
-        const auto* other = tensor_at(place, arguments);
+      const Place* places = places_.data() + node.first;
+      const auto* first = tensor_at(places[0], arguments);
+      for (int32_t which = 0; which < node.count; ++which) {
+        const auto* other = tensor_at(places[which], arguments);
         if (first == nullptr || other == nullptr) return Truth::Undefined;
         same = same && (node.code == Code::SameDtype ? first->dtype() == other->dtype()
                                                      : first->device() == other->device());
@@ -170,45 +206,29 @@ Truth Condition::truth(int32_t index, const c10::IValue* arguments) const {
     case Code::OtherValue: {
       const auto* value = value_at(node.place, arguments);
       if (value == nullptr || is_none(*value)) return Truth::Undefined;
-      return from((*value == node.constant) == (node.code == Code::SameValue));
+      return from((*value == constants_[static_cast<size_t>(node.integer)]) == (node.code == Code::SameValue));
     }
     default:
       return compare(node, arguments);
   }
 }
 
-Truth Condition::compare(const Node& node, const c10::IValue* arguments) const {
-  const Number left = number(node.children[0], arguments);
-  const Number right = number(node.children[1], arguments);
+Truth Condition::compare(const Instruction& node, const c10::IValue* arguments) const {
+  const Number left = number(child(node, 0), arguments);
+  const Number right = number(child(node, 1), arguments);
   if (left.kind == Number::Undefined || right.kind == Number::Undefined) return Truth::Undefined;
+  if (left.kind == Number::Integer && right.kind == Number::Integer) {
+    return from(ordered(node.code, left.integer, right.integer));
+  }
   const bool is_complex = left.kind == Number::Complex || right.kind == Number::Complex;
-  if (is_complex && node.code != Code::Equal && node.code != Code::NotEqual) {
-    return Truth::Undefined;  // complex numbers have no order
-  }
-  const bool both_integers = left.kind == Number::Integer && right.kind == Number::Integer;
-  const int64_t i = left.integer, j = right.integer;
-  const long double x = left.exact(), y = right.exact();
-  const bool same_imaginary = left.imaginary == right.imaginary;
-  switch (node.code) {
-    case Code::Less:
-      return from(both_integers ? i < j : x < y);
-    case Code::LessEqual:
-      return from(both_integers ? i <= j : x <= y);
-    case Code::Equal:
-      return from(both_integers ? i == j : x == y && same_imaginary);
-    case Code::NotEqual:
-      return from(both_integers ? i != j : !(x == y && same_imaginary));
-    case Code::GreaterEqual:
-      return from(both_integers ? i >= j : x >= y);
-    case Code::Greater:
-      return from(both_integers ? i > j : x > y);
-    default:
-      TORCH_INTERNAL_ASSERT(false, "not a condition: ", static_cast<int>(node.code));
-  }
+  if (!is_complex) return from(ordered(node.code, left.exact(), right.exact()));
+  const bool same = left.exact() == right.exact() && left.imaginary == right.imaginary;
+  if (node.code == Code::Equal) return from(same);
+  if (node.code == Code::NotEqual) return from(!same);
+  return Truth::Undefined;  // complex numbers have no order
 }
 
-Condition::Number Condition::number(int32_t index, const c10::IValue* arguments) const {
-  const Node& node = nodes_[static_cast<size_t>(index)];
+Condition::Number Condition::number(const Instruction& node, const c10::IValue* arguments) const {
   switch (node.code) {
     case Code::Integer:
       return Number::of(node.integer);
@@ -252,9 +272,9 @@ Condition::Number Condition::number(int32_t index, const c10::IValue* arguments)
 }
 
 // As Python: division and modulo floor. What leaves 64 bits, or divides by zero, is undefined.
-Condition::Number Condition::arithmetic(const Node& node, const c10::IValue* arguments) const {
-  const Number left = number(node.children[0], arguments);
-  const Number right = number(node.children[1], arguments);
+Condition::Number Condition::arithmetic(const Instruction& node, const c10::IValue* arguments) const {
+  const Number left = number(child(node, 0), arguments);
+  const Number right = number(child(node, 1), arguments);
   if (left.kind != Number::Integer || right.kind != Number::Integer) return {};
   const int64_t a = left.integer, b = right.integer;
   int64_t result = 0;

@@ -59,7 +59,7 @@ struct Place {
   bool is_item = false;
 };
 
-// A node of the expression tree. What the fields hold depends on the code:
+// A node of the expression tree, as it is built. What the fields hold depends on the code:
 //   Size, Stride              place, integer = dimension
 //   Item                      place
 //   Aligned                   place, integer = bytes
@@ -94,18 +94,35 @@ class Condition {
   Condition(std::vector<Node> nodes, int32_t root);
 
   bool holds(const c10::IValue* arguments) const {
-    return truth(root_, arguments) == Truth::True;
+    return truth(nodes_[static_cast<size_t>(root_)], arguments) == Truth::True;
   }
 
  private:
   struct Number;
 
-  Truth truth(int32_t index, const c10::IValue* arguments) const;
-  Number number(int32_t index, const c10::IValue* arguments) const;
-  Truth compare(const Node& node, const c10::IValue* arguments) const;
-  Number arithmetic(const Node& node, const c10::IValue* arguments) const;
+  // A node as it is evaluated: 40 bytes, so that a chain's conditions stay in the first-level cache.
+  // Lists are ranges of the side tables; a constant is an index into `constants_`.
+  struct Instruction {
+    Code code{};
+    Place place{};
+    int64_t integer = 0;
+    double real = 0;
+    int32_t first = 0;
+    int32_t count = 0;
+  };
 
-  std::vector<Node> nodes_;
+  Truth truth(const Instruction& node, const c10::IValue* arguments) const;
+  Number number(const Instruction& node, const c10::IValue* arguments) const;
+  Truth compare(const Instruction& node, const c10::IValue* arguments) const;
+  Number arithmetic(const Instruction& node, const c10::IValue* arguments) const;
+  const Instruction& child(const Instruction& node, int32_t which) const {
+    return nodes_[static_cast<size_t>(children_[static_cast<size_t>(node.first + which)])];
+  }
+
+  std::vector<Instruction> nodes_;
+  std::vector<int32_t> children_;
+  std::vector<Place> places_;
+  std::vector<c10::IValue> constants_;
   int32_t root_;
 };
 

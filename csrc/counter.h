@@ -9,7 +9,19 @@ namespace opgraft {
 
 class Counter {
  public:
-  void add() noexcept { shards_[shard()].count.fetch_add(1, std::memory_order_relaxed); }
+  void add() noexcept { add(shard()); }
+
+  // `shard`: what `shard()` gave this thread, for whoever adds to several counters in a row.
+  void add(unsigned shard) noexcept {
+    shards_[shard].count.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  // Threads take shards in turn; two that meet in one still lose nothing.
+  static unsigned shard() noexcept {
+    static std::atomic<unsigned> next{0};
+    static thread_local const unsigned mine = next.fetch_add(1, std::memory_order_relaxed);
+    return mine % kShards;
+  }
 
   uint64_t total() const noexcept {
     uint64_t sum = 0;
@@ -22,13 +34,6 @@ class Counter {
   struct alignas(64) Shard {
     std::atomic<uint64_t> count{0};
   };
-
-  // Threads take shards in turn; two that meet in one still lose nothing.
-  static unsigned shard() noexcept {
-    static std::atomic<unsigned> next{0};
-    static thread_local const unsigned mine = next.fetch_add(1, std::memory_order_relaxed);
-    return mine % kShards;
-  }
 
   std::array<Shard, kShards> shards_;
 };

@@ -237,6 +237,7 @@ bool Router::try_chain(Call& call) {
       }
       return false;
     }
+    const unsigned shard = Counter::shard();
     size_t index = 0;
     for (; index < chain.size(); ++index) {
       const Override& override = *chain[index];
@@ -244,7 +245,7 @@ bool Router::try_chain(Call& call) {
       if (override.asks.load(std::memory_order_relaxed)) break;
       holds = !override.condition || override.condition->holds(call.begin());
       if (holds) break;
-      override.misses->add();
+      override.misses->add(shard);
     }
     if (C10_LIKELY(index == chain.size())) return false;
     rest.assign(chain.begin() + static_cast<std::ptrdiff_t>(index), chain.end());

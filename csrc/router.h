@@ -62,11 +62,12 @@ class BoxedImpl final : public Impl {
 // One override of a chain. Immutable, but for its counters and `asks`.
 class Override {
  public:
-  Selector identity;
-  std::optional<Condition> condition;  // none: every call, or the impl is asked (`asks`)
+  // What every call reads comes first, in as few cache lines as it takes.
   std::atomic<bool> asks{false};       // the impl must be asked: a condition in Python, a quarantine
+  std::optional<Condition> condition;  // none: every call, or the impl is asked (`asks`)
+  std::shared_ptr<Counter> misses, hits, fallbacks;
   std::unique_ptr<Impl> impl;
-  std::shared_ptr<Counter> hits, misses, fallbacks;
+  Selector identity;
 };
 
 using Chain = std::vector<std::shared_ptr<const Override>>;
