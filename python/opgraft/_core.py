@@ -17,8 +17,6 @@ from types import ModuleType
 
 import torch
 
-from opgraft import env
-
 __all__ = ["CoreStatus", "in_use", "load", "module_name", "status"]
 
 _log = logging.getLogger("opgraft")
@@ -60,6 +58,8 @@ def load() -> ModuleType | None:
 @cache
 def in_use() -> ModuleType | None:
     """The core that routes calls in this process; None where Python does."""
+    from opgraft import env  # here, because setup.py runs this file before there is an opgraft
+
     return None if env.wants_python_router() else load()
 
 
