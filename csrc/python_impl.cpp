@@ -36,8 +36,6 @@ class ThreadState {
   PyThreadState* saved_;
 };
 
-// By const reference on purpose: torch 2.11's overload for temporaries gives away a reference that
-// other threads count on, and a tensor that several threads pass at once is freed under them.
 py::object wrap(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
