@@ -29,7 +29,7 @@ EPS = 1e-6
 TOLERANCE = 1e-5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {
-    "cuda": [(64, 1024), (8192, 4096), (4096, 16384)],
+    "cuda": [(64, 1024), (16384, 4096), (8192, 16384)],
     "cpu": [(8, 256), (128, 256), (96, 1000)],
 }[DEVICE]
 

@@ -80,14 +80,14 @@ def _valid_backward() -> Any:
 
 # On the GPU these kernels are faster than ATen's from the smallest size that was measured (forward,
 # 2**18 elements; backward, from 2**20), but a Triton launch from Python costs the host more. Where
-# native takes less time on the GPU than the impl takes on the host, a loop of such calls gets
-# slower. On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16, without the router) the impls
-# took 36 us forward and 68 us backward with the host at its fastest, 60 and 120 at its slowest,
-# where ATen's forward took 13 and 20. Native's GPU time is 44 us (hidden 4096) to 60 us (16384)
-# forward and 112 to 178 us backward at 2**25 elements, half that at 2**24 ...
+# native takes less time on the GPU than a hit takes on the host, a loop of such calls gets slower.
+# On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16, compiled router) a hit took 40 us end to
+# end forward and 74 us backward with the host at its fastest, up to 115 and 165 us at its slowest.
+# Native's took 45 us (hidden 4096) to 61 us (16384) forward and 114 to 181 us backward at 2**25
+# elements, half that at 2**24 ...
 _CROSSOVER = 2**25
-# ... except for rows so narrow or so wide that ATen's kernels are slow: at 2**24 elements 83 us
-# forward and 124 us backward at hidden 128, 113 us and 165 us at 65536, more at 131072.
+# ... except for rows so narrow or so wide that ATen's kernels are slow: at 2**24 elements 85 us
+# forward and 127 us backward at hidden 128, 116 us and 168 us at 65536, more at 131072.
 _NARROW, _WIDE, _EXTREME_CROSSOVER = 128, 65536, 2**24
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
