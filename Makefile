@@ -4,6 +4,8 @@
 #   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=2
 #   make lint types   ruff; mypy
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
+#   make wheel        a wheel with a core for each torch, in dist/; fetches them, some hundred MB each, for their
+#                     headers           TORCHES="2.13.0 2.15.0"
 #   make clean        what was built, and the caches; `make distclean` removes the environment too
 #
 # PYTHON=python3.12 picks the interpreter, TORCH="torch==2.13.0" the torch to install where the interpreter has
@@ -15,6 +17,8 @@ VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# One release of each minor version: a core fits exactly the release that it was compiled for.
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 BENCHMARKS ?= $(sort $(wildcard benchmarks/[!_]*.py))
 
 PY := $(VENV)/bin/python
@@ -22,7 +26,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 # One stamp for each step that succeeded: the next call skips it, and repeats what failed.
 STAMPS := $(VENV)/stamps
 
-.PHONY: quickstart test lint types bench clean distclean
+.PHONY: quickstart test lint types bench wheel clean distclean
 .NOTPARALLEL:
 
 quickstart: $(STAMPS)/install
@@ -40,6 +44,9 @@ types: $(STAMPS)/dev
 
 bench: $(STAMPS)/bench
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(BENCH_ARGS) || exit 1; done
+
+wheel: $(STAMPS)/tools
+	@$(PY) tools/build_wheel.py $(TORCHES)
 
 # The first of these that is Python 3.10 or newer.
 BASE = $(shell for python in $(PYTHON) python3.13 python3.12 python3.11 python3.10; do \

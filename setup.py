@@ -5,16 +5,18 @@ version in its name. Where it cannot be built (no torch, as in an isolated build
 compiler), the result is a pure-Python wheel and one line that says why.
 
 `OPGRAFT_BUILD_CORE=1` makes that an error, `OPGRAFT_BUILD_CORE=0` does not try.
+`OPGRAFT_TORCH_HEADERS=/one/include:/other/include` builds a core for each torch whose headers these
+folders hold, in place of the one that is importable: tools/build_wheel.py makes release wheels so.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import runpy
-import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import setuptools
 from setuptools import Extension, setup
@@ -27,6 +29,8 @@ if int(setuptools.__version__.split(".")[0]) < 77:
     )
 
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 REQUEST = os.environ.get("OPGRAFT_BUILD_CORE", "").strip()
@@ -45,68 +49,105 @@ def skip(reason: str) -> None:
     print(f"opgraft: building without the compiled core: {reason}", flush=True)
 
 
-def obstacle() -> str | None:
-    """Why the core cannot be compiled here, as far as that is known before trying."""
+def compiles() -> ModuleType:
+    """`opgraft._build`, without opgraft, which imports torch."""
+    spec = importlib.util.spec_from_file_location("_build", ROOT / "python/opgraft/_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = compiles()
+
+
+def headers() -> list[Path]:
+    """The folders of headers to compile cores against."""
+    if given := os.environ.get("OPGRAFT_TORCH_HEADERS", ""):
+        return [Path(folder).resolve() for folder in given.split(os.pathsep)]
+    import torch
+
+    return [Path(torch.__file__).parent / "include"]
+
+
+class CoreExtension(Extension):
+    """A core, by the headers of the torch that it is for."""
+
+    def __init__(self, include: Path) -> None:
+        self.include = include
+        super().__init__(
+            build.module_name(build.headers_release(include)),
+            sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*.cpp")),
+            depends=sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*.h")),
+        )
+
+
+def planned() -> list[Extension]:
+    """The cores to compile; none, and a line that says why, where that is known to be in vain."""
     if REQUEST == "0":
-        return "OPGRAFT_BUILD_CORE=0"
+        skip("OPGRAFT_BUILD_CORE=0")
+        return []
     try:
-        from torch.utils.cpp_extension import get_cxx_compiler
+        extensions = [CoreExtension(include) for include in headers()]
+        build.find_compiler()
+    except build.BuildError as error:
+        skip(f"{error}; then pip install --no-build-isolation builds it")
+        return []
     except (ImportError, OSError) as error:
-        return (
+        skip(
             f"torch is not importable in this build ({error}); where torch is installed, "
             "pip install --no-build-isolation builds it"
         )
-    compiler = (shlex.split(get_cxx_compiler()) or [""])[0]  # CXX may be empty, or name a launcher
-    if shutil.which(compiler) is None:
-        return (
-            f"no C++ compiler ({compiler!r} not found); install one or set CXX, then "
-            "pip install --no-build-isolation builds it"
+        return []
+    names = [extension.name for extension in extensions]
+    if len(set(names)) < len(names):
+        raise SystemExit(f"opgraft: one core for each minor version of torch, not {names}")
+    return extensions
+
+
+class BuildCore(build_ext):
+    """A `build_ext` in which a failed compile leaves a pure-Python build."""
+
+    def run(self) -> None:
+        inplace = self.inplace  # setuptools does not restore it when the compile fails
+        try:
+            super().run()
+        except Exception as error:
+            if REQUIRED:
+                raise
+            self.inplace = inplace
+            self.forget()
+            skip(
+                f"compiling it failed ({type(error).__name__}: {error}); the compiler's "
+                "messages are above, and pip shows them with -v"
+            )
+
+    def build_extension(self, ext: CoreExtension) -> None:
+        print(f"building {ext.name} against {ext.include}", flush=True)
+        build.compile_core(
+            ext.include,
+            Path(self.get_ext_fullpath(ext.name)),
+            folder=ROOT / "csrc",
+            objects=Path(self.build_temp),
         )
-    return None
+
+    def forget(self) -> None:
+        """Leave neither the extensions nor what an earlier build of them made."""
+        for extension in self.extensions:
+            Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
+        self.extensions = []
+        self.distribution.ext_modules = []
 
 
-def core_extension() -> Extension:
-    import torch
-    from torch.utils.cpp_extension import CppExtension
+class BuildPython(build_py):
+    """Puts the core's sources into the package, for `opgraft build`; a clone has them beside it."""
 
-    # The rule for the name lives with the loader, which must find what is built here.
-    module_name = runpy.run_path(str(ROOT / "python/opgraft/_core.py"))["module_name"]
-    return CppExtension(
-        module_name(torch.__version__),
-        sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*.cpp")),
-        depends=sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/*.h")),
-        # BuildExtension adds the language standard that torch's headers ask for.
-        extra_compile_args=[] if os.name == "nt" else ["-O3", "-g0", "-fvisibility=hidden"],
-    )
-
-
-def build_core_command() -> type:
-    """A `build_ext` of torch's in which a failed compile leaves a pure-Python build."""
-    from torch.utils.cpp_extension import BuildExtension
-
-    class BuildCore(BuildExtension):
-        def run(self) -> None:
-            inplace = self.inplace  # setuptools does not restore it when the compile fails
-            try:
-                super().run()
-            except Exception as error:
-                if REQUIRED:
-                    raise
-                self.inplace = inplace
-                self.forget()
-                skip(
-                    f"compiling it failed ({type(error).__name__}: {error}); the compiler's "
-                    "messages are above, and pip shows them with -v"
-                )
-
-        def forget(self) -> None:
-            """Leave neither the extensions nor what an earlier build of them made."""
-            for extension in self.extensions:
-                Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
-            self.extensions = []
-            self.distribution.ext_modules = []
-
-    return BuildCore
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            copy = Path(self.build_lib) / "opgraft" / "csrc"
+            shutil.rmtree(copy, ignore_errors=True)  # of an earlier build
+            shutil.copytree(ROOT / "csrc", copy)
 
 
 class CoreWheel(bdist_wheel):
@@ -121,18 +162,7 @@ class CoreWheel(bdist_wheel):
         """Ignored: setuptools decides before the build."""
 
 
-def main() -> None:
-    reason = obstacle() if BUILDS else None
-    if reason:
-        skip(reason)
-    with_core = BUILDS and not reason
-    setup(
-        ext_modules=[core_extension()] if with_core else [],
-        cmdclass={
-            "bdist_wheel": CoreWheel,
-            **({"build_ext": build_core_command()} if with_core else {}),
-        },
-    )
-
-
-main()
+setup(
+    ext_modules=planned() if BUILDS else [],
+    cmdclass={"bdist_wheel": CoreWheel, "build_ext": BuildCore, "build_py": BuildPython},
+)

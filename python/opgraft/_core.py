@@ -3,6 +3,10 @@
 A core links against C++ that changes with every torch, and one built for another torch may load
 without a complaint. So the module's name carries the torch that it is for, and what loads is asked
 which torch it was compiled against before anyone uses it. Nothing is compiled here.
+
+A core that `opgraft build` compiled goes before one that was installed: somebody asked for it, and
+it is for exactly this torch and these sources, where an installed one is for one patch release of
+each torch. Two cores cannot be tried in turn, as they define the same types.
 """
 
 from __future__ import annotations
@@ -10,12 +14,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import re
+import sys
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
+
+from opgraft import _cache, env
+from opgraft._build import module_name, release
 
 __all__ = ["CoreStatus", "in_use", "load", "module_name", "status"]
 
@@ -40,16 +48,6 @@ class CoreStatus:
         return f"compiled core: {self.module if self.built else f'none ({self.reason})'}"
 
 
-def module_name(torch_version: str) -> str:
-    """The module that holds the core for a torch of that version.
-
-    >>> module_name("2.13.0+cpu")
-    'opgraft._C_torch2_13'
-    """
-    major, minor, *_ = _release(torch_version)
-    return f"opgraft._C_torch{major}_{minor}"
-
-
 def load() -> ModuleType | None:
     """The compiled core for the running torch, or None; the first call looks for it and logs."""
     return _find_once()[0]
@@ -58,8 +56,6 @@ def load() -> ModuleType | None:
 @cache
 def in_use() -> ModuleType | None:
     """The core that routes calls in this process; None where Python does."""
-    from opgraft import env  # here, because setup.py runs this file before there is an opgraft
-
     return None if env.wants_python_router() else load()
 
 
@@ -75,37 +71,43 @@ def _find_once() -> tuple[ModuleType | None, CoreStatus]:
 
 def _find(torch_version: str) -> tuple[ModuleType | None, CoreStatus]:
     name = module_name(torch_version)
-    if importlib.util.find_spec(name) is None:
-        reason = (
-            f"this install has none for torch {torch_version}: "
-            "reinstall opgraft with pip install --no-build-isolation"
+    path, refused = _cache.find(torch_version)
+    if refused:
+        _log.warning("opgraft: %s", refused)
+    if path is None and importlib.util.find_spec(name) is None:
+        reason = refused or (
+            f"this install has none for torch {torch_version}: `python -m opgraft build` compiles "
+            "one"
         )
         _log.info("opgraft: no compiled core: %s", reason)
         return None, CoreStatus(False, name, reason)
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(name) if path is None else _import_file(name, path)
         reason = _mismatch(module, torch_version)
     except Exception as error:  # a broken build must cost the core, not the program
         reason = f"importing it failed ({type(error).__name__}: {error})"
     if reason:
-        _log.warning("opgraft: compiled core %s is not used: %s", name, reason)
-        return None, CoreStatus(False, name, f"{reason}: rebuild it for this torch")
+        _log.warning("opgraft: compiled core %s is not used: %s", path or name, reason)
+        reason = f"{reason}: `python -m opgraft build` compiles one for this torch"
+        return None, CoreStatus(False, name, reason)
     return module, CoreStatus(True, name)
+
+
+def _import_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no extension module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
 
 
 def _mismatch(module: ModuleType, torch_version: str) -> str:
     """What the core was compiled for that the running torch is not; empty where they agree."""
     compiled_for = module.torch_version()
-    if _release(compiled_for) != _release(torch_version):
+    if release(compiled_for) != release(torch_version):
         return f"it was compiled for torch {compiled_for}, and this is {torch_version}"
     if module.abi()["cxx11_abi"] != torch.compiled_with_cxx11_abi():
         return "it was compiled with another C++ ABI than this torch"
     return ""
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major, minor and patch: "2.13.0+cpu" and "2.13.0a0+git1234" are both (2, 13, 0)."""
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    if match is None:
-        raise ValueError(f"not a torch version: {version!r}")
-    return tuple(int(part or 0) for part in match.groups())

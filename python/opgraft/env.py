@@ -4,6 +4,7 @@
                    `triton,aten::bmm,pack:NAME`.
 `OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
+`OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
 `OPGRAFT_LOG`      a `logging` level for the `opgraft` logger: `debug`, `info`, ...
 """
 

@@ -81,8 +81,8 @@ def _valid_backward() -> Any:
 # On the GPU these kernels are faster than ATen's from the smallest size that was measured (forward,
 # 2**18 elements; backward, from 2**20), but a Triton launch from Python costs the host more. Where
 # native takes less time on the GPU than a hit takes on the host, a loop of such calls gets slower.
-# On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16, compiled router) a hit took 40 us end to
-# end forward and 74 us backward with the host at its fastest, up to 115 and 165 us at its slowest.
+# On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16, compiled router) a hit took 40 us end
+# to end forward and 74 us backward with the host at its fastest, 115 and 165 us at its slowest.
 # Native's took 45 us (hidden 4096) to 61 us (16384) forward and 114 to 181 us backward at 2**25
 # elements, half that at 2**24 ...
 _CROSSOVER = 2**25

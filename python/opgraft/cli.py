@@ -1,0 +1,137 @@
+"""The `opgraft` command: `opgraft build` compiles the core for the torch that is installed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from opgraft import _build, _cache, _core
+
+__all__ = ["build", "main"]
+
+# In a process of its own: a core cannot be unloaded, and one that is broken may take it down.
+_TRIAL = """
+import importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location(*sys.argv[1:])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="opgraft", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "build",
+        help="compile the core for the torch that is installed",
+        description="Compile the core for the torch that is installed, into a cache that only "
+        "this user can write to: OPGRAFT_CACHE, or ~/.cache/opgraft. CXX, CXXFLAGS, LDFLAGS and "
+        "MAX_JOBS are heeded.",
+    )
+    command.add_argument("--force", action="store_true", help="even where there is one already")
+    options = parser.parse_args(arguments)
+    try:
+        build(force=options.force)
+    except (_build.BuildError, OSError) as error:
+        print(f"opgraft: the core cannot be built: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(*, force: bool = False) -> None:
+    """Compile the core for the running torch into the cache, unless there is one that fits.
+
+    Raises:
+        BuildError: it cannot be compiled here.
+    """
+    status = _core.status()
+    if status.built and not force:
+        print(f"opgraft: nothing to do, there is one: {status}")
+        return
+    target = _cache.place(torch.__version__)
+    root = target.parent.parent
+    replaces = target.is_file()  # what is there is not used, or is not wanted
+    with _private_files():
+        root.mkdir(parents=True, exist_ok=True)
+        if reason := _cache.distrust(root):
+            raise _build.BuildError(f"the cache {root} cannot be used: {reason}")
+        with _lock(root / f"{target.parent.name}.lock"):
+            if replaces or not target.is_file():
+                _build_into(target)
+    print(f"opgraft: the core for torch {torch.__version__} is {target}")
+
+
+def _build_into(target: Path) -> None:
+    include = Path(torch.__file__).parent / "include"
+    _check_headers(include)
+    print(
+        f"opgraft: compiling the core for torch {torch.__version__} with "
+        f"{' '.join(_build.find_compiler())}, about a minute",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build") as place:
+        fresh = Path(place) / "core" / target.name
+        _build.compile_core(
+            include, fresh, folder=_build.sources(), objects=Path(place) / "objects"
+        )
+        _try(fresh)
+        if target.parent.exists():
+            target.parent.rename(Path(place) / "replaced")
+        fresh.parent.rename(target.parent)
+
+
+def _check_headers(include: Path) -> None:
+    found = _build.headers_release(include)
+    if _build.release(found) != _build.release(torch.__version__):
+        raise _build.BuildError(
+            f"{include} has the headers of torch {found}, and this is {torch.__version__}: "
+            "reinstall torch"
+        )
+
+
+def _try(core: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _TRIAL, _build.module_name(torch.__version__), str(core)],
+        cwd=core.parent,  # Python looks for modules there first
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise _build.BuildError(f"it was compiled, but does not load:\n{done.stderr.strip()}")
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """What is created meanwhile is this user's alone, whatever the umask; for the whole process."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    import filelock  # torch depends on it
+
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        print("opgraft: waiting for another process that is building it", flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
