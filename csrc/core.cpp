@@ -334,7 +334,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
     capability_function = function.release();
     set_capability_lookup(&look_capability_up);
   });
-  core.def("shut_down", &Router::shut_down, "From now on every call is a miss.");
+  core.def("shut_down", &Router::shut_down, py::call_guard<py::gil_scoped_release>(),
+           "From now on every call is a miss; waits for calls that are in Python.");
   core.attr("ORIGIN") = kOrigin;
 
   core.def("call_on_a_thread", &call_on_a_thread, py::arg("name"), py::arg("overload"),

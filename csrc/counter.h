@@ -19,8 +19,9 @@ class Counter {
   // Threads take shards in turn; two that meet in one still lose nothing.
   static unsigned shard() noexcept {
     static std::atomic<unsigned> next{0};
-    static thread_local const unsigned mine = next.fetch_add(1, std::memory_order_relaxed);
-    return mine % kShards;
+    static thread_local unsigned mine __attribute__((tls_model("initial-exec"))) = kShards;
+    if (mine == kShards) mine = next.fetch_add(1, std::memory_order_relaxed) % kShards;
+    return mine;
   }
 
   uint64_t total() const noexcept {

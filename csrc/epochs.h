@@ -6,6 +6,8 @@
 // apart from the first time on a thread.
 #pragma once
 
+#include <c10/macros/Macros.h>
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -24,6 +26,10 @@ class Epochs {
     uint32_t depth = 0;  // its thread's alone
   };
 
+  // Plain pointers of this kind are read without a call into the dynamic linker, which takes as long
+  // as a condition; the linker has room for a few of them whatever else is loaded.
+  static inline thread_local Slot* mine_ __attribute__((tls_model("initial-exec"))) = nullptr;
+
  public:
   static Epochs& instance() {
     static auto* epochs = new Epochs();  // never destroyed: threads may outlive static destructors
@@ -32,7 +38,7 @@ class Epochs {
 
   class Reader {
    public:
-    Reader() : slot_(Epochs::slot()) {
+    Reader() : slot_(C10_LIKELY(mine_ != nullptr) ? *mine_ : Epochs::slot()) {
       if (slot_.depth++ == 0) {
         // seq_cst: the announcement comes before the load of the pointer that follows.
         slot_.began.store(instance().epoch_.load(std::memory_order_acquire),
@@ -90,10 +96,14 @@ inline Epochs::Slot& Epochs::slot() {
   // Given back when the thread ends, and then used by a later one.
   struct Claim {
     Slot& slot = instance().claim();
-    ~Claim() { slot.claimed.store(false, std::memory_order_release); }
+    ~Claim() {
+      mine_ = nullptr;
+      slot.claimed.store(false, std::memory_order_release);
+    }
   };
-  static thread_local Claim mine;
-  return mine.slot;
+  static thread_local Claim claim;
+  mine_ = &claim.slot;
+  return claim.slot;
 }
 
 inline Epochs::Slot& Epochs::claim() {

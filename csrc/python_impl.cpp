@@ -115,6 +115,8 @@ uint64_t exact_key(const Call& call) {
 
 PythonRef::~PythonRef() {
   if (object_ == nullptr || !Py_IsInitialized()) return;
+  const Router::InPython here;
+  if (!here.allowed()) return;  // the process ends anyway
   const WithGil gil;
   Py_DECREF(object_);
 }
@@ -284,6 +286,8 @@ PythonImpl::PythonImpl(py::object override, py::object function, bool takes_keys
       who_(std::move(who)) {}
 
 bool PythonImpl::wants(const Override&, Call& call) {
+  const Router::InPython here;
+  if (!here.allowed()) return false;
   const WithGil gil;
   const auto values = signature_->to_python(call.begin());
   PyObject* answer =
@@ -294,6 +298,8 @@ bool PythonImpl::wants(const Override&, Call& call) {
 }
 
 bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
+  const Router::InPython here;
+  if (!here.allowed()) return false;
   const WithGil gil;
   const bool accelerated = !device.is_cpu();
   bool capturing = false;

@@ -6,6 +6,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/version.h>
 
+#include <chrono>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -18,6 +20,7 @@ const char* const kOrigin = "opgraft router";
 namespace {
 
 std::atomic<bool> shutting_down{false};
+std::atomic<int> in_python{0};
 
 // --------------------------------------------------------------------------- native kernel capture
 
@@ -203,7 +206,22 @@ void Router::publish(Chain chain) {
 }
 
 void Router::shut_down() noexcept {
-  shutting_down.store(true, std::memory_order_relaxed);
+  shutting_down.store(true, std::memory_order_seq_cst);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (in_python.load(std::memory_order_seq_cst) > 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// Counted before the flag is read, and the flag is set before the count is read: whoever is allowed is
+// waited for.
+Router::InPython::InPython() noexcept {
+  in_python.fetch_add(1, std::memory_order_seq_cst);
+  allowed_ = !shutting_down.load(std::memory_order_seq_cst);
+}
+
+Router::InPython::~InPython() {
+  in_python.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,

@@ -113,8 +113,22 @@ class Router {
   // The autograd key of a composite op: what must be differentiated goes to the composite.
   void differentiate(c10::DispatchKeySet keyset, torch::jit::Stack* stack);
 
-  // Once set, every call is a miss: the interpreter is going away.
+  // From now on every call is a miss: the interpreter is going away, and a thread that asks it for the
+  // GIL then is ended in the middle of C++. Waits for those that are in Python, up to two seconds.
   static void shut_down() noexcept;
+
+  // Held by whoever goes to Python for a call; `allowed()` is false once that is too late.
+  class InPython {
+   public:
+    InPython() noexcept;
+    ~InPython();
+    InPython(const InPython&) = delete;
+    InPython& operator=(const InPython&) = delete;
+    bool allowed() const noexcept { return allowed_; }
+
+   private:
+    bool allowed_;
+  };
 
   Router(c10::OperatorHandle op, c10::DispatchKey key);
 

@@ -11,7 +11,7 @@ namespace opgraft {
 
 namespace {
 
-thread_local Frame* innermost = nullptr;
+thread_local Frame* innermost __attribute__((tls_model("initial-exec"))) = nullptr;
 
 // torch copies its thread-local debug information to the autograd engine's threads. From 2.13 on anyone
 // can have a kind of their own; before, one that only torch's own tests use has to do.
