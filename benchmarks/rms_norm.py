@@ -16,11 +16,8 @@ bandwidth is the kernels' own, whatever they cost on the host.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -33,11 +30,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
+import _common
+
 import opgraft
 import opgraft_kernels
 from opgraft_kernels.rms_norm import overrides as rms_norm_overrides
 
-RESULTS = Path(__file__).parent / "results"
 SIZES = [(32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384), (4096, 32768), (1024, 131072)]
 EPS = 1e-6
 INPUT_SETS = 3
@@ -329,20 +327,8 @@ def save(name: str, records: list[dict[str, Any]]) -> Path:
     """Write the records with what they were measured on; the path of the JSON file."""
     import triton
 
-    device = torch.cuda.get_device_name()
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{device.lower().replace(' ', '_')}.json"
-    result = {
-        "device": device,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "records": records,
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
+    versions = {"triton": triton.__version__}
+    return _common.save(name, torch.cuda.get_device_name(), records, versions=versions)
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:

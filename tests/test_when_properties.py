@@ -60,9 +60,13 @@ class Names:
     floats: tuple[str, ...]
     integer_lists: tuple[str, ...]
     tensor_lists: tuple[str, ...]
+    #: Lists of other numbers, and scalars of other kinds with the constants they compare with.
+    float_lists: tuple[str, ...] = ()
+    others: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def every(self) -> tuple[str, ...]:
-        scalars = (*self.integers, *self.floats)
+        others = (*self.float_lists, *(name for name, _ in self.others))
+        scalars = (*self.integers, *self.floats, *others)
         return (*self.tensors, *scalars, *self.integer_lists, *self.tensor_lists)
 
 
@@ -70,26 +74,35 @@ ANY = Names(("a", "b"), ("dim",), ("eps",), ("sizes",), ("tensors",))
 LAYER_NORM = Names(("input", "weight", "bias"), (), ("eps",), ("normalized_shape",), ())
 
 
+SMALL = st.integers(-3, 8)
+FLOATS = st.sampled_from([0.0, 1e-5, 0.5, 1.0])
+
+
 def tensor_names(names: Names) -> st.SearchStrategy[Any]:
-    plain_names = st.sampled_from(names.tensors)
-    if not names.tensor_lists:
-        return plain_names
-    items = st.tuples(st.just("item"), st.sampled_from(names.tensor_lists), st.integers(-3, 2))
-    return plain_names | items
+    kinds: list[st.SearchStrategy[Any]] = []
+    if names.tensors:
+        kinds.append(st.sampled_from(names.tensors))
+    if names.tensor_lists:
+        lists = st.sampled_from(names.tensor_lists)
+        kinds.append(st.tuples(st.just("item"), lists, st.integers(-3, 2)))
+    return st.one_of(kinds)
 
 
-def numbers(names: Names) -> st.SearchStrategy[Tree]:
-    tensor = tensor_names(names)
+def numbers(names: Names, integers: st.SearchStrategy[int] = SMALL) -> st.SearchStrategy[Tree]:
     dim = st.integers(-3, 2)
-    leaves = [
-        st.tuples(st.sampled_from(["size", "stride"]), tensor, dim),
-        st.tuples(st.sampled_from(["ndim", "numel"]), tensor),
-        st.tuples(st.just("length"), st.sampled_from(names.integer_lists + names.tensor_lists)),
-        st.tuples(st.just("item"), st.sampled_from(names.integer_lists), dim),
-    ]
+    leaves: list[st.SearchStrategy[Tree]] = []
+    if names.tensors or names.tensor_lists:
+        tensor = tensor_names(names)
+        leaves.append(st.tuples(st.sampled_from(["size", "stride"]), tensor, dim))
+        leaves.append(st.tuples(st.sampled_from(["ndim", "numel"]), tensor))
+    lists = names.integer_lists + names.tensor_lists + names.float_lists
+    if lists:
+        leaves.append(st.tuples(st.just("length"), st.sampled_from(lists)))
+    if names.integer_lists:
+        leaves.append(st.tuples(st.just("item"), st.sampled_from(names.integer_lists), dim))
     if names.integers:
         leaves.append(st.tuples(st.just("value"), st.sampled_from(names.integers)))
-    constants = st.tuples(st.just("constant"), st.integers(-3, 8))
+    constants = st.tuples(st.just("constant"), integers)
 
     def deeper(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
         symbol = st.sampled_from(list(ARITHMETIC))
@@ -99,28 +112,52 @@ def numbers(names: Names) -> st.SearchStrategy[Tree]:
     return st.recursive(st.one_of(leaves), deeper, max_leaves=4)
 
 
-def conditions(names: Names) -> st.SearchStrategy[Tree]:
+def conditions(
+    names: Names,
+    integers: st.SearchStrategy[int] = SMALL,
+    floats: st.SearchStrategy[Any] = FLOATS,
+    formats: tuple[torch.memory_format, ...] = (),
+) -> st.SearchStrategy[Tree]:
+    """Conditions over the arguments.
+
+    Args:
+        names: the arguments.
+        integers: constants that integers are combined and compared with.
+        floats: constants that other numbers are compared with.
+        formats: memory formats to ask for, beside the contiguous one.
+    """
     tensor = tensor_names(names)
-    number = numbers(names)
+    number = numbers(names, integers)
     compare = st.sampled_from(list(COMPARISONS))
-    constants = st.tuples(st.just("constant"), st.integers(-3, 8))
-    floats = st.tuples(st.just("constant"), st.sampled_from([0.0, 1e-5, 0.5, 1.0]))
+    constants = st.tuples(st.just("constant"), integers)
     dtypes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3).map(tuple)
-    leaves = st.one_of(
+    leaves: list[st.SearchStrategy[Tree]] = [
         st.tuples(st.just("dtype"), tensor, dtypes),
         st.tuples(st.sampled_from(["is_contiguous", "requires_grad"]), tensor),
         st.tuples(st.just("aligned"), tensor, st.sampled_from([1, 4, 8, 16])),
         st.tuples(st.sampled_from(["same_dtype", "same_device"]), tensor, tensor),
         st.tuples(st.just("is_none"), st.sampled_from(names.every())),
         st.tuples(compare, number, number | constants),
-        st.tuples(compare, st.tuples(st.just("value"), st.sampled_from(names.floats)), floats),
-    )
+    ]
+    if names.floats:
+        value = st.tuples(st.just("value"), st.sampled_from(names.floats))
+        leaves.append(st.tuples(compare, value, st.tuples(st.just("constant"), floats)))
+        leaves.append(st.tuples(compare, value, number))
+    if names.float_lists:
+        item = st.tuples(st.just("item"), st.sampled_from(names.float_lists), st.integers(-3, 2))
+        leaves.append(st.tuples(compare, item, st.tuples(st.just("constant"), floats)))
+    for name, choices in names.others:
+        constant = st.tuples(st.just("constant"), st.sampled_from(choices))
+        equal = st.sampled_from(["==", "!="])
+        leaves.append(st.tuples(equal, st.just(("value", name)), constant))
+    if formats:
+        leaves.append(st.tuples(st.just("is_contiguous"), tensor, st.sampled_from(formats)))
 
     def deeper(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
         both = st.tuples(st.sampled_from(["&", "|"]), inner, inner)
         return both | st.tuples(st.just("~"), inner)
 
-    return st.recursive(leaves, deeper, max_leaves=6)
+    return st.recursive(st.one_of(leaves), deeper, max_leaves=6)
 
 
 def build(tree: Any) -> Any:
@@ -158,7 +195,11 @@ def plain(tree: Any, arguments: Arguments) -> Any:
         left, right = plain(rest[0], arguments), plain(rest[1], arguments)
         if left is None or right is None or (kind in ("//", "%") and right == 0):
             return None
-        return (ARITHMETIC | COMPARISONS)[kind](left, right)
+        if kind in COMPARISONS:
+            ordered = kind in ("==", "!=") or not isinstance(left, complex)
+            return COMPARISONS[kind](left, right) if ordered else None
+        result = ARITHMETIC[kind](left, right)
+        return result if -(2**63) <= result < 2**63 else None  # what leaves 64 bits has no value
     if kind == "value":
         return arguments[rest[0]]
     if kind == "length":
@@ -182,12 +223,12 @@ def plain_item(items: list[Any] | None, index: int) -> Any:
 
 
 def plain_tensor(kind: str, rest: list[Any], arguments: Arguments) -> Any:
-    tensor = plain_lookup(rest[0], arguments)
     if kind.startswith("same_"):
-        other = plain_lookup(rest[1], arguments)
-        if tensor is None or other is None:
-            return None
-        return getattr(tensor, kind[5:]) == getattr(other, kind[5:])
+        same = [plain_lookup(each, arguments) for each in rest]
+        return (
+            None if any(t is None for t in same) else len({getattr(t, kind[5:]) for t in same}) == 1
+        )
+    tensor = plain_lookup(rest[0], arguments)
     if tensor is None:
         return None
     if kind in ("size", "stride"):
@@ -199,7 +240,11 @@ def plain_tensor(kind: str, rest: list[Any], arguments: Arguments) -> Any:
         return tensor.dtype in rest[1]
     if kind == "requires_grad":
         return tensor.requires_grad
-    return getattr(tensor, kind)() if kind in ("numel", "is_contiguous") else tensor.ndim
+    if kind == "is_contiguous":
+        return tensor.is_contiguous(memory_format=(*rest[1:], torch.contiguous_format)[0])
+    if kind == "device_capability":
+        return None  # of CPU tensors
+    return tensor.numel() if kind == "numel" else tensor.ndim
 
 
 def plain_lookup(tensor: Any, arguments: Arguments) -> torch.Tensor | None:

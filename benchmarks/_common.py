@@ -1,0 +1,51 @@
+"""Shared by the benchmarks: results as JSON files, with what they were measured on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def save(
+    name: str,
+    device: str,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    versions: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Path:
+    """Write the records with what they were measured on.
+
+    Args:
+        name: what was measured; with the device it makes the file's name.
+        device: the GPU's or the CPU's name.
+        records: one for each number or row.
+        versions: of what else took part, by its name.
+        more: further entries of the file.
+
+    Returns:
+        The path of the JSON file.
+    """
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}_{device.lower().replace(' ', '_')}.json"
+    result = {
+        "device": device,
+        "torch": torch.__version__,
+        **(versions or {}),
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        **more,
+        "records": records,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

@@ -1,0 +1,609 @@
+"""What a router costs: a call that no override wants, and a call that one takes, on the CPU.
+
+    python benchmarks/router.py           # about two minutes on two cores
+    python benchmarks/router.py --smoke   # seconds: does this script work? Its numbers mean nothing
+
+The contenders, each with 1, 8 and 64 overrides of four conditions (one of two dtypes, rank,
+contiguity, a size; the size decides):
+
+- `native`: stock PyTorch.
+- `library`: a kernel in Python that only falls through (`torch.library.Library`, `call_boxed`).
+- `torch._native`: the registry inside PyTorch, driven by its own functions, conditions in Python.
+- `opgraft python`, `opgraft compiled`: this project's two routers.
+- `constant`: a C++ kernel that returns a tensor which is there already. No hit can cost less, so
+  what a hit costs beyond it and beyond the impl (a Python function that returns a tensor which is
+  there already) is the router's own share.
+
+What a contender puts in at the dispatcher cannot be taken out again, so each has a process of its
+own. The processes take turns, round by round; a number is the median over rounds, and what a
+contender adds is the median of its difference to native of the same round. Each process also
+measures native before it puts anything in, which tells how well processes compare. Times are the
+calling thread's CPU time. Throughput is wall-clock time, the best round's: a neighbour on the
+machine only takes away from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _common
+import torch
+
+COUNTS = (1, 8, 64)
+OPS = ("mul.Tensor", "_softmax", "bmm")
+CALLERS = ("C++", "Python")
+
+
+class Case(NamedTuple):
+    """An op with its arguments, called from C++ and from Python, and what a hit returns."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    from_python: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    constant: torch.Tensor
+    native: torch.Tensor
+
+
+def _case(x: torch.Tensor, from_python: Callable[..., torch.Tensor]) -> Case:
+    y = torch.rand_like(x)
+    native = from_python(x, y)
+    return Case(x, y, from_python, torch.full_like(native, 42.0), native)
+
+
+def make_cases() -> dict[str, Case]:
+    return {
+        "mul.Tensor": _case(torch.rand(4, 64), lambda x, y: x * y),
+        "_softmax": _case(torch.rand(4, 64), lambda x, _: torch.softmax(x, -1)),
+        "bmm": _case(torch.rand(2, 8, 8), torch.bmm),
+    }
+
+
+class Cell(NamedTuple):
+    """What is measured: a caller's call of an op, in a state of the overrides."""
+
+    op: str
+    caller: str
+    overrides: int  #: 0: none is in
+    hit: bool
+
+
+# ----------------------------------------------------------------------------------- contenders
+
+
+def _sizes(cases: dict[str, Case], op: str, overrides: int, hit: bool) -> Iterable[tuple[int, int]]:
+    """Rank and wanted size for each override; for a hit the one that is asked last wants it."""
+    shape = cases[op].x.shape
+    for index in range(overrides):
+        wanted = shape[-1] if hit and index == overrides - 1 else 1000 + index
+        yield len(shape), wanted
+
+
+def _impl(cases: dict[str, Case], op: str) -> Callable[..., torch.Tensor]:
+    constant = cases[op].constant
+    if op == "_softmax":
+        return lambda self, dim, half_to_float: constant
+    return lambda self, other: constant
+
+
+class Contender:
+    """What is put in at the dispatcher; nothing, unless a subclass says otherwise."""
+
+    #: Numbers of overrides that it can be asked for.
+    counts: tuple[int, ...] = (0,)
+
+    def install(self, cases: dict[str, Case]) -> None:
+        """Put it in."""
+
+    def select(self, overrides: int, hit: bool) -> None:
+        """Route to this many overrides; the last of them takes the call, or none."""
+
+
+class Native(Contender):
+    """Stock PyTorch."""
+
+
+class Constant(Contender):
+    def install(self, cases: dict[str, Case]) -> None:
+        _callers().install_constants(*(cases[op].constant for op in OPS))
+
+
+class PythonLibrary(Contender):
+    def install(self, cases: dict[str, Case]) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        for op in OPS:
+            self._fall_through(op)
+
+    def _fall_through(self, op: str) -> None:
+        kernel = torch.library.get_kernel(f"aten::{op}", "CPU")
+
+        def fall_through(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            return kernel.call_boxed(keyset, *args, **kwargs)
+
+        self._library.impl(op, fall_through, "CPU", with_keyset=True, allow_override=True)
+
+
+class TorchNative(Contender):
+    """`torch._native`'s registry: its router, its conditions as its own kernels write them."""
+
+    counts = COUNTS
+
+    def install(self, cases: dict[str, Case]) -> None:
+        from torch._native import registry
+
+        self._registry = registry
+        self._nodes: dict[tuple[str, int, bool], list[Any]] = {}
+        for op, overrides, hit in itertools.product(OPS, COUNTS, (False, True)):
+            label = f"bench_{overrides}_{hit}"
+            for rank, wanted in _sizes(cases, op, overrides, hit):
+                registry.register_op_override(
+                    label, "aten", op, "CPU", self._condition(rank, wanted), _impl(cases, op)
+                )
+            graph = registry._graphs[op, "CPU"]
+            self._nodes[op, overrides, hit] = [node for node in graph if node.dsl_name == label]
+
+    def _condition(self, rank: int, wanted: int) -> Callable[..., bool]:
+        dtypes = (torch.float32, torch.float16)
+
+        def condition(self: torch.Tensor, *_: Any) -> bool:
+            return (
+                self.dtype in dtypes
+                and self.ndim == rank
+                and self.is_contiguous()
+                and self.size(-1) == wanted
+            )
+
+        return condition
+
+    def select(self, overrides: int, hit: bool) -> None:
+        for op in OPS:
+            nodes = self._nodes[op, overrides, hit]
+            self._registry._register_overrides_from_graph(op, "CPU", nodes)
+
+
+class Opgraft(Contender):
+    counts: tuple[int, ...] = (0, *COUNTS)
+    router = "compiled"
+
+    def install(self, cases: dict[str, Case]) -> None:
+        if self.router == "python":
+            os.environ["OPGRAFT_ROUTER"] = "python"
+        import opgraft
+        from opgraft import _core, when
+
+        if self.router == "compiled" and _core.in_use() is None:
+            raise RuntimeError(f"there is no compiled router to measure: {_core.status()}")
+        self._opgraft = opgraft
+        dtypes = (torch.float32, torch.float16)
+        for op, overrides, hit in itertools.product(OPS, COUNTS, (False, True)):
+            label = self._label(overrides, hit)
+            for index, (rank, wanted) in enumerate(_sizes(cases, op, overrides, hit)):
+                opgraft.register_op_override(
+                    *("aten", op, "CPU", _impl(cases, op)),
+                    cond=when.dtype("self", *dtypes)
+                    & (when.ndim("self") == rank)
+                    & when.is_contiguous("self")
+                    & (when.size("self", -1) == wanted),
+                    dsl=label,
+                    name=f"{label}_{index}",
+                    priority=-index,
+                )
+
+    def _label(self, overrides: int, hit: bool) -> str:
+        return f"bench_{overrides}_{hit}"
+
+    def select(self, overrides: int, hit: bool) -> None:
+        self._opgraft.disable()
+        if overrides:
+            self._opgraft.enable(dsl=self._label(overrides, hit))
+
+
+class OpgraftPython(Opgraft):
+    counts = COUNTS
+    router = "python"
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    "native": Native,
+    "constant": Constant,
+    "library": PythonLibrary,
+    "torch._native": TorchNative,
+    "opgraft python": OpgraftPython,
+    "opgraft compiled": Opgraft,
+}
+
+
+# ------------------------------------------------------------------------- a contender's process
+
+
+def build_callers() -> str:
+    """Compile the callers in C++; the module's path. A later run finds it compiled."""
+    from torch.utils.cpp_extension import load
+
+    source = Path(__file__).with_name("_callers.cpp")
+    module = load(
+        "opgraft_benchmark_callers",
+        [str(source)],
+        extra_cflags=["-O2"],
+        extra_include_paths=[str(source.parent)],
+    )
+    return str(module.__file__)
+
+
+_callers_path = ""
+
+
+def _callers() -> Any:
+    spec = importlib.util.spec_from_file_location("opgraft_benchmark_callers", _callers_path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Worker:
+    """Answers the parent's requests in a process that belongs to one contender."""
+
+    def __init__(self, contender: str, milliseconds: float) -> None:
+        torch.set_num_threads(1)
+        self.cases = make_cases()
+        self.contender = CONTENDERS[contender]()
+        self._cpp = _callers()
+        self._nanoseconds = milliseconds * 1e6
+        self._calls: dict[Cell, int] = {}
+
+    def install(self) -> None:
+        self.contender.install(self.cases)
+
+    def select(self, overrides: int, hit: bool) -> None:
+        self.contender.select(overrides, hit)
+        returns_constant = hit or isinstance(self.contender, Constant)
+        for op, case in self.cases.items():
+            for _ in range(3):  # past what is only done on the first hits
+                out = case.from_python(case.x, case.y)
+            wanted = case.constant if returns_constant else case.native
+            assert torch.equal(out, wanted), f"{op} went another way than was asked for"
+
+    def time(self, cell: Cell) -> float:
+        """Nanoseconds of CPU time a call."""
+        if cell not in self._calls:
+            estimate = min(self._time(cell, 5) for _ in range(3))
+            self._calls[cell] = max(5, int(self._nanoseconds / estimate))
+        return self._time(cell, self._calls[cell])
+
+    def _time(self, cell: Cell, calls: int) -> float:
+        case = self.cases[cell.op]
+        if cell.caller == "C++":
+            nanoseconds: float = self._cpp.cpu_ns_per_call(cell.op, case.x, case.y, calls)
+            return nanoseconds
+        return _python_time(case.from_python, (case.x, case.y), calls)
+
+    def impl_time(self, op: str) -> float:
+        """Nanoseconds of the trivial impl alone, called from Python."""
+        case = self.cases[op]
+        args = (case.x, -1, False) if op == "_softmax" else (case.x, case.y)
+        return _python_time(_impl(self.cases, op), args, 20_000)
+
+    def throughput(self, op: str, threads: int, seconds: float) -> float:
+        case = self.cases[op]
+        xs, ys = ([t.clone() for _ in range(threads)] for t in (case.x, case.y))
+        rate: float = self._cpp.calls_per_second(op, xs, ys, seconds)
+        return rate
+
+
+def _python_time(function: Callable[..., object], args: tuple[Any, ...], calls: int) -> float:
+    repeats = itertools.repeat(None, calls)
+    start = time.thread_time_ns()
+    for _ in repeats:
+        function(*args)
+    return (time.thread_time_ns() - start) / calls
+
+
+def serve(connection: Connection, contender: str, callers: str, milliseconds: float) -> None:
+    global _callers_path
+    _callers_path = callers
+    warnings.simplefilter("ignore")  # torch's, about kernels that replace others: they are meant to
+    worker = Worker(contender, milliseconds)
+    while (request := connection.recv()) is not None:
+        method, *arguments = request
+        try:
+            connection.send(getattr(worker, method)(*arguments))
+        except Exception as error:
+            connection.send(error)
+
+
+class Process:
+    """A contender's process, seen from the parent."""
+
+    def __init__(self, contender: str, callers: str, milliseconds: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(theirs, contender, callers, milliseconds), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        self._connection.send((method, *arguments))
+        answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        self._connection.send(None)
+        self._process.join()
+
+
+# ----------------------------------------------------------------------------------- measuring
+
+
+class Measured:
+    """The samples of a run, and what follows from them."""
+
+    def __init__(self) -> None:
+        #: By contender and cell, a sample for each round.
+        self.times: dict[tuple[str, Cell], list[float]] = defaultdict(list)
+        #: Native in the contender's own process, before anything was put in.
+        self.own_native: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+        #: By contender, op and number of threads.
+        self.rates: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+        self.impl: dict[str, list[float]] = defaultdict(list)
+
+    def nanoseconds(self, contender: str, cell: Cell) -> float:
+        return statistics.median(self.times[contender, cell])
+
+    def native(self, op: str, caller: str) -> float:
+        return self.nanoseconds("native", Cell(op, caller, 0, False))
+
+    def _with_native(self, contender: str, cell: Cell) -> Iterable[tuple[float, float]]:
+        native = self.times["native", Cell(cell.op, cell.caller, 0, False)]
+        return zip(self.times[contender, cell], native, strict=True)
+
+    def added(self, contender: str, cell: Cell) -> float:
+        """Nanoseconds that a call costs more than native."""
+        return statistics.median(
+            mine - native for mine, native in self._with_native(contender, cell)
+        )
+
+    def ratio(self, contender: str, cell: Cell) -> float:
+        return statistics.median(
+            mine / native for mine, native in self._with_native(contender, cell)
+        )
+
+    def share(self, contender: str, op: str, overrides: int = 1) -> float:
+        """Nanoseconds of a hit that are the router's own, from C++."""
+        hit = self.nanoseconds(contender, Cell(op, "C++", overrides, True))
+        least = self.nanoseconds("constant", Cell(op, "C++", 0, False))
+        return hit - least - statistics.median(self.impl[op])
+
+    def throughput(self, contender: str, op: str) -> float:
+        """Of two threads, as a share of native's."""
+        return max(self.rates[contender, op, 2]) / max(self.rates["native", op, 2])
+
+    def scaling(self, contender: str, op: str) -> float:
+        """What a second thread brings, as a share of what it brings native."""
+
+        def gain(name: str) -> float:
+            return max(self.rates[name, op, 2]) / max(self.rates[name, op, 1])
+
+        return gain(contender) / gain("native")
+
+
+def measure(rounds: int, generations: int, milliseconds: float, callers: str) -> Measured:
+    """Run all contenders in turn; new processes for each generation, since no two are the same."""
+    measured = Measured()
+    for generation in range(generations):
+        processes = {name: Process(name, callers, milliseconds) for name in CONTENDERS}
+        try:
+            for name, process in processes.items():
+                for _ in range(3):
+                    for op, caller in itertools.product(OPS, CALLERS):
+                        sample = process.ask("time", Cell(op, caller, -1, False))
+                        measured.own_native[name, op, caller].append(sample)
+                process.ask("install")
+            for round in range(rounds):
+                _round(processes, measured, seconds=max(0.03, milliseconds / 100))
+                print(f"round {generation * rounds + round + 1}", end="\r", flush=True)
+        finally:
+            for process in processes.values():
+                process.end()
+    return measured
+
+
+def _round(processes: dict[str, Process], measured: Measured, seconds: float) -> None:
+    for name, process in processes.items():
+        for overrides in CONTENDERS[name].counts:
+            for hit in (False, True) if overrides else (False,):
+                process.ask("select", overrides, hit)
+                for op, caller in itertools.product(OPS, CALLERS):
+                    cell = Cell(op, caller, overrides, hit)
+                    measured.times[name, cell].append(process.ask("time", cell))
+        if name == "constant":
+            for op in OPS:
+                measured.impl[op].append(process.ask("impl_time", op))
+    # One after another and close together, because this is wall-clock time.
+    for op, threads in itertools.product(OPS, (1, 2)):
+        for name, process in processes.items():
+            if name == "constant":
+                continue
+            if name != "native" and name != "library":
+                process.ask("select", 1, False)
+            measured.rates[name, op, threads].append(
+                process.ask("throughput", op, threads, seconds)
+            )
+
+
+# -------------------------------------------------------------------------------------- results
+
+
+def table(measured: Measured) -> str:
+    """Nanoseconds a call by contender and state; behind them what it adds to native."""
+    columns = list(itertools.product(OPS, CALLERS))
+    lines = [
+        f"{'ns per call (added to native)':34}"
+        + "".join(f"{op.split('.')[0] + ', ' + caller:>19}" for op, caller in columns)
+    ]
+    states = {(name, cell.overrides, cell.hit): None for name, cell in measured.times}
+    for name, overrides, hit in states:
+        state = f"{'hit' if hit else 'miss'} x{overrides}" if overrides else ""
+        line = f"{name + ' ' + state:34}"
+        for op, caller in columns:
+            cell = Cell(op, caller, overrides, hit)
+            added = measured.added(name, cell)
+            line += f"{measured.nanoseconds(name, cell):10.0f} ({added:+6.0f})"
+        lines.append(line)
+    lines.append("")
+    lines.append(f"{'native, in the process of':34}")
+    for name in CONTENDERS:
+        natives = [
+            statistics.median(measured.own_native[name, op, caller]) for op, caller in columns
+        ]
+        lines.append(f"  {name:32}" + "".join(f"{each:10.0f}{'':9}" for each in natives))
+    lines.append("")
+    lines.append(f"{'router share of a hit, ns':34}" + "".join(f"{op:>19}" for op in OPS))
+    for name in ("torch._native", "opgraft python", "opgraft compiled"):
+        shares = "".join(f"{measured.share(name, op):19.0f}" for op in OPS)
+        lines.append(f"  {name:32}{shares}")
+    lines.append("")
+    title = "two threads, a miss: throughput as a share of native's (what a second thread brings)"
+    lines.append(title)
+    for name in CONTENDERS:
+        if name == "constant":
+            continue
+        pairs = [(measured.throughput(name, op), measured.scaling(name, op)) for op in OPS]
+        lines.append(f"  {name:32}" + "".join(f"{t:11.2f} ({s:.2f})" for t, s in pairs))
+    return "\n".join(lines)
+
+
+class Row(NamedTuple):
+    """A goal of the project's, and whether it is reached; the worst op counts."""
+
+    what: str
+    goal: str
+    measured: str
+    met: bool
+
+
+def rows(measured: Measured) -> list[Row]:
+    ours, theirs = "opgraft compiled", "torch._native"
+
+    def miss(op: str, overrides: int, caller: str = "C++") -> Cell:
+        return Cell(op, caller, overrides, False)
+
+    def listed(values: dict[str, float], form: str) -> str:
+        return ", ".join(f"{op.split('.')[0]} {value:{form}}" for op, value in values.items())
+
+    one, eight = ({op: measured.added(ours, miss(op, n)) for op in OPS} for n in (1, 8))
+    part = {op: one[op] / measured.added(theirs, miss(op, 1)) for op in OPS}
+    softmax = measured.ratio(ours, miss("_softmax", 1, "Python"))
+    share = {op: measured.share(ours, op) for op in OPS}
+    half = {op: share[op] / measured.share(theirs, op) for op in OPS}
+    scaling = {op: measured.scaling(ours, op) for op in OPS}
+    return [
+        Row("miss, C++, 1 override: ns", "<= +250", listed(one, "+.0f"), max(one.values()) <= 250),
+        Row(
+            "the same over torch._native's",
+            "<= 0.04",
+            listed(part, ".3f"),
+            max(part.values()) <= 0.04,
+        ),
+        Row(
+            "miss, C++, 8 overrides: ns",
+            "<= +600",
+            listed(eight, "+.0f"),
+            max(eight.values()) <= 600,
+        ),
+        Row("miss, torch.softmax from Python", "<= 1.10", f"{softmax:.3f}", softmax <= 1.10),
+        Row("hit, router's share: ns", "<= 500", listed(share, ".0f"), max(share.values()) <= 500),
+        Row(
+            "the same over torch._native's",
+            "<= 0.50",
+            listed(half, ".2f"),
+            max(half.values()) <= 0.5,
+        ),
+        Row(
+            "what a second thread brings",
+            ">= 0.95",
+            listed(scaling, ".2f"),
+            min(scaling.values()) >= 0.95,
+        ),
+    ]
+
+
+def print_rows(goals: Sequence[Row]) -> None:
+    for row in goals:
+        verdict = "met" if row.met else "NOT MET"
+        print(f"{row.what:34}{row.goal:>9}  {row.measured:48} {verdict}")
+
+
+def records(measured: Measured) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for name, cell in measured.times:
+        found.append(
+            {
+                "contender": name,
+                **cell._asdict(),
+                "ns": round(measured.nanoseconds(name, cell), 1),
+                "added_ns": round(measured.added(name, cell), 1),
+                "ratio": round(measured.ratio(name, cell), 4),
+            }
+        )
+    for name, op, threads in measured.rates:
+        rate = max(measured.rates[name, op, threads])
+        found.append(
+            {"contender": name, "op": op, "threads": threads, "calls_per_second": round(rate)}
+        )
+    return found
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    name = next(names, platform.machine())
+    return name.replace("(R)", "").replace("(TM)", "").replace("@", "at")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--smoke", action="store_true", help="one short round, nothing is saved")
+    parser.add_argument("--rounds", type=int, default=11, help="rounds a generation")
+    parser.add_argument("--generations", type=int, default=3, help="sets of processes")
+    parser.add_argument("--milliseconds", type=float, default=4, help="CPU time of a sample")
+    options = parser.parse_args(arguments)
+    # Before the processes import torch. It warns where a kernel replaces one, which is meant here.
+    # And a thread of C++ that calls must not start threads of its own.
+    os.environ.update(TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    callers = build_callers()
+    if options.smoke:
+        options.rounds, options.generations, options.milliseconds = 1, 1, 0.2
+    measured = measure(options.rounds, options.generations, options.milliseconds, callers)
+    print(table(measured))
+    print()
+    goals = rows(measured)
+    print_rows(goals)
+    if not options.smoke:
+        path = _common.save(
+            "router", cpu_name(), records(measured), goals=[row._asdict() for row in goals]
+        )
+        print("written to", path)
+
+
+if __name__ == "__main__":
+    main()
