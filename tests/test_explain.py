@@ -91,6 +91,15 @@ def test_a_python_condition_is_named() -> None:
     assert "is_square (returned false)" in str(explain())
 
 
+def test_a_condition_that_raises_is_said() -> None:
+    def cond(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
+        raise ValueError("no such shape")
+
+    register(cond=cond)
+    assert "its condition raises ValueError: no such shape" in str(explain())
+    assert explain().winner is None
+
+
 def test_a_scope_is_said() -> None:
     register()
     with opgraft.disabled():

@@ -99,7 +99,10 @@ def _verdicts(chain: Chain, call: Call, kept: str | None) -> list[Verdict]:
 
 
 def _decline(override: Override, call: Call) -> str | None:
-    decline = why_not(override, call, capturing=device.is_capturing(device.of(call)))
+    try:
+        decline = why_not(override, call, capturing=device.is_capturing(device.of(call)))
+    except Exception as error:  # a condition in Python: what a call would raise, told instead
+        return f"its condition raises {type(error).__name__}: {error}"
     if decline is None:
         return None
     if decline.is_miss and (failure := override.declines(call)):
