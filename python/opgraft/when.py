@@ -703,11 +703,28 @@ class _IsNone(Condition):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _All(Condition):
+class _Joined(Condition):
+    """Conditions joined by one symbol: `&` or `|`."""
+
+    symbol: ClassVar[str]
+    parts: tuple[Condition, ...]
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        for part in self.parts:
+            part.check(kinds)
+
+    def _saw(self, arguments: Arguments) -> str:
+        return ", ".join(part._saw(arguments) for part in self.parts)
+
+    def __repr__(self) -> str:
+        return f" {self.symbol} ".join(self._inner(part, tighter=True) for part in self.parts)
+
+
+class _All(_Joined):
     """`&`: every part holds."""
 
     precedence = _AND
-    parts: tuple[Condition, ...]
+    symbol = "&"
 
     def evaluate(self, arguments: Arguments) -> Any:
         result: Any = True
@@ -719,26 +736,15 @@ class _All(Condition):
                 return False
         return result
 
-    def check(self, kinds: Mapping[str, str]) -> None:
-        for part in self.parts:
-            part.check(kinds)
-
     def failure(self, arguments: Arguments) -> Failure | None:
         return next(filter(None, (part.failure(arguments) for part in self.parts)), None)
 
-    def _saw(self, arguments: Arguments) -> str:
-        return ", ".join(part._saw(arguments) for part in self.parts)
 
-    def __repr__(self) -> str:
-        return " & ".join(self._inner(part, tighter=True) for part in self.parts)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Any(Condition):
+class _Any(_Joined):
     """`|`: one of the parts holds."""
 
     precedence = _OR
-    parts: tuple[Condition, ...]
+    symbol = "|"
 
     def evaluate(self, arguments: Arguments) -> Any:
         result: Any = False
@@ -749,16 +755,6 @@ class _Any(Condition):
             elif value:
                 return True
         return result
-
-    def check(self, kinds: Mapping[str, str]) -> None:
-        for part in self.parts:
-            part.check(kinds)
-
-    def _saw(self, arguments: Arguments) -> str:
-        return ", ".join(part._saw(arguments) for part in self.parts)
-
-    def __repr__(self) -> str:
-        return " | ".join(self._inner(part, tighter=True) for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
