@@ -18,7 +18,6 @@ from opgraft.program import compile_condition, pack_capability
 from opgraft.registry import Chain, Override
 from opgraft.router import contract, failure
 from opgraft.router.python import PythonRouter, why_not
-from opgraft.router.signature import signature
 from opgraft.schema import Call
 
 _core: Any = None
@@ -45,7 +44,6 @@ class CompiledNative:
     def __init__(self, core_router: Any) -> None:
         self._router = core_router
         self.origin: str = core_router.native_origin
-        self.exists: bool = core_router.native_exists
 
     def __call__(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
         return self._router.call_native(keyset, call.values)
@@ -143,11 +141,9 @@ class CompiledRouter(PythonRouter):
         try:
             raise error  # so that native's own error, if it raises as well, has this as its context
         except Exception:
-            result = self.native(keyset, call)
-        failure.quarantine(override, signature(call), error)
-        override._fallbacks.add()
-        self._mind_quarantine(override)
-        return result
+            return self._fall_back(override, keyset, call, error)
+        finally:
+            self._mind_quarantine(override)
 
     def _mind_quarantine(self, override: Override) -> None:
         if override.quarantined and (half := self._halves.get(override)) is not None:

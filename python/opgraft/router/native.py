@@ -35,10 +35,6 @@ class NativeKernel:
         self.origin = ""
         self.capture()
 
-    @property
-    def exists(self) -> bool:
-        return self._kernel is not None
-
     def capture(self) -> None:
         self._kernel, self.origin = dispatcher.capture(self._op, self._dispatch_key)
 

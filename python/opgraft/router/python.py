@@ -99,10 +99,15 @@ class PythonRouter:
         except Exception as error:
             if not failure.may_fall_back(override, error, capturing=capturing):
                 raise
-            result = self.native(keyset, call)  # where native raises as well, that is the error
-            failure.quarantine(override, signature(call), error)
-            override._fallbacks.add()
-            return result
+            return self._fall_back(override, keyset, call, error)
+
+    def _fall_back(
+        self, override: Override, keyset: torch.DispatchKeySet, call: Call, error: Exception
+    ) -> Any:
+        result = self.native(keyset, call)  # where native raises as well, that is the error
+        failure.quarantine(override, signature(call), error)
+        override._fallbacks.add()
+        return result
 
     def _run(
         self,
