@@ -11,12 +11,16 @@ From then on `F.rms_norm` runs `impl` where the condition holds and PyTorch's ow
 
 from __future__ import annotations
 
-from opgraft import cutedsl_utils, env, packs, triton_utils, when
-from opgraft.control import disable, disabled, enable, native, overrides
-from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
-from opgraft.explanation import Explanation, explain
-from opgraft.registration import register_op_override
-from opgraft.registry import Override
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opgraft import cutedsl_utils, packs, triton_utils, when
+    from opgraft.control import disable, disabled, enable, native, overrides
+    from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
+    from opgraft.explanation import Explanation, explain
+    from opgraft.registration import register_op_override
+    from opgraft.registry import Override
 
 __all__ = [
     "ContractError",
@@ -37,5 +41,43 @@ __all__ = [
     "triton_utils",
     "when",
 ]
+
+# Where each public name is from; a name that is not here is a module. `import torch` imports this
+# file wherever a pack is installed, so what a program does not use is not imported.
+_HOMES = {
+    "ContractError": "errors",
+    "Explanation": "explanation",
+    "OpgraftError": "errors",
+    "Override": "registry",
+    "OverrideWarning": "errors",
+    "RegistrationError": "errors",
+    "disable": "control",
+    "disabled": "control",
+    "enable": "control",
+    "explain": "explanation",
+    "native": "control",
+    "overrides": "control",
+    "register_op_override": "registration",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    value = getattr(module, name) if name in _HOMES else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# Last, and here: torch activates packs at the end of its own import, and these import opgraft. They
+# must find it whole, whichever of the two a program imports first.
+import torch  # noqa: E402, F401
+
+from opgraft import env  # noqa: E402
 
 env.configure_logging()

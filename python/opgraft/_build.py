@@ -4,6 +4,9 @@ setup.py runs this file where neither torch nor opgraft is installed: it is the 
 alone. Torch's headers are all that a core is compiled from. Its symbols are found when it is
 loaded, in the libraries that `import torch` has loaded by then, so one machine can compile a core
 for a torch that it does not have.
+
+`_core` takes names from here at every `import torch` with packs: `shlex` and `sysconfig`, which
+nothing else needs by then, are imported where they are used.
 """
 
 from __future__ import annotations
@@ -11,11 +14,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,8 @@ def module_name(torch_version: str) -> str:
 
 def file_name(module: str) -> str:
     """What the file of an extension module is called under the Python that runs this."""
+    import sysconfig
+
     return module.rpartition(".")[2] + str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
@@ -110,7 +113,7 @@ def digest(folder: Path) -> str:
 
 def find_compiler() -> list[str]:
     """The C++ compiler's command: what `CXX` says, which may hold a launcher, or `c++`."""
-    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    command = _words("CXX") or ["c++"]
     if shutil.which(command[0]) is None:
         raise BuildError(
             f"no C++ compiler ({command[0]!r} not found); install one (Debian and Ubuntu: apt "
@@ -133,6 +136,8 @@ def compile_core(include: Path, target: Path, *, folder: Path, objects: Path) ->
     if not sys.platform.startswith("linux"):
         raise BuildError(f"the core is built on Linux only so far, and this is {sys.platform}")
     compiler = find_compiler()
+    import sysconfig
+
     python = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     if not any((Path(place) / "Python.h").is_file() for place in python):
         raise BuildError(
@@ -148,7 +153,7 @@ def compile_core(include: Path, target: Path, *, folder: Path, objects: Path) ->
         f"-DTORCH_EXTENSION_NAME={target.name.partition('.')[0]}",
         *(f"-isystem{place}" for place in (include, include / "torch/csrc/api/include")),
         *(f"-isystem{place}" for place in sorted(python)),
-        *shlex.split(os.environ.get("CXXFLAGS", "")),
+        *_words("CXXFLAGS"),
     ]
     # Another torch, compiler or flag has objects of its own.
     kept = objects / hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
@@ -179,13 +184,22 @@ def _link(compiler: Sequence[str], objects: Sequence[str], target: Path) -> None
             _run([*compiler, *named, "-o", f"{place}/{library}"])
         linked = Path(place) / target.name
         needed = [f"-L{place}", "-Wl,--no-as-needed", *(f"-l{name}" for name in _LIBRARIES)]
-        extra = shlex.split(os.environ.get("LDFLAGS", ""))
+        extra = _words("LDFLAGS")
         _run([*compiler, "-shared", *objects, "-o", str(linked), *needed, *extra])
         # Not written in place: a process that runs the file of before would crash.
         linked.replace(target)
 
 
+def _words(variable: str) -> list[str]:
+    """An environment variable, split as a shell would."""
+    import shlex
+
+    return shlex.split(os.environ.get(variable, ""))
+
+
 def _run(command: Sequence[str]) -> None:
+    import shlex
+
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
     except OSError as error:

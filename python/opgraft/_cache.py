@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sysconfig
 from pathlib import Path
 
 from opgraft import _build
@@ -24,6 +23,8 @@ def root() -> Path:
 
 def place(torch_version: str) -> Path:
     """The file of the core for a torch, compiled from these sources for this Python."""
+    import sysconfig  # as in _build
+
     module = _build.module_name(torch_version)
     parts = [
         module.rpartition(".")[2],

@@ -15,10 +15,10 @@ import importlib
 import importlib.util
 import logging
 import sys
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ __all__ = ["CoreStatus", "in_use", "load", "module_name", "status"]
 _log = logging.getLogger("opgraft")
 
 
-@dataclass(frozen=True)
-class CoreStatus:
+class CoreStatus(NamedTuple):
     """What there is of a compiled core.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import singledispatchmethod
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def compile_condition(condition: when.Condition, op: Op) -> list[Node] | None:
     """
     compiler = _Compiler(op)
     try:
-        compiler.add(condition)
+        _add(condition, compiler)
     except NotCompilable:
         return None
     return compiler.nodes
@@ -46,10 +46,10 @@ def compile_condition(condition: when.Condition, op: Op) -> list[Node] | None:
 class _Compiler:
     def __init__(self, op: Op) -> None:
         self.nodes: list[Node] = []
-        self._kinds = {argument.name: argument.kind for argument in op.arguments}
+        self.kinds = {argument.name: argument.kind for argument in op.arguments}
         self._index = {argument.name: i for i, argument in enumerate(op.arguments)}
 
-    def _emit(
+    def emit(
         self,
         code: str,
         *,
@@ -60,93 +60,107 @@ class _Compiler:
         children: tuple[when.Expression, ...] = (),
         places: tuple[when.TensorName, ...] = (),
     ) -> int:
-        indices = [self.add(child) for child in children]
-        places_ = [self._place(each) for each in places]
+        indices = [_add(child, self) for child in children]
+        places_ = [self.place(each) for each in places]
         self.nodes.append((code, place, integer, real, constant, indices, places_))
         return len(self.nodes) - 1
 
-    def _place(self, tensor: when.TensorName) -> tuple[int, int, bool]:
+    def place(self, tensor: when.TensorName) -> tuple[int, int, bool]:
         if isinstance(tensor, str):
             return (self._index[tensor], 0, False)
         return (self._index[tensor.name], tensor.index, True)
 
-    @singledispatchmethod
-    def add(self, part: when.Expression) -> int:
-        """Add a part with all it is made of; returns its index."""
+
+@singledispatch
+def _add(part: when.Expression, compiler: _Compiler) -> int:
+    """Add a part with all it is made of; returns its index."""
+    raise NotCompilable(repr(part))
+
+
+@_add.register(when._All)
+def _(part: when._All, compiler: _Compiler) -> int:
+    return compiler.emit("all", children=part.parts)
+
+
+@_add.register(when._Any)
+def _(part: when._Any, compiler: _Compiler) -> int:
+    return compiler.emit("any", children=part.parts)
+
+
+@_add.register(when._Not)
+def _(part: when._Not, compiler: _Compiler) -> int:
+    return compiler.emit("not", children=(part.part,))
+
+
+@_add.register(when._IsNone)
+def _(part: when._IsNone, compiler: _Compiler) -> int:
+    return compiler.emit("is_none", place=compiler.place(part.name))
+
+
+@_add.register(when._Same)
+def _(part: when._Same, compiler: _Compiler) -> int:
+    return compiler.emit(f"same_{part.attribute}", places=part.tensors)
+
+
+@_add.register(when._TensorCondition)
+def _(part: when._TensorCondition, compiler: _Compiler) -> int:
+    place = compiler.place(part.tensor)
+    if part.function == "aligned":
+        return compiler.emit("aligned", place=place, integer=_int64(part.options[0]))
+    if part.function == "is_contiguous":
+        memory_format = part.options[0] if part.options else torch.contiguous_format
+        return compiler.emit("is_contiguous", place=place, constant=memory_format)
+    constant = part.options if part.function == "dtype" else None
+    return compiler.emit(part.function, place=place, constant=constant)
+
+
+@_add.register(when._Comparison)
+def _(part: when._Comparison, compiler: _Compiler) -> int:
+    types = {side.type(compiler.kinds) for side in (part.left, part.right)}
+    if types <= {"int", "number", "capability"}:
+        return compiler.emit(part.symbol, children=(part.left, part.right))
+    left, right = part.left, part.right
+    if not isinstance(left, (when._Value, when._Item)) or not isinstance(right, when._Constant):
         raise NotCompilable(repr(part))
+    code = "same_value" if part.symbol == "==" else "other_value"
+    place = compiler.place(left.name if isinstance(left, when._Value) else left)
+    return compiler.emit(code, place=place, constant=right.constant)
 
-    @add.register
-    def _(self, part: when._All) -> int:
-        return self._emit("all", children=part.parts)
 
-    @add.register
-    def _(self, part: when._Any) -> int:
-        return self._emit("any", children=part.parts)
+@_add.register(when._Arithmetic)
+def _(part: when._Arithmetic, compiler: _Compiler) -> int:
+    return compiler.emit(part.symbol, children=(part.left, part.right))
 
-    @add.register
-    def _(self, part: when._Not) -> int:
-        return self._emit("not", children=(part.part,))
 
-    @add.register
-    def _(self, part: when._IsNone) -> int:
-        return self._emit("is_none", place=self._place(part.name))
+@_add.register(when._TensorNumber)
+def _(part: when._TensorNumber, compiler: _Compiler) -> int:
+    dim = 0 if part.dim is None else _int64(part.dim)
+    return compiler.emit(part.function, place=compiler.place(part.tensor), integer=dim)
 
-    @add.register
-    def _(self, part: when._Same) -> int:
-        return self._emit(f"same_{part.attribute}", places=part.tensors)
 
-    @add.register
-    def _(self, part: when._TensorCondition) -> int:
-        place = self._place(part.tensor)
-        if part.function == "aligned":
-            return self._emit("aligned", place=place, integer=_int64(part.options[0]))
-        if part.function == "is_contiguous":
-            memory_format = part.options[0] if part.options else torch.contiguous_format
-            return self._emit("is_contiguous", place=place, constant=memory_format)
-        constant = part.options if part.function == "dtype" else None
-        return self._emit(part.function, place=place, constant=constant)
+@_add.register(when._Length)
+def _(part: when._Length, compiler: _Compiler) -> int:
+    return compiler.emit("length", place=compiler.place(part.name))
 
-    @add.register
-    def _(self, part: when._Comparison) -> int:
-        types = {side.type(self._kinds) for side in (part.left, part.right)}
-        if types <= {"int", "number", "capability"}:
-            return self._emit(part.symbol, children=(part.left, part.right))
-        left, right = part.left, part.right
-        if not isinstance(left, (when._Value, when._Item)) or not isinstance(right, when._Constant):
-            raise NotCompilable(repr(part))
-        code = "same_value" if part.symbol == "==" else "other_value"
-        place = self._place(left.name if isinstance(left, when._Value) else left)
-        return self._emit(code, place=place, constant=right.constant)
 
-    @add.register
-    def _(self, part: when._Arithmetic) -> int:
-        return self._emit(part.symbol, children=(part.left, part.right))
+@_add.register(when._Item)
+def _(part: when._Item, compiler: _Compiler) -> int:
+    return compiler.emit("item", place=compiler.place(part))
 
-    @add.register
-    def _(self, part: when._TensorNumber) -> int:
-        dim = 0 if part.dim is None else _int64(part.dim)
-        return self._emit(part.function, place=self._place(part.tensor), integer=dim)
 
-    @add.register
-    def _(self, part: when._Length) -> int:
-        return self._emit("length", place=self._place(part.name))
+@_add.register(when._Value)
+def _(part: when._Value, compiler: _Compiler) -> int:
+    return compiler.emit("value", place=compiler.place(part.name))
 
-    @add.register
-    def _(self, part: when._Item) -> int:
-        return self._emit("item", place=self._place(part))
 
-    @add.register
-    def _(self, part: when._Value) -> int:
-        return self._emit("value", place=self._place(part.name))
-
-    @add.register
-    def _(self, part: when._Constant) -> int:
-        constant = part.constant
-        if isinstance(constant, tuple):
-            return self._emit("integer", integer=pack_capability(constant))
-        if isinstance(constant, int):
-            return self._emit("integer", integer=_int64(int(constant)))
-        return self._emit("real", real=constant)
+@_add.register(when._Constant)
+def _(part: when._Constant, compiler: _Compiler) -> int:
+    constant = part.constant
+    if isinstance(constant, tuple):
+        return compiler.emit("integer", integer=pack_capability(constant))
+    if isinstance(constant, int):
+        return compiler.emit("integer", integer=_int64(int(constant)))
+    return compiler.emit("real", real=constant)
 
 
 def pack_capability(capability: tuple[int, ...]) -> int:

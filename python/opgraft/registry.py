@@ -4,6 +4,9 @@ Concurrency: every change takes the registry's lock, computes the new chain and 
 attribute store of an immutable tuple (`Chain.active`). Routers read that attribute without a lock,
 so a call sees the chain before or after a change, never in between; nothing here ever touches the
 dispatcher.
+
+No dataclasses here, in `when` and in what else registering imports: Python compiles the methods of
+each when it is imported, which all in all took as long as the rest of that import.
 """
 
 from __future__ import annotations
@@ -11,11 +14,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from opgraft import counter, env
-from opgraft.counter import Counter
 from opgraft.errors import RegistrationError
 from opgraft.schema import Call, Op
 from opgraft.when import Condition, Failure
@@ -24,8 +25,7 @@ OnError = Literal["raise", "fallback"]
 CompilePolicy = Literal["auto", "opaque", "inductor", "traceable"]
 
 
-@dataclass(frozen=True)
-class Selector:
+class Selector(NamedTuple):
     """Which overrides a rule or a query speaks of: those that match every keyword that is given."""
 
     dsl: str | None = None
@@ -42,14 +42,13 @@ class Selector:
         return self.given().items() <= other.given().items()
 
     def given(self) -> dict[str, str]:
-        return {key: value for key, value in vars(self).items() if value is not None}
+        return {key: value for key, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in self.given().items())
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """An `enable` or `disable` with its selector; the last rule that matches an override wins."""
 
     enables: bool
@@ -61,36 +60,52 @@ class Rule:
         return self.origin or f"opgraft.{verb}({self.selector})"
 
 
-@dataclass(eq=False, repr=False)
 class Override:
     """An implementation for one op at one dispatch key, as `register_op_override` returns it."""
 
-    name: str
-    operator: Op
-    dispatch_key: str
-    impl: Callable[..., Any]
-    cond: Condition | Callable[..., Any] | None = None
-    takes_keyset: bool = False
-    dsl: str | None = None
-    pack: str | None = None
-    priority: int = 0
-    on_error: OnError = "raise"
-    compile: CompilePolicy = "auto"
-    launch_plan: bool = False
-    #: Why it can never run here (its DSL is missing); None where it can.
-    unavailable: str | None = None
-    removed: bool = False
-    #: Signatures for which it failed and the native kernel runs instead, with the error.
-    quarantined: dict[object, str] = field(default_factory=dict)
-    #: How often each signature's outputs were compared with the native kernel's.
-    checked: dict[object, int] = field(default_factory=dict)
-    #: Calls, in every detail, that ran outside a CUDA graph's capture: nothing is compiled for
-    #: them.
-    warm: dict[object, None] = field(default_factory=dict)
-    _sequence: int = 0
-    _hits: Counter = field(default_factory=counter.new)
-    _misses: Counter = field(default_factory=counter.new)
-    _fallbacks: Counter = field(default_factory=counter.new)
+    def __init__(
+        self,
+        *,
+        name: str,
+        operator: Op,
+        dispatch_key: str,
+        impl: Callable[..., Any],
+        cond: Condition | Callable[..., Any] | None = None,
+        takes_keyset: bool = False,
+        dsl: str | None = None,
+        pack: str | None = None,
+        priority: int = 0,
+        on_error: OnError = "raise",
+        compile: CompilePolicy = "auto",
+        launch_plan: bool = False,
+        unavailable: str | None = None,
+    ) -> None:
+        self.name = name
+        self.operator = operator
+        self.dispatch_key = dispatch_key
+        self.impl = impl
+        self.cond = cond
+        self.takes_keyset = takes_keyset
+        self.dsl = dsl
+        self.pack = pack
+        self.priority = priority
+        self.on_error = on_error
+        self.compile = compile
+        self.launch_plan = launch_plan
+        #: Why it can never run here (its DSL is missing); None where it can.
+        self.unavailable = unavailable
+        self.removed = False
+        #: Signatures for which it failed and the native kernel runs instead, with the error.
+        self.quarantined: dict[object, str] = {}
+        #: How often each signature's outputs were compared with the native kernel's.
+        self.checked: dict[object, int] = {}
+        #: Calls, in every detail, that ran outside a CUDA graph's capture: nothing is compiled for
+        #: them.
+        self.warm: dict[object, None] = {}
+        self._sequence = 0
+        self._hits = counter.new()
+        self._misses = counter.new()
+        self._fallbacks = counter.new()
 
     def __repr__(self) -> str:
         owner = f"pack {self.pack}" if self.pack else "user"
@@ -105,7 +120,7 @@ class Override:
     @property
     def identity(self) -> dict[str, str | None]:
         """What selectors compare."""
-        return {key: getattr(self, key) for key in Selector.__dataclass_fields__}
+        return {key: getattr(self, key) for key in Selector._fields}
 
     @property
     def hits(self) -> int:

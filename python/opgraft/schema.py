@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -23,8 +22,7 @@ BACKEND_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """One argument of an op's schema."""
 
     name: str

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import math
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -54,15 +52,14 @@ __all__ = [
 Arguments: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
 class Undefined:
     """The value of a part that has none, and why."""
 
-    reason: str
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The first part of a condition that did not hold, and what it saw."""
 
     part: str
@@ -80,24 +77,24 @@ class ExpressionError(TypeError):
 _COMPARE, _OR, _AND, _SUM, _PRODUCT, _UNARY, _ATOM = range(7)
 
 
-class Expression(ABC):
+class Expression:
     """Part of a condition. Immutable; two expressions are the same if they print the same."""
 
     precedence: ClassVar[int] = _ATOM
     # `==` builds a comparison, so identity is what can be hashed.
     __hash__ = object.__hash__
 
-    @abstractmethod
     def evaluate(self, arguments: Arguments) -> Any:
         """The value for a call, given every argument by name; :class:`Undefined` if it has none."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check(self, kinds: Mapping[str, str]) -> None:
         """Check against a schema: argument names to kinds such as `"Tensor"` or `"List[int]"`.
 
         Raises:
             ExpressionError: an argument does not exist or is of the wrong kind.
         """
+        raise NotImplementedError
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -113,9 +110,9 @@ class Expression(ABC):
 class Number(Expression):
     """A part with a value: combine with `+ - * // %`, compare with `< <= == != >= >`."""
 
-    @abstractmethod
     def type(self, kinds: Mapping[str, str]) -> str:
         """The type of the value under a schema: `"int"`, `"number"`, `"capability"`, ..."""
+        raise NotImplementedError
 
     def __add__(self, other: Operand) -> Number:
         return _arithmetic("+", self, other)
@@ -193,9 +190,9 @@ class Condition(Expression):
 
     __hash__ = object.__hash__
 
-    @abstractmethod
     def _saw(self, arguments: Arguments) -> str:
         """The values that this part was evaluated on, for a person."""
+        raise NotImplementedError
 
     def __and__(self, other: Condition) -> Condition:
         return _All((*_parts(_All, self), *_parts(_All, _condition(other))))
@@ -210,12 +207,12 @@ class Condition(Expression):
 # ------------------------------------------------------------------ naming an argument
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Item(Number):
     """An item of a list argument: a number, or a tensor where a tensor is asked for."""
 
-    name: str
-    index: int
+    def __init__(self, name: str, index: int) -> None:
+        self.name = name
+        self.index = index
 
     def evaluate(self, arguments: Arguments) -> Any:
         items = arguments[self.name]
@@ -298,13 +295,13 @@ def _check_tensor(kinds: Mapping[str, str], tensor: TensorName, where: Expressio
 # ------------------------------------------------------------------ numbers
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _TensorNumber(Number):
     """A number that a tensor has: `size`, `stride`, `ndim`, `numel`, `device_capability`."""
 
-    function: str
-    tensor: TensorName
-    dim: int | None = None
+    def __init__(self, function: str, tensor: TensorName, dim: int | None = None) -> None:
+        self.function = function
+        self.tensor = tensor
+        self.dim = dim
 
     def evaluate(self, arguments: Arguments) -> Any:
         tensor = _tensor(arguments, self.tensor)
@@ -347,11 +344,11 @@ _TENSOR_NUMBERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Length(Number):
     """The number of items of a list argument."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def evaluate(self, arguments: Arguments) -> Any:
         items = arguments[self.name]
@@ -368,11 +365,11 @@ class _Length(Number):
         return f"when.length({self.name!r})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Value(Number):
     """The value of a scalar argument."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def evaluate(self, arguments: Arguments) -> Any:
         value = arguments[self.name]
@@ -397,11 +394,11 @@ class _Value(Number):
         return f"when.value({self.name!r})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Constant(Number):
     """A number, string, dtype or tuple that was written down."""
 
-    constant: Any
+    def __init__(self, constant: Any) -> None:
+        self.constant = constant
 
     def evaluate(self, arguments: Arguments) -> Any:
         return self.constant
@@ -447,13 +444,13 @@ _ARITHMETIC: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
 }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Arithmetic(Number):
     """Two integers combined."""
 
-    symbol: str
-    left: Number
-    right: Number
+    def __init__(self, symbol: str, left: Number, right: Number) -> None:
+        self.symbol = symbol
+        self.left = left
+        self.right = right
 
     def evaluate(self, arguments: Arguments) -> Any:
         left, right = self.left.evaluate(arguments), self.right.evaluate(arguments)
@@ -509,14 +506,15 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Comparison(Condition):
     """Two numbers compared."""
 
     precedence = _COMPARE
-    symbol: str
-    left: Number
-    right: Number
+
+    def __init__(self, symbol: str, left: Number, right: Number) -> None:
+        self.symbol = symbol
+        self.left = left
+        self.right = right
 
     def evaluate(self, arguments: Arguments) -> Any:
         left, right = self.left.evaluate(arguments), self.right.evaluate(arguments)
@@ -580,13 +578,13 @@ def _check_constant(symbol: str, left: Number, right: object) -> None:
             raise TypeError(f"{left!r} {symbol} {right!r}: compare it with a number")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _TensorCondition(Condition):
     """A predicate on one tensor: `dtype`, `is_contiguous`, `aligned`, `requires_grad`."""
 
-    function: str
-    tensor: TensorName
-    options: tuple[Any, ...] = ()
+    def __init__(self, function: str, tensor: TensorName, options: tuple[Any, ...] = ()) -> None:
+        self.function = function
+        self.tensor = tensor
+        self.options = options
 
     def evaluate(self, arguments: Arguments) -> Any:
         tensor = _tensor(arguments, self.tensor)
@@ -652,12 +650,12 @@ _TENSOR_CONDITIONS: dict[
 }
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Same(Condition):
     """`same_dtype` and `same_device`."""
 
-    attribute: str
-    tensors: tuple[TensorName, ...]
+    def __init__(self, attribute: str, tensors: tuple[TensorName, ...]) -> None:
+        self.attribute = attribute
+        self.tensors = tensors
 
     def evaluate(self, arguments: Arguments) -> Any:
         values = self._values(arguments)
@@ -683,11 +681,11 @@ class _Same(Condition):
         return f"when.same_{self.attribute}({', '.join(map(_name, self.tensors))})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _IsNone(Condition):
     """An argument is None."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def evaluate(self, arguments: Arguments) -> Any:
         return arguments[self.name] is None
@@ -702,12 +700,13 @@ class _IsNone(Condition):
         return f"when.is_none({self.name!r})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Joined(Condition):
     """Conditions joined by one symbol: `&` or `|`."""
 
     symbol: ClassVar[str]
-    parts: tuple[Condition, ...]
+
+    def __init__(self, parts: tuple[Condition, ...]) -> None:
+        self.parts = parts
 
     def check(self, kinds: Mapping[str, str]) -> None:
         for part in self.parts:
@@ -757,12 +756,13 @@ class _Any(_Joined):
         return result
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class _Not(Condition):
     """`~`: the part does not hold."""
 
     precedence = _UNARY
-    part: Condition
+
+    def __init__(self, part: Condition) -> None:
+        self.part = part
 
     def evaluate(self, arguments: Arguments) -> Any:
         value = self.part.evaluate(arguments)

@@ -9,8 +9,10 @@ autograd hands out one: the operand that `x * 2` saves for its backward.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -30,15 +32,31 @@ def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
     """
     kind = next(kind for kind in _DTYPES if isinstance(value, kind))
     storage = torch.tensor(value, dtype=_DTYPES[kind], device="cpu")
-    return _SEEDS[kind].detach().set_(storage)  # type: ignore[call-overload, no-any-return]
+    return seeds()[kind].detach().set_(storage)  # type: ignore[call-overload, no-any-return]
+
+
+@cache
+def seeds() -> dict[type, torch.Tensor]:
+    """A wrapped number of each type.
+
+    The router in Python asks for them before it goes in anywhere: to it `mul` brings a bare number,
+    for which it would need them. Not made at import, where they would cost every `import torch`
+    more than a millisecond.
+    """
+    # On a thread of its own, where autograd is on and no mode is: inside a kernel autograd is off
+    # and saves nothing.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_make_seeds).result()
+
+
+def _make_seeds() -> dict[type, torch.Tensor]:
+    from opgraft.router import threads
+    from opgraft.schema import resolve
+
+    with threads.bypassing(resolve("aten::mul.Tensor")):  # which may have overrides by now
+        return {kind: _seed(kind) for kind in _DTYPES}
 
 
 def _seed(kind: type) -> torch.Tensor:
     product = torch.ones((), device="cpu", requires_grad=True) * kind(1)
     return product.grad_fn._saved_other  # type: ignore[union-attr, no-any-return]
-
-
-# Made at import: later `mul` may be overridden itself, and inside a kernel autograd is switched off
-# on the thread and saves nothing.
-with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-    _SEEDS = {kind: _seed(kind) for kind in _DTYPES}

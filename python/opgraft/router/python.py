@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from opgraft import wrapped_number
 from opgraft.registry import Chain, Override
 from opgraft.router import composite, contract, device, dispatcher, failure, threads
 from opgraft.router.native import NativeKernel
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 MAX_WARM = 4096
 
 
-@dataclass(frozen=True)
-class Decline:
+class Decline(NamedTuple):
     """Why an override does not take a call."""
 
     reason: str
@@ -51,6 +50,7 @@ class PythonRouter:
 
     def _install(self, chain: Chain) -> None:
         op, key = chain.op, chain.dispatch_key
+        wrapped_number.seeds()
         self.is_composite = dispatcher.is_composite(op, key)
         if self.is_composite:
             self._companion = composite.AutogradCompanion(op, key)
