@@ -19,6 +19,7 @@
 
 #include "condition.h"
 #include "counter.h"
+#include "observer.h"
 #include "python_impl.h"
 #include "router.h"
 #include "threads.h"
@@ -150,15 +151,17 @@ struct RouterHandle {
 
 RouterHandle install(const std::string& name, const std::string& overload, const std::string& key,
                      py::object takes, py::object first, py::object recover, py::object capturing,
-                     py::object error) {
+                     py::object error, py::object observe) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  auto signature = std::make_shared<const Signature>(op.schema());
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
   hooks->first = PythonRef(std::move(first));
   hooks->recover = PythonRef(std::move(recover));
   hooks->capturing = PythonRef(std::move(capturing));
   hooks->error = PythonRef(std::move(error));
-  auto router = Router::install(name, overload, key);
-  auto signature = std::make_shared<const Signature>(router->op().schema());
+  auto observer = std::make_unique<PythonObserver>(std::move(observe), signature);
+  auto router = Router::install(name, overload, key, std::move(observer));
   return {std::move(router), std::move(signature), std::move(hooks)};
 }
 
@@ -189,6 +192,9 @@ std::shared_ptr<Override> make_override(const py::dict& identity, std::shared_pt
   override->hits = std::move(hits);
   override->misses = std::move(misses);
   override->fallbacks = std::move(fallbacks);
+  const auto& of = override->identity;
+  override->label = "opgraft: " + of.name.value_or("") + " [" + of.op.value_or("") +
+                    (of.dsl ? ", " + *of.dsl : "") + "]";
   return override;
 }
 
@@ -293,7 +299,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"),
            py::arg("takes"), py::arg("first"), py::arg("recover"), py::arg("capturing"),
-           py::arg("error"))
+           py::arg("error"), py::arg("observe"))
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {
              self.router->publish(Chain(chain.begin(), chain.end()));
@@ -307,7 +313,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
           "is_composite", [](const RouterHandle& self) { return self.router->is_composite(); });
 
   py::class_<Scope>(core, "Scope")
-      .def(py::init([](const py::dict& fields) { return std::make_unique<Scope>(to_selector(fields)); }))
+      .def(py::init([](const std::optional<py::dict>& off) {
+             return std::make_unique<Scope>(
+                 off ? std::optional<Selector>(to_selector(*off)) : std::nullopt);
+           }),
+           "What is off inside; None: nothing, and every router tells its observer of its calls.")
       .def("__enter__", &Scope::enter)
       .def("__exit__", [](Scope& self, const py::args&) { self.exit(); })
       .def_static(

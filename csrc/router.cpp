@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <torch/version.h>
@@ -168,13 +169,14 @@ bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
 
 // --------------------------------------------------------------------------- Router
 
-Router::Router(c10::OperatorHandle op, c10::DispatchKey key)
+Router::Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer)
     : op_(std::move(op)),
       name_(c10::toString(op_.operator_name())),
       key_(key),
       arguments_(op_.schema().arguments().size()),
       outputs_(op_.schema().returns().size()),
-      native_(op_, key) {
+      native_(op_, key),
+      observer_(std::move(observer)) {
   const bool composite = !op_.hasKernelForDispatchKey(key) &&
                          op_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   if (composite) {
@@ -184,10 +186,11 @@ Router::Router(c10::OperatorHandle op, c10::DispatchKey key)
 }
 
 std::shared_ptr<Router> Router::install(const std::string& name, const std::string& overload,
-                                        const std::string& dispatch_key) {
+                                        const std::string& dispatch_key,
+                                        std::unique_ptr<Observer> observer) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   const auto key = c10::parseDispatchKey(dispatch_key);
-  auto router = std::make_shared<Router>(std::move(op), key);
+  auto router = std::make_shared<Router>(std::move(op), key, std::move(observer));
   const std::string name_space = name.substr(0, name.find("::"));
   const std::string full = overload.empty() ? name : name + "." + overload;
   // The companion first: it captured the composite before the backend's kernel hides it.
@@ -240,7 +243,7 @@ void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyse
 
 // The chain is read inside the epoch, but an impl runs outside: it may take long, and whoever removes
 // its override must not wait for it. Where an impl declines after all, the ones behind it are asked.
-bool Router::try_chain(Call& call) {
+bool Router::try_chain(Call& call, bool observed) {
   c10::Device device(c10::DeviceType::CPU);
   Chain rest;  // the first override that may take the call, and those behind it
   bool holds = false;
@@ -249,6 +252,10 @@ bool Router::try_chain(Call& call) {
     const Chain& chain = *chain_.load(std::memory_order_seq_cst);
     if (chain.empty() || C10_UNLIKELY(shutting_down.load(std::memory_order_relaxed))) return false;
     const bool scoped = C10_UNLIKELY(Scope::any());
+    if (scoped && !observed && Scope::is_observed()) {
+      observe(call);
+      return true;
+    }
     if (!is_plain(call, device)) {
       for (const auto& override : chain) {
         if (!scoped || !Scope::is_off(override->identity)) override->misses->add();
@@ -276,6 +283,12 @@ bool Router::try_chain(Call& call) {
   return false;
 }
 
+void Router::observe(Call& call) {
+  observer_->observe(call, /*kept=*/false, [&] {
+    if (!try_chain(call, /*observed=*/true)) native_.call(call.op, call.keyset, &call.stack);
+  });
+}
+
 bool Router::takes(const Override& override, Call& call) {
   if (override.asks.load(std::memory_order_relaxed)) return override.impl->wants(override, call);
   if (!override.condition || override.condition->holds(call.begin())) return true;
@@ -287,20 +300,34 @@ bool Router::run(const Override& override, Call& call, c10::Device device) {
   const Frame frame(this);
   const c10::OptionalDeviceGuard guard(
       device.is_cpu() ? std::optional<c10::Device>() : std::optional<c10::Device>(device));
-  if (!override.impl->run(override, call, device)) return false;
-  if (C10_UNLIKELY(frame.ended_in_native(call.stack, outputs_))) override.fallbacks->add();
+  at::RecordFunction record(at::RecordScope::USER_SCOPE);
+  if (C10_UNLIKELY(record.isActive())) record.before(override.label);
+  call.ran = &override;
+  if (!override.impl->run(override, call, device)) {
+    call.ran = nullptr;
+    return false;
+  }
+  if (C10_UNLIKELY(frame.ended_in_native(call.stack, outputs_))) {
+    override.fallbacks->add();
+    call.fell_back = true;
+  }
   return true;
 }
 
 void Router::differentiate(c10::DispatchKeySet keyset, torch::jit::Stack* stack) {
-  const Call call{op_, keyset, *stack, arguments_};
+  Call call{op_, keyset, *stack, arguments_};
   const bool grad = c10::GradMode::is_enabled();
   const bool opaque = all_tensors(call, [grad](const c10::TensorImpl& tensor) {
     if (&tensor == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton())) return true;
     return !(grad && tensor.requires_grad()) && !has_tangent(tensor);
   });
   if (!opaque) {
-    composite_->call(op_, keyset, stack);
+    const auto compose = [&] { composite_->call(op_, keyset, stack); };
+    if (C10_UNLIKELY(Scope::any()) && Scope::is_observed()) {
+      observer_->observe(call, /*kept=*/true, compose);
+    } else {
+      compose();
+    }
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below;

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,18 +22,20 @@
 
 namespace opgraft {
 
+class Override;
+
 // One call as the router sees it: the arguments are the last ones of the stack.
 struct Call {
   const c10::OperatorHandle& op;
   c10::DispatchKeySet keyset;
   torch::jit::Stack& stack;
   size_t arguments;
+  const Override* ran = nullptr;  // whose impl runs, or ran
+  bool fell_back = false;         // and handed on what the native kernel returned to it
 
   const c10::IValue* begin() const { return stack.data() + stack.size() - arguments; }
   const c10::IValue* end() const { return stack.data() + stack.size(); }
 };
-
-class Override;
 
 // What an override runs: replaces the call's arguments on the stack by its results.
 class Impl {
@@ -68,9 +71,19 @@ class Override {
   std::shared_ptr<Counter> misses, hits, fallbacks;
   std::unique_ptr<Impl> impl;
   Selector identity;
+  std::string label;  // what a profile shows
 };
 
 using Chain = std::vector<std::shared_ptr<const Override>>;
+
+// Told of every call on a thread that observes routing (`Scope::is_observed`).
+class Observer {
+ public:
+  virtual ~Observer() = default;
+
+  // Calls `route`, once. `kept`: the call keeps the derivative of a composite op, no override is asked.
+  virtual void observe(Call& call, bool kept, const std::function<void()>& route) = 0;
+};
 
 // What an op ran at a dispatch key before us, by value: it outlives whoever registered it.
 class NativeKernel {
@@ -97,7 +110,8 @@ class Router {
  public:
   // Puts the router, and for a composite op its companion, at the dispatcher, for good.
   static std::shared_ptr<Router> install(const std::string& name, const std::string& overload,
-                                         const std::string& dispatch_key);
+                                         const std::string& dispatch_key,
+                                         std::unique_ptr<Observer> observer);
 
   void publish(Chain chain);
 
@@ -130,10 +144,11 @@ class Router {
     bool allowed_;
   };
 
-  Router(c10::OperatorHandle op, c10::DispatchKey key);
+  Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer);
 
  private:
-  bool try_chain(Call& call);
+  bool try_chain(Call& call, bool observed = false);
+  C10_NOINLINE void observe(Call& call);
   bool takes(const Override& override, Call& call);
   bool run(const Override& override, Call& call, c10::Device device);
 
@@ -144,6 +159,7 @@ class Router {
   size_t outputs_;
   NativeKernel native_;
   std::optional<NativeKernel> composite_;
+  std::unique_ptr<Observer> observer_;
   std::atomic<const Chain*> chain_{nullptr};
 };
 

@@ -24,6 +24,7 @@ constexpr c10::DebugInfoKind kScope = c10::DebugInfoKind::TEST_INFO_2;
 
 struct Scopes : c10::DebugInfoBase {
   std::vector<Selector> selectors;
+  bool observed = false;
 };
 
 const Scopes* current() noexcept {
@@ -87,11 +88,11 @@ bool Selector::matches(const Selector& other) const {
 }
 
 struct Scope::State {
-  Selector selector;
+  std::optional<Selector> selector;
   std::optional<c10::DebugInfoGuard> guard;
 };
 
-Scope::Scope(Selector selector) : state_(std::make_unique<State>()) {
+Scope::Scope(std::optional<Selector> selector) : state_(std::make_unique<State>()) {
   state_->selector = std::move(selector);
 }
 
@@ -100,8 +101,12 @@ Scope::~Scope() = default;
 void Scope::enter() {
   TORCH_CHECK(!state_->guard, "this scope was entered already");
   auto scopes = std::make_shared<Scopes>();
-  if (const Scopes* outer = current()) scopes->selectors = outer->selectors;
-  scopes->selectors.push_back(state_->selector);
+  if (const Scopes* outer = current()) *scopes = *outer;
+  if (state_->selector) {
+    scopes->selectors.push_back(*state_->selector);
+  } else {
+    scopes->observed = true;
+  }
   state_->guard.emplace(kScope, std::move(scopes));
 }
 
@@ -120,6 +125,11 @@ bool Scope::is_off(const Selector& override) {
     if (selector.matches(override)) return true;
   }
   return false;
+}
+
+bool Scope::is_observed() noexcept {
+  const Scopes* scopes = current();
+  return scopes != nullptr && scopes->observed;
 }
 
 }  // namespace opgraft

@@ -49,11 +49,12 @@ struct Selector {
   bool matches(const Selector& other) const;
 };
 
-// A scope in which overrides are off: on its thread, and in the autograd engine's threads for a
-// backward that is started inside it.
+// A scope in which overrides are off, or routing is observed: on its thread, and in the autograd
+// engine's threads for a backward that is started inside it.
 class Scope {
  public:
-  explicit Scope(Selector selector);
+  // Without a selector nothing is off, and calls are observed.
+  explicit Scope(std::optional<Selector> selector);
   ~Scope();
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
@@ -63,6 +64,7 @@ class Scope {
 
   static bool any() noexcept;
   static bool is_off(const Selector& override);
+  static bool is_observed() noexcept;
 
  private:
   struct State;

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opgraft.explanation import Explanation, explain
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
+    from opgraft.tracing import Trace, trace
 
 __all__ = [
     "ContractError",
@@ -29,6 +30,7 @@ __all__ = [
     "Override",
     "OverrideWarning",
     "RegistrationError",
+    "Trace",
     "cutedsl_utils",
     "disable",
     "disabled",
@@ -38,6 +40,7 @@ __all__ = [
     "overrides",
     "packs",
     "register_op_override",
+    "trace",
     "triton_utils",
     "when",
 ]
@@ -51,6 +54,7 @@ _HOMES = {
     "Override": "registry",
     "OverrideWarning": "errors",
     "RegistrationError": "errors",
+    "Trace": "tracing",
     "disable": "control",
     "disabled": "control",
     "enable": "control",
@@ -58,6 +62,7 @@ _HOMES = {
     "native": "control",
     "overrides": "control",
     "register_op_override": "registration",
+    "trace": "tracing",
 }
 
 

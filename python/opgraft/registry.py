@@ -251,8 +251,7 @@ class Registry:
         with self._lock:
             kept = (r for r in self._rules if not rule.selector.covers(r.selector))
             self._rules = (*kept, rule)
-            for chain in self._chains.values():
-                self._publish(chain, chain.members)
+            self.republish()
 
     def rule_for(self, override: Override) -> Rule | None:
         matching = (rule for rule in reversed(self._rules) if rule.selector.matches(override))
@@ -264,6 +263,12 @@ class Registry:
             for override in self.overrides(Selector()):
                 self.remove(override)
             self._rules = ()
+
+    def republish(self) -> None:
+        """Tell every router of its chain again, for what else it depends on."""
+        with self._lock:
+            for chain in self._chains.values():
+                self._publish(chain, chain.members)
 
     def _publish(self, chain: Chain, members: Iterable[Override]) -> None:
         chain.members = tuple(sorted(members, key=lambda override: override._order))

@@ -8,19 +8,23 @@ callables, and what happens after an impl raised. Each of these is the Python ro
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from opgraft import when
 from opgraft.errors import ContractError
-from opgraft.program import compile_condition, pack_capability
+from opgraft.program import Node, compile_condition, pack_capability
 from opgraft.registry import Chain, Override
-from opgraft.router import contract, failure
+from opgraft.router import contract, failure, observers
 from opgraft.router.python import PythonRouter, why_not
 from opgraft.schema import Call
 
 _core: Any = None
+
+# A condition that no call meets: any of nothing.
+_NEVER: list[Node] = [("any", (0, 0, False), 0, 0.0, None, [], [])]
 
 
 def use(core: Any) -> None:
@@ -63,6 +67,7 @@ class CompiledRouter(PythonRouter):
             recover=self._recover,
             capturing=getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never),
             error=ContractError,
+            observe=self._observe,
         )
         self.native = CompiledNative(self._router)
         self.is_composite = self._router.is_composite
@@ -75,7 +80,12 @@ class CompiledRouter(PythonRouter):
         """Route to what is active in the chain now."""
         for override in [o for o in self._halves if o not in chain.members]:
             del self._halves[override]
-        self._router.publish([self._half(override) for override in chain.active])
+        halves = [self._half(override) for override in chain.active]
+        if not halves and chain.members and observers.anywhere():
+            # The core looks no further than an empty chain, and observers want to know of calls
+            # that find every override switched off.
+            halves = [_decliner()]
+        self._router.publish(halves)
 
     def _half(self, override: Override) -> Any:
         if override not in self._halves:
@@ -145,9 +155,30 @@ class CompiledRouter(PythonRouter):
         finally:
             self._mind_quarantine(override)
 
+    def _observe(self, values: tuple[Any, ...], kept: bool) -> Callable[..., None] | None:
+        end = observers.begin(self.chain, Call(self.chain.op, values), kept=kept)
+        if end is None:
+            return None
+
+        def report(
+            ran: tuple[str | None, str] | None, fell_back: bool, raised: bool, seconds: float
+        ) -> None:
+            members = self.chain.members if ran is not None else ()
+            override = next((o for o in members if (o.pack, o.name) == ran), None)
+            end(observers.Outcome(override, fell_back, None, raised, seconds))
+
+        return report
+
     def _mind_quarantine(self, override: Override) -> None:
         if override.quarantined and (half := self._halves.get(override)) is not None:
             half.ask_python()
+
+
+def _decliner() -> Any:
+    """An override that takes no call."""
+    half = _core.Override({}, _core.Counter(), _core.Counter(), _core.Counter())
+    half.set_condition(_NEVER)
+    return half
 
 
 def _never() -> bool:

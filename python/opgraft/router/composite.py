@@ -15,9 +15,10 @@ import torch
 from torch.autograd import forward_ad
 
 from opgraft.errors import RegistrationError
-from opgraft.router import dispatcher
+from opgraft.registry import Chain
+from opgraft.router import dispatcher, observers
 from opgraft.router.native import NativeKernel
-from opgraft.schema import Call, Op
+from opgraft.schema import Call
 
 NOTE = (
     "composite here: calls in grad mode with a tensor that requires grad, and forward-mode AD, "
@@ -33,13 +34,15 @@ class AutogradCompanion:
             not be kept.
     """
 
-    def __init__(self, op: Op, dispatch_key: str) -> None:
+    def __init__(self, chain: Chain) -> None:
+        op, dispatch_key = chain.op, chain.dispatch_key
         autograd_key = f"Autograd{dispatch_key}"
         if autograd_key not in torch._C.DispatchKey.__members__:
             raise RegistrationError(
                 f"{op.name} is composite at {dispatch_key}, and {dispatch_key} has no autograd key "
                 "of its own: an override would lose its derivative. Override the ops it is made of"
             )
+        self._chain = chain
         self._op = op
         # No reinstalling: once the backend key has a kernel, what could be captured here is not the
         # composite any more. The composite goes only when the op's own library does.
@@ -49,7 +52,9 @@ class AutogradCompanion:
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = self._op.bind(args, kwargs)
         if must_differentiate(call):
-            return self._composite(keyset, call)
+            return observers.watch(
+                self._chain, call, lambda: self._composite(keyset, call), kept=True
+            )
         below = keyset & torch._C._after_ADInplaceOrView_keyset
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return self._op.overload.redispatch(below, *call.args, **call.kwargs)

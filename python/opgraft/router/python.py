@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from opgraft import wrapped_number
 from opgraft.registry import Chain, Override
-from opgraft.router import composite, contract, device, dispatcher, failure, threads
+from opgraft.router import (
+    composite,
+    contract,
+    device,
+    dispatcher,
+    failure,
+    observers,
+    profile,
+    threads,
+)
 from opgraft.router.native import NativeKernel
 from opgraft.router.signature import exact_key, signature
 from opgraft.schema import Call
@@ -30,8 +39,12 @@ class Decline(NamedTuple):
     """Why an override does not take a call."""
 
     reason: str
-    #: Its condition (or a rule that holds for every override) declined: what `.misses` counts.
-    is_miss: bool = False
+    kind: Literal["condition", "rule", "disabled", "quarantined"]
+
+    @property
+    def is_miss(self) -> bool:
+        """Its condition, or a rule that holds for every override, declined: `.misses` counts it."""
+        return self.kind in ("condition", "rule")
 
 
 class PythonRouter:
@@ -53,7 +66,7 @@ class PythonRouter:
         wrapped_number.seeds()
         self.is_composite = dispatcher.is_composite(op, key)
         if self.is_composite:
-            self._companion = composite.AutogradCompanion(op, key)
+            self._companion = composite.AutogradCompanion(chain)
         self.native = self._captured = NativeKernel(op, key, self._reinstall)
         self._library = dispatcher.register(op, key, self)
 
@@ -64,14 +77,16 @@ class PythonRouter:
 
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = self.chain.op.bind(args, kwargs)
-        overrides = self.chain.active
-        if not overrides or sys.is_finalizing():
+        if sys.is_finalizing():
             return self.native(keyset, call)
         if threads.is_bypassed(self.chain):
             result = self.native(keyset, call)
             threads.note_native(self.chain, result)
             return result
-        for override in overrides:
+        return observers.watch(self.chain, call, lambda: self._route(keyset, call))
+
+    def _route(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
+        for override in self.chain.active:
             if self._takes(override, call):
                 return self._hit(override, keyset, call)
         return self.native(keyset, call)
@@ -94,6 +109,7 @@ class PythonRouter:
     def _hit(self, override: Override, keyset: torch.DispatchKeySet, call: Call) -> Any:
         where = device.of(call)
         capturing = device.is_capturing(where)
+        observers.note_hit(override)
         try:
             return self._run(override, keyset, call, where, capturing)
         except Exception as error:
@@ -107,6 +123,7 @@ class PythonRouter:
         result = self.native(keyset, call)  # where native raises as well, that is the error
         failure.quarantine(override, signature(call), error)
         override._fallbacks.add()
+        observers.note_fallback(error)
         return result
 
     def _run(
@@ -119,11 +136,16 @@ class PythonRouter:
     ) -> Any:
         leading = (keyset,) if override.takes_keyset else ()
         override._hits.add()
-        with threads.running(call.op, self.chain) as frame, device.guard(where):
+        with (
+            threads.running(call.op, self.chain) as frame,
+            device.guard(where),
+            profile.record(override),
+        ):
             result = override.impl(*leading, *call.args, **call.kwargs)
         contract.outputs(override, result)
         if frame.ended_in_native(result):
             override._fallbacks.add()
+            observers.note_fallback()
         if not capturing:
             self._check(override, keyset, call, result)
         if not capturing and where is not None and where.type == "cuda":
@@ -152,21 +174,22 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     Routing and `explain` both ask here, so that what is explained is what happens.
     """
     if threads.is_off_here(override):
-        return Decline("switched off on this thread by opgraft.disabled")
+        return Decline("switched off on this thread by opgraft.disabled", "disabled")
     obstacle = device.mixed(call) or _lazy_bits(call)
     if obstacle is not None:
-        return Decline(obstacle, is_miss=True)
+        return Decline(obstacle, "rule")
     if override.quarantined and (error := override.quarantined.get(signature(call))):
-        return Decline(f"quarantined after {error}")
+        return Decline(f"quarantined after {error}", "quarantined")
     if len(override.quarantined) >= failure.MAX_QUARANTINED:
-        return Decline(f"quarantined: it failed for {len(override.quarantined)} kinds of calls")
+        reason = f"quarantined: it failed for {len(override.quarantined)} kinds of calls"
+        return Decline(reason, "quarantined")
     if not override.wants(call):
-        return Decline("its condition does not hold", is_miss=True)
+        return Decline("its condition does not hold", "condition")
     if capturing and exact_key(call) not in override.warm:
         return Decline(
             "a CUDA graph is being captured and this call has not run before: compiling would "
             "break the capture",
-            is_miss=True,
+            "rule",
         )
     return None
 

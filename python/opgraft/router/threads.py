@@ -103,11 +103,11 @@ def scope(selector: Selector) -> Iterator[None]:
 @contextmanager
 def _python_scope(selector: Selector) -> Iterator[None]:
     outer = _scopes()
-    _stash((*outer, selector))
+    stash(_SCOPE_KEY, (*outer, selector))
     try:
         yield
     finally:
-        _stash(outer)
+        stash(_SCOPE_KEY, outer)
 
 
 def is_off_here(override: Override) -> bool:
@@ -118,10 +118,17 @@ def is_off_here(override: Override) -> bool:
     return any(selector.matches(override) for selector in _scopes())
 
 
-def _stash(scopes: tuple[Selector, ...]) -> None:
+def stash(key: str, value: tuple[Any, ...]) -> None:
+    """Keep `value` for this thread and for the autograd engine's in backwards that it starts."""
     if _stash_steals():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(scopes))
-    torch._C._stash_obj_in_tls(_SCOPE_KEY, scopes)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def stashed(key: str) -> tuple[Any, ...]:
+    """What :func:`stash` keeps here; empty where there is nothing."""
+    value: tuple[Any, ...] = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else ()
+    return value
 
 
 @cache
@@ -137,10 +144,7 @@ def _stash_steals() -> bool:
 
 
 def _scopes() -> tuple[Selector, ...]:
-    if not torch._C._is_key_in_tls(_SCOPE_KEY):
-        return ()
-    scopes: tuple[Selector, ...] = torch._C._get_obj_in_tls(_SCOPE_KEY)
-    return scopes
+    return stashed(_SCOPE_KEY)
 
 
 def _weak(result: Any) -> Any:

@@ -9,24 +9,11 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from opgraft import router
+from opgraft.explanation.verdicts import Verdict, judge
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import composite, device, dispatcher
-from opgraft.router.python import PythonRouter, why_not
+from opgraft.router.python import PythonRouter
 from opgraft.schema import Call, resolve
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one override of the chain would do with the call."""
-
-    override: Override
-    takes: bool
-    reason: str
-
-    def __str__(self) -> str:
-        owner = self.override.pack or "user"
-        label = f"{self.override.name} [{self.override.dsl or 'no DSL'}, {owner}]"
-        return f"{label}: {'takes it' if self.takes else self.reason}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +28,17 @@ class Explanation:
     #: Where the native kernel was registered; empty if the backend has none.
     native: str
     notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines: what `json` can write."""
+        return {
+            "op": self.op,
+            "dispatch_key": self.dispatch_key,
+            "runs": self.winner.name if self.winner else "native",
+            "native": self.native,
+            "overrides": [verdict.as_dict() for verdict in self.verdicts],
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         runs = (
@@ -77,37 +75,20 @@ def explain(op: str | OpOverload | OpOverloadPacket, /, *args: Any, **kwargs: An
         return Explanation(resolved.name, None, (), None, "", tuple(notes))
     chain = registry.chain(resolved, key)
     installed = router.installed(chain)
-    kept = _kept_by_autograd(installed, call)
-    verdicts = _verdicts(chain, call, kept)
+    verdicts = judge(chain, call, kept=_keeps_its_derivative(installed, call))
     winner = next((verdict.override for verdict in verdicts if verdict.takes), None)
-    if installed is None:
-        native = dispatcher.top_kernel(resolved, key)
-    else:
-        native = installed.native.origin
+    if installed is not None:
         notes += _shadow(installed, chain)
-    return Explanation(resolved.name, key, tuple(verdicts), winner, native, tuple(notes))
+    native = native_origin(chain)
+    return Explanation(resolved.name, key, verdicts, winner, native, tuple(notes))
 
 
-def _verdicts(chain: Chain, call: Call, kept: str | None) -> list[Verdict]:
-    verdicts: list[Verdict] = []
-    for override in chain.members:
-        reason = override.why_off() or kept or _decline(override, call)
-        if reason is None and any(verdict.takes for verdict in verdicts):
-            reason = "would take it, but one before it does"
-        verdicts.append(Verdict(override, takes=reason is None, reason=reason or ""))
-    return verdicts
-
-
-def _decline(override: Override, call: Call) -> str | None:
-    try:
-        decline = why_not(override, call, capturing=device.is_capturing(device.of(call)))
-    except Exception as error:  # a condition in Python: what a call would raise, told instead
-        return f"its condition raises {type(error).__name__}: {error}"
-    if decline is None:
-        return None
-    if decline.is_miss and (failure := override.declines(call)):
-        return f"declines: {failure}"
-    return f"declines: {decline.reason}"
+def native_origin(chain: Chain) -> str:
+    """Where the native kernel of a chain's op was registered; empty where there is none."""
+    installed = router.installed(chain)
+    if installed is None:
+        return dispatcher.top_kernel(chain.op, chain.dispatch_key)
+    return installed.native.origin
 
 
 def _dispatch_key(call: Call) -> tuple[str | None, list[str]]:
@@ -120,10 +101,8 @@ def _dispatch_key(call: Call) -> tuple[str | None, list[str]]:
     return str(torch._C._dispatch_key_for_device(where.type)), []
 
 
-def _kept_by_autograd(installed: PythonRouter | None, call: Call) -> str | None:
-    if installed is None or not installed.is_composite or not composite.must_differentiate(call):
-        return None
-    return f"not asked: the op is {composite.NOTE}"
+def _keeps_its_derivative(installed: PythonRouter | None, call: Call) -> bool:
+    return installed is not None and installed.is_composite and composite.must_differentiate(call)
 
 
 def _shadow(installed: PythonRouter, chain: Chain) -> list[str]:

@@ -1,0 +1,28 @@
+// Observation of routing from Python: what a trace records.
+#pragma once
+
+#include <memory>
+
+#include "python_impl.h"
+#include "router.h"
+
+namespace opgraft {
+
+class PythonObserver final : public Observer {
+ public:
+  // `begin(values, kept)` is called before a call is routed and returns a function `end`, or None;
+  // `end(ran, fell_back, raised, seconds)` after it. `ran`: (pack, name) of the override; None: native.
+  PythonObserver(py::object begin, std::shared_ptr<const Signature> signature)
+      : begin_(std::move(begin)), signature_(std::move(signature)) {}
+
+  void observe(Call& call, bool kept, const std::function<void()>& route) override;
+
+ private:
+  PythonRef begin(const Call& call, bool kept) const;
+  static void end(const PythonRef& function, const Call& call, bool raised, double seconds);
+
+  PythonRef begin_;
+  std::shared_ptr<const Signature> signature_;
+};
+
+}  // namespace opgraft
