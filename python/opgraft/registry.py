@@ -236,6 +236,10 @@ class Registry:
                 self._chains[key] = Chain(op, dispatch_key)
             return self._chains[key]
 
+    def find(self, op: Op, dispatch_key: str) -> Chain | None:
+        """The chain of an op at a key, if anybody asked for it before."""
+        return self._chains.get((op.name, dispatch_key))
+
     def chains(self) -> Iterator[Chain]:
         with self._lock:
             chains = list(self._chains.values())

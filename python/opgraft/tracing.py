@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from opgraft.explanation import native_origin
+from opgraft.explanation.leaf import native_origin
 from opgraft.explanation.verdicts import Status, Verdict, judge, label
 from opgraft.registry import Chain, Override, Selector, registry
 from opgraft.router import installed, observers

@@ -2,111 +2,129 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft import router
-from opgraft.explanation.verdicts import Verdict, judge
-from opgraft.registry import Chain, Override, registry
-from opgraft.router import composite, device, dispatcher
-from opgraft.router.python import PythonRouter
-from opgraft.schema import Call, resolve
+from opgraft.errors import RegistrationError
+from opgraft.explanation.leaf import device_of, explain_leaf, keeps_its_derivative, key_of
+from opgraft.explanation.neighbourhood import Kernel, Neighbours, neighbours
+from opgraft.explanation.report import Explanation
+from opgraft.explanation.verdicts import Status, Verdict
+from opgraft.registry import Chain, registry
+from opgraft.schema import Call, Op, resolve
+
+__all__ = [
+    "Explanation",
+    "Kernel",
+    "Neighbours",
+    "Status",
+    "Verdict",
+    "explain",
+    "neighbours",
+]
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """How a call would be routed. Prints as a short report."""
-
-    op: str
-    dispatch_key: str | None
-    verdicts: tuple[Verdict, ...]
-    #: The override that would run; None for the native kernel.
-    winner: Override | None
-    #: Where the native kernel was registered; empty if the backend has none.
-    native: str
-    notes: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
-        return {
-            "op": self.op,
-            "dispatch_key": self.dispatch_key,
-            "runs": self.winner.name if self.winner else "native",
-            "native": self.native,
-            "overrides": [verdict.as_dict() for verdict in self.verdicts],
-            "notes": list(self.notes),
-        }
-
-    def __str__(self) -> str:
-        runs = (
-            f"override {self.winner.name}" if self.winner else f"native ({self.native or 'none'})"
-        )
-        head = f"{self.op} at {self.dispatch_key or 'no backend'} -> {runs}"
-        lines = [f"  {number}. {verdict}" for number, verdict in enumerate(self.verdicts, 1)]
-        return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
-
-
-def explain(op: str | OpOverload | OpOverloadPacket, /, *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    op: str | OpOverload | OpOverloadPacket | Callable[..., Any],
+    /,
+    *args: Any,
+    backward: bool = False,
+    **kwargs: Any,
+) -> Explanation:
     """Which override would take this call; for each that would not, why. Nothing runs.
 
+    An op that has a kernel of its own is explained as the call stands. What is made of ops, a
+    composite op, a function such as `F.scaled_dot_product_attention`, a module, is followed without
+    running it, on tensors that have no memory: autograd mode, autocast, `sdpa_kernel` and the rest
+    hold as they do at the moment. Its Python code does run, so what that does to Python objects is
+    done. Kernels are not looked into: what a native kernel itself calls, `opgraft.trace` sees.
+
     Args:
-        op: by the name that torch prints, or as `OpOverload`.
-        *args: the op's arguments; FakeTensors do as well.
-        **kwargs: the op's keyword arguments.
+        op: by the name that torch prints, as `OpOverload`, or anything that can be called.
+        *args: the arguments; FakeTensors do as well.
+        backward: also explain what differentiating the result would call.
+        **kwargs: keyword arguments.
 
     Returns:
-        The chain in order with a verdict each, the winner, and where the native kernel comes from.
+        For an op, its chain in order with a verdict each, the winner, and where the native kernel
+        comes from. For what is made of ops, the same in `reached` for each op with overrides that
+        it calls.
 
     Raises:
         RegistrationError: there is no such op.
-        TypeError: the arguments do not fit its schema.
+        TypeError: the arguments do not fit; or a tensor is of a kind that cannot be followed.
 
     >>> import torch
     >>> print(explain("aten::bmm", torch.ones(1, 2, 2), torch.ones(1, 2, 2)))
     aten::bmm at CPU -> native (...)
+    >>> print(explain(torch.bmm, torch.ones(1, 2, 2), torch.ones(1, 2, 2)))
+    torch.bmm -> no op that has overrides
+      calls aten::bmm
     """
-    resolved = resolve(op)
+    resolved = _resolved(op)
+    if resolved is None:
+        return _explain_front(op, args, kwargs, backward)  # type: ignore[arg-type]
     call = resolved.bind(args, kwargs)
-    key, notes = _dispatch_key(call)
-    if key is None:
-        return Explanation(resolved.name, None, (), None, "", tuple(notes))
-    chain = registry.chain(resolved, key)
-    installed = router.installed(chain)
-    verdicts = judge(chain, call, kept=_keeps_its_derivative(installed, call))
-    winner = next((verdict.override for verdict in verdicts if verdict.takes), None)
-    if installed is not None:
-        notes += _shadow(installed, chain)
-    native = native_origin(chain)
-    return Explanation(resolved.name, key, verdicts, winner, native, tuple(notes))
+    if device_of(call).type == "meta":
+        note = "meta tensors have shapes only: no kernel runs, and no override"
+        return Explanation(resolved.name, None, notes=(note,))
+    chain = registry.chain(resolved, key_of(call))
+    if backward or _is_made_of_others(resolved, chain):
+        return _explain_front(resolved.overload, args, kwargs, backward)
+    if _is_changed_above(call):
+        return _as_it_arrives(resolved, args, kwargs)
+    return explain_leaf(call, chain, kept=keeps_its_derivative(chain, call))
 
 
-def native_origin(chain: Chain) -> str:
-    """Where the native kernel of a chain's op was registered; empty where there is none."""
-    installed = router.installed(chain)
-    if installed is None:
-        return dispatcher.top_kernel(chain.op, chain.dispatch_key)
-    return installed.native.origin
+def _resolved(op: Any) -> Op | None:
+    """The op that is meant; None for a callable that is no single op."""
+    if isinstance(op, (str, OpOverload)):
+        return resolve(op)
+    if isinstance(op, OpOverloadPacket):
+        return resolve(op) if "default" in op.overloads() else None
+    if not callable(op):
+        raise RegistrationError(
+            f"{op!r} is neither an op nor can it be called: give an op's name, such as "
+            "'aten::_softmax', or what you call yourself, such as torch.softmax"
+        )
+    return None
 
 
-def _dispatch_key(call: Call) -> tuple[str | None, list[str]]:
-    where = device.of(call)
-    if where is None:
-        named = call.named.get("device")
-        where = torch.device(named) if named is not None else torch.device("cpu")
-    if where.type == "meta":
-        return None, ["meta tensors have shapes only: no kernel runs, and no override"]
-    return str(torch._C._dispatch_key_for_device(where.type)), []
+def _explain_front(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backward: bool,
+    target: Op | None = None,
+) -> Explanation:
+    # Not at the top: imported with opgraft itself it would delay that for everybody.
+    from opgraft.explanation.fronts import explain_front
+
+    return explain_front(function, args, kwargs, backward=backward, target=target)
 
 
-def _keeps_its_derivative(installed: PythonRouter | None, call: Call) -> bool:
-    return installed is not None and installed.is_composite and composite.must_differentiate(call)
+def _is_made_of_others(op: Op, chain: Chain) -> bool:
+    """Whether the op has no kernel at the backend, and no overrides: then others do its work."""
+    if chain.members:
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    return has(op.name, "CompositeImplicitAutograd") and not any(
+        has(op.name, key) for key in (chain.dispatch_key, *own)
+    )
 
 
-def _shadow(installed: PythonRouter, chain: Chain) -> list[str]:
-    top = dispatcher.top_kernel(chain.op, chain.dispatch_key)
-    if dispatcher.is_ours(top):
-        return []
-    return [f"shadowed by a kernel that was put on top of the overrides later, {top}"]
+def _is_changed_above(call: Call) -> bool:
+    """Whether something above the backend hands it other arguments than the user gave."""
+    if torch.is_autocast_enabled(device_of(call).type):
+        return True
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in call.tensors())
+
+
+def _as_it_arrives(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+    """The op's own call at the backend, as the keys above it leave it."""
+    front = _explain_front(op.overload, args, kwargs, False, op)
+    return next((each for each in front.reached if each.op == op.name), front)

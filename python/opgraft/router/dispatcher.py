@@ -29,7 +29,18 @@ def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.lib
     options: dict[str, Any] = {"with_keyset": True, "allow_override": True}
     with _without_our_own_warning():
         library.impl(op.registration_name, kernel, dispatch_key, **options)
+    _let_others_register(library)
     return library
+
+
+def _let_others_register(library: torch.library.Library) -> None:
+    """Forget in torch's list of what was registered from Python that we did.
+
+    Whoever is in that list keeps others from registering there later, unless they ask to override.
+    """
+    for name in list(getattr(library, "_op_impls", ())):
+        library._op_impls.discard(name)
+        torch.library._impls.discard(name)
 
 
 def capture(op: Op, dispatch_key: str) -> tuple[Any | None, str]:
@@ -73,7 +84,6 @@ def _without_our_own_warning() -> Iterator[None]:
     filter that names this file takes our warning out. `warnings.catch_warnings` would not do: it
     swaps the filters of all threads for a while and puts old ones back.
     """
-    once = torch.is_warn_always_enabled()
     ours = re.compile(
         rf"(?s).*new kernel: registered at {re.escape(register.__code__.co_filename)}"
     )
@@ -81,9 +91,34 @@ def _without_our_own_warning() -> Iterator[None]:
     # One list throughout: another thread that leaves `catch_warnings` puts another one in place.
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     filters.insert(0, rule)
-    torch.set_warn_always(True)
+    try:
+        with warning_always():
+            yield
+    finally:
+        filters.remove(rule)
+
+
+_always = threading.Lock()
+_always_depth = 0
+_always_before = False
+
+
+@contextmanager
+def warning_always() -> Iterator[None]:
+    """Keep torch from counting what it warns of meanwhile as warned of.
+
+    For the whole process, so threads that do this at the same time share it.
+    """
+    global _always_depth, _always_before
+    with _always:
+        if _always_depth == 0:
+            _always_before = torch.is_warn_always_enabled()
+            torch.set_warn_always(True)
+        _always_depth += 1
     try:
         yield
     finally:
-        torch.set_warn_always(once)
-        filters.remove(rule)
+        with _always:
+            _always_depth -= 1
+            if _always_depth == 0:
+                torch.set_warn_always(_always_before)

@@ -56,12 +56,15 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """While this lasts, `observer` is told of what this thread, and backwards it starts, route."""
+def observing(observer: Observer, *, alone: bool = False) -> Iterator[None]:
+    """While this lasts, `observer` is told of what this thread, and backwards it starts, route.
+
+    `alone`: the thread's other observers are not told.
+    """
     core = _core.in_use()
     outer = here()
     _count(1)
-    threads.stash(_KEY, (*outer, observer))
+    threads.stash(_KEY, (observer,) if alone else (*outer, observer))
     try:
         with core.Scope(None) if core is not None else nullcontext():
             yield

@@ -1,0 +1,216 @@
+"""Explaining what is made of ops: functions, modules, composite ops.
+
+They are called on ghosts of their arguments (:mod:`opgraft.explanation.ghosts`), and each op that
+would reach a backend is explained with the arguments that it would get there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._ops import OpOverload, OpOverloadPacket
+
+from opgraft.explanation import leaf
+from opgraft.explanation.ghosts import Recorder
+from opgraft.explanation.report import Explanation
+from opgraft.registry import Chain, registry
+from opgraft.router import dispatcher, observers
+from opgraft.schema import Call, Op, qualified_name
+
+
+def explain_front(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    backward: bool,
+    target: Op | None = None,
+) -> Explanation:
+    """Which ops with overrides a call of `function` reaches, each explained; nothing runs.
+
+    `target`: an op to explain even where it has no overrides.
+    """
+    found = _Found(target)
+    notes: list[str] = []
+    recorder = Recorder(found.on_call, _is_overridden)
+    with _heard() as heard, observers.observing(found.on_kept, alone=True):
+        result = recorder.run(function, args, kwargs)
+        if backward and recorder.stopped is None:
+            found.backward = True
+            if not recorder.run_backward(result):
+                notes.append("nothing that it returns requires grad: there is no backward")
+    notes += _why(function, args, kwargs, found) or [f"torch warns: {text}" for text in heard]
+    if recorder.stopped is not None:
+        notes.append(f"followed up to here only: {recorder.stopped}. opgraft.trace() sees the rest")
+    return Explanation(
+        name_of(function),
+        None,
+        notes=tuple(notes),
+        reached=found.reached(),
+        others=tuple(found.others),
+        complete=recorder.stopped is None,
+    )
+
+
+class _Found:
+    """What a function reached, calls that fare alike counted together."""
+
+    def __init__(self, target: Op | None) -> None:
+        self._target = target
+        self.backward = False
+        #: Names of ops without overrides, in the order of their first call.
+        self.others: dict[str, None] = {}
+        self._counts: dict[str, int] = {}
+        self._explained: dict[str, Explanation] = {}
+
+    def on_call(self, call: Call) -> None:
+        chain = registry.find(call.op, leaf.key_of(call))
+        if call.op is self._target:
+            chain = registry.chain(call.op, leaf.key_of(call))
+        if chain is not None and (chain.members or call.op is self._target):
+            self._add(leaf.explain_leaf(call, chain, kept=False))
+        elif not call.op.overload.is_view:
+            self.others[call.op.name] = None
+
+    def on_kept(self, chain: Chain, call: Call, kept: bool) -> Callable[[observers.Outcome], None]:
+        if kept:
+            self._add(leaf.explain_leaf(call, chain, kept=True))
+        return lambda outcome: None
+
+    def _add(self, explanation: Explanation) -> None:
+        explanation = replace(explanation, backward=self.backward)
+        text = str(explanation)
+        self._explained.setdefault(text, explanation)
+        self._counts[text] = self._counts.get(text, 0) + 1
+
+    def reached(self) -> tuple[Explanation, ...]:
+        counts = self._counts
+        return tuple(replace(e, calls=counts[text]) for text, e in self._explained.items())
+
+    def names(self) -> set[str]:
+        return {*self.others, *(each.op for each in self._explained.values())}
+
+
+def name_of(function: Any) -> str:
+    """What a user calls it.
+
+    >>> import torch
+    >>> name_of(torch.softmax), name_of(torch.nn.functional.rms_norm)
+    ('torch.softmax', 'torch.nn.functional.rms_norm')
+    """
+    if isinstance(function, OpOverload):
+        return qualified_name(function)
+    if isinstance(function, OpOverloadPacket):
+        return str(function._qualified_op_name)
+    name = getattr(function, "__name__", type(function).__name__)
+    for module in (F, torch):
+        if getattr(module, name, None) is function:
+            return f"{module.__name__}.{name}"
+    if isinstance(function, torch.nn.Module):
+        return type(function).__qualname__
+    owner = getattr(function, "__module__", None)
+    qualified = getattr(function, "__qualname__", name)
+    return f"{owner}.{qualified}" if owner else qualified
+
+
+def _is_overridden(op: Op, dispatch_key: str) -> bool:
+    chain = registry.find(op, dispatch_key)
+    return chain is not None and bool(chain.members)
+
+
+# ------------------------------------------------------------------ why an op is not reached
+
+
+def _why(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: _Found
+) -> list[str]:
+    names = found.names()
+    if isinstance(function, torch.nn.RMSNorm):
+        return _why_no_fused_rms_norm(args[0], function.weight, names) if args else []
+    if function in (F.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default):
+        given = _RMS_NORM.bind_partial(*args, **kwargs).arguments
+        return _why_no_fused_rms_norm(given.get("input"), given.get("weight"), names)
+    if function in (F.scaled_dot_product_attention, _SDPA):
+        return _why_no_fused_attention(names)
+    return _why_compiled(function)
+
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> None: ...
+
+
+_RMS_NORM = inspect.signature(_rms_norm)
+
+
+def _why_no_fused_rms_norm(input: Any, weight: Any, names: set[str]) -> list[str]:
+    if "aten::_fused_rms_norm" in names or weight is None or weight.dtype == input.dtype:
+        return []
+    return [
+        f"input is {input.dtype} and weight {weight.dtype}: aten::rms_norm then composes the "
+        "result of other ops and never calls aten::_fused_rms_norm; give the weight the input's "
+        "dtype to reach it"
+    ]
+
+
+def _why_no_fused_attention(names: set[str]) -> list[str]:
+    if any(name.startswith("aten::_scaled_dot_product") for name in names):
+        return []
+    return [
+        "torch chose its math backend for this call, which is made of other ops: none of its fused "
+        "attention ops takes it"
+    ]
+
+
+def _why_compiled(function: Any) -> list[str]:
+    if not hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_orig_mod"):
+        return []
+    return [
+        "it is compiled, and explained as the eager code that it was compiled from: ops that "
+        "Inductor fuses do not reach a backend's kernel"
+    ]
+
+
+# ------------------------------------------------------------------ what torch says meanwhile
+
+
+class _Listener:
+    """Stands for the message in a filter of `warnings`: takes this thread's, and no others'."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, None] = {}
+        self._thread = threading.get_ident()
+
+    def match(self, text: str) -> bool:
+        if threading.get_ident() != self._thread:
+            return False
+        self.texts[re.sub(r"\s*\(Triggered internally at .*?\)", "", text).strip()] = None
+        return True
+
+
+@contextmanager
+def _heard() -> Iterator[dict[str, None]]:
+    """Collect this thread's warnings instead of showing them, and leave once-only ones for later.
+
+    They are about a call that did not happen; torch's say why it did not choose a fused kernel.
+    """
+    listener = _Listener()
+    rule: Any = ("ignore", listener, Warning, None, 0)
+    # One list throughout: another thread that leaves `catch_warnings` puts another one in place.
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters.insert(0, rule)
+    try:
+        with dispatcher.warning_always():
+            yield listener.texts
+    finally:
+        filters.remove(rule)

@@ -1,0 +1,61 @@
+"""Explaining one call of one op, as it reaches a backend."""
+
+from __future__ import annotations
+
+import torch
+
+from opgraft import router
+from opgraft.explanation import neighbourhood
+from opgraft.explanation.report import Explanation
+from opgraft.explanation.verdicts import judge
+from opgraft.registry import Chain
+from opgraft.router import composite, device, dispatcher
+from opgraft.schema import Call
+
+
+def explain_leaf(call: Call, chain: Chain, *, kept: bool) -> Explanation:
+    """The verdict of each override of the chain on a call, and what runs.
+
+    Args:
+        call: the arguments as the backend gets them.
+        chain: of the op, at the call's dispatch key.
+        kept: it keeps the derivative of a composite op, so no override is asked.
+    """
+    notes: list[str] = []
+    if router.installed(chain) is not None:
+        notes += neighbourhood.of_chain(chain).notes()
+    return Explanation(
+        chain.op.name,
+        chain.dispatch_key,
+        judge(chain, call, kept=kept),
+        native_origin(chain),
+        tuple(notes),
+    )
+
+
+def device_of(call: Call) -> torch.device:
+    """The device that the call runs on."""
+    where = device.of(call)
+    if where is not None:
+        return where
+    named = call.named.get("device")
+    return torch.device(named) if named is not None else torch.get_default_device()
+
+
+def key_of(call: Call) -> str:
+    """The dispatch key of the backend that the call reaches."""
+    return str(torch._C._dispatch_key_for_device(device_of(call).type))
+
+
+def keeps_its_derivative(chain: Chain, call: Call) -> bool:
+    """Whether the op is composed of others here and the call must be differentiated."""
+    installed = router.installed(chain)
+    return installed is not None and installed.is_composite and composite.must_differentiate(call)
+
+
+def native_origin(chain: Chain) -> str:
+    """Where the native kernel of a chain's op was registered; empty where there is none."""
+    installed = router.installed(chain)
+    if installed is None:
+        return dispatcher.top_kernel(chain.op, chain.dispatch_key)
+    return installed.native.origin

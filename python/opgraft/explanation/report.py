@@ -1,0 +1,98 @@
+"""What `explain` returns, and how it prints."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.explanation.verdicts import Verdict
+from opgraft.registry import Override
+
+#: How many ops without overrides a report names; there are all of them in `others`.
+MAX_OTHERS = 12
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call would be routed. Prints as a short report.
+
+    A call of an op says so itself: `dispatch_key`, `verdicts`, `winner`, `native`. A call of
+    anything that is made of ops (a function, a module, a composite op) has no dispatch key, and an
+    explanation for each op that it reaches, in `reached`.
+    """
+
+    #: The op as torch prints it, or the name of what was called.
+    op: str
+    dispatch_key: str | None
+    #: One for each override of the chain, in the order of asking.
+    verdicts: tuple[Verdict, ...] = ()
+    #: Where the native kernel was registered; empty if the backend has none.
+    native: str = ""
+    notes: tuple[str, ...] = ()
+    #: The ops with overrides that it calls, in order; calls that fare alike are one entry.
+    reached: tuple[Explanation, ...] = ()
+    #: The other ops that it calls, each once; views and the like left out.
+    others: tuple[str, ...] = ()
+    #: How many such calls there are.
+    calls: int = 1
+    #: It is called in the backward.
+    backward: bool = False
+    #: Whether it could be followed to its end; the last note says why not.
+    complete: bool = True
+
+    @property
+    def winner(self) -> Override | None:
+        """The override that would run; None for the native kernel, and for what is made of ops."""
+        return next((verdict.override for verdict in self.verdicts if verdict.takes), None)
+
+    @property
+    def winners(self) -> tuple[Override, ...]:
+        """The overrides that would run, its own and those of the ops that it reaches."""
+        own = () if self.winner is None else (self.winner,)
+        return (*own, *(winner for each in self.reached for winner in each.winners))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines: what `json` can write."""
+        return {
+            "op": self.op,
+            "dispatch_key": self.dispatch_key,
+            "runs": self._runs(),
+            "native": self.native,
+            "overrides": [verdict.as_dict() for verdict in self.verdicts],
+            "notes": list(self.notes),
+            "reached": [each.as_dict() for each in self.reached],
+            "others": list(self.others),
+            "calls": self.calls,
+            "backward": self.backward,
+            "complete": self.complete,
+        }
+
+    def _runs(self) -> str | None:
+        """The override's name, "native", or None for what is made of ops."""
+        if self.dispatch_key is None:
+            return None
+        return self.winner.name if self.winner else "native"
+
+    def __str__(self) -> str:
+        if self.dispatch_key is None:
+            return self._made_of_ops()
+        runs = (
+            f"override {self.winner.name}" if self.winner else f"native ({self.native or 'none'})"
+        )
+        times = f" ({self.calls} calls)" if self.calls > 1 else ""
+        when = "backward: " if self.backward else ""
+        lines = [f"{when}{self.op} at {self.dispatch_key}{times} -> {runs}"]
+        lines += [f"  {number}. {verdict}" for number, verdict in enumerate(self.verdicts, 1)]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _made_of_ops(self) -> str:
+        names = dict.fromkeys(each.op for each in self.reached)
+        head = f"{self.op} -> {', '.join(names) or 'no op that has overrides'}"
+        lines = [textwrap.indent(str(each), "  ") for each in self.reached]
+        if self.others:
+            more = len(self.others) - MAX_OTHERS
+            shown = ", ".join(self.others[:MAX_OTHERS]) + (f" and {more} more" if more > 0 else "")
+            lines.append(f"  {'also ' if self.reached else ''}calls {shown}")
+        return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
