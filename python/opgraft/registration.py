@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from opgraft import dsl as dsls
-from opgraft import env, packs, router
+from opgraft import env, events, packs, router
 from opgraft.errors import RegistrationError
 from opgraft.registry import Chain, CompilePolicy, OnError, Override, registry
 from opgraft.router import composite
@@ -141,6 +141,15 @@ def _install(override: Override, *, replace: bool) -> None:
 def _add(chain: Chain, override: Override, *, replace: bool) -> None:
     registry.add(override, replace=replace)
     log.debug("registered %r; the chain is %s", override, [o.name for o in chain.members])
+    events.emit(
+        "opgraft_override",
+        lambda: {
+            **override.identity,
+            "cond": str(override.cond),
+            "chain": [o.name for o in chain.members],
+            "off": override.why_off(),
+        },
+    )
 
 
 def _check_condition(cond: object, op: Op, unconditional_override: bool) -> None:

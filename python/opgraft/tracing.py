@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from opgraft import events
 from opgraft.explanation.leaf import native_origin
 from opgraft.explanation.verdicts import Status, Verdict, judge, label
 from opgraft.registry import Chain, Override, Selector, registry
 from opgraft.router import installed, observers
 from opgraft.schema import Call
+
+log = logging.getLogger(__name__)
 
 #: How many of the values that a part of a condition saw are kept.
 MAX_SAW = 3
@@ -145,6 +149,8 @@ class Trace:
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(kind, error, traceback)
+        log.debug("%s", self)
+        events.emit("opgraft_trace", self.as_dict)
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from opgraft.errors import OpgraftError
 from opgraft.schema import Call, Op, resolve
 
+# What torch says where a ghost's memory is wanted.
+_MEMORY_WANTED = (
+    "its data is not allocated yet",
+    "Cannot access data pointer",
+    "not supported for tensor subclasses",
+    "Can't export tensors on",
+)
+
 #: Told of each call that reaches a backend.
 OnCall = Callable[[Call], None]
-
-# CompositeExplicitAutograd kernels that call ops which are worth an override. Others of that kind
-# are not looked into: most compute something themselves, which ghosts have no memory for.
-_SEEN_THROUGH = frozenset({"aten::convolution", "aten::_convolution", "aten::embedding"})
 
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
@@ -168,6 +173,11 @@ class Recorder(TorchDispatchMode):
         except Stopped as stopped:
             self.stopped = str(stopped)
             return None
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _MEMORY_WANTED):
+                raise
+            self.stopped = f"it wants a tensor's memory ({str(error).splitlines()[0]})"
+            return None
         finally:
             for seen in self._seen:
                 seen.put_back()
@@ -212,26 +222,49 @@ class Recorder(TorchDispatchMode):
             )
         call = op.bind(args, kwargs)
         where = _device(call)
+        for argument, value in zip(op.arguments, call.values, strict=True):
+            if argument.written:
+                self._mind_writing(value, call)
         dispatch_key = str(torch._C._dispatch_key_for_device(where.type))
-        if not self._is_end(op, dispatch_key):
-            with self._below():
-                return func.decompose(*args, **kwargs)
-        if op.name in _SEEN_THROUGH and not self._is_overridden(op, dispatch_key):
-            with suppress(Stopped), self._below():
-                return func._op_dk(_EXPLICIT, *args, **kwargs)
-            # What it calls has no meta kernel. It has one itself.
-        elif not self._muted:
+        composite = self._is_composite(op, dispatch_key)
+        if not composite and not self._muted:
             self._on_call(Call(op, tuple(map(_real, call.values))))
-        return self._results(func, call, where)
+        result = None
+        if composite or self._is_made_of_others(op, dispatch_key):
+            kernel = func.decompose if composite else partial(func._op_dk, _EXPLICIT)
+            result = self._look_into(kernel, args, kwargs)
+        if result is None:
+            result = self._results(call, args, kwargs, where)
+        return self._returned(call, result)
 
-    def _is_end(self, op: Op, dispatch_key: str) -> bool:
-        """Whether a kernel of the op's own runs at the key, and no other ops in its place."""
+    def _is_composite(self, op: Op, dispatch_key: str) -> bool:
+        """Whether the op never gets to the key, because others are called in its place."""
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        return (
-            self._is_overridden(op, dispatch_key)
-            or has(op.name, dispatch_key)
-            or not has(op.name, "CompositeImplicitAutograd")
-        )
+        if self._is_overridden(op, dispatch_key) or has(op.name, dispatch_key):
+            return False
+        return has(op.name, "CompositeImplicitAutograd") and not has(op.name, _EXPLICIT.name)
+
+    def _is_made_of_others(self, op: Op, dispatch_key: str) -> bool:
+        """Whether its kernel at the key is one for all backends, which may call other ops."""
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if self._is_overridden(op, dispatch_key) or has(op.name, dispatch_key):
+            return False
+        # Those of views make tensors themselves, which would be no ghosts.
+        is_view = op.overload.is_view or torch.Tag.inplace_view in op.overload.tags
+        return has(op.name, _EXPLICIT.name) and not is_view
+
+    def _look_into(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """Run a kernel that calls other ops, on ghosts; None where it does not come to an end."""
+        args, kwargs = tuple(map(self._to_ghost, args)), _values(kwargs, self._to_ghost)
+        try:
+            with self._below():
+                result = kernel(*args, **kwargs)
+        except (Exception, Stopped):
+            # Many such kernels compute something themselves, and find no memory.
+            return None
+        leaves = pytree.tree_leaves(result)
+        plain = any(isinstance(t, torch.Tensor) and not isinstance(t, Ghost) for t in leaves)
+        return None if plain else result
 
     @contextmanager
     def _below(self) -> Iterator[None]:
@@ -239,41 +272,40 @@ class Recorder(TorchDispatchMode):
         with self, torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
             yield
 
-    def _results(self, func: OpOverload, call: Call, where: torch.device) -> Any:
-        tags = func.tags
+    def _results(self, call: Call, args: Sequence[Any], kwargs: Any, where: torch.device) -> Any:
+        """What the op returns, as its meta kernel says."""
+        tags = call.op.overload.tags
         if torch.Tag.data_dependent_output in tags:
             raise self._stop(f"{call.op.name} reads a tensor's values, and the rest depends on it")
         if torch.Tag.dynamic_output_shape in tags:
             raise self._stop(f"the shape of what {call.op.name} returns depends on values")
-        written = [v for a, v in zip(call.op.arguments, call.values, strict=True) if a.written]
-        for tensor in pytree.tree_leaves(written):
-            self._check_may_write(tensor, call)
-        args, kwargs = tuple(map(self._to_meta, call.args)), _values(call.kwargs, self._to_meta)
+        # As given, not as bound: a Python number promotes as a number.
+        args, kwargs = tuple(map(self._to_meta, args)), _values(kwargs, self._to_meta)
         try:
-            result = _META_KERNELS.get(call.op.name, func)(*args, **kwargs)
+            result = _META_KERNELS.get(call.op.name, call.op.overload)(*args, **kwargs)
         except Exception as error:
             raise self._stop(f"{call.op.name}: {type(error).__name__}: {error}") from error
-        for tensor in pytree.tree_leaves(written):
-            self._check_kept_its_shape(tensor, call)
-        return self._wrap_results(call, result, where)
+        for tensor in pytree.tree_leaves(call.values):
+            if isinstance(tensor, torch.Tensor):
+                self._follow_shape(tensor, call)
 
-    def _wrap_results(self, call: Call, result: Any, where: torch.device) -> Any:
-        def wrap(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
+        def wrap(value: torch.Tensor) -> Ghost:
             known = self._of_meta.get(id(value))
             return self._ghost_of_meta(value, where) if known is None else known
 
+        return pytree.tree_map_only(torch.Tensor, wrap, result)
+
+    def _returned(self, call: Call, result: Any) -> Any:
+        """What the caller gets: from an op that writes to an argument, that argument."""
         declared = call.op.returns
         if len(declared) == 1:
-            return self._written(call, declared[0], pytree.tree_map(wrap, result))
-        return tuple(
-            self._written(call, each, pytree.tree_map(wrap, value))
-            for each, value in zip(declared, result or (), strict=True)
-        )
+            return self._written(call, declared[0], result)
+        if not declared:
+            return None
+        pairs = zip(declared, result, strict=True)
+        return tuple(self._written(call, each, value) for each, value in pairs)
 
     def _written(self, call: Call, declared: Any, value: Any) -> Any:
-        """What an op returns that it wrote to is the argument itself."""
         if declared.alias_info is None or not declared.alias_info.is_write:
             return value
         aliases = declared.alias_info.before_set
@@ -330,6 +362,11 @@ class Recorder(TorchDispatchMode):
         self._of_meta[id(meta)] = ghost
         return ghost
 
+    def _to_ghost(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._meet(value)
+        return [self._to_ghost(v) for v in value] if isinstance(value, (list, tuple)) else value
+
     def _to_meta(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._meet(value).meta
@@ -352,9 +389,12 @@ class Recorder(TorchDispatchMode):
         is_real = not isinstance(tensor, Ghost) and tensor.device.type == "cpu"
         return is_real and not any(s.tensor is tensor and s.written for s in self._seen)
 
-    def _check_may_write(self, tensor: Any, call: Call) -> None:
-        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, Ghost):
-            return
+    def _mind_writing(self, value: Any, call: Call) -> None:
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, Ghost):
+                self._mind_writing_to(tensor, call)
+
+    def _mind_writing_to(self, tensor: torch.Tensor, call: Call) -> None:
         # Autograd, above, would make the user's own tensor part of a graph of ghosts.
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
             raise self._stop(
@@ -365,12 +405,19 @@ class Recorder(TorchDispatchMode):
         for seen in self._seen:
             seen.written |= seen.tensor is tensor
 
-    def _check_kept_its_shape(self, tensor: Any, call: Call) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            return
+    def _follow_shape(self, tensor: torch.Tensor, call: Call) -> None:
+        """Give a ghost the shape that an op has given it in place (`squeeze_`, `resize_`)."""
         ghost = self._ghost(tensor)
-        if (ghost.size(), ghost.stride()) != (ghost.meta.size(), ghost.meta.stride()):
-            raise self._stop(f"{call.op.name} changes the shape of a tensor in place")
+        meta = ghost.meta
+        if (ghost.size(), ghost.stride()) == (meta.size(), meta.stride()):
+            return
+        if ghost is not tensor:
+            raise self._stop(
+                f"{call.op.name} changes the shape of a tensor that was not among the arguments"
+            )
+        with torch._C._DisableTorchDispatch():
+            ghost.data = Ghost(meta, ghost.device)
+        ghost.stands_for = None
 
 
 class _Seen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -127,6 +128,9 @@ class CompiledRouter(PythonRouter):
     def _why_not(self, override: Override, call: Call) -> Any:
         # The core remembers itself what has run, and looks at a capture when it runs the impl.
         return why_not(override, call, capturing=False)
+
+    def _profiled(self, override: Override) -> AbstractContextManager[object]:
+        return nullcontext()  # the core does it, for first hits too
 
     def _first_hit(
         self, override: Override, keyset: torch.DispatchKeySet, values: tuple[Any, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -139,7 +140,7 @@ class PythonRouter:
         with (
             threads.running(call.op, self.chain) as frame,
             device.guard(where),
-            profile.record(override),
+            self._profiled(override),
         ):
             result = override.impl(*leading, *call.args, **call.kwargs)
         contract.outputs(override, result)
@@ -151,6 +152,9 @@ class PythonRouter:
         if not capturing and where is not None and where.type == "cuda":
             _remember(override, exact_key(call))
         return result
+
+    def _profiled(self, override: Override) -> AbstractContextManager[object]:
+        return profile.record(override)
 
     def _check(
         self, override: Override, keyset: torch.DispatchKeySet, call: Call, result: Any

@@ -1,0 +1,27 @@
+"""Events for `TORCH_TRACE`, the structured log that `tlparse` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch._logging
+
+
+def emit(name: str, payload: Callable[[], dict[str, Any]]) -> None:
+    """Write an event, if `TORCH_TRACE` says where to and this torch can.
+
+    Args:
+        name: what `tlparse` calls the artifact.
+        payload: makes what is written, as JSON; not called otherwise.
+    """
+    write = getattr(torch._logging, "trace_structured", None)
+    if write is None or not os.environ.get("TORCH_TRACE"):
+        return
+    write(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=payload,
+        expect_trace_id=False,  # it belongs to no compilation
+    )

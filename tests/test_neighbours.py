@@ -1,0 +1,283 @@
+"""Others at an op and dispatch key of ours, before and after us: all work, in an order we know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import opgraft
+from opgraft import when
+from opgraft.explanation import neighbours
+from tests import ops
+
+# An op of one test each: a router goes in once, and what is before us must be there by then.
+OPS = {
+    "third party": ("sinh", "cosh"),
+    "torch._native": ("asinh", "acosh"),
+}
+X = torch.rand(4, 8) + 1.5
+
+
+def override(op: str, *, takes: bool = True) -> opgraft.Override:
+    """Ours adds 100, on wide tensors or nowhere."""
+    wide = when.size("self", -1) >= (8 if takes else 10**6)
+
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(self, 100)
+
+    return opgraft.register_op_override("aten", op, "CPU", impl, cond=wide, name="ours")
+
+
+@contextmanager
+def third_party(op: str, **options: Any) -> Iterator[list[int]]:
+    """A plain `torch.library` kernel that counts its calls and goes on to what was there."""
+    calls: list[int] = []
+    library = torch.library.Library("aten", "IMPL")
+    below = torch.library.get_kernel(f"aten::{op}", "CPU")
+
+    def kernel(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return below.call_boxed(keyset, *args, **kwargs)
+
+    library.impl(op, kernel, "CPU", with_keyset=True, **options)
+    try:
+        yield calls
+    finally:
+        library._destroy()
+
+
+def of(op: str) -> opgraft.explanation.Neighbours:
+    (found,) = [each for each in neighbours() if each.op == f"aten::{op}"]
+    return found
+
+
+def call(op: str, x: torch.Tensor = X) -> torch.Tensor:
+    result: torch.Tensor = getattr(torch, op)(x)
+    return result
+
+
+def test_a_third_party_before_us_is_what_a_miss_runs() -> None:
+    op = OPS["third party"][0]
+    expected = call(op)
+    with third_party(op) as calls:
+        ours = override(op)
+        assert call(op)[0, 0] == 100
+        assert calls == [1]  # a first hit is compared with native
+        torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
+        assert calls == [1, 1]
+        assert (ours.hits, ours.misses) == (1, 1)
+        assert [kernel.owner for kernel in of(op).below][1:] == ["PyTorch"]
+        assert __file__.rsplit("/", 1)[1] in of(op).below[0].origin
+        report = str(opgraft.explain(f"aten::{op}", X[:, :4]))
+        assert "what runs as native is registered at" in report
+        assert __file__.rsplit("/", 1)[1] in report
+    # It has taken its kernel back, and misses go on.
+    torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
+    assert ours.misses >= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_override": False}, {"allow_override": True}])
+def test_a_third_party_after_us_is_on_top_and_reaches_us(options: dict[str, Any]) -> None:
+    op = OPS["third party"][1]
+    expected = call(op)
+    ours = override(op)
+    with third_party(op, **options) as calls:
+        assert call(op)[0, 0] == 100
+        torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
+        assert calls == [1, 1]
+        assert (ours.hits, ours.misses) == (1, 1)
+        assert __file__.rsplit("/", 1)[1] in of(op).above[0].origin
+        assert "opgraft" in str(of(op))
+        assert "shadowed by a kernel that was put on top" in str(opgraft.explain(f"aten::{op}", X))
+    assert of(op).above == ()
+    assert of(op).is_alone
+    assert call(op)[0, 0] == 100
+
+
+def native_registry() -> Any:
+    registry = pytest.importorskip("torch._native.registry")
+    if not hasattr(registry, "_register_overrides_from_graph"):
+        pytest.skip("this torch._native installs its overrides in another way")
+    return registry
+
+
+@contextmanager
+def torch_native(op: str, impl: Callable[..., Any], dsl: str) -> Iterator[Any]:
+    """An override of torch's own registry, on tensors of eight columns, installed."""
+    registry = native_registry()
+
+    def is_eight_wide(self: torch.Tensor) -> bool:
+        return self.shape[-1] == 8
+
+    registry.register_op_override(dsl, "aten", op, "CPU", is_eight_wide, impl)
+    registry._register_overrides_from_graph(op, "CPU", registry._graphs[op, "CPU"])
+    try:
+        yield registry
+    finally:
+        registry._destroy_aten_override(op, "CPU")
+        del registry._graphs[op, "CPU"]
+
+
+def test_torch_native_before_us_is_what_a_miss_runs() -> None:
+    op = OPS["torch._native"][0]
+    expected = call(op)
+    with torch_native(op, lambda self: torch.full_like(self, -1), "before") as registry:
+        ours = override(op, takes=False)
+        assert call(op)[0, 0] == -1  # we miss, torch._native takes it
+        torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])  # nobody does
+        assert ours.misses == 2
+        assert of(op).below[0].owner == "torch._native"
+        assert of(op).torch_native == ("before",)
+        assert "what runs as native is torch._native" in str(opgraft.explain(f"aten::{op}", X))
+        wide = override(op)
+        assert call(op)[0, 0] == 100  # and ours come first
+        wide.remove()
+        # torch._native switches its own off and on again: what it captures by then is our router.
+        registry.deregister_op_overrides(disable_dsl_names="before")
+        torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
+        registry.reenable_op_overrides(enable_dsl_names="before")
+        assert call(op)[0, 0] == -1
+        torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
+        assert of(op).above[0].owner == "torch._native"
+    torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
+
+
+def test_torch_native_after_us_is_on_top_and_falls_back_to_us() -> None:
+    op = OPS["torch._native"][1]
+    expected = call(op)
+    ours = override(op)
+    wide = torch.rand(4, 9) + 1.5
+    with torch_native(op, lambda self: torch.full_like(self, -1), "after"):
+        assert call(op)[0, 0] == -1  # torch._native takes it before we are asked
+        assert ours.hits == 0
+        assert call(op, wide)[0, 0] == 100  # it does not want this one
+        torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
+        assert (ours.hits, ours.misses) == (1, 1)
+        assert of(op).above[0].owner == "torch._native"
+        note = str(opgraft.explain(f"aten::{op}", wide))
+        assert "torch._native" in note
+        assert "it is called first" in note
+    assert call(op)[0, 0] == 100
+
+
+def test_torch_native_overrides_that_are_switched_off_are_said() -> None:
+    registry = native_registry()
+    op = "erfinv"
+    override(op)
+    registry.register_op_override("off", "aten", op, "CPU", lambda self: True, lambda self: self)
+    try:
+        assert of(op).torch_native == ("off",)
+        assert not of(op).is_alone
+        assert "torch._native has overrides here too (off)" in str(
+            opgraft.explain(f"aten::{op}", X)
+        )
+    finally:
+        del registry._graphs[op, "CPU"]
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+Q = torch.randn(1, 2, 16, 64)
+
+
+def logsumexp(query: torch.Tensor) -> torch.Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_zeros(batch, length, heads).transpose(1, 2)
+
+
+@contextmanager
+def flash_attention_impl() -> Iterator[list[int]]:
+    """A flash attention implementation, activated as FA4 is: raw kernels that fall back to nobody.
+
+    FA4's own go to CUDA keys and import CuteDSL; this one goes to the CPU's op.
+    """
+    attention = torch.nn.attention
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        pytest.skip("this torch has no flash attention implementations to choose from")
+    calls: list[int] = []
+
+    def kernel(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(1)
+        return torch.full_like(query, 7), logsumexp(query)
+
+    class Handle:
+        def __init__(self) -> None:
+            self.library: Any = torch.library.Library("aten", "IMPL", "CPU")
+            self.library.impl(FLASH, kernel, "CPU")
+
+        def remove(self) -> None:
+            self.library = None
+
+    attention.register_flash_attention_impl("TEST", register_fn=Handle)
+    attention.activate_flash_attention_impl("TEST")
+    try:
+        yield calls
+    finally:
+        attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+def test_a_flash_attention_impl_before_and_after_us() -> None:
+    def impl(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(query, 100), logsumexp(query)
+
+    def attend(heads: int = 2) -> float:
+        q = Q[:, :heads]
+        return float(F.scaled_dot_product_attention(q, q, q)[0, 0, 0, 0])
+
+    native = attend()
+    with flash_attention_impl() as calls:  # before us
+        ours = opgraft.register_op_override(
+            "aten", FLASH, "CPU", impl, cond=when.size("query", 1) == 2, name="ours"
+        )
+        assert attend() == 100
+        assert attend(heads=1) == 7
+        assert (ours.hits, ours.misses, len(calls)) == (1, 1, 2)  # a first hit is compared with it
+    report = opgraft.explain(F.scaled_dot_product_attention, Q, Q, Q)
+    assert report.winners == (ours,)
+    ours.remove()
+    after_it_went = attend()
+    assert after_it_went in (7, native)  # the compiled router has its copy of it; Python can't
+    opgraft.register_op_override(
+        "aten", FLASH, "CPU", impl, cond=when.size("query", 1) == 2, name="ours"
+    )
+    with flash_attention_impl() as calls:  # on top of us: it asks nobody
+        assert attend() == 7
+        report = opgraft.explain(F.scaled_dot_product_attention, Q, Q, Q)
+        assert "it is called first, and decides whether they are asked" in str(report)
+    assert attend() == 100
+
+
+def test_only_pytorch_below_is_nothing_to_say() -> None:
+    opgraft.register_op_override("aten", "_softmax", "CPU", ops.softmax, cond=when.ndim("self") > 7)
+    found = of("_softmax")
+    assert found.is_alone
+    assert found.notes() == []
+    assert found.as_dict()["below"][0]["owner"] == "PyTorch"
+
+
+@pytest.mark.skipif(
+    os.environ.get("OPGRAFT_ROUTER") == "python", reason="this is the Python router"
+)
+def test_all_of_this_and_traces_with_the_python_router() -> None:
+    here = Path(__file__)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"),
+            *("-k", "not torch_trace and not without_them and not compiled"),
+            *(str(here), str(here.with_name("test_trace.py"))),
+        ],
+        env={**os.environ, "OPGRAFT_ROUTER": "python"},
+        cwd=here.parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
