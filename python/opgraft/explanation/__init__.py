@@ -121,7 +121,7 @@ def _is_changed_above(call: Call) -> bool:
     """Whether something above the backend hands it other arguments than the user gave."""
     if torch.is_autocast_enabled(device_of(call).type):
         return True
-    return any(tensor.is_conj() or tensor.is_neg() for tensor in call.tensors())
+    return any(t.is_conj() or t.is_neg() or t._is_zerotensor() for t in call.tensors())
 
 
 def _as_it_arrives(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:

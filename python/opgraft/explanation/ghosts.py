@@ -479,7 +479,9 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _real(value: Any) -> Any:
     if isinstance(value, Ghost):
-        return value if value.stands_for is None else value.stands_for
+        # A zero tensor is filled in above the backend, a ghost of one has no such key.
+        real = value.stands_for
+        return value if real is None or real._is_zerotensor() else real
     return [_real(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -169,7 +169,10 @@ class CompiledRouter(PythonRouter):
         ) -> None:
             members = self.chain.members if ran is not None else ()
             override = next((o for o in members if (o.pack, o.name) == ran), None)
-            end(observers.Outcome(override, fell_back, None, raised, seconds))
+            outcome = observers.Outcome(
+                override, fell_back=fell_back, raised=raised, seconds=seconds
+            )
+            end(outcome)
 
         return report
 

@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from opgraft import _core
 from opgraft.registry import Chain, Override, registry
@@ -22,26 +21,38 @@ from opgraft.schema import Call
 _KEY = "opgraft.observers"
 
 
-@dataclass
 class Outcome:
-    """What became of a call."""
+    """What became of a call.
 
-    #: The override whose impl ran; None: the native kernel.
-    ran: Override | None = None
-    #: Whether it ended in the native kernel, by its own decision or after an error.
-    fell_back: bool = False
-    #: The error of the impl that native ran instead of.
-    error: str | None = None
-    #: The call raised.
-    raised: bool = False
-    #: Wall time of routing and of what ran, on the host.
-    seconds: float = 0.0
+    Attributes:
+        ran: the override whose impl ran; None: the native kernel.
+        fell_back: it ended in the native kernel, by its own decision or after an error.
+        error: the error of the impl that native ran instead of.
+        raised: the call raised.
+        seconds: wall time of routing and of what ran, on the host.
+    """
+
+    # No dataclass: this is imported with registration, and making one takes a millisecond.
+    __slots__ = ("error", "fell_back", "raised", "ran", "seconds")
+
+    def __init__(
+        self,
+        ran: Override | None = None,
+        *,
+        fell_back: bool = False,
+        raised: bool = False,
+        seconds: float = 0.0,
+    ) -> None:
+        self.ran = ran
+        self.fell_back = fell_back
+        self.error: str | None = None
+        self.raised = raised
+        self.seconds = seconds
 
 
-class Observer(Protocol):
-    """Asked before each call is routed; what it returns is called with the outcome."""
-
-    def __call__(self, chain: Chain, call: Call, kept: bool) -> Callable[[Outcome], None]: ...
+#: Asked before each call is routed, with the chain, the call and whether it keeps the derivative of
+#: a composite op; what it returns is called with the outcome.
+Observer: TypeAlias = "Callable[[Chain, Call, bool], Callable[[Outcome], None]]"
 
 
 class _Current(threading.local):
