@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,7 +104,9 @@ def test_a_condition_that_raises_is_said() -> None:
 def test_a_scope_is_said() -> None:
     register()
     with opgraft.disabled():
-        assert "switched off on this thread by opgraft.disabled" in str(explain())
+        assert "switched off on this thread by opgraft.disabled()" in str(explain())
+    with opgraft.disabled(dsl="other"), opgraft.disabled(op="aten::_softmax"):
+        assert "by opgraft.disabled(op='aten::_softmax')" in str(explain())
 
 
 def test_a_composite_op_in_training_is_said() -> None:
@@ -150,3 +153,18 @@ def test_arguments_that_do_not_fit_are_an_error() -> None:
         opgraft.explain("aten::_softmax", X, axis=1)
     with pytest.raises(opgraft.RegistrationError, match="does not name an op"):
         opgraft.explain("softmax", X)
+
+
+def test_packs_that_are_not_active_for_want_of_something_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def status(name: str, state: str, reason: str) -> SimpleNamespace:
+        return SimpleNamespace(pack=SimpleNamespace(name=name), state=state, reason=reason)
+
+    statuses = [
+        status("norms", "unmet", "it needs triton>=9"),
+        status("fine", "active", ""),
+        status("off", "inactive", "OPGRAFT_PACKS"),
+    ]
+    monkeypatch.setattr(opgraft.packs, "statuses", lambda: statuses, raising=False)
+    assert explain().notes == ("pack norms is not active: it needs triton>=9",)

@@ -288,6 +288,7 @@ def test_as_dict_is_json_and_says_what_the_table_says() -> None:
             "reason": "when.size('self', -1) >= 8",
             "count": 1,
             "saw": ["when.size('self', -1) is 4"],
+            "saw_more": False,
         }
     ]
 

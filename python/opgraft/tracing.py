@@ -34,6 +34,8 @@ class Miss:
     count: int = 0
     #: What that part saw: the first few different values.
     saw: list[str] = field(default_factory=list)
+    #: It saw other values as well.
+    saw_more: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The same for machines: what `json` can write."""
@@ -42,10 +44,12 @@ class Miss:
             "reason": self.reason,
             "count": self.count,
             "saw": list(self.saw),
+            "saw_more": self.saw_more,
         }
 
     def __str__(self) -> str:
-        return f"{self.reason} ({_joined(self.saw)})" if self.saw else self.reason
+        more = ", ..." if self.saw_more else ""
+        return f"{self.reason} ({_joined(self.saw)}{more})" if self.saw else self.reason
 
 
 @dataclass
@@ -266,8 +270,12 @@ def _count(row: OverrideRow, verdict: Verdict) -> None:
         miss = Miss("declines" if verdict.takes else verdict.status, reason)
         row.misses.append(miss)
     miss.count += 1
-    if saw and saw not in miss.saw and len(miss.saw) < MAX_SAW:
+    if not saw or saw in miss.saw:
+        return
+    if len(miss.saw) < MAX_SAW:
         miss.saw.append(saw)
+    else:
+        miss.saw_more = True
 
 
 def _joined(saw: list[str]) -> str:
@@ -278,10 +286,8 @@ def _joined(saw: list[str]) -> str:
     """
     subject, verb, _ = saw[0].partition(" is ")
     if all(each.startswith(subject + verb) and each.count(" is ") == 1 for each in saw):
-        text = saw[0] + "".join(f", {each.removeprefix(subject + verb)}" for each in saw[1:])
-    else:
-        text = "; ".join(saw)
-    return f"{text}, ..." if len(saw) == MAX_SAW else text
+        return saw[0] + "".join(f", {each.removeprefix(subject + verb)}" for each in saw[1:])
+    return "; ".join(saw)
 
 
 def render(trace: Trace) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from opgraft import packs
 from opgraft.errors import RegistrationError
 from opgraft.explanation.leaf import device_of, explain_leaf, keeps_its_derivative, key_of
 from opgraft.explanation.neighbourhood import Kernel, Neighbours, neighbours
@@ -64,9 +66,14 @@ def explain(
     torch.bmm -> no op that has overrides
       calls aten::bmm
     """
+    explanation = _explain(op, args, kwargs, backward)
+    return replace(explanation, notes=(*explanation.notes, *_about_packs()))
+
+
+def _explain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool) -> Explanation:
     resolved = _resolved(op)
     if resolved is None:
-        return _explain_front(op, args, kwargs, backward)  # type: ignore[arg-type]
+        return _explain_front(op, args, kwargs, backward)
     call = resolved.bind(args, kwargs)
     if device_of(call).type == "meta":
         note = "meta tensors have shapes only: no kernel runs, and no override"
@@ -77,6 +84,16 @@ def explain(
     if _is_changed_above(call):
         return _as_it_arrives(resolved, args, kwargs)
     return explain_leaf(call, chain, kept=keeps_its_derivative(chain, call))
+
+
+def _about_packs() -> list[str]:
+    """Packs that would have had a say, but are not active: what they need is not here."""
+    statuses: list[Any] = getattr(packs, "statuses", list)()
+    return [
+        f"pack {status.pack.name} is not active: {status.reason}"
+        for status in statuses
+        if status.state in ("unmet", "failed")
+    ]
 
 
 def _resolved(op: Any) -> Op | None:

@@ -178,7 +178,8 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     Routing and `explain` both ask here, so that what is explained is what happens.
     """
     if threads.is_off_here(override):
-        return Decline("switched off on this thread by opgraft.disabled", "disabled")
+        scope = threads.scope_of(override)
+        return Decline(f"switched off on this thread by {scope}", "disabled")
     obstacle = device.mixed(call) or _lazy_bits(call)
     if obstacle is not None:
         return Decline(obstacle, "rule")

@@ -96,12 +96,16 @@ def bypassing(op: Op) -> Iterator[None]:
 def scope(selector: Selector) -> Iterator[None]:
     """While this lasts, what `selector` matches is off for this thread and backwards it starts."""
     core = _core.in_use()
-    with core.Scope(selector.given()) if core is not None else _python_scope(selector):
+    with (
+        core.Scope(selector.given()) if core is not None else nullcontext(),
+        _known_scope(selector),
+    ):
         yield
 
 
 @contextmanager
-def _python_scope(selector: Selector) -> Iterator[None]:
+def _known_scope(selector: Selector) -> Iterator[None]:
+    """A scope for the Python router, and for telling which one it was."""
     outer = _scopes()
     stash(_SCOPE_KEY, (*outer, selector))
     try:
@@ -116,6 +120,12 @@ def is_off_here(override: Override) -> bool:
     if core is not None:
         return bool(core.Scope.is_off(override.identity))
     return any(selector.matches(override) for selector in _scopes())
+
+
+def scope_of(override: Override) -> str:
+    """The scope on this thread that has switched the override off, as it was written."""
+    scopes = (selector for selector in reversed(_scopes()) if selector.matches(override))
+    return f"opgraft.disabled({next(scopes, '')})"
 
 
 def stash(key: str, value: tuple[Any, ...]) -> None:
