@@ -261,6 +261,44 @@ def test_memory_is_never_handed_out() -> None:
             opgraft.explain(torch.relu, what)
 
 
+def test_kernels_of_other_libraries_do_not_run_either() -> None:
+    ran = []
+    library = torch.library.Library("opgraft_test_fronts", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: ran.append(1) or x * 2, "CompositeExplicitAutograd")
+    op = torch.ops.opgraft_test_fronts.twice
+    report = opgraft.explain(lambda x: torch.softmax(op(x), -1), X)
+    assert "opgraft_test_fronts::twice has no fake kernel" in report.notes[-1]
+    softmax = register("_softmax")
+    torch.library.register_fake("opgraft_test_fronts::twice", torch.empty_like, lib=library)
+    assert opgraft.explain(lambda x: torch.softmax(op(x), -1), X).winners == (softmax,)
+    assert not ran
+    library._destroy()
+
+
+def test_stand_ins_that_the_code_kept_are_said() -> None:
+    kept: list[torch.Tensor] = []
+    report = opgraft.explain(lambda x: kept.append(torch.softmax(x, -1)), X)
+    assert "the code kept stand-ins" in report.notes[-1]
+    with pytest.raises(GhostError, match="only imagines"):
+        kept[0].sin()
+    assert opgraft.explain(lambda x: torch.softmax(x, -1).sin(), X, backward=True).notes == (
+        "nothing that it returns requires grad: there is no backward",
+    )
+    x = X.clone().requires_grad_()
+    assert opgraft.explain(lambda x: torch.softmax(x, -1).sin(), x, backward=True).notes == ()
+
+
+def test_a_backward_that_raises_is_said() -> None:
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        y = torch.softmax(x, -1)
+        y.register_hook(lambda grad: 1 / 0)
+        return y
+
+    report = opgraft.explain(hooked, X.clone().requires_grad_(), backward=True)
+    assert "its backward raises ZeroDivisionError" in report.notes[-1]
+
+
 def test_an_error_of_the_callers_is_the_callers() -> None:
     with pytest.raises(TypeError, match="softmax"):
         opgraft.explain(torch.softmax, "no tensor", -1)

@@ -49,6 +49,12 @@ def explain_front(
             if not recorder.run_backward(result):
                 notes.append("nothing that it returns requires grad: there is no backward")
     notes += _why(function, args, kwargs, found) or [f"torch warns: {text}" for text in heard]
+    del result
+    if recorder.let_go():
+        notes.append(
+            "the code kept stand-ins for tensors in objects of its own, an optimizer's state or a "
+            "cache: make those anew before it runs"
+        )
     if recorder.stopped is not None:
         notes.append(f"followed up to here only: {recorder.stopped}. opgraft.trace() sees the rest")
     return Explanation(

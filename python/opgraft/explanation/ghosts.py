@@ -10,7 +10,9 @@ torch's own meta kernels say what comes out.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -96,8 +98,8 @@ class Ghost(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         raise GhostError(
-            f"{func} wants the values of a tensor that opgraft.explain only imagines; a condition "
-            "or a hook reads them. opgraft.trace() shows the real call"
+            f"{func} wants the values of a tensor that opgraft.explain only imagines: a condition, "
+            "a hook or another thread reads them"
         )
 
 
@@ -117,6 +119,7 @@ class Recorder(TorchDispatchMode):
         #: By id: a tensor has one ghost throughout; each keeps its tensor alive.
         self._ghosts: dict[int, Ghost] = {}
         self._of_meta: dict[int, Ghost] = {}
+        self._made: list[weakref.ref[Ghost]] = []
         #: By meta storage: where the memory begins that views share.
         self._addresses: dict[int, int] = {}
         self._seen: list[_Seen] = []
@@ -157,7 +160,12 @@ class Recorder(TorchDispatchMode):
             return False
         with _disable_current_modes():
             grads = [self._ghost_of_meta(torch.empty_like(_meta(t)), t.device) for t in ends]
-        self._run(lambda: torch.autograd.grad(ends, starts, grads, allow_unused=True))
+        try:
+            self._run(lambda: torch.autograd.grad(ends, starts, grads, allow_unused=True))
+        except (
+            Exception
+        ) as error:  # a hook's, or of a graph that has to be differentiated otherwise
+            self.stopped = f"its backward raises {type(error).__name__}: {error}"
         return True
 
     def _inputs(self) -> Iterator[tuple[Ghost, bool]]:
@@ -173,14 +181,25 @@ class Recorder(TorchDispatchMode):
         except Stopped as stopped:
             self.stopped = str(stopped)
             return None
-        except RuntimeError as error:
-            if not any(sign in str(error) for sign in _MEMORY_WANTED):
+        except (RuntimeError, GhostError) as error:
+            if not isinstance(error, GhostError) and not any(
+                sign in str(error) for sign in _MEMORY_WANTED
+            ):
                 raise
             self.stopped = f"it wants a tensor's memory ({str(error).splitlines()[0]})"
             return None
         finally:
             for seen in self._seen:
                 seen.put_back()
+
+    def let_go(self) -> int:
+        """Forget every ghost; returns how many somebody else has kept."""
+        self._ghosts.clear()
+        self._of_meta.clear()
+        self._seen.clear()
+        if any(ref() is not None for ref in self._made):
+            gc.collect()
+        return sum(ref() is not None for ref in self._made)
 
     def _imagined(self, values: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, self._argument, values)
@@ -249,9 +268,11 @@ class Recorder(TorchDispatchMode):
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if self._is_overridden(op, dispatch_key) or has(op.name, dispatch_key):
             return False
-        # Those of views make tensors themselves, which would be no ghosts.
+        # Those of views make tensors themselves, which would be no ghosts. Those of other libraries
+        # are what would run: for all that we know they launch kernels.
         is_view = op.overload.is_view or torch.Tag.inplace_view in op.overload.tags
-        return has(op.name, _EXPLICIT.name) and not is_view
+        is_atens = op.name.startswith("aten::")
+        return is_atens and not is_view and has(op.name, _EXPLICIT.name)
 
     def _look_into(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run a kernel that calls other ops, on ghosts; None where it does not come to an end."""
@@ -274,17 +295,20 @@ class Recorder(TorchDispatchMode):
 
     def _results(self, call: Call, args: Sequence[Any], kwargs: Any, where: torch.device) -> Any:
         """What the op returns, as its meta kernel says."""
-        tags = call.op.overload.tags
+        op, tags = call.op, call.op.overload.tags
         if torch.Tag.data_dependent_output in tags:
-            raise self._stop(f"{call.op.name} reads a tensor's values, and the rest depends on it")
+            raise self._stop(f"{op.name} reads a tensor's values, and the rest depends on it")
         if torch.Tag.dynamic_output_shape in tags:
-            raise self._stop(f"the shape of what {call.op.name} returns depends on values")
+            raise self._stop(f"the shape of what {op.name} returns depends on values")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not op.name.startswith("aten::") and not has(op.name, "Meta"):
+            raise self._stop(f"{op.name} has no fake kernel, which would say what it returns")
         # As given, not as bound: a Python number promotes as a number.
         args, kwargs = tuple(map(self._to_meta, args)), _values(kwargs, self._to_meta)
         try:
-            result = _META_KERNELS.get(call.op.name, call.op.overload)(*args, **kwargs)
+            result = _META_KERNELS.get(op.name, op.overload)(*args, **kwargs)
         except Exception as error:
-            raise self._stop(f"{call.op.name}: {type(error).__name__}: {error}") from error
+            raise self._stop(f"{op.name}: {type(error).__name__}: {error}") from error
         for tensor in pytree.tree_leaves(call.values):
             if isinstance(tensor, torch.Tensor):
                 self._follow_shape(tensor, call)
@@ -353,14 +377,18 @@ class Recorder(TorchDispatchMode):
             stands_for=tensor,
             base_address=address,
         )
-        self._of_meta[id(meta)] = ghost
+        self._keep(ghost)
         return ghost
 
     def _ghost_of_meta(self, meta: torch.Tensor, device: torch.device) -> Ghost:
         address = self._addresses.get(meta.untyped_storage()._cdata, 0)
         ghost = Ghost(meta, device, base_address=address)
-        self._of_meta[id(meta)] = ghost
+        self._keep(ghost)
         return ghost
+
+    def _keep(self, ghost: Ghost) -> None:
+        self._of_meta[id(ghost.meta)] = ghost
+        self._made.append(weakref.ref(ghost))
 
     def _to_ghost(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -32,7 +32,7 @@ class Outcome:
         seconds: wall time of routing and of what ran, on the host.
     """
 
-    # No dataclass: this is imported with registration, and making one takes a millisecond.
+    # No dataclass: this is imported with registration, and making one takes longer than the rest.
     __slots__ = ("error", "fell_back", "raised", "ran", "seconds")
 
     def __init__(
