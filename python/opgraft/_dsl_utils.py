@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opgraft.control import overrides
 from opgraft.dsl import Dsl
 from opgraft.errors import RegistrationError
 from opgraft.registration import register_op_override
-from opgraft.registry import Override
+from opgraft.registry import Override, Selector, registry
 
 
 def register(
@@ -43,5 +42,5 @@ def register(
 
 def deregister(dsl: Dsl) -> None:
     """Remove every override of `dsl`."""
-    for override in overrides(dsl=dsl.name):
+    for override in registry.overrides(Selector(dsl=dsl.name)):
         override.remove()

@@ -5,8 +5,8 @@ attribute store of an immutable tuple (`Chain.active`). Routers read that attrib
 so a call sees the chain before or after a change, never in between; nothing here ever touches the
 dispatcher.
 
-No dataclasses here, in `when` and in what else registering imports: Python compiles the methods of
-each when it is imported, which all in all took as long as the rest of that import.
+No dataclasses here, nor in what else `import torch` imports to load packs: the methods of each are
+compiled when it is imported. With named tuples that was half of the whole import.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from opgraft import counter, env
 from opgraft.errors import RegistrationError
@@ -25,14 +25,26 @@ OnError = Literal["raise", "fallback"]
 CompilePolicy = Literal["auto", "opaque", "inductor", "traceable"]
 
 
-class Selector(NamedTuple):
+class Selector:
     """Which overrides a rule or a query speaks of: those that match every keyword that is given."""
 
-    dsl: str | None = None
-    op: str | None = None
-    dispatch_key: str | None = None
-    pack: str | None = None
-    name: str | None = None
+    #: The keywords.
+    KEYS = ("dsl", "op", "dispatch_key", "pack", "name")
+
+    def __init__(
+        self,
+        *,
+        dsl: str | None = None,
+        op: str | None = None,
+        dispatch_key: str | None = None,
+        pack: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.dsl = dsl
+        self.op = op
+        self.dispatch_key = dispatch_key
+        self.pack = pack
+        self.name = name
 
     def matches(self, override: Override) -> bool:
         return all(getattr(override, key) == value for key, value in self.given().items())
@@ -42,18 +54,19 @@ class Selector(NamedTuple):
         return self.given().items() <= other.given().items()
 
     def given(self) -> dict[str, str]:
-        return {key: value for key, value in self._asdict().items() if value is not None}
+        return {key: value for key, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in self.given().items())
 
 
-class Rule(NamedTuple):
+class Rule:
     """An `enable` or `disable` with its selector; the last rule that matches an override wins."""
 
-    enables: bool
-    selector: Selector
-    origin: str = ""
+    def __init__(self, enables: bool, selector: Selector, origin: str = "") -> None:
+        self.enables = enables
+        self.selector = selector
+        self.origin = origin
 
     def __str__(self) -> str:
         verb = "enable" if self.enables else "disable"
@@ -120,7 +133,7 @@ class Override:
     @property
     def identity(self) -> dict[str, str | None]:
         """What selectors compare."""
-        return {key: getattr(self, key) for key in Selector._fields}
+        return {key: getattr(self, key) for key in Selector.KEYS}
 
     @property
     def hits(self) -> int:

@@ -6,13 +6,12 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from opgraft.errors import RegistrationError
-from opgraft.wrapped_number import wrapped_number
 
 #: Dense backends: the keys at which a native kernel lives below autograd and autocast. An override
 #: belongs there, because everything above (derivatives, casting, functorch) then goes on working.
@@ -22,16 +21,39 @@ BACKEND_KEYS = (
 )
 
 
-class Argument(NamedTuple):
-    """One argument of an op's schema."""
+class Argument:
+    """One argument of an op's schema.
 
-    name: str
-    kind: str  #: the schema's type, such as `"Tensor"`, `"Optional[Tensor]"`, `"List[int]"`
-    keyword_only: bool
-    required: bool
-    default: Any
-    written: bool  #: the op writes to it (`Tensor(a!)`)
-    list_size: int  #: of a list that a single number is repeated for (`int[2]`); 0 for no list
+    Attributes:
+        name: what the schema calls it.
+        kind: the schema's type, such as `"Tensor"`, `"Optional[Tensor]"`, `"List[int]"`.
+        keyword_only: whether it is given by name.
+        required: whether it has no default.
+        default: the default, in Python's types; None where there is none.
+        written: whether the op writes to it (`Tensor(a!)`).
+        list_size: of a list that a single number is repeated for (`int[2]`); 0 for no list.
+    """
+
+    __slots__ = ("default", "keyword_only", "kind", "list_size", "name", "required", "written")
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        *,
+        keyword_only: bool,
+        required: bool,
+        default: Any,
+        written: bool,
+        list_size: int,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.keyword_only = keyword_only
+        self.required = required
+        self.default = default
+        self.written = written
+        self.list_size = list_size
 
     @property
     def is_tensor(self) -> bool:
@@ -206,6 +228,8 @@ def _as_dispatched(argument: Argument, value: Any) -> Any:
     if not isinstance(value, (bool, int, float, complex)):
         return value
     if argument.is_tensor:
+        from opgraft.wrapped_number import wrapped_number
+
         return wrapped_number(value)
     return [value] * argument.list_size if argument.list_size else value
 
