@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+# Before torch is imported: packs that are installed would take part in what is measured as native.
+# A benchmark loads what it measures.
+os.environ["OPGRAFT_PACKS"] = "none"
 
 import torch
 
@@ -49,3 +54,13 @@ def save(
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    name = next(names, platform.machine())
+    return name.replace("(R)", "").replace("(TM)", "").replace("@", "at")

@@ -29,7 +29,6 @@ import importlib.util
 import itertools
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 import warnings
@@ -570,16 +569,6 @@ def records(measured: Measured) -> list[dict[str, Any]]:
     return found
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    name = next(names, platform.machine())
-    return name.replace("(R)", "").replace("(TM)", "").replace("@", "at")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--smoke", action="store_true", help="one short round, nothing is saved")
@@ -600,7 +589,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_rows(goals)
     if not options.smoke:
         path = _common.save(
-            "router", cpu_name(), records(measured), goals=[row._asdict() for row in goals]
+            "router", _common.cpu_name(), records(measured), goals=[row._asdict() for row in goals]
         )
         print("written to", path)
 

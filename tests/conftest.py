@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import filelock
 import pytest
+
+# Before torch is imported: packs that are installed here would be active in every test. The tests
+# that are about activation start programs of their own.
+os.environ["OPGRAFT_PACKS"] = "none"
+
 import torch
 
 # Before Triton is first imported: without a GPU its kernels run in its interpreter, at the CPU key.
@@ -14,6 +21,8 @@ if not torch.cuda.is_available():
 for variable in ("OPGRAFT_DISABLE", "OPGRAFT_STRICT", "OPGRAFT_LOG"):
     os.environ.pop(variable, None)
 
+from benchmarks import _environment
+from benchmarks._environment import Environment
 from opgraft.registry import registry
 
 
@@ -32,6 +41,28 @@ def clean_registry() -> Iterator[None]:
     registry.reset()
     yield
     registry.reset()
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The wheels of opgraft and opgraft-kernels, built once for all processes that run tests."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one of several, whose folder is in the shared one
+        shared = shared.parent
+    with filelock.FileLock(shared / "wheels.lock"):
+        return _environment.wheels(shared / "built")
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Environment:
+    """A virtual environment with both installed. Tests leave it as it is."""
+    return _environment.with_opgraft(tmp_path_factory.mktemp("environment") / "venv", wheels)
+
+
+@pytest.fixture
+def own_environment(tmp_path: Path, wheels: list[Path]) -> Environment:
+    """A virtual environment with both installed, for one test to change."""
+    return _environment.with_opgraft(tmp_path / "venv", wheels)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

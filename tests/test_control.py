@@ -11,7 +11,7 @@ import torch
 
 import opgraft
 from opgraft import RegistrationError
-from opgraft.packs import _owning
+from opgraft.packs import owning
 from opgraft.registry import registry
 from tests import ops
 
@@ -157,9 +157,9 @@ def test_native_bypasses_every_override_of_the_op_and_keeps_its_derivative() -> 
 
 def test_overrides_are_listed_in_order_and_filtered() -> None:
     user = softmax_override(name="mine", dsl="a")
-    with _owning("zeta"):
+    with owning("zeta"):
         zeta = softmax_override(name="z", dsl="a")
-    with _owning("alpha"):
+    with owning("alpha"):
         alpha = softmax_override(name="y", dsl="b")
         urgent = softmax_override(name="x", priority=1)
     assert opgraft.overrides(op="aten::_softmax") == [user, urgent, alpha, zeta]
@@ -169,7 +169,7 @@ def test_overrides_are_listed_in_order_and_filtered() -> None:
 
 
 def test_what_a_pack_registers_belongs_to_it_and_falls_back() -> None:
-    with _owning("norms"):
+    with owning("norms"):
         of_pack = softmax_override()
     own = softmax_override()
     assert (of_pack.pack, of_pack.on_error) == ("norms", "fallback")

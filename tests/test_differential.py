@@ -389,7 +389,7 @@ class Machine:
         if step.pack is None:
             self.overrides.append(opgraft.register_op_override(*args, **keywords))
             return
-        with packs._owning(step.pack):
+        with packs.owning(step.pack):
             self.overrides.append(opgraft.register_op_override(*args, **keywords))
 
     def call(self, step: Call) -> None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import opgraft
 from opgraft import when
-from opgraft.packs import _owning
+from opgraft.packs import owning
 from tests import ops
 
 X = torch.randn(4, 8)
@@ -34,7 +34,7 @@ def test_nothing_runs_and_nothing_is_counted() -> None:
 
 
 def test_the_whole_chain_in_order_with_a_verdict_each() -> None:
-    with _owning("norms"):
+    with owning("norms"):
         pack = register(name="pack", dsl="triton")
     disabled = register(name="off", dsl="mine")
     opgraft.disable(dsl="mine")

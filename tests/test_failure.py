@@ -10,7 +10,7 @@ import torch
 
 import opgraft
 from opgraft import OverrideWarning
-from opgraft.packs import _owning
+from opgraft.packs import owning
 from tests import ops
 
 
@@ -65,7 +65,7 @@ def test_another_signature_is_tried_again() -> None:
 
 
 def test_fallback_is_the_default_for_packs() -> None:
-    with _owning("norms"):
+    with owning("norms"):
         override = opgraft.register_op_override(
             "aten", "_softmax", "CPU", Broken(ValueError("x")), unconditional_override=True
         )

@@ -660,7 +660,7 @@ def test_filters_intersect() -> None:
 def test_a_pack_that_is_loaded_again_replaces_its_own_beside_a_namesake_of_the_user() -> None:
     mine = on_softmax(name="fast", cond=when.ndim("self") == 1)
     for _ in range(3):
-        with packs._owning("some-pack"):
+        with packs.owning("some-pack"):
             on_softmax(name="fast", cond=when.ndim("self") == 2)
     assert [override.pack for override in opgraft.overrides()] == [None, "some-pack"]
     torch.softmax(torch.ones(2, 2), -1)

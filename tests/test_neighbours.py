@@ -56,7 +56,8 @@ def third_party(op: str, **options: Any) -> Iterator[list[int]]:
 
 
 def of(op: str) -> opgraft.explanation.Neighbours:
-    (found,) = [each for each in neighbours() if each.op == f"aten::{op}"]
+    address = (f"aten::{op}", "CPU")
+    (found,) = [each for each in neighbours() if (each.op, each.dispatch_key) == address]
     return found
 
 

@@ -394,7 +394,7 @@ def register(plan: Plan, index: int, ran: list[int]) -> opgraft.Override:
     args = ("aten", "native_layer_norm", "CPU", impl)
     if plan.pack is None:
         return opgraft.register_op_override(*args, **keywords)
-    with packs._owning(plan.pack):
+    with packs.owning(plan.pack):
         return opgraft.register_op_override(*args, **keywords)
 
 

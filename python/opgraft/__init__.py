@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from opgraft import env
+
 if TYPE_CHECKING:
     from opgraft import cutedsl_utils, packs, triton_utils, when
     from opgraft.control import disable, disabled, enable, native, overrides
@@ -79,10 +81,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+env.configure_logging()
 # Last, and here: torch activates packs at the end of its own import, and these import opgraft. They
 # must find it whole, whichever of the two a program imports first.
-import torch  # noqa: E402, F401
-
-from opgraft import env  # noqa: E402
-
-env.configure_logging()
+importlib.import_module("torch")

@@ -2,6 +2,8 @@
 
 `OPGRAFT_DISABLE`  `1`: nothing is installed at all; or a list of what starts disabled:
                    `triton,aten::bmm,pack:NAME`.
+`OPGRAFT_PACKS`    which packs `import torch` activates: `opgraft-kernels,mine`; `none` or an empty
+                   value: none of them; not set: every pack that is installed.
 `OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
 `OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
@@ -41,6 +43,25 @@ def _selector(word: str) -> dict[str, str]:
     if word.startswith("pack:"):
         return {"pack": word.removeprefix("pack:")}
     return {"op": word.removesuffix(".default")} if "::" in word else {"dsl": word}
+
+
+def packs() -> frozenset[str] | None:
+    """The packs that `OPGRAFT_PACKS` names; None where it is not set: all of them.
+
+    >>> import os
+    >>> os.environ["OPGRAFT_PACKS"] = "opgraft-kernels, mine"
+    >>> sorted(packs())
+    ['mine', 'opgraft-kernels']
+    >>> os.environ["OPGRAFT_PACKS"] = "none"
+    >>> packs()
+    frozenset()
+    >>> del os.environ["OPGRAFT_PACKS"]
+    """
+    value = os.environ.get("OPGRAFT_PACKS")
+    if value is None:
+        return None
+    names = {word.strip() for word in value.split(",")} - {""}
+    return frozenset(names - {"none"})
 
 
 def wants_python_router() -> bool:

@@ -95,7 +95,8 @@ def register_op_override(
     takes_keyset = cond is None and not unconditional_override
     check_accepts(impl, op, what="impl", leading=["DispatchKeySet"] if takes_keyset else [])
     _check_condition(cond, op, unconditional_override)
-    pack = packs.loading()
+    owner = packs.owner()
+    pack = owner.name if owner else None
     on_error = on_error or ("fallback" if pack else "raise")
     _check_choice("on_error", on_error, OnError)
     _check_choice("compile", compile, CompilePolicy)
@@ -117,7 +118,7 @@ def register_op_override(
         on_error=on_error,
         compile=compile,
         launch_plan=launch_plan,
-        unavailable=_unavailable(dsl),
+        unavailable=_unavailable(dsl, owner),
     )
     _install(override, replace=name is not None)
     return override
@@ -180,6 +181,10 @@ def _default_name(impl: Callable[..., Any]) -> str:
     return f"{module}.{getattr(impl, '__qualname__', type(impl).__qualname__)}"
 
 
-def _unavailable(dsl: str | None) -> str | None:
-    known = dsls.find(dsl) if dsl else None
-    return known.missing() if known else None
+def _unavailable(dsl: str | None, owner: packs.Owner | None) -> str | None:
+    """Why overrides of a DSL cannot run here: it is not there, or not as the pack needs it."""
+    if dsl is None:
+        return None
+    known = dsls.find(dsl)
+    missing = known.missing() if known else None
+    return missing or (owner.missing(dsl) if owner else None)

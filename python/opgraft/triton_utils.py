@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from opgraft import _dsl_utils
@@ -10,6 +11,7 @@ from opgraft.registry import Override
 
 __all__ = [
     "deregister_op_overrides",
+    "interpreted",
     "register_op_override",
     "runtime_available",
     "runtime_version",
@@ -46,6 +48,19 @@ def register_op_override(
 def runtime_available() -> bool:
     """Whether Triton is installed, found without importing it."""
     return TRITON.available()
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU: `TRITON_INTERPRET=1`.
+
+    A pack then registers at the `CPU` key, to be tried out where there is no GPU. Asking Triton
+    itself would import it.
+
+    >>> isinstance(interpreted(), bool)
+    True
+    """
+    # Triton's own words for it.
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def runtime_version() -> str | None:

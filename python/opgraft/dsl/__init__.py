@@ -8,14 +8,13 @@ meet silently turns every override off; packs state the range that they need the
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 
-__all__ = ["CUTEDSL", "TRITON", "Dsl", "find"]
+from opgraft import _metadata
+
+__all__ = ["CUTEDSL", "KNOWN", "TRITON", "Dsl", "find"]
 
 
-@dataclass(frozen=True)
 class Dsl:
     """A kernel language that is distributed as Python packages.
 
@@ -26,10 +25,13 @@ class Dsl:
         install: what to tell a user who lacks it.
     """
 
-    name: str
-    modules: tuple[str, ...]
-    distributions: tuple[str, ...]
-    install: str
+    def __init__(
+        self, *, name: str, modules: tuple[str, ...], distributions: tuple[str, ...], install: str
+    ) -> None:
+        self.name = name
+        self.modules = modules
+        self.distributions = distributions
+        self.install = install
 
     def missing(self) -> str | None:
         """Why it cannot be used here, with what to do about it; None where it can."""
@@ -43,7 +45,9 @@ class Dsl:
 
     def version(self) -> str | None:
         """The installed version; None where it is missing or was installed without metadata."""
-        return _version(self.distributions) if self.available() else None
+        if not self.available():
+            return None
+        return next(filter(None, map(_metadata.version, self.distributions)), None)
 
 
 TRITON = Dsl(
@@ -60,7 +64,7 @@ CUTEDSL = Dsl(
     install="pip install 'opgraft[cutedsl]'",
 )
 
-_KNOWN = {dsl.name: dsl for dsl in (TRITON, CUTEDSL)}
+KNOWN = (TRITON, CUTEDSL)
 
 
 def find(name: str) -> Dsl | None:
@@ -69,7 +73,7 @@ def find(name: str) -> Dsl | None:
     >>> find("triton").name
     'triton'
     """
-    return _KNOWN.get(name)
+    return next((dsl for dsl in KNOWN if dsl.name == name), None)
 
 
 @cache
@@ -78,13 +82,3 @@ def _is_importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # a half-installed package, or a module without a spec
         return False
-
-
-@cache
-def _version(distributions: tuple[str, ...]) -> str | None:
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None

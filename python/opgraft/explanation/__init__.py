@@ -88,10 +88,9 @@ def _explain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], backward: b
 
 def _about_packs() -> list[str]:
     """Packs that would have had a say, but are not active: what they need is not here."""
-    statuses: list[Any] = getattr(packs, "statuses", list)()
     return [
         f"pack {status.pack.name} is not active: {status.reason}"
-        for status in statuses
+        for status in packs.statuses()
         if status.state in ("unmet", "failed")
     ]
 

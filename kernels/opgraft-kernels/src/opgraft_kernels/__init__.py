@@ -1,15 +1,15 @@
 """The first-party kernels of opgraft: PyTorch's own ops in Triton, where that is faster.
 
-`pip install opgraft-kernels` and `opgraft.packs.load("opgraft-kernels")`, or call :func:`register`.
-Importing and registering import no DSL; a kernel's first call does.
+`pip install opgraft-kernels` is enough: `import torch` then calls :func:`register`. Importing and
+registering import no DSL; a kernel's first call does.
 """
 
 from __future__ import annotations
 
-import os
+from typing import TYPE_CHECKING
 
-from opgraft import Override
-from opgraft_kernels.rms_norm import overrides as rms_norm
+if TYPE_CHECKING:
+    from opgraft import Override
 
 __all__ = ["register"]
 
@@ -29,9 +29,9 @@ def register() -> list[Override]:
     >>> for override in overrides:
     ...     override.remove()
     """
-    return rms_norm.register("CPU" if _interprets() else "CUDA")
+    # Here, not above: these import torch, which calls this function, and must find it whole also
+    # where a program imports this module before torch.
+    from opgraft import triton_utils
+    from opgraft_kernels.rms_norm import overrides as rms_norm
 
-
-def _interprets() -> bool:
-    # Triton's own variable and words; asking Triton would import it.
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+    return rms_norm.register("CPU" if triton_utils.interpreted() else "CUDA")

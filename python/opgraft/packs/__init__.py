@@ -1,0 +1,25 @@
+"""Packs: distributions that bring overrides, found by entry point.
+
+A pack declares an entry point in the group `opgraft.packs`; its value is a function that takes
+nothing and registers through the public API. What it registers belongs to the pack: it comes after
+the user's own overrides and falls back to the native kernel when it fails.
+
+`import torch` activates every pack that is installed (:mod:`opgraft._autoload`); `OPGRAFT_PACKS`
+says which.
+"""
+
+from opgraft.packs.discovery import GROUP, Pack, installed
+from opgraft.packs.loading import Owner, Status, activate, load, owner, owning, statuses
+
+__all__ = [
+    "GROUP",
+    "Owner",
+    "Pack",
+    "Status",
+    "activate",
+    "installed",
+    "load",
+    "owner",
+    "owning",
+    "statuses",
+]
