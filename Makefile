@@ -79,7 +79,8 @@ $(STAMPS)/torch: $(STAMPS)/venv
 
 # The Triton that each torch was released with; it has no builds outside Linux.
 $(STAMPS)/tools: $(STAMPS)/torch
-	@$(PY) -c 'import numpy, rich' 2>/dev/null || { echo "== installing numpy and rich"; $(PIP) numpy rich; }
+	@$(PY) -c 'import click, numpy, packaging, rich' 2>/dev/null \
+		|| { echo "== installing click, numpy, packaging and rich"; $(PIP) click numpy packaging rich; }
 	@$(PY) -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
 		|| { echo "== installing setuptools"; $(PIP) 'setuptools>=77'; }
 	@if [ "$$(uname -s)" = Linux ] && ! $(PY) -c 'import triton' 2>/dev/null; then \
@@ -106,7 +107,8 @@ $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/bench: $(STAMPS)/install
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info python/*.egg-info kernels/*/build kernels/*/src/*.egg-info $(STAMPS)
+	rm -rf build dist *.egg-info python/*.egg-info kernels/*/build kernels/*/src/*.egg-info \
+		examples/*/build examples/*/*.egg-info $(STAMPS)
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache python/opgraft/*.so
 	find python kernels tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 

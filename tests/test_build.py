@@ -286,7 +286,7 @@ def test_a_build_waits_for_another(tmp_path: Path, capsys: pytest.CaptureFixture
     thread.start()
     held.wait(10)
     threading.Timer(0.2, free.set).start()
-    with cli._lock(tmp_path / "core.lock"):
+    with cli.build._lock(tmp_path / "core.lock"):
         assert free.is_set()
     thread.join()
     assert "waiting for another process" in capsys.readouterr().out

@@ -791,6 +791,26 @@ def _condition(part: object) -> Condition:
     )
 
 
+def part_against_capability(condition: Condition, capability: tuple[int, int]) -> Condition | None:
+    """The part of a condition that holds for no tensor on a device of that compute capability.
+
+    Looks at the parts that must all hold; None where none of them rules the device out.
+
+    >>> part_against_capability((device_capability("x") >= (9, 0)) & (ndim("x") == 2), (8, 6))
+    when.device_capability('x') >= (9, 0)
+    """
+    for part in _parts(_All, condition):
+        if (
+            isinstance(part, _Comparison)
+            and isinstance(part.left, _TensorNumber)
+            and part.left.function == "device_capability"
+            and isinstance(part.right, _Constant)
+            and not _COMPARISONS[part.symbol](capability, part.right.constant)
+        ):
+            return part
+    return None
+
+
 # ------------------------------------------------------------------ the vocabulary
 
 

@@ -1,21 +1,20 @@
-"""The `opgraft` command: `opgraft build` compiles the core for the torch that is installed."""
+"""`opgraft build`: compiles the core for the torch that is installed."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
+import click
 import torch
 
 from opgraft import _build, _cache, _core
-
-__all__ = ["build", "main"]
+from opgraft.cli import output
 
 # In a process of its own: a core cannot be unloaded, and one that is broken may take it down.
 _TRIAL = """
@@ -27,29 +26,29 @@ spec.loader.exec_module(module)
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="opgraft", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "build",
-        help="compile the core for the torch that is installed",
-        description="Compile the core for the torch that is installed, into a cache that only "
-        "this user can write to: OPGRAFT_CACHE, or ~/.cache/opgraft. CXX, CXXFLAGS, LDFLAGS and "
-        "MAX_JOBS are heeded.",
-    )
-    command.add_argument("--force", action="store_true", help="even where there is one already")
-    options = parser.parse_args(arguments)
+@click.command("build")
+@click.option("--force", is_flag=True, help="Even where there is one already.")
+@output.json_option
+def command(force: bool, as_json: bool) -> None:
+    """Compile the core for the torch that is installed.
+
+    It goes into a cache that only this user can write to: OPGRAFT_CACHE, or ~/.cache/opgraft. CXX,
+    CXXFLAGS, LDFLAGS and MAX_JOBS are heeded.
+    """
     try:
-        build(force=options.force)
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            path = build(force=force)
     except (_build.BuildError, OSError) as error:
-        print(f"opgraft: the core cannot be built: {error}", file=sys.stderr)
-        return 1
-    return 0
+        raise click.ClickException(f"the core cannot be built: {error}") from error
+    if as_json:
+        output.print_json({"torch": str(torch.__version__), "core": str(path)})
 
 
-def build(*, force: bool = False) -> None:
+def build(*, force: bool = False) -> Path:
     """Compile the core for the running torch into the cache, unless there is one that fits.
+
+    Returns:
+        The core's file.
 
     Raises:
         BuildError: it cannot be compiled here.
@@ -57,7 +56,7 @@ def build(*, force: bool = False) -> None:
     status = _core.status()
     if status.built and not force:
         print(f"opgraft: nothing to do, there is one: {status}")
-        return
+        return Path(str(getattr(_core.load(), "__file__", "")))
     target = _cache.place(torch.__version__)
     root = target.parent.parent
     replaces = target.is_file()  # what is there is not used, or is not wanted
@@ -69,6 +68,7 @@ def build(*, force: bool = False) -> None:
             if replaces or not target.is_file():
                 _build_into(target)
     print(f"opgraft: the core for torch {torch.__version__} is {target}")
+    return target
 
 
 def _build_into(target: Path) -> None:

@@ -1,0 +1,330 @@
+"""`opgraft doctor`: is what is installed here doing its work, and if not, why and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import runpy
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import click
+import torch
+
+from opgraft import _cache, env, packs
+from opgraft import dsl as dsls
+from opgraft.cli import facts, output
+from opgraft.control import overrides
+from opgraft.explanation import Neighbours, neighbours
+from opgraft.registry import Override, registry
+from opgraft.schema import resolve
+
+Level = Literal["ok", "note", "problem"]
+
+_MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+#: Environment variables that change what opgraft and the DSLs do.
+_VARIABLES = ("OPGRAFT_", "TRITON_", "CUTE_DSL_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_VISIBLE")
+
+
+class Check(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        topic: what was looked at.
+        level: `"ok"`; `"note"`: as it is meant to be, or nothing to be done; `"problem"`: something
+            that is installed does not work.
+        text: what was found.
+        mend: what to do about it.
+    """
+
+    topic: str
+    level: Level
+    text: str
+    mend: str = ""
+
+
+@click.command("doctor")
+@output.json_option
+def command(as_json: bool) -> int:
+    """Check torch, the DSLs, the GPU, the core, the packs, caches and neighbours.
+
+    The exit status is 0 where everything that is installed works, and 1 where something does not.
+    """
+    checks = list(examine())
+    healthy = all(check.level != "problem" for check in checks)
+    if as_json:
+        found = [check._asdict() for check in checks]
+        output.print_json({"healthy": healthy, "versions": facts.versions(), "checks": found})
+    else:
+        rows = [[c.topic, _MARKS[c.level], c.text, c.mend] for c in checks]
+        console = output.console()
+        console.print(output.table("opgraft doctor", ["", "", "found", "what to do"], rows))
+        count = sum(check.level == "problem" for check in checks)
+        console.print("Everything that is installed works." if healthy else f"{count} problem(s).")
+    return 0 if healthy else 1
+
+
+def examine() -> Iterator[Check]:
+    """Everything that `opgraft doctor` looks at, in the order in which it says it."""
+    yield from _torch()
+    yield from _compiled_core()
+    yield from _gpus()
+    yield from _activation()
+    yield from _packs()
+    yield from _overrides()
+    yield from _dsls()
+    yield from _neighbours()
+    yield from _caches()
+    yield from _environment()
+
+
+def _torch() -> Iterator[Check]:
+    found = facts.versions()
+    text = f"torch {torch.__version__}, opgraft {found['opgraft']}, Python {sys.version.split()[0]}"
+    text += f" on {platform.system()} {platform.machine()}"
+    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+    if old:
+        yield Check("torch", "problem", text, "opgraft needs torch 2.11 or newer")
+    else:
+        yield Check("torch", "ok", text)
+
+
+def _compiled_core() -> Iterator[Check]:
+    core = facts.core()
+    if env.wants_python_router():
+        yield Check("core", "note", "calls are routed in Python: OPGRAFT_ROUTER=python")
+    elif core["built"]:
+        yield Check("core", "ok", f"compiled: {core['file']}")
+    else:
+        text = f"none, so that packs are not activated: {core['reason']}"
+        yield Check("core", "problem", text, "opgraft build")
+
+
+def _gpus() -> Iterator[Check]:
+    if torch.version.hip:
+        yield Check("GPU", "note", f"ROCm {torch.version.hip}: CUDA capabilities do not apply")
+    elif torch.version.cuda is None:
+        yield Check("GPU", "note", "none for this torch: it is a build without CUDA")
+    elif not torch.cuda.is_available():
+        text = f"none that torch, built for CUDA {torch.version.cuda}, can use: {_why_no_cuda()}"
+        yield Check("GPU", "note", text)
+    else:
+        names = [
+            f"{torch.cuda.get_device_name(index)} (compute capability {major}.{minor})"
+            for index, (major, minor) in enumerate(facts.capabilities())
+        ]
+        text = f"{', '.join(names)}; torch is built for CUDA {torch.version.cuda}"
+        yield Check("GPU", "ok", text)
+
+
+def _why_no_cuda() -> str:
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "no device is visible"
+
+
+# ------------------------------------------------------------------ packs and overrides
+
+
+def _activation() -> Iterator[Check]:
+    """Whether `import torch` activates packs."""
+    entries = metadata.entry_points(group="torch.backends")
+    if env.installs_nothing():
+        yield Check("activation", "note", "nothing is installed at all: OPGRAFT_DISABLE=1")
+    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        text = "import torch activates no pack: TORCH_DEVICE_BACKEND_AUTOLOAD switches it off"
+        yield Check("activation", "note", text)
+    elif not any(entry.value.startswith("opgraft.") for entry in entries):
+        text = "import torch activates no pack: opgraft has no metadata, as in a bare source tree"
+        yield Check("activation", "problem", text, "install it with pip")
+    elif (wanted := env.packs()) is not None:
+        names = ", ".join(sorted(wanted)) or "none"
+        yield Check("activation", "note", f"import torch activates by OPGRAFT_PACKS: {names}")
+    else:
+        yield Check("activation", "ok", "import torch activates every pack that is installed")
+    unknown = sorted(set(env.packs() or ()) - set(packs.installed()))
+    if unknown:
+        text = f"OPGRAFT_PACKS names what is not installed: {', '.join(unknown)}"
+        yield Check("activation", "problem", text, "opgraft list shows the packs' names")
+
+
+def _packs() -> Iterator[Check]:
+    statuses = packs.statuses()
+    if not statuses:
+        yield Check("packs", "note", "none is installed", "pip install opgraft-kernels")
+    for status in statuses:
+        pack, about = status.pack, f"{status.pack.name} {status.pack.version}"
+        if status.state == "active":
+            count = len(overrides(pack=pack.name))
+            yield Check("packs", "ok", f"{about}: active, {count} overrides")
+        elif status.state == "inactive":
+            yield Check("packs", "note", f"{about}: not active: {status.reason}")
+        elif status.state == "unmet":
+            mend = f"install what it needs, or another version of {pack.distribution}"
+            yield Check("packs", "problem", f"{about}: left out: {status.reason}", mend)
+        else:
+            mend = f"report it to {pack.distribution}'s authors, or pip uninstall it"
+            yield Check("packs", "problem", f"{about}: failed: {status.reason}", mend)
+
+
+def _overrides() -> Iterator[Check]:
+    """What is registered and can never run here, by reason."""
+    missing, off, away = defaultdict(list), defaultdict(list), defaultdict(list)
+    for override in overrides():
+        if override.unavailable is not None:
+            missing[override.unavailable].append(override)
+        elif (reason := override.why_off()) is not None:
+            off[reason].append(override)
+        elif (reason := facts.out_of_reach(override)) is not None:
+            away[reason].append(override)
+    for reason, those in missing.items():
+        yield Check("overrides", "problem", f"{_names(those)}: {reason}")
+    for reason, those in (*off.items(), *away.items()):
+        yield Check("overrides", "note", f"{_names(those)}: {reason}")
+    reachable = [o for o in overrides() if o.enabled and facts.out_of_reach(o) is None]
+    if reachable:
+        yield Check("overrides", "ok", f"calls can reach {_names(reachable)}")
+
+
+def _names(those: Iterable[Override]) -> str:
+    return ", ".join(f"{override.name} ({override.op})" for override in those)
+
+
+# ------------------------------------------------------------------ DSLs
+
+# In processes of their own: a DSL that is broken may take the process down with it.
+_TRIALS = {
+    "triton": """
+import triton
+try:
+    cache = triton.knobs.cache.dir
+except AttributeError:
+    cache = None
+print(json.dumps({"cache": cache}))
+""",
+    "cutedsl": """
+import cutlass, cutlass.cute, tvm_ffi
+print(json.dumps({}))
+""",
+}
+
+
+def _dsls() -> Iterator[Check]:
+    for dsl in dsls.KNOWN:
+        needed = any(override.dsl == dsl.name for override in overrides())
+        if dsl.available():
+            problem = _trial(dsl.name)[1]
+            text = f"{dsl.name} {dsl.version() or 'of an unknown version'}"
+            if problem:
+                level: Level = "problem" if needed else "note"
+                yield Check("DSL", level, f"{text} cannot be imported: {problem}", dsl.install)
+            else:
+                yield Check("DSL", "ok", f"{text} can be imported")
+        elif not needed:  # else it is told with the overrides that miss it
+            yield Check("DSL", "note", f"{dsl.name} is not installed; no override needs it")
+
+
+@cache
+def _trial(dsl: str) -> tuple[dict[str, Any], str]:
+    """What a DSL says about itself, and why it cannot be imported (empty where it can)."""
+    command = [sys.executable, "-c", "import json\n" + _TRIALS[dsl]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        return {}, "importing it takes more than two minutes"
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
+        return {}, last[0]
+    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return said, ""
+
+
+# ------------------------------------------------------------------ who else is there
+
+
+def _neighbours() -> Iterator[Check]:
+    """Kernels of others at an op and key that has overrides of ours."""
+    alone = True
+    for each in neighbours():
+        chain = registry.find(resolve(each.op), each.dispatch_key)
+        if chain is None or not chain.members:
+            continue
+        for note in each.notes():
+            alone = False
+            level, mend = _weigh(each, note)
+            yield Check("neighbours", level, f"{each.op} at {each.dispatch_key}: {note}", mend)
+    if alone and overrides():
+        yield Check("neighbours", "ok", "no kernel but PyTorch's where the overrides are")
+
+
+def _weigh(neighbours: Neighbours, note: str) -> tuple[Level, str]:
+    """Whether a note on neighbours is a problem, and what to do about it."""
+    owners = {kernel.owner for kernel in neighbours.above}
+    if not note.startswith("shadowed"):
+        return "note", ""
+    if owners <= {"torch._native"}:  # which hands on what it does not take
+        return "note", "TORCH_DISABLE_NATIVE_JIT=1 keeps torch._native's kernels out"
+    mend = "register it before the first override of that op, or see that it hands calls on"
+    return "problem", mend
+
+
+# ------------------------------------------------------------------ caches
+
+
+def _caches() -> Iterator[Check]:
+    path, refused = _cache.find(torch.__version__)
+    root = _cache.root()
+    cores = sorted(each.name for each in root.glob("_C_torch*/") if each.is_dir())
+    if refused:
+        yield Check("caches", "problem", refused)
+    elif path is not None:
+        yield Check("caches", "ok", f"cores: {root}, where only you and root can write")
+    elif cores:
+        text = f"cores: {root} has none for this torch, Python and version of opgraft"
+        yield Check("caches", "note", f"{text}, but {', '.join(cores)}")
+    else:
+        yield Check("caches", "note", f"cores: {root} has none; one that was installed needs none")
+    for name, place in _dsl_caches():
+        if not place.is_dir():
+            yield Check("caches", "note", f"{name}: {place}, not there yet")
+        elif reason := _cache.distrust(place):
+            text = f"{name}: {place} holds code that {name} runs, and others could have written it"
+            yield Check("caches", "problem", f"{text}: {reason}")
+        else:
+            yield Check("caches", "ok", f"{name}: {place}, where only you and root can write")
+
+
+def _dsl_caches() -> Iterator[tuple[str, Path]]:
+    if dsls.TRITON.available():
+        cache = _trial("triton")[0].get("cache")
+        if cache:
+            yield "triton", Path(cache).expanduser()
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _default_inductor_cache()
+    if inductor:
+        yield "inductor", Path(inductor).absolute()
+
+
+def _default_inductor_cache() -> str | None:
+    # By the file, which needs nothing else: importing Inductor takes seconds. Not its `cache_dir`,
+    # which makes the folder.
+    file = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
+    try:
+        place: str = runpy.run_path(str(file))["default_cache_dir"]()
+    except Exception:  # a torch that has it elsewhere
+        return None
+    return place
+
+
+def _environment() -> Iterator[Check]:
+    found = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)]
+    if found:
+        yield Check("environment", "note", ", ".join(found))

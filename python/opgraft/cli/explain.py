@@ -1,0 +1,131 @@
+"""`opgraft explain`: which override would take a call, and why the others would not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+import opgraft
+from opgraft.cli import facts, output
+from opgraft.cli.arguments import ArgumentError, Given, Options, arguments, called_with, show
+from opgraft.schema import resolve
+
+
+@click.command("explain")
+@click.argument("op")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    metavar="8192x4096[:DTYPE]",
+    help="Of a tensor; repeated, of the op's tensors in their order.",
+)
+@click.option(
+    "--arg",
+    "named",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any argument: a number, a list, a tensor's shape, none.",
+)
+@click.option("--dtype", default="float32", show_default=True, help="Of tensors that say none.")
+@click.option("--device", help="Of the tensors.  [default: cuda where there is one, else cpu]")
+@click.option("--requires-grad", is_flag=True, help="As in training.")
+@click.option("--backward", is_flag=True, help="What the backward calls, too.")
+@click.option("--real", is_flag=True, help="Allocate the tensors, for a cond that looks closely.")
+@output.json_option
+def command(
+    op: str,
+    shapes: tuple[str, ...],
+    named: tuple[str, ...],
+    dtype: str,
+    device: str | None,
+    requires_grad: bool,
+    backward: bool,
+    real: bool,
+    as_json: bool,
+) -> None:
+    """Say which override would take a call of OP, and for each that would not, why.
+
+    Nothing runs. OP is named as torch prints it, such as aten::_fused_rms_norm. Arguments that are
+    not given get the schema's default, or what such a call usually has.
+
+    opgraft explain aten::_fused_rms_norm --shape 8192x4096 --dtype bf16
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(shapes, named, dtype, device, requires_grad or backward, real)
+    try:
+        resolved = resolve(op)
+        given = arguments(resolved, options)
+        args, kwargs = called_with(resolved, given)
+        explanation = opgraft.explain(resolved.overload, *args, backward=backward, **kwargs)
+    except (ArgumentError, opgraft.RegistrationError) as error:
+        raise click.UsageError(str(error)) from error
+    except (RuntimeError, TypeError) as error:  # no such device, out of memory, a bad --arg
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    found = explanation.as_dict()
+    found["notes"] = [*found["notes"], *_notes(torch.device(device))]
+    found["call"] = {
+        name: {"value": show(each.value), "origin": each.origin} for name, each in given.items()
+    }
+    if as_json:
+        output.print_json(found)
+    else:
+        _print(output.console(), given, found)
+
+
+def _notes(device: torch.device) -> list[str]:
+    notes = []
+    key = str(torch._C._dispatch_key_for_device(device.type))
+    if not facts.has_device(key):
+        notes.append(f"there is no {key} device here: this is what this torch would do")
+    notes += [  # the others are in the explanation's own notes
+        f"pack {row['name']} is not active: {row['reason']}"
+        for row in facts.pack_rows()
+        if row["state"] == "inactive"
+    ]
+    return notes
+
+
+def _print(console: Console, given: dict[str, Given], found: dict[str, Any]) -> None:
+    console.print(found["op"])
+    for name, each in given.items():
+        origin = "" if each.origin == "given" else f"  ({each.origin})"
+        console.print(f"  {name} = {show(each.value)}{origin}")
+    if found["dispatch_key"] is None:
+        _print_made_of_ops(console, found)
+    else:
+        _print_op(console, found)
+    for note in found["notes"]:
+        console.print(f"Note: {note}")
+
+
+def _print_op(console: Console, found: dict[str, Any]) -> None:
+    where = f"{found['op']} at {found['dispatch_key']}"
+    if found["overrides"]:
+        rows = [
+            [each["name"], each["dsl"], each["pack"] or "user", each["reason"] or "takes it"]
+            for each in found["overrides"]
+        ]
+        title = f"{where}: its overrides, in the order in which they are asked"
+        console.print(output.table(title, ["override", "DSL", "owner", "verdict"], rows))
+    else:
+        console.print(f"No override is registered for {where}.")
+    runs = found["runs"]
+    origin = f" ({found['native'] or 'there is none'})" if runs == "native" else ""
+    console.print(f"Runs: {runs}{origin}")
+
+
+def _print_made_of_ops(console: Console, found: dict[str, Any]) -> None:
+    if not found["reached"]:
+        console.print("Reaches no op that has overrides.")
+    for each in found["reached"]:
+        times = f"{each['calls']} calls" if each["calls"] > 1 else "1 call"
+        console.print(f"Reaches {each['op']}: {times}{', backward' if each['backward'] else ''}.")
+        _print_op(console, each)
+        for note in each["notes"]:
+            console.print(f"Note: {note}")
+    if found["others"]:
+        console.print(f"Ops without overrides that it calls: {', '.join(found['others'])}")

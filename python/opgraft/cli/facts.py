@@ -1,0 +1,94 @@
+"""What several commands tell about this process and this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opgraft import _core, _metadata, packs, when
+from opgraft import dsl as dsls
+from opgraft.control import overrides
+from opgraft.registry import Override
+
+
+def versions() -> dict[str, str | None]:
+    """Of opgraft and torch, and of the DSLs that are there (None: not installed)."""
+    known = {"opgraft": _metadata.version("opgraft"), "torch": str(torch.__version__)}
+    return known | {dsl.name: dsl.version() for dsl in dsls.KNOWN}
+
+
+def core() -> dict[str, Any]:
+    """Whether there is a compiled core, which, and if not, why."""
+    status = _core.status()
+    module = _core.load()
+    return {
+        "built": status.built,
+        "file": getattr(module, "__file__", None),
+        "reason": status.reason,
+        "in_use": _core.in_use() is not None,
+    }
+
+
+def pack_rows() -> list[dict[str, Any]]:
+    """Every installed pack, and what became of it."""
+    return [
+        {
+            "name": status.pack.name,
+            "distribution": status.pack.distribution,
+            "version": status.pack.version,
+            "state": status.state,
+            "reason": status.reason,
+            "overrides": len(overrides(pack=status.pack.name)),
+        }
+        for status in packs.statuses()
+    ]
+
+
+def override_rows() -> list[dict[str, Any]]:
+    """Every override that is registered, chain by chain, in the order in which they are asked."""
+    return [
+        {
+            "op": override.op,
+            "dispatch_key": override.dispatch_key,
+            "name": override.name,
+            "dsl": override.dsl,
+            "pack": override.pack,
+            "priority": override.priority,
+            "enabled": override.enabled,
+            "reason": override.why_off() or out_of_reach(override),
+        }
+        for override in overrides()
+    ]
+
+
+def capabilities() -> list[tuple[int, int]]:
+    """The compute capability of every CUDA device, in the devices' order."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return []
+    return [when.cuda_capability(index) for index in range(torch.cuda.device_count())]
+
+
+def out_of_reach(override: Override) -> str | None:
+    """Why no call on this machine can reach an override that is on; None where one can."""
+    key = override.dispatch_key
+    if not has_device(key):
+        return f"there is no {key} device here"
+    if not isinstance(override.cond, when.Condition) or not capabilities() or key != "CUDA":
+        return None
+    parts = [when.part_against_capability(override.cond, each) for each in capabilities()]
+    if any(part is None for part in parts):
+        return None
+    found = ", ".join(map(str, sorted(set(capabilities()))))
+    return f"{parts[0]!r} cannot hold here: the GPUs are {found}"
+
+
+def has_device(dispatch_key: str) -> bool:
+    """Whether there is a device whose tensors dispatch to a key."""
+    if dispatch_key == "CPU":
+        return True
+    if dispatch_key in ("CUDA", "HIP"):  # torch says cuda on ROCm, too
+        return torch.cuda.is_available()
+    backend = getattr(torch, dispatch_key.lower(), None)
+    available = getattr(backend, "is_available", None)
+    return bool(available()) if available is not None else True

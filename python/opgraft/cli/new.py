@@ -1,0 +1,91 @@
+"""`opgraft new`: a kernel pack to begin with."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from opgraft.cli import output
+
+# A pack that works as it is, under a name that is replaced: as a distribution's and as a module's.
+_TEMPLATES = Path(__file__).parent / "templates" / "pack"
+_NAME, _MODULE = "my-pack", "my_pack"
+
+
+@click.command("new")
+@click.argument("name")
+@click.option(
+    "--into",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    help="The folder in which the pack's own is made.  [default: this one]",
+)
+@output.json_option
+def command(name: str, into: Path, as_json: bool) -> None:
+    """Make a kernel pack called NAME: a Triton kernel with its conditions, tests and benchmark.
+
+    It works as it is: `make test` in it passes.
+    """
+    if problem := refuse(name):
+        raise click.UsageError(f"{name!r} {problem}")
+    folder = into / name
+    if folder.exists():
+        raise click.ClickException(f"{folder} is there already")
+    files = [write(text, folder / path) for path, text in rendered(name)]
+    if as_json:
+        output.print_json({"folder": str(folder), "files": [str(file) for file in files]})
+        return
+    click.echo(f"{folder}: a kernel pack, {len(files)} files. Next:")
+    click.echo(f"  cd {folder}")
+    click.echo("  make test          # here, without a GPU in Triton's interpreter")
+    click.echo("  pip install -e .   # then opgraft list shows it")
+
+
+def refuse(name: str) -> str:
+    """Why a pack cannot have that name; empty where it can.
+
+    >>> refuse("fast-norms"), refuse("2fast")
+    ('', 'is no name for a pack: letters, digits and - between them, a letter first')
+    """
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", name):
+        return "is no name for a pack: letters, digits and - between them, a letter first"
+    module = module_name(name)
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names:
+        return f"would be the module {module}, which is Python's own"
+    if importlib.util.find_spec(module) is not None:
+        return f"would be the module {module}, and there is one of that name here"
+    return ""
+
+
+def module_name(name: str) -> str:
+    """The module of a distribution.
+
+    >>> module_name("Fast-norms")
+    'fast_norms'
+    """
+    return name.lower().replace("-", "_")
+
+
+def rendered(name: str) -> Iterator[tuple[Path, str]]:
+    """The pack's files: where each belongs in its folder, and what it says."""
+    for file in sorted(_TEMPLATES.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            path, text = file.relative_to(_TEMPLATES), file.read_text(encoding="utf-8")
+            yield Path(_named(str(path), name)), _named(text, name)
+
+
+def _named(text: str, name: str) -> str:
+    return text.replace(_MODULE, module_name(name)).replace(_NAME, name)
+
+
+def write(text: str, path: Path) -> Path:
+    """Write a file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

@@ -1,0 +1,44 @@
+"""Shared by all tests: the pack's override, registered for one test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch is imported: the pack, if it is installed, would be active beside the one under test.
+os.environ["OPGRAFT_PACKS"] = "none"
+
+import opgraft
+import torch
+
+# Before Triton is imported: without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import my_pack
+from my_pack import overrides
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def override(monkeypatch: pytest.MonkeyPatch) -> Iterator[opgraft.Override]:
+    """The override of softmax. Registered by us, not by the pack, its errors are raised.
+
+    On a GPU it takes small calls as well, so that tests are quick.
+    """
+    monkeypatch.setattr(overrides, "MIN_ELEMENTS", overrides.MIN_ELEMENTS_INTERPRETED)
+    (override,) = my_pack.register()
+    yield override
+    override.remove()

@@ -1,0 +1,97 @@
+"""The softmax kernel under `torch.softmax`: right where it runs, and out of the way elsewhere.
+
+Each test that wants the kernel asserts that it was hit: else it would test PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import opgraft
+import pytest
+import torch
+
+from my_pack import overrides
+
+# Numbers of columns that are a power of two, and that are not.
+SHAPES = [(64, 32), (3, 5, 128), (32, 100), (1, 2048), (33, 257)]
+
+
+def check(x: torch.Tensor, override: opgraft.Override) -> None:
+    """The kernel runs, and its error is at most twice that of PyTorch's own."""
+    result = torch.softmax(x, -1)
+    assert override.hits == 1
+    native = opgraft.native("aten::_softmax")(x, -1, False)
+    assert override.hits == 1
+    reference = torch.softmax(x.double(), -1)
+
+    def error(y: torch.Tensor) -> float:
+        return float((y.double() - reference).abs().max())
+
+    assert result.dtype == x.dtype
+    assert error(result) <= 2 * error(native) + torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_right(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, override: opgraft.Override
+) -> None:
+    check(torch.randn(shape, device=device).to(dtype) * 4, override)
+
+
+@pytest.mark.gpu
+def test_right_in_bfloat16(override: opgraft.Override) -> None:
+    x = torch.randn(64, 1000, device="cuda", dtype=torch.bfloat16)
+    check(x, override)
+
+
+def test_values_that_softmax_must_handle(device: str, override: opgraft.Override) -> None:
+    x = torch.zeros(32, 64, device=device)
+    x[0, 0], x[1, :], x[2, 3] = 1e4, -float("inf"), float("nan")
+    result = torch.softmax(x, -1)
+    assert override.hits == 1
+    native = opgraft.native("aten::_softmax")(x, -1, False)
+    torch.testing.assert_close(result, native, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "dim"),
+    [
+        (torch.randn(64, 64), 0),
+        (torch.randn(64, 64).t(), -1),
+        (torch.randn(64, 64, dtype=torch.float64), -1),
+        (torch.randn(2, 8), -1),  # not worth it
+        (torch.randn(2, overrides.MAX_COLUMNS + 1), -1),
+        (torch.randn(0, 64), -1),
+        (torch.randn(()), 0),
+    ],
+)
+def test_other_calls_run_the_native_kernel(
+    x: torch.Tensor, dim: int, device: str, override: opgraft.Override
+) -> None:
+    x = x.to(device)
+    torch.testing.assert_close(
+        torch.softmax(x, dim), opgraft.native("aten::_softmax")(x, dim, False)
+    )
+    assert override.hits == 0
+
+
+def test_training_keeps_the_derivative(device: str, override: opgraft.Override) -> None:
+    x = torch.randn(32, 64, device=device, requires_grad=True)
+    torch.softmax(x, -1).square().sum().backward()
+    assert override.hits == 1
+    mine = x.grad
+    x.grad = None
+    with opgraft.disabled():
+        torch.softmax(x, -1).square().sum().backward()
+    torch.testing.assert_close(mine, x.grad)
+
+
+def test_registering_imports_no_triton() -> None:
+    program = "import sys, my_pack; my_pack.register(); sys.exit('triton' in sys.modules)"
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0
