@@ -78,7 +78,7 @@ $(STAMPS)/torch: $(STAMPS)/venv
 	@touch $@
 
 # The Triton that each torch was released with; it has no builds outside Linux.
-$(STAMPS)/tools: $(STAMPS)/torch
+$(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
 	@$(PY) -c 'import click, numpy, packaging, rich' 2>/dev/null \
 		|| { echo "== installing click, numpy, packaging and rich"; $(PIP) click numpy packaging rich; }
 	@$(PY) -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
