@@ -227,8 +227,8 @@ def trace() -> Trace:
     It sees what runs on this thread and in backwards that are started here, compiled graphs
     included, wherever a call reaches an op that has overrides; calls of other threads are neither
     seen nor slowed down. A call that is seen costs more, which its time does not contain; without
-    an open trace nothing costs anything. Times are wall times on the host: a
-    GPU kernel that is still running afterwards is not in them. Traces nest, and each sees all.
+    an open trace nothing costs anything. Times are wall times on the host: a GPU kernel that is
+    still running afterwards is not in them. Traces nest, and each sees all.
 
     Returns:
         The trace: print it, iterate over its rows, or take `as_dict()`.
