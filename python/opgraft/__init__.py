@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
     from opgraft.tracing import Trace, trace
+    from opgraft.verification import verify
 
 __all__ = [
     "ContractError",
@@ -44,6 +45,7 @@ __all__ = [
     "register_op_override",
     "trace",
     "triton_utils",
+    "verify",
     "when",
 ]
 
@@ -65,6 +67,7 @@ _HOMES = {
     "overrides": "control",
     "register_op_override": "registration",
     "trace": "tracing",
+    "verify": "verification",
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
+
+import torch
 
 from opgraft import dsl as dsls
 from opgraft import env, events, packs, router
@@ -32,6 +34,7 @@ def register_op_override(
     compile: CompilePolicy = "auto",
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     launch_plan: bool = False,
+    samples: Callable[[torch.device], Iterable[Any]] | None = None,
 ) -> Override:
     """Register an implementation for one op at one dispatch key.
 
@@ -68,6 +71,9 @@ def register_op_override(
         autograd: `(setup_context, backward)` for a derivative of its own; not supported yet.
         launch_plan: the author declares `impl` a pure function of its arguments' metadata, so that
             its launches may be recorded and replayed.
+        samples: calls for `opgraft.verify` to test it on, beside those of PyTorch's own tests: a
+            function of a device that yields the op's arguments, each time as a tuple, or as a dict
+            by name.
 
     Returns:
         The override: its counters, and `.remove()`.
@@ -100,6 +106,11 @@ def register_op_override(
     on_error = on_error or ("fallback" if pack else "raise")
     _check_choice("on_error", on_error, OnError)
     _check_choice("compile", compile, CompilePolicy)
+    if samples is not None and not callable(samples):
+        raise RegistrationError(
+            f"samples= for {op.name} must be a function of a device that yields the op's "
+            f"arguments, not {samples!r}"
+        )
     if autograd is not None:
         raise RegistrationError(
             f"autograd= for {op.name}: a derivative of an override's own is not supported yet; "
@@ -118,6 +129,7 @@ def register_op_override(
         on_error=on_error,
         compile=compile,
         launch_plan=launch_plan,
+        samples=samples,
         unavailable=_unavailable(dsl, owner),
     )
     _install(override, replace=name is not None)

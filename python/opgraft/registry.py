@@ -91,6 +91,7 @@ class Override:
         on_error: OnError = "raise",
         compile: CompilePolicy = "auto",
         launch_plan: bool = False,
+        samples: Callable[..., Iterable[Any]] | None = None,
         unavailable: str | None = None,
     ) -> None:
         self.name = name
@@ -105,6 +106,8 @@ class Override:
         self.on_error = on_error
         self.compile = compile
         self.launch_plan = launch_plan
+        #: Calls to verify it on, for a device: arguments as tuples, or as dicts by name.
+        self.samples = samples
         #: Why it can never run here (its DSL is missing); None where it can.
         self.unavailable = unavailable
         self.removed = False

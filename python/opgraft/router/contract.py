@@ -30,7 +30,7 @@ CHECKED_HITS = 2
 MAX_SIGNATURES = 128
 
 # Outputs that hold a random generator's state: a kernel may keep it in its own way.
-_RNG_OUTPUTS = frozenset(
+RNG_OUTPUTS = frozenset(
     {"philox_seed", "philox_offset", "rng_state", "seed", "offset", "unused", "reserve"}
 )
 
@@ -99,8 +99,9 @@ def _check_returned_arguments(override: Override, call: Call, got: tuple[Any, ..
     for index, (value, declared) in enumerate(zip(got, call.op.returns, strict=True)):
         if declared.alias_info is not None and not any(value is each for each in written):
             raise ContractError(
-                f"{who(override)} returned a new {_describe(value)} as {_output(call.op, index)}; "
-                "the op writes to an argument and returns that argument itself"
+                f"{who(override)} returned a new {_describe(value)} as "
+                f"{output_name(call.op, index)}; the op writes to an argument and returns that "
+                "argument itself"
             )
 
 
@@ -138,17 +139,17 @@ def _compare(
     override: Override, call: Call, got: tuple[Any, ...], expected: tuple[Any, ...]
 ) -> None:
     for index, (mine, native) in enumerate(zip(got, expected, strict=True)):
-        if call.op.returns[index].name in _RNG_OUTPUTS:
+        if call.op.returns[index].name in RNG_OUTPUTS:
             continue
         for difference in _differences(mine, native):
             _refuse(override, index, difference)
-        if _layouts_differ(mine, native) and _promises_strides(call, index, native):
+        if strides_differ(call, index, mine, native):
             _refuse(override, index, f"strides {mine.stride()}, native's are {native.stride()}")
     _check_aliasing(override, call, got, expected)
 
 
 def _refuse(override: Override, index: int, difference: str) -> NoReturn:
-    output = _output(override.operator, index)
+    output = output_name(override.operator, index)
     raise ContractError(f"{who(override)} returned {output} with {difference}")
 
 
@@ -166,6 +167,11 @@ def _differences(mine: Any, native: Any) -> Iterator[str]:
     for what in ("dtype", "shape", "device"):
         if getattr(mine, what) != getattr(native, what):
             yield f"{what} {getattr(mine, what)}, native's is {getattr(native, what)}"
+
+
+def strides_differ(call: Call, index: int, mine: Any, native: Any) -> bool:
+    """Whether an output's strides are not native's, where native's are those that it promises."""
+    return _layouts_differ(mine, native) and _promises_strides(call, index, native)
 
 
 def _layouts_differ(mine: Any, native: Any) -> bool:
@@ -216,18 +222,19 @@ def _check_aliasing(
     for index, (mine, native) in enumerate(zip(got, expected, strict=True)):
         if not isinstance(mine, torch.Tensor) or not isinstance(native, torch.Tensor):
             continue
-        if _shares(mine, call.tensors()) and not _shares(native, call.tensors()):
+        if shares(mine, call.tensors()) and not shares(native, call.tensors()):
             raise ContractError(
-                f"{who(override)} returned {_output(call.op, index)} in the memory of an "
+                f"{who(override)} returned {output_name(call.op, index)} in the memory of an "
                 "argument; return a new tensor"
             )
-        if _shares(mine, got[:index]) and not _shares(native, expected[:index]):
+        if shares(mine, got[:index]) and not shares(native, expected[:index]):
             raise ContractError(
                 f"{who(override)} returned two outputs in the same memory; return separate tensors"
             )
 
 
-def _shares(tensor: torch.Tensor, others: Any) -> bool:
+def shares(tensor: torch.Tensor, others: Any) -> bool:
+    """Whether a tensor lies in the memory of one of the others."""
     storage = _storage(tensor)
     return storage != 0 and any(
         _storage(other) == storage for other in others if isinstance(other, torch.Tensor)
@@ -244,7 +251,8 @@ def who(override: Override) -> str:
     return f"override {override.name!r} of {override.op} at {override.dispatch_key}"
 
 
-def _output(op: Op, index: int) -> str:
+def output_name(op: Op, index: int) -> str:
+    """How messages name an output."""
     name = op.returns[index].name
     return f"output {index}" + (f" ({name})" if name else "")
 

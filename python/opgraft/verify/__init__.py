@@ -1,0 +1,159 @@
+"""Is an override right? Samples on both sides of its condition, against the native kernel.
+
+`opgraft.verify(...)` on any machine, `opgraft verify` in a pack's CI. Nothing here is imported
+before a verification asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from opgraft.errors import RegistrationError
+from opgraft.registry import Override, registry
+
+if TYPE_CHECKING:
+    from opgraft.verify.report import Report
+    from opgraft.verify.reproduction import Reproduction
+
+__all__ = ["sample", "verify"]
+
+
+def verify(
+    what: Any = None,
+    *,
+    dsl: str | None = None,
+    op: Any = None,
+    dispatch_key: str | None = None,
+    pack: str | None = None,
+    name: str | None = None,
+    checks: Collection[str] | None = None,
+    k: float = 2.0,
+    seed: int = 0,
+    max_samples: int = 120,
+    max_bytes: int = 2**30,
+    opinfo: bool = True,
+    compile: bool = False,
+    progress: bool = False,
+) -> Report:
+    """Verify overrides against the native kernels that they stand in for.
+
+    For each override: samples from PyTorch's own tests (OpInfo) that reach its op, samples that it
+    was registered with, and samples made from its condition, on both sides of every boundary; of
+    every dtype that it claims, in every memory layout. On each: it runs where its condition holds
+    and only there; values (error at most `k` times native's own against a float64 reference),
+    dtype, shape, strides, aliasing, arguments left alone. On some: `out=`, gradients, gradcheck,
+    determinism, uninitialised memory, FakeTensors, `torch.library.opcheck`, autocast, threads,
+    what users call (`F.softmax`); on CUDA side streams, graphs, other devices.
+
+    Args:
+        what: an op (`"aten::_softmax"`), a pack (`"opgraft-kernels"`, loaded if it is not), an
+            :class:`Override`, or None for all that the keywords match.
+        dsl, op, dispatch_key, pack, name: only overrides that match every keyword given.
+        checks: only these, by name; default: all but the slow ones.
+        k: an output's largest error may be `k` times native's largest.
+        seed: of all values; the same seed makes the same samples.
+        max_samples: for each override.
+        max_bytes: no sample has a tensor of about more than this.
+        opinfo: use PyTorch's own samples where `torch.testing._internal` can be imported.
+        compile: also under `torch.compile`, which takes seconds for each override.
+        progress: show a bar on the terminal.
+
+    Returns:
+        The report: `str()` is a table, `.ok`, `.failures` (each with five lines that reproduce it),
+        `.as_dict()`, `.junit()`, `.exit_code`. An override that no sample hits fails.
+
+    Raises:
+        RegistrationError: there is no such op, pack or check.
+
+    >>> import opgraft, torch
+    >>> override = opgraft.register_op_override(
+    ...     "aten", "relu", "CPU", lambda self: self.clamp(min=0), unconditional_override=True,
+    ...     name="doc",
+    ... )
+    >>> report = opgraft.verify(override, opinfo=False, checks=["hit", "values", "strides"])
+    >>> report.ok, report.overrides[0].hits > 0
+    (True, True)
+    >>> override.remove()
+    """
+    from opgraft.verify import report as reports
+    from opgraft.verify import runner
+    from opgraft.verify.checks import CHECKS
+
+    unknown = sorted(set(checks or ()) - set(CHECKS))
+    if unknown:
+        raise RegistrationError(
+            f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}"
+        )
+    overrides = _select(what, dsl=dsl, op=op, dispatch_key=dispatch_key, pack=pack, name=name)
+    options = runner.Options(
+        k=k,
+        seed=seed,
+        max_samples=max_samples,
+        max_bytes=max_bytes,
+        only=None if checks is None else frozenset(checks),
+        use_opinfo=opinfo,
+        compile=compile,
+    )
+    results = runner.verify_all(overrides, options, progress=progress)
+    nothing = "" if overrides else "no override is registered that matches"
+    return reports.Report(results, k, seed, runner.environment(), nothing)
+
+
+def sample(
+    sample_id: str,
+    *,
+    op: Any = None,
+    dispatch_key: str | None = None,
+    name: str | None = None,
+    pack: str | None = None,
+    seed: int = 0,
+    k: float = 2.0,
+) -> Reproduction:
+    """A sample of a verification, made again: what the reproducers in a report call.
+
+    Args:
+        sample_id: as the report prints it.
+        op, dispatch_key, name, pack: of the override, which must be registered.
+        seed, k: as they were.
+
+    Returns:
+        The call: `.args`, `.kwargs`, `.run()`, `.native()`, `.check(name)`.
+
+    Raises:
+        RegistrationError: no override, or several, match.
+        LookupError: there is no such sample here.
+    """
+    from opgraft.verify import reproduction
+
+    found = _select(None, dsl=None, op=op, dispatch_key=dispatch_key, pack=pack, name=name)
+    if len(found) != 1:
+        raise RegistrationError(
+            f"{len(found)} overrides match op={op!r}, dispatch_key={dispatch_key!r}, "
+            f"name={name!r}: register the one that failed first"
+        )
+    return reproduction.reproduce(found[0], sample_id, seed=seed, k=k)
+
+
+def _select(what: Any, **keywords: Any) -> list[Override]:
+    from opgraft import packs
+    from opgraft.control import overrides
+
+    if isinstance(what, Override):
+        if what not in registry.overrides(_everything()):
+            raise RegistrationError(f"{what!r} is not registered any more")
+        return [what]
+    if isinstance(what, str) and "::" not in what:
+        keywords["pack"] = what
+    elif what is not None:
+        keywords["op"] = what
+    pack = keywords.get("pack")
+    if pack is not None and not overrides(pack=pack):
+        packs.load(pack)
+    return overrides(**keywords)
+
+
+def _everything() -> Any:
+    from opgraft.router import threads
+
+    return threads.EVERYTHING

@@ -1,0 +1,372 @@
+"""Samples on both sides of every boundary of a condition.
+
+A condition is data, so its comparisons can be looked at: for each, the number that a call must have
+to be just inside or just outside is found by changing one size (with the other places that must
+change with it) and looking at what the comparison then sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from opgraft import when
+from opgraft.router import threads
+from opgraft.schema import Call
+from opgraft.verify.reference import copied, native
+from opgraft.verify.samples import EVERY_TENSOR, Base, CannotMake, Edits, Place, Sample, run
+
+#: Tried where a condition names others.
+_OTHER_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+#: Steps of a search for the size at which a comparison changes.
+_STEPS = 8
+#: Parts of a condition that are repaired, one after another, to make a call that it wants.
+_REPAIRS = 12
+
+
+def parts(condition: when.Expression) -> list[when.Condition]:
+    """What a condition is made of: comparisons and predicates, without `& | ~`.
+
+    >>> parts((when.ndim("x") == 2) & ~when.is_none("w"))
+    [when.ndim('x') == 2, when.is_none('w')]
+    """
+    if isinstance(condition, when._Joined):
+        return [leaf for part in condition.parts for leaf in parts(part)]
+    if isinstance(condition, when._Not):
+        return parts(condition.part)
+    return [condition] if isinstance(condition, when.Condition) else []
+
+
+def claimed_dtypes(condition: object) -> list[torch.dtype]:
+    """The dtypes that a condition names, in order; empty where it names none."""
+    if not isinstance(condition, when.Condition):
+        return []
+    named = [
+        dtype
+        for leaf in parts(condition)
+        if isinstance(leaf, when._TensorCondition) and leaf.function == "dtype"
+        for dtype in leaf.options
+    ]
+    return list(dict.fromkeys(named))
+
+
+@dataclass
+class Coverage:
+    """On which sides of each part of a condition the samples of a run were."""
+
+    leaves: list[when.Condition]
+    seen: dict[int, set[bool]] = field(default_factory=dict)
+    #: Why a side could not be reached.
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def add(self, call: Call) -> None:
+        for index, leaf in enumerate(self.leaves):
+            value = leaf.evaluate(call.named)
+            if not isinstance(value, when.Undefined):
+                self.seen.setdefault(index, set()).add(bool(value))
+
+    def missing(self) -> list[str]:
+        """The sides that no sample was on."""
+        lines = []
+        for index, leaf in enumerate(self.leaves):
+            sides = {True, False} - self.seen.get(index, set())
+            for side in sorted(sides, reverse=True):
+                reason = self.reasons.get(index) or _why_not(leaf)
+                lines.append(f"{leaf!r} {'holds' if side else 'fails'}: {reason}")
+        return lines
+
+
+def _why_not(leaf: when.Condition) -> str:
+    if isinstance(leaf, when._Same) and leaf.attribute == "device":
+        return "it needs a second device"
+    if "device_capability" in repr(leaf):
+        return "there is one kind of device here"
+    return "no call of that kind was found"
+
+
+class Explorer:
+    """Makes calls of an op from a base, and looks at what a condition makes of them."""
+
+    def __init__(self, base: Base, seed: int, max_bytes: int) -> None:
+        self.base = base
+        self._seed = seed
+        self._max_bytes = max_bytes
+        self._valid: dict[str, bool] = {}
+        self._groups: dict[Place, list[Place]] = {}
+        self.refusal = ""
+        source = base.source or base
+        self.is_internal = source.op.name.split("::", 1)[1].startswith("_")
+
+    def sample(self, edits: Edits) -> Sample:
+        return Sample(self.base, dict(edits), {}, self._seed)
+
+    def call(self, edits: Edits) -> Call | None:
+        """The call after edits; None where the op has no such call, or it is too large."""
+        sample = self.sample(edits)
+        if self._valid.get(sample.id) is False:
+            return None
+        try:
+            self._check_size(edits)
+            call = sample.call()
+            if sample.id not in self._valid:
+                self._run(sample)
+        except Exception as error:  # what the native kernel refuses is no call
+            self.refusal = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._valid[sample.id] = False
+            return None
+        self._valid[sample.id] = True
+        return call
+
+    def _check_size(self, edits: Edits) -> None:
+        sizes: dict[tuple[str, int | None], int] = {}
+        for place, value in {**self.base.places, **edits}.items():
+            if place.dim is not None:
+                key = (place.argument, place.item)
+                sizes[key] = sizes.get(key, 1) * value
+        if edits and self.is_internal and 0 in sizes.values():
+            raise CannotMake(
+                f"{self.base.op.name} is internal: its kernels trust their callers, who answer "
+                "empty tensors themselves, and can crash on them"
+            )
+        largest = max(sizes.values(), default=0) * 8
+        if largest > self._max_bytes:
+            raise CannotMake(
+                f"it needs tensors of about {largest / 2**30:.1f} GiB, and verify makes none above "
+                f"{self._max_bytes / 2**30:.1f} GiB"
+            )
+
+    def _run(self, sample: Sample) -> None:
+        with torch.no_grad(), threads.scope(threads.EVERYTHING):
+            # The shape function first: kernels of internal ops trust what their callers pass, and
+            # crash on what is not right.
+            with suppress(NotImplementedError):
+                run(_on_meta(sample.call()))
+            with suppress(NotImplementedError):  # no native kernel at this backend
+                run(sample.call())
+
+    def together(self, place: Place, value: int, edits: Edits) -> dict[Place, Any] | None:
+        """Edits that give a size a value, along with the places that change with it.
+
+        The fewest places that the op accepts: a size of one argument is often one of another's,
+        and in sizes that are equal by chance only the op itself can tell.
+        """
+        now = {**self.base.places, **edits}
+        groups = [self._groups[place]] if place in self._groups else self._candidates(place, now)
+        for group in groups:
+            tried = {**edits, **dict.fromkeys(group, value)}
+            if self.call(tried) is not None:
+                self._groups.setdefault(place, group)
+                return tried
+        return None
+
+    def _candidates(self, place: Place, now: Edits) -> Iterator[list[Place]]:
+        value = now[place]
+        same = [p for p, v in now.items() if type(v) is int and v == value and _is_size(p)]
+        if place.dim is None and place.item is None:
+            yield [place]
+            return
+        from_end = self._from_end(place)
+        yield [p for p in same if self._from_end(p) == from_end]
+        yield [p for p in same if (p.dim or 0) == (place.dim or 0)]
+        yield same
+        yield [place]
+
+    def _from_end(self, place: Place) -> int:
+        """How far a size is from its tensor's (or an item from its list's) last."""
+        key = (place.argument, place.item) if place.dim is not None else (place.argument, None)
+        index = place.dim if place.dim is not None else place.item
+        others = [
+            p.dim if place.dim is not None else p.item
+            for p in self.base.places
+            if ((p.argument, p.item) if p.dim is not None else (p.argument, None)) == key
+        ]
+        return max(each for each in others if each is not None) - (index or 0)
+
+    # ------------------------------------------------------------------ comparisons
+
+    def crossings(self, leaf: when._Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
+        """Edits that put a comparison just inside and just outside, by one place each."""
+        yield from self._scalars(leaf, edits)
+        found = 0
+        for place, value in {**self.base.places, **edits}.items():
+            if type(value) is not int or not _is_number(place) or found == 2:
+                continue
+            near = list(self._around(leaf, place, edits))
+            found += bool(near)
+            yield from near
+
+    def _scalars(self, leaf: when._Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
+        """Floats and bools that are compared with a constant themselves."""
+        if not isinstance(leaf.left, when._Value) or not isinstance(leaf.right, when._Constant):
+            return
+        place, constant = Place(leaf.left.name), leaf.right.constant
+        if isinstance(constant, bool):
+            values: list[Any] = [True, False]
+        elif isinstance(constant, float) and math.isfinite(constant):
+            margin = abs(constant) / 8 or 1e-3
+            values = [constant - margin, constant, constant + margin]
+        else:
+            return
+        for value in values:
+            tried = {**edits, place: value}
+            if self.call(tried) is not None:
+                yield tried
+
+    def _around(
+        self, leaf: when._Comparison, place: Place, edits: Edits
+    ) -> Iterator[dict[Place, Any]]:
+        root = self._root(leaf, place, edits)
+        if root is None:
+            return
+        for value in dict.fromkeys((math.floor(root), math.ceil(root))):
+            for near in (value - 1, value, value + 1):
+                legal = near >= 0 or not _is_size(place)
+                if legal and (tried := self.together(place, near, edits)) is not None:
+                    yield tried
+
+    def _root(self, leaf: when._Comparison, place: Place, edits: Edits) -> float | None:
+        """Where the two sides are equal, as a size; None where this size does not matter."""
+        start = {**self.base.places, **edits}[place]
+        here = self._difference(leaf, edits)
+        step = self.together(place, start + 1, edits) or self.together(place, start * 2, edits)
+        there = None if step is None else self._difference(leaf, step)
+        if here is None or there is None or step is None or here == there:
+            return None
+        points = [(float(start), here), (float(step[place]), there)]
+        for _ in range(_STEPS):
+            (x0, y0), (x1, y1) = points[-2:]
+            if y1 == y0:
+                return None
+            root = x1 - y1 * (x1 - x0) / (y1 - y0)
+            value = round(root)
+            if value < 0 and _is_size(place):
+                return None
+            tried = self.together(place, value, edits)
+            if tried is None:
+                return None
+            difference = self._difference(leaf, tried)
+            if difference is None:
+                return None
+            if difference == 0 or value == round(x1):
+                return value if difference == 0 else root
+            points.append((float(value), difference))
+        return None
+
+    def _difference(self, leaf: when._Comparison, edits: Edits) -> float | None:
+        call = self.call(edits)
+        if call is None:
+            return None
+        left, right = leaf.left.evaluate(call.named), leaf.right.evaluate(call.named)
+        if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+            return None
+        return float(left - right)
+
+    def beside(self, leaf: when.Condition, edits: Edits) -> Iterator[dict[Place, Any]]:
+        """Edits that make a predicate fail, or hold: other dtypes, an argument that is None."""
+        if isinstance(leaf, when._IsNone):
+            tries: list[dict[Place, Any]] = [{Place(leaf.name): None}]
+        elif isinstance(leaf, when._TensorCondition) and leaf.function == "dtype":
+            others = [each for each in _OTHER_DTYPES if each not in leaf.options]
+            tries = [{Place(EVERY_TENSOR): dtype} for dtype in others]
+        elif isinstance(leaf, when._Same) and leaf.attribute == "dtype":
+            names = [tensor for tensor in leaf.tensors if isinstance(tensor, str)]
+            tries = [{Place(name): dtype} for name in names for dtype in _OTHER_DTYPES]
+        else:
+            tries = []
+        for tried in ({**edits, **each} for each in tries):
+            if self.call(tried) is not None:
+                yield tried
+
+    # ------------------------------------------------------------------ a call that is wanted
+
+    def wanted(self, condition: when.Condition, edits: Edits) -> dict[Place, Any] | None:
+        """Edits after which the condition holds, repaired part by part; None where none are found.
+
+        What fails is changed as little as possible, so that the call stays near its boundaries.
+        """
+        edits = dict(edits)
+        for _ in range(_REPAIRS):
+            call = self.call(edits)
+            if call is None:
+                return None
+            if condition.holds(call.named):
+                return edits
+            repaired = next(self._repairs(condition, True, call, edits), None)
+            if repaired is None or repaired == edits:
+                return None
+            edits = repaired
+        return None
+
+    def _repairs(
+        self, part: when.Condition, wanted: bool, call: Call, edits: Edits
+    ) -> Iterator[dict[Place, Any]]:
+        if isinstance(part, when._Not):
+            yield from self._repairs(part.part, not wanted, call, edits)
+        elif isinstance(part, when._Joined):
+            # All of an `&` (none of an `|`) must become so: the first that is not is repaired.
+            for each in part.parts:
+                value = each.evaluate(call.named)
+                if isinstance(value, when.Undefined) or bool(value) is not wanted:
+                    yield from self._repairs(each, wanted, call, edits)
+        else:
+            yield from self._repair(part, wanted, edits)
+
+    def _repair(
+        self, leaf: when.Condition, wanted: bool, edits: Edits
+    ) -> Iterator[dict[Place, Any]]:
+        if isinstance(leaf, when._Comparison):
+            tries: Iterable[dict[Place, Any]] = self.crossings(leaf, edits)
+        elif isinstance(leaf, when._TensorCondition) and leaf.function == "dtype":
+            tries = [{**edits, Place(EVERY_TENSOR): dtype} for dtype in leaf.options]
+        elif isinstance(leaf, when._IsNone) and wanted:
+            tries = [{**edits, Place(leaf.name): None}]
+        else:
+            tries = []
+        for tried in tries:
+            call = self.call(tried)
+            value = None if call is None else leaf.evaluate(call.named)
+            if isinstance(value, bool) and value is wanted:
+                yield tried
+
+
+def takes_layout(sample: Sample) -> bool:
+    """Whether the native kernel reads the tensors of a sample as they lie.
+
+    Kernels of internal ops may trust that their callers made tensors contiguous.
+    """
+    call = sample.call()
+    with torch.no_grad():
+        try:
+            as_laid_out = native(call).outputs
+            plain = native(copied(sample.call(), contiguous=True)).outputs
+        except Exception:  # it refuses the layout
+            return False
+    pairs = [
+        (one, other)
+        for one, other in zip(as_laid_out, plain, strict=True)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    ]
+    return all(torch.allclose(a, b, rtol=0.05, atol=0.05, equal_nan=True) for a, b in pairs)
+
+
+def _is_size(place: Place) -> bool:
+    return place.dim is not None or place.item is not None
+
+
+def _is_number(place: Place) -> bool:
+    return place.argument != EVERY_TENSOR and not place.argument.startswith("*")
+
+
+def _on_meta(call: Call) -> Call:
+    return Call(call.op, tuple(map(_meta, call.values)))
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return [_meta(each) for each in value] if isinstance(value, (list, tuple)) else value

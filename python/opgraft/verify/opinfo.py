@@ -1,0 +1,230 @@
+"""Calls that PyTorch's own tests make: OpInfo's samples, seen where they reach an op.
+
+`torch.testing._internal` is optional: without it (or without `expecttest`, which it imports) there
+are no such samples, and the report says so.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opgraft.router import threads
+from opgraft.schema import Op
+from opgraft.verify.samples import Values
+
+#: Samples that are run for each OpInfo and dtype.
+MAX_SAMPLES = 40
+
+
+@dataclass(frozen=True)
+class Front:
+    """One sample of an OpInfo: a call of what users call."""
+
+    info: Any
+    dtype: torch.dtype
+    index: int
+
+    @property
+    def id(self) -> str:
+        return f"{label(self.info)}:{str(self.dtype).removeprefix('torch.')}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A call of the op that a front made."""
+
+    front: Front
+    number: int  #: of the front's calls of the op, the how manieth
+    values: Values
+    differentiated: bool
+
+    @property
+    def id(self) -> str:
+        mode = "opinfo-grad" if self.differentiated else "opinfo"
+        return f"{mode}:{self.front.id}.{self.number}"
+
+
+@cache
+def missing() -> str | None:
+    """Why there are no OpInfos here; None where there are."""
+    try:
+        _database()
+    except Exception as error:  # whatever an internal module raises, it is only optional
+        return f"torch.testing._internal cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+@cache
+def _database() -> Sequence[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return op_db  # type: ignore[no-any-return]
+
+
+def label(info: Any) -> str:
+    """An OpInfo's name in one word."""
+    variant = f"-{info.variant_test_name}" if info.variant_test_name else ""
+    return re.sub(r"\s", "_", f"{info.name}{variant}").replace(":", "_")
+
+
+def candidates(op: Op) -> list[Any]:
+    """The OpInfos whose name has to do with the op's, most alike first."""
+    wanted = _words(op.name.split("::", 1)[1].partition(".")[0])
+    scored = []
+    for info in _database():
+        names = [info.name, info.aten_name or "", *(alias.name for alias in info.aliases)]
+        score = max(_likeness(_words(name.rpartition(".")[2]), wanted) for name in names)
+        if score > 0:
+            scored.append((-score, label(info), info))
+    return [info for _, _, info in sorted(scored, key=lambda each: each[:2])]
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def _likeness(one: frozenset[str], other: frozenset[str]) -> float:
+    """The share of words in common, where one name is part of the other."""
+    if not one or not other or not (one <= other or other <= one):
+        return 0.0
+    return len(one & other) / len(one | other)
+
+
+def everything() -> Sequence[Any]:
+    """Every OpInfo there is."""
+    return _database()
+
+
+def reached(
+    op: Op,
+    info: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    *,
+    differentiate: bool,
+    limit: int = MAX_SAMPLES,
+) -> Iterator[Reached]:
+    """The calls of `op` that an OpInfo's samples make, on their way to the backend.
+
+    Args:
+        op: what to look for.
+        info: the OpInfo.
+        dtype: of its samples.
+        device: where they live.
+        seed: of their values.
+        differentiate: in grad mode, with a backward.
+        limit: how many samples to run.
+    """
+    samples = fronts(info, dtype, device, seed, requires_grad=differentiate, limit=limit)
+    for front, sample in samples:
+        with _Recorder(op) as recorder:
+            try:
+                with threads.scope(threads.EVERYTHING), torch.set_grad_enabled(differentiate):
+                    result = info(sample.input, *sample.args, **sample.kwargs)
+                    if differentiate:
+                        gradients(result, leaves(sample), seed)
+            except Exception:  # a sample that this backend does not do
+                continue
+        for number, values in enumerate(recorder.calls):
+            yield Reached(front, number, values, differentiate)
+
+
+def fronts(
+    info: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    *,
+    requires_grad: bool,
+    limit: int = MAX_SAMPLES,
+) -> Iterator[tuple[Front, Any]]:
+    """An OpInfo's samples, the same ones for the same seed."""
+    kind = device.type
+    supported = info.supported_backward_dtypes(kind) if requires_grad else ()
+    if dtype not in (supported if requires_grad else info.supported_dtypes(kind)):
+        return
+    with seeded(seed):
+        stream = info.sample_inputs(str(device), dtype, requires_grad=requires_grad)
+        samples = []
+        try:
+            for sample in stream:
+                samples.append(sample)
+                if len(samples) == limit:
+                    break
+        except Exception:  # some sample functions need what is not installed
+            pass
+    for index, sample in enumerate(samples):
+        yield Front(info, dtype, index), sample
+
+
+def leaves(sample: Any) -> list[torch.Tensor]:
+    """The tensors of a sample that gradients are asked for."""
+    everything = tree_leaves((sample.input, list(sample.args), sample.kwargs))
+    return [each for each in everything if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
+def gradients(result: Any, inputs: list[torch.Tensor], seed: int) -> list[torch.Tensor | None]:
+    """The gradients of a fixed random combination of all outputs."""
+    outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+    outputs = [each for each in outputs if each.requires_grad]
+    if not outputs or not inputs:
+        return []
+    generator = torch.Generator().manual_seed(seed)
+    seeds = [
+        torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each)
+        for each in outputs
+    ]
+    return list(torch.autograd.grad(outputs, inputs, seeds, allow_unused=True))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Every random generator that a sample function may use, seeded, and put back after."""
+    python = random.getstate()
+    try:
+        import numpy
+    except ImportError:
+        numpy = None  # type: ignore[assignment]
+    state = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None and state is not None:
+                numpy.random.set_state(state)
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the arguments of every call of an op, below autograd and above the backend."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self._op = op
+        self.calls: list[Values] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is self._op.overload:
+            call = self._op.bind(args, kwargs)
+            self.calls.append(tree_map_only(torch.Tensor, _kept, call.values))
+        return func(*args, **kwargs)
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()

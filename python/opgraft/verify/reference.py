@@ -1,0 +1,274 @@
+"""What is right: the native kernel in more precision; and how wrong a result is, beside native's.
+
+An override is judged by its error against a reference, relative to the error that the native kernel
+itself makes at the call's own dtype: half precision is as wrong as it is, and an override need not
+be better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opgraft.router import threads
+from opgraft.schema import Call, Op
+
+_WIDER = {
+    torch.float64: {torch.float32, torch.float16, torch.bfloat16, torch.float64},
+    torch.float32: {torch.float16, torch.bfloat16},
+}
+
+
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call returned: one value for each output of the op."""
+
+    outputs: tuple[Any, ...]
+    what: str  #: which kernel in which precision
+
+
+def native(call: Call) -> Outcome:
+    """The native kernel's results, with every override off.
+
+    Where the backend has none (a backward op that only other backends have), torch's own
+    decomposition of the op stands in.
+
+    Raises:
+        Exception: what the native kernel raises.
+    """
+    with threads.scope(threads.EVERYTHING):
+        try:
+            return Outcome(_outputs(call.op, _run(call)), NATIVE)
+        except NotImplementedError:
+            decomposed = _decomposition(call.op)
+            if decomposed is None:
+                raise
+            result = decomposed(*call.args, **call.kwargs)
+            return Outcome(_outputs(call.op, result), "torch's decomposition")
+
+
+def reference(call: Call) -> Outcome:
+    """The results in the most precision that the op has; natively at the call's own if in no other.
+
+    Args:
+        call: is not changed; ops that write to their arguments get copies.
+    """
+    if not any(tensor.is_floating_point() for tensor in call.tensors()):
+        return native(copied(call))
+    for dtype in _WIDER:
+        try:
+            wide = native(widened(call, dtype))
+        except Exception:  # no kernel for that dtype
+            continue
+        return Outcome(wide.outputs, f"{wide.what} in {str(dtype).removeprefix('torch.')}")
+    known = _REFERENCES.get(call.op.name)
+    if known is not None:
+        with threads.scope(threads.EVERYTHING):
+            return known(call)
+    own = native(copied(call))
+    return Outcome(own.outputs, f"{own.what} in the call's own precision")
+
+
+def _run(call: Call) -> Any:
+    return call.op.overload(*call.args, **call.kwargs)
+
+
+def _outputs(op: Op, result: Any) -> tuple[Any, ...]:
+    return (result,) if len(op.returns) == 1 else tuple(result or ())
+
+
+def _decomposition(op: Op) -> Callable[..., Any] | None:
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(op.overload)
+
+
+def copied(call: Call, *, contiguous: bool = False) -> Call:
+    """The call with tensors of its own, contiguous ones if so asked."""
+    layout = torch.contiguous_format if contiguous else torch.preserve_format
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone(memory_format=layout)
+        return [copy(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    return Call(call.op, tuple(map(copy, call.values)))
+
+
+def widened(call: Call, dtype: torch.dtype) -> Call:
+    """The call in more precision, with tensors of its own.
+
+    Args:
+        call: is not changed.
+        dtype: `torch.float64` or `torch.float32`; what is as wide already stays.
+    """
+    narrow = {t.dtype for t in call.tensors() if t.is_floating_point()}
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype in _WIDER[dtype]:
+                return value.detach().to(dtype, copy=True)
+            if value.dtype == torch.complex64 and dtype == torch.float64:
+                return value.detach().to(torch.complex128)
+            return value.detach().clone()
+        if isinstance(value, (list, tuple)):
+            return [cast(each) for each in value]
+        # `input_dtype` of a backward, `dtype` of a reduction.
+        return dtype if isinstance(value, torch.dtype) and value in narrow else value
+
+    return Call(call.op, tuple(map(cast, call.values)))
+
+
+def narrowed(call: Call) -> Call:
+    """A call in float64 made in float32."""
+    narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(narrow.get(value.dtype, value.dtype), copy=True)
+        if isinstance(value, (list, tuple)):
+            return [cast(each) for each in value]
+        return narrow.get(value, value) if isinstance(value, torch.dtype) else value
+
+    return Call(call.op, tuple(map(cast, call.values)))
+
+
+def perturbed(call: Call, seed: int) -> Call:
+    """The call in float64, each value moved by up to four units in the last place of float32."""
+    wide = widened(call, torch.float64)
+    eps = 4 * torch.finfo(torch.float32).eps
+    if all(t.dtype == torch.float64 for t in call.tensors() if t.is_floating_point()):
+        eps = 4 * torch.finfo(torch.float64).eps
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [moved(each) for each in value]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        shift = torch.rand(value.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return value * (1 + eps * shift.to(value.device))
+
+    return Call(wide.op, tuple(map(moved, wide.values)))
+
+
+def _attention(call: Call) -> Outcome:
+    """The output of attention, by its formula; the rest of the outputs is each kernel's own."""
+    named = call.named
+    query, key, value = (named[name].double() for name in ("query", "key", "value"))
+    bias = named.get("attn_bias", named.get("attn_mask"))
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        query,
+        key,
+        value,
+        None if bias is None else bias.double(),
+        0.0,
+        named.get("is_causal", False),
+        None,
+        scale=named.get("scale"),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    rest = (None,) * (len(call.op.returns) - 1)
+    return Outcome((out, *rest), "attention by its formula in float64")
+
+
+#: Ops that have no kernel in float32 and no decomposition.
+_REFERENCES: dict[str, Callable[[Call], Outcome]] = {
+    f"aten::_scaled_dot_product_{kind}_attention": _attention
+    for kind in ("flash", "cudnn", "efficient")
+}
+
+
+# ------------------------------------------------------------------ errors
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far an output is from the reference, and native's own."""
+
+    mine: float
+    native: float
+    #: One unit in the last place of the largest value: nobody need be better than that.
+    unit: float
+    #: What rounding the arguments does to the output; looked at where it decides.
+    noise: float = 0.0
+
+    @property
+    def bound(self) -> float:
+        """What an error is measured in: native's own, unless nobody could do better."""
+        return max(self.native, self.unit, self.noise)
+
+    def within(self, k: float) -> bool:
+        return self.mine <= k * self.bound
+
+    def joined(self, other: Error) -> Error:
+        """The larger of each: what several draws of the same call say together."""
+        return Error(
+            max(self.mine, other.mine),
+            max(self.native, other.native),
+            max(self.unit, other.unit),
+        )
+
+    def __str__(self) -> str:
+        if self.bound == 0:
+            return f"error {self.mine:.2g}, native's is 0"
+        times = self.mine / self.bound
+        if self.bound == self.native:
+            return f"error {self.mine:.2g}, {times:.1f} times native's own {self.native:.2g}"
+        return (
+            f"error {self.mine:.2g}, native's own is {self.native:.2g}: {times:.1f} times what "
+            f"rounding explains ({self.bound:.2g})"
+        )
+
+
+def errors(
+    mine: torch.Tensor, native: torch.Tensor, exact: torch.Tensor
+) -> tuple[Error, str | None]:
+    """An output's largest error where all are finite, and how it differs elsewhere.
+
+    Args:
+        mine: the override's output; of native's dtype and shape.
+        native: the native kernel's.
+        exact: the reference's, in any dtype.
+
+    Returns:
+        The errors, and None or what is wrong in words: NaN or infinities in other places.
+    """
+    if mine.numel() == 0:
+        return Error(0.0, 0.0, 0.0), None
+    mine, native, exact = (_real(each.detach()) for each in (mine, native, exact.to(mine.device)))
+    problem = next(_elsewhere(mine, native), None)
+    finite = mine.isfinite() & native.isfinite() & exact.isfinite()
+    if not bool(finite.any()):
+        return Error(0.0, 0.0, 0.0), problem
+    eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
+    wide = exact.double()
+    size = float(wide[finite].abs().max())
+    tiny = torch.finfo(mine.dtype).smallest_normal if mine.is_floating_point() else 0.0
+    error = Error(
+        float((mine.double() - wide)[finite].abs().max()),
+        float((native.double() - wide)[finite].abs().max()),
+        eps * max(size, tiny),
+    )
+    return error, problem
+
+
+def _elsewhere(mine: torch.Tensor, native: torch.Tensor) -> Iterator[str]:
+    for name, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        ours, theirs = test(mine), test(native)
+        count = int((ours != theirs).sum())
+        if count:
+            yield (
+                f"{name} in {int(ours.sum())} places, native has {int(theirs.sum())}, "
+                f"{count} of them elsewhere"
+            )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

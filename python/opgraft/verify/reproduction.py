@@ -1,0 +1,74 @@
+"""A failing sample, made again from its id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opgraft.registry import Override
+from opgraft.schema import Call
+from opgraft.verify import checks, sources
+from opgraft.verify.reference import native
+from opgraft.verify.runner import device_of
+from opgraft.verify.samples import Sample, parse
+
+
+class Reproduction:
+    """A sample of an override: look at its arguments, run it, check it."""
+
+    def __init__(self, override: Override, sample: Sample, k: float) -> None:
+        self.override = override
+        self.sample = sample
+        self._k = k
+
+    @property
+    def call(self) -> Call:
+        """The call, with tensors of its own each time."""
+        return self.sample.call()
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.call.args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self.call.kwargs
+
+    def run(self) -> Any:
+        """What the op returns with the override on."""
+        call = self.call
+        with torch.no_grad(), checks.alone(self.override):
+            return call.op.overload(*call.args, **call.kwargs)
+
+    def native(self) -> Any:
+        """What the native kernel returns: a tuple, one value for each output."""
+        with torch.no_grad():
+            return native(self.call).outputs
+
+    def check(self, name: str) -> None:
+        """Run one check of a verification.
+
+        Raises:
+            AssertionError: it fails; the message is the report's.
+        """
+        subject = checks.Subject(
+            self.override, device_of(self.override.dispatch_key), self._k, self.sample.seed
+        )
+        try:
+            with checks.alone(self.override):
+                checks.CHECKS[name](checks.Observation(subject, self.sample))
+        except checks.NotApplicable:
+            return
+        except checks.Failed as failed:
+            raise AssertionError(f"{name}: {failed}") from failed
+
+    def __repr__(self) -> str:
+        return f"<sample {self.sample.id!r}: {checks.describe(self.call)}>"
+
+
+def reproduce(override: Override, sample_id: str, *, seed: int, k: float) -> Reproduction:
+    """The sample of that id."""
+    base_id, edits, layouts = parse(sample_id)
+    base = sources.find(override, base_id, device_of(override.dispatch_key), seed)
+    return Reproduction(override, Sample(base, edits, layouts, seed), k)

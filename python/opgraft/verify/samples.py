@@ -1,0 +1,578 @@
+"""Samples: calls of an op that can be made again, fresh, from a line of text.
+
+A sample is a *base* call (from PyTorch's own OpInfo, from a pack, or guessed from the schema), with
+*edits* that change sizes, numbers and dtypes, and *layouts* that change how a tensor lies in
+memory but not its values. Its `id` says all three:
+
+    opinfo:softmax:float32:3.0 self[1]=8 @self:transposed
+
+so that a failure is reproduced by that line and the seed.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from opgraft.router import threads
+from opgraft.schema import Call, Op, resolve
+
+#: Edits cast every floating-point (and complex) tensor by this pseudo-argument ...
+EVERY_TENSOR = "*"
+#: ... and by this one draw new values for them: how often, so that each draw is another.
+EVERY_VALUE = "**"
+
+Values = tuple[Any, ...]
+
+
+class CannotMake(Exception):
+    """A sample that cannot be made: the op refuses such arguments, or they are too large."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A number of a call: a tensor's size, an item of a list, or a scalar argument."""
+
+    argument: str
+    item: int | None = None  #: of a list argument
+    dim: int | None = None  #: of a tensor
+
+    def __str__(self) -> str:
+        item = "" if self.item is None else f".{self.item}"
+        dim = "" if self.dim is None else f"[{self.dim}]"
+        return f"{self.argument}{item}{dim}"
+
+
+_EDIT = re.compile(r"(?P<argument>[*\w]+)(?:\.(?P<item>\d+))?(?:\[(?P<dim>\d+)\])?=(?P<value>.+)")
+_WORDS = {"None": None, "True": True, "False": False}
+
+Edits = Mapping[Place, Any]
+#: Layouts by place; the place names a tensor (its `dim` is None).
+Layouts = Mapping[Place, str]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A call that others are made from.
+
+    `make` builds the op's arguments after edits; for most ops it edits the arguments themselves,
+    for a backward op those of the forward op, which then runs to make what the backward gets.
+    """
+
+    id: str
+    op: Op
+    make: Callable[[Edits, int], Values]
+    #: What edits may change, with the value that each has now.
+    places: Mapping[Place, Any]
+    #: Tensors whose values no other argument depends on: these can be given other values.
+    free: frozenset[str]
+    #: The call of the other op that this one's arguments come from.
+    source: Base | None = None
+    #: The call of what users call that made it.
+    front: Any = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call of an op that can be made anew as often as it is needed."""
+
+    base: Base
+    edits: Edits
+    layouts: Layouts
+    seed: int
+
+    @property
+    def id(self) -> str:
+        edits = [f"{place}={_written(value)}" for place, value in self.edits.items()]
+        layouts = [f"@{place}:{layout}" for place, layout in self.layouts.items()]
+        return " ".join([self.base.id, *edits, *layouts])
+
+    @property
+    def op(self) -> Op:
+        return self.base.op
+
+    def call(self) -> Call:
+        """The call, with tensors of its own.
+
+        Raises:
+            CannotMake: there is no such call.
+        """
+        values = list(self.base.make(self.edits, _mix(self.seed, self.id)))
+        for place, layout in self.layouts.items():
+            _lay_out(self.op, values, place, layout)
+        return Call(self.op, tuple(values))
+
+    def with_edits(self, edits: Edits) -> Sample:
+        return replace(self, edits={**self.edits, **edits})
+
+    def with_layout(self, place: Place, layout: str) -> Sample:
+        return replace(self, layouts={**self.layouts, place: layout})
+
+    def redrawn(self, draw: int) -> Sample:
+        """The same call with other floating-point values."""
+        return self.with_edits({Place(EVERY_VALUE): draw})
+
+
+def parse(sample_id: str) -> tuple[str, dict[Place, Any], dict[Place, str]]:
+    """A sample's id as base, edits and layouts.
+
+    Raises:
+        ValueError: it is no such id.
+
+    >>> parse("opinfo:softmax:float32:3.0 self[1]=8 dim=-1 @self:transposed")[1]
+    {Place(argument='self', item=None, dim=1): 8, Place(argument='dim', item=None, dim=None): -1}
+    """
+    base, *words = sample_id.split()
+    edits: dict[Place, Any] = {}
+    layouts: dict[Place, str] = {}
+    for word in words:
+        name, _, layout = word.removeprefix("@").partition(":")
+        match = _EDIT.fullmatch(f"{name}=0" if word.startswith("@") else word)
+        if match is None:
+            raise ValueError(f"{word!r} in {sample_id!r} is neither name=value nor @name:layout")
+        item, dim = match["item"], match["dim"]
+        place = Place(
+            match["argument"],
+            None if item is None else int(item),
+            None if dim is None else int(dim),
+        )
+        if word.startswith("@"):
+            layouts[place] = layout
+        else:
+            edits[place] = _read(match["value"])
+    return base, edits, layouts
+
+
+def _written(value: Any) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+
+
+def _read(text: str) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    if isinstance(dtype := getattr(torch, text, None), torch.dtype):
+        return dtype
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _mix(seed: int, text: str) -> int:
+    return zlib.crc32(text.encode(), seed & 0xFFFFFFFF)
+
+
+# ------------------------------------------------------------------ bases
+
+
+def direct(base_id: str, op: Op, values: Values, *, front: Any = None, fixed: bool = False) -> Base:
+    """A base whose edits change the op's own arguments.
+
+    Args:
+        base_id: what to call it.
+        op: the op.
+        values: its arguments, all of them in the schema's order.
+        front: the call of what users call that made it.
+        fixed: only dtypes may be edited: the arguments belong together in a way that is not known.
+    """
+
+    def make(edits: Edits, seed: int) -> Values:
+        return edited(op, values, edits, seed)
+
+    free = frozenset(a.name for a in op.arguments if "Tensor" in a.kind and not a.written)
+    if fixed:
+        return Base(base_id, op, make, {}, frozenset(), None, front)
+    return Base(base_id, op, make, dict(places(op, values)), free, None, front)
+
+
+def paired(op: Op, source: Base) -> Base | None:
+    """A base of an op whose arguments come from a run of another: a backward's from its forward's,
+    an `out=` variant's or an in-place one's from the functional op's.
+
+    Edits change the other op's arguments, so that what this one gets always belongs together.
+
+    Args:
+        base_id: what to call it.
+        op: such as `aten::_softmax_backward_data`, `aten::mul.out` or `aten::relu_`.
+        source: a call of the other op.
+
+    Returns:
+        The base; None where the two ops' arguments cannot be matched.
+    """
+    plan = _pairing(op, source.op)
+    if plan is None:
+        return None
+
+    def make(edits: Edits, seed: int) -> Values:
+        values = source.make(edits, seed)
+        with torch.no_grad(), threads.scope(threads.EVERYTHING):
+            call = Call(source.op, values)
+            result = run(call)
+        outputs = result if isinstance(result, tuple) else (result,)
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(each(call, outputs, generator) for each in plan)
+
+    own = _is_gradient if forward_of(op) else source.free.__contains__
+    free = frozenset(a.name for a in op.arguments if not a.written and own(a.name))
+    return Base(f"for:{source.id}", op, make, source.places, free, source, source.front)
+
+
+_Part = Callable[[Call, tuple[Any, ...], torch.Generator], Any]
+
+
+def _pairing(op: Op, forward: Op) -> list[_Part] | None:
+    names = {argument.name for argument in forward.arguments}
+    returned = [declared.name or "" for declared in forward.returns]
+    # Output 0 goes by these names; the others, unless they say theirs, come in order.
+    rest = [index for index, name in enumerate(returned) if index > 0]
+    written = 0
+    parts: list[_Part] = []
+    for argument in op.arguments:
+        if argument.written and argument.keyword_only:
+            parts.append(_empty_output(written))
+            written += 1
+        elif argument.name in names:
+            parts.append(_same_argument(argument.name))
+        elif _is_gradient(argument.name):
+            if not argument.is_tensor:
+                return None
+            parts.append(_gradient)
+        elif argument.name in returned:
+            found = returned.index(argument.name)
+            rest = [each for each in rest if each != found]
+            parts.append(_output(found))
+        elif argument.name in ("output", "out", "result"):
+            parts.append(_output(0))
+        elif argument.name == "input_dtype":
+            parts.append(_first_dtype)
+        elif argument.kind == "List[bool]":
+            parts.append(_constant([True] * max(argument.list_size, 1)))
+        elif argument.is_tensor and rest:
+            parts.append(_output(rest.pop(0)))
+        elif not argument.required:
+            parts.append(_constant(argument.default))
+        else:
+            return None
+    return parts
+
+
+def _is_gradient(name: str) -> bool:
+    return name.startswith("grad") and "mask" not in name
+
+
+def _same_argument(name: str) -> _Part:
+    return lambda call, outputs, generator: call.named[name]
+
+
+def _output(index: int) -> _Part:
+    return lambda call, outputs, generator: outputs[index]
+
+
+def _empty_output(index: int) -> _Part:
+    return lambda call, outputs, generator: torch.empty_like(outputs[index])
+
+
+def _constant(value: Any) -> _Part:
+    return lambda call, outputs, generator: list(value) if isinstance(value, list) else value
+
+
+def _first_dtype(call: Call, outputs: tuple[Any, ...], generator: torch.Generator) -> Any:
+    return next(call.tensors()).dtype
+
+
+def _gradient(call: Call, outputs: tuple[Any, ...], generator: torch.Generator) -> Any:
+    like = outputs[0]
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+    return drawn.to(like.device, like.dtype)
+
+
+def forward_of(op: Op) -> Op | None:
+    """The op that a backward op belongs to, by its name: `_softmax` for `_softmax_backward_data`.
+
+    >>> forward_of(resolve("aten::_softmax_backward_data"))
+    <Op aten::_softmax>
+    """
+    name, _, overload = op.name.partition(".")
+    stem = re.sub(r"_backward(_data)?$", "", name)
+    if stem == name or overload:
+        return None
+    try:
+        return resolve(stem)
+    except Exception:  # no such op, or it has no default overload
+        return None
+
+
+def functional_of(op: Op) -> Op | None:
+    """The op that an `out=` or in-place variant belongs to.
+
+    >>> functional_of(resolve("aten::mul.out")), functional_of(resolve("aten::relu_"))
+    (<Op aten::mul.Tensor>, <Op aten::relu>)
+    """
+    if not op.mutates:
+        return None
+    wanted = [(a.name, a.kind) for a in op.arguments if not (a.written and a.keyword_only)]
+    stem = op.name.partition(".")[0]
+    for name in (stem, stem.removesuffix("_")):
+        namespace, _, symbol = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), symbol, None)
+        for overload in packet.overloads() if packet is not None else ():
+            sibling = resolve(getattr(packet, overload))
+            if not sibling.mutates and wanted == [(a.name, a.kind) for a in sibling.arguments]:
+                return sibling
+    return None
+
+
+def run(call: Call) -> Any:
+    """Call the op as a user would."""
+    return call.op.overload(*call.args, **call.kwargs)
+
+
+# ------------------------------------------------------------------ edits
+
+
+def tensors_of(op: Op, values: Values) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Every tensor of a call with where it is."""
+    for argument, value in zip(op.arguments, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            yield Place(argument.name), value
+        elif isinstance(value, (list, tuple)):
+            for item, each in enumerate(value):
+                if isinstance(each, torch.Tensor):
+                    yield Place(argument.name, item), each
+
+
+def places(op: Op, values: Values) -> Iterator[tuple[Place, Any]]:
+    """Every number of a call that an edit can change, with its value."""
+    for place, tensor in tensors_of(op, values):
+        for dim, size in enumerate(tensor.shape):
+            yield replace(place, dim=dim), size
+    for argument, value in zip(op.arguments, values, strict=True):
+        if isinstance(value, (bool, int, float)):
+            yield Place(argument.name), value
+        elif isinstance(value, (list, tuple)):
+            for item, each in enumerate(value):
+                if isinstance(each, (bool, int, float)):
+                    yield Place(argument.name, item), each
+        elif value is None or argument.kind.startswith("Optional["):
+            yield Place(argument.name), value
+
+
+def edited(op: Op, values: Values, edits: Edits, seed: int) -> Values:
+    """The arguments with sizes, numbers and dtypes changed, and tensors of their own.
+
+    A tensor of another size gets new values that look like those it had.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype = edits.get(Place(EVERY_TENSOR))
+    result = []
+    for argument, value in zip(op.arguments, values, strict=True):
+        whole = Place(argument.name)
+        if whole in edits and not isinstance(value, torch.Tensor):
+            value = edits[whole]
+        elif isinstance(value, (list, tuple)):
+            value = [
+                _edit(Place(argument.name, item), each, edits, dtype, generator)
+                for item, each in enumerate(value)
+            ]
+        else:
+            value = _edit(whole, value, edits, dtype, generator)
+        result.append(value)
+    return tuple(result)
+
+
+def _edit(
+    place: Place, value: Any, edits: Edits, dtype: torch.dtype | None, generator: torch.Generator
+) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return edits.get(place, value)
+    if place in edits:  # another dtype for this tensor alone, or None instead of it
+        dtype = edits[place]
+        if dtype is None:
+            return None
+    shape = [edits.get(replace(place, dim=dim), size) for dim, size in enumerate(value.shape)]
+    if any(size < 0 for size in shape):
+        raise CannotMake(f"{place} cannot have the sizes {shape}")
+    fresh = value.detach().clone()
+    redrawn = Place(EVERY_VALUE) in edits and value.is_floating_point()
+    if redrawn or shape != list(value.shape):
+        fresh = _alike(value, shape, generator)
+    if dtype is not None and (fresh.is_floating_point() or fresh.is_complex()):
+        fresh = fresh.to(dtype)
+    return fresh
+
+
+def _alike(tensor: torch.Tensor, shape: list[int], generator: torch.Generator) -> torch.Tensor:
+    """New values of the same kind: integers and bools are drawn from those that are there."""
+    if not tensor.is_floating_point():
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() == 0:
+            return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        count = torch.Size(shape).numel()
+        drawn = torch.randint(flat.numel(), (count,), generator=generator)
+        return flat[drawn.to(tensor.device)].reshape(shape)
+    finite = tensor.detach().double()
+    finite = finite[finite.isfinite()]
+    low, high = (-1.0, 1.0) if finite.numel() == 0 else map(float, finite.aminmax())
+    if low < 0 < high or low == high:
+        bound = max(abs(low), abs(high)) or 1.0
+        low, high = (-bound, bound) if low < 0 or high == 0 else (bound / 2, bound)
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float32)
+    return (uniform * (high - low) + low).to(tensor.device, tensor.dtype)
+
+
+# ------------------------------------------------------------------ layouts
+
+
+def _poisoned(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Memory around a tensor: reading it by mistake shows, writing to it too."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full((count,), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    value = True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
+    return torch.full((count,), value, dtype=tensor.dtype, device=tensor.device)
+
+
+def _inside(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    buffer = _poisoned(tensor, tensor.numel() + offset + 64)
+    view = buffer[offset : offset + tensor.numel()].view(tensor.shape)
+    return view.copy_(tensor)
+
+
+def _offset(tensor: torch.Tensor) -> torch.Tensor:
+    return _inside(tensor, 64)
+
+
+def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    return _inside(tensor, 1)
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    buffer = _poisoned(tensor, tensor.numel() * 2).view(*tensor.shape, 2)
+    return buffer[..., 0].copy_(tensor)
+
+
+def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+    *rows, columns = tensor.shape
+    buffer = _poisoned(tensor, torch.Size([*rows, columns + 3]).numel()).view(*rows, columns + 3)
+    return buffer[..., :columns].copy_(tensor)
+
+
+def _expanded(tensor: torch.Tensor) -> torch.Tensor:
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    return tensor.narrow(dim, 0, 1).clone().expand(tensor.shape)
+
+
+def _special(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN, infinities, zeros of both signs and a subnormal number among the values."""
+    tiny = torch.finfo(tensor.dtype).smallest_normal / 4
+    special = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, tiny]
+    flat = tensor.clone().view(-1)
+    # Far from each other, so that most rows have none, some one.
+    for value, index in zip(
+        special, range(0, flat.numel(), max(flat.numel() // 6, 1)), strict=False
+    ):
+        flat[index] = value
+    return flat.view(tensor.shape)
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def _huge_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """More than 2**31 elements from first to last: an index in 32 bits reads elsewhere."""
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    stride = 2**31 // (tensor.shape[dim] - 1) + tensor.numel()
+    rest = tensor.select(dim, 0).contiguous().stride()
+    strides = [*rest[:dim], stride, *rest[dim:]]
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
+    # On the host the pages that nobody touches are never there, so nothing may fill them either.
+    settings: Any = torch.utils.deterministic
+    filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    try:
+        buffer = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
+    finally:
+        settings.fill_uninitialized_memory = filled
+    return buffer.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _has(dims: int) -> Callable[[torch.Tensor], bool]:
+    return lambda tensor: tensor.ndim >= dims and tensor.numel() > 1
+
+
+def _can_span(tensor: torch.Tensor) -> bool:
+    """Whether 2**31 elements fit beside what is there."""
+    if not 1 < tensor.numel() <= 2**16 or not any(size > 1 for size in tensor.shape):
+        return False
+    needed = 2**31 * tensor.element_size() * 1.1
+    if tensor.device.type == "cuda":
+        return bool(torch.cuda.mem_get_info(tensor.device)[0] > 2 * needed)
+    return tensor.device.type == "cpu" and needed < _host_memory()
+
+
+def _host_memory() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            words = dict(line.split(":", 1) for line in file)
+        return int(words["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+_LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], Any]]] = {
+    "offset": (lambda tensor: True, _offset),
+    "misaligned": (lambda tensor: True, _misaligned),
+    "transposed": (_has(2), _transposed),
+    "strided": (_has(1), _strided),
+    "sliced": (_has(2), _sliced),
+    "expanded": (_has(1), _expanded),
+    "special": (lambda tensor: tensor.is_floating_point() and tensor.numel() > 0, _special),
+    "channels_last": (lambda tensor: tensor.ndim == 4 and tensor.numel() > 1, _channels_last),
+    "huge-strides": (_can_span, _huge_strides),
+}
+
+
+#: These change the values.
+_OTHER_VALUES = ("expanded", "special")
+
+
+def layouts(base: Base, place: Place, tensor: torch.Tensor) -> Iterator[str]:
+    """The layouts that a tensor of a call can be given."""
+    for name, (applies, _) in _LAYOUTS.items():
+        if applies(tensor) and (name not in _OTHER_VALUES or place.argument in base.free):
+            yield name
+
+
+def _lay_out(op: Op, values: list[Any], place: Place, layout: str) -> None:
+    index = next((i for i, a in enumerate(op.arguments) if a.name == place.argument), None)
+    if index is None:
+        raise CannotMake(f"{op.name} has no argument {place.argument!r}")
+    tensor = values[index] if place.item is None else values[index][place.item]
+    if not isinstance(tensor, torch.Tensor):
+        raise CannotMake(f"{place} is {tensor!r}, not a tensor")
+    laid_out = _laid_out(op, values, tensor, layout)
+    if place.item is None:
+        values[index] = laid_out
+    else:
+        values[index] = [*values[index]]
+        values[index][place.item] = laid_out
+
+
+def _laid_out(op: Op, values: list[Any], tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout.startswith("="):  # the very tensor of another argument
+        named = dict(zip((a.name for a in op.arguments), values, strict=True))
+        return named[layout[1:]]  # type: ignore[no-any-return]
+    if layout not in _LAYOUTS:
+        raise CannotMake(f"there is no layout {layout!r}: choose one of {', '.join(_LAYOUTS)}")
+    applies, lay_out = _LAYOUTS[layout]
+    if not applies(tensor):
+        raise CannotMake(f"a tensor of sizes {tuple(tensor.shape)} cannot be {layout}")
+    return lay_out(tensor)  # type: ignore[no-any-return]

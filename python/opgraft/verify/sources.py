@@ -1,0 +1,324 @@
+"""Where base calls come from: PyTorch's OpInfo, the pack itself, the op's schema."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from opgraft.registry import Override
+from opgraft.router import threads
+from opgraft.schema import Argument, Call, Op
+from opgraft.verify import opinfo
+from opgraft.verify.samples import Base, Values, direct, forward_of, functional_of, paired, run
+
+#: Bases that are kept for each dtype and source.
+MAX_BASES = 12
+#: OpInfos that are run in search of one that reaches an op; more of them are only less alike.
+_MAX_INFOS = 6
+#: Combinations of arguments that are tried for an op of which only the schema is known.
+_MAX_GUESSES = 200
+
+
+def bases(
+    override: Override,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    seed: int,
+    *,
+    use_opinfo: bool = True,
+) -> Iterator[Base]:
+    """Base calls of an override's op, the pack's own first.
+
+    Args:
+        override: whose op.
+        dtypes: that samples may have.
+        device: where their tensors live.
+        seed: of their values.
+        use_opinfo: look for OpInfos, too.
+    """
+    op = override.operator
+    found = list(pack_bases(override, device, seed))
+    other = functional_of(op) or forward_of(op)
+    if other is not None:
+        found += _others(other, dtypes, device, seed, use_opinfo, op)
+    if use_opinfo and opinfo.missing() is None:
+        differentiate = "backward" in op.name
+        found += _reaching(op, dtypes, device, seed, differentiate=differentiate, far=not found)
+    yield from found or guessed_bases(op, dtypes, device)
+
+
+def find(override: Override, base_id: str, device: torch.device, seed: int) -> Base:
+    """The base of that id, made again.
+
+    Raises:
+        LookupError: there is none, or not any more.
+    """
+    base = _find(override.operator, override, base_id, device, seed)
+    if base is None:
+        raise LookupError(f"no base call {base_id!r} for {override.op} on {device}")
+    return base
+
+
+def _find(
+    op: Op, override: Override | None, base_id: str, device: torch.device, seed: int
+) -> Base | None:
+    kind, _, rest = base_id.partition(":")
+    if kind == "for":
+        other = functional_of(op) or forward_of(op)
+        source = None if other is None else _find(other, None, rest, device, seed)
+        return None if source is None else paired(op, source)
+    if kind == "pack" and override is not None:
+        found: Iterable[Base] = pack_bases(override, device, seed)
+    elif kind == "schema":
+        found = guessed_bases(op, [getattr(torch, rest.partition(":")[0])], device)
+    elif kind in ("opinfo", "opinfo-grad"):
+        found = _from_opinfo(op, rest, device, seed, differentiate=kind == "opinfo-grad")
+    else:
+        found = ()
+    return next((each for each in found if each.id == base_id), None)
+
+
+def _from_opinfo(
+    op: Op, rest: str, device: torch.device, seed: int, *, differentiate: bool
+) -> Iterator[Base]:
+    label, dtype, number = rest.rsplit(":", 2)
+    limit = int(number.partition(".")[0]) + 1
+    for info in opinfo.everything():
+        if opinfo.label(info) == label:
+            yield from _reached(
+                op,
+                info,
+                getattr(torch, dtype),
+                device,
+                seed,
+                differentiate=differentiate,
+                limit=limit,
+            )
+
+
+# ------------------------------------------------------------------ of a pack
+
+
+def pack_bases(override: Override, device: torch.device, seed: int) -> Iterator[Base]:
+    """The samples that came with the override, by `register_op_override(..., samples=...)`.
+
+    Raises:
+        TypeError: one of them does not fit the op.
+    """
+    if override.samples is None:
+        return
+    with opinfo.seeded(seed):
+        made = list(override.samples(device))
+    for index, sample in enumerate(made):
+        if isinstance(sample, Mapping):
+            call = override.operator.bind((), sample)
+        elif isinstance(sample, (tuple, list)):
+            keywords = {}
+            if sample and isinstance(sample[-1], dict):
+                *sample, keywords = sample
+            call = override.operator.bind(sample, keywords)
+        else:
+            raise TypeError(
+                f"sample {index} of override {override.name!r} is a {type(sample).__name__}: give "
+                "the op's arguments as a tuple, or by name as a dict"
+            )
+        yield direct(f"pack:{index}", override.operator, call.values)
+
+
+# ------------------------------------------------------------------ of OpInfo
+
+
+def _reaching(
+    op: Op,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    seed: int,
+    *,
+    differentiate: bool,
+    far: bool = True,
+) -> Iterator[Base]:
+    """Calls of the op that OpInfo's samples make; `far`: of OpInfos of any name, if need be."""
+    infos = [
+        info
+        for info in opinfo.candidates(op)[:_MAX_INFOS]
+        if _reaches(op, info, dtypes, device, seed, differentiate, opinfo.MAX_SAMPLES)
+    ]
+    if (
+        not infos and far and op.name.startswith("aten::")
+    ):  # under another name, then: everything is tried, with few samples each
+        infos = [
+            info
+            for info in opinfo.everything()
+            if _reaches(op, info, dtypes[:1], device, seed, differentiate, 2)
+        ][:_MAX_INFOS]
+    for dtype in dtypes:
+        found = [
+            list(_reached(op, info, dtype, device, seed, differentiate=differentiate))
+            for info in infos
+        ]
+        # From each in turn, so that the first one's samples are not all there is.
+        interleaved = itertools.chain.from_iterable(itertools.zip_longest(*map(_varied, found)))
+        yield from itertools.islice((base for base in interleaved if base), MAX_BASES)
+
+
+def _reaches(
+    op: Op,
+    info: Any,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    seed: int,
+    differentiate: bool,
+    limit: int,
+) -> bool:
+    return any(
+        True
+        for dtype in dtypes
+        for _ in _reached(op, info, dtype, device, seed, differentiate=differentiate, limit=limit)
+    )
+
+
+def _reached(
+    op: Op,
+    info: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    *,
+    differentiate: bool,
+    limit: int = opinfo.MAX_SAMPLES,
+) -> Iterator[Base]:
+    calls = opinfo.reached(op, info, dtype, device, seed, differentiate=differentiate, limit=limit)
+    # What a backward op gets belongs together: its sizes cannot be edited one by one.
+    fixed = "backward" in op.name
+    for each in calls:
+        yield direct(each.id, op, each.values, front=each.front, fixed=fixed)
+
+
+def _varied(found: list[Base]) -> list[Base]:
+    """One call of each kind first: ranks, which arguments are there, scalars."""
+    kinds: dict[Any, list[Base]] = {}
+    for base in found:
+        kind = tuple(
+            (place, value if place.dim is None and place.item is None else None)
+            for place, value in base.places.items()
+        )
+        kinds.setdefault(kind, []).append(base)
+    return [base for row in itertools.zip_longest(*kinds.values()) for base in row if base]
+
+
+def _others(
+    other: Op,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    seed: int,
+    use_opinfo: bool,
+    op: Op,
+) -> Iterator[Base]:
+    """Bases by way of the forward op, or of the functional op that a variant belongs to."""
+    found: list[Base] = []
+    if use_opinfo and opinfo.missing() is None:
+        backward = forward_of(op) is not None
+        if backward:
+            # In grad mode a forward computes what its backward needs ...
+            found = list(_reaching(other, dtypes, device, seed, differentiate=True))
+        if not found:  # ... unless it is composed of other ops there.
+            found = list(_reaching(other, dtypes, device, seed, differentiate=False))
+    found = found or list(guessed_bases(other, dtypes, device))
+    for source in found:
+        base = paired(op, source)
+        if base is not None:
+            yield base
+
+
+# ------------------------------------------------------------------ of a schema
+
+_SHAPES = ((4, 8), (3, 8), (8,), (2, 3, 8), (2, 3, 4, 8), (8, 8))
+
+
+def guessed_bases(op: Op, dtypes: Sequence[torch.dtype], device: torch.device) -> Iterator[Base]:
+    """Calls that the op accepts, made from nothing but its schema."""
+    for dtype in dtypes:
+        count = 0
+        for values in _guesses(op, dtype, device):
+            call = Call(op, values)
+            try:
+                with torch.no_grad(), threads.scope(threads.EVERYTHING):
+                    run(call)
+            except Exception:  # not a call, then
+                continue
+            name = str(dtype).removeprefix("torch.")
+            yield direct(f"schema:{name}:{count}", op, values)
+            count += 1
+            if count == 3:
+                break
+
+
+def _guesses(op: Op, dtype: torch.dtype, device: torch.device) -> Iterator[Values]:
+    def all_of_one_shape() -> Iterator[Values]:
+        for shape in _SHAPES:
+            options = [_options(a, [shape], dtype, device) for a in op.arguments]
+            yield from (tuple(make() for make in makes) for makes in itertools.product(*options))
+
+    def of_many_shapes() -> Iterator[Values]:
+        options = [_options(a, _SHAPES, dtype, device) for a in op.arguments]
+        yield from (tuple(make() for make in makes) for makes in itertools.product(*options))
+
+    yield from itertools.islice(all_of_one_shape(), _MAX_GUESSES)
+    yield from itertools.islice(of_many_shapes(), _MAX_GUESSES)
+
+
+def _options(
+    argument: Argument,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Callable[[], Any]]:
+    """Makers of values that an argument may have, the likeliest first."""
+    if not argument.required:
+        return [_maker(argument.default)]
+    if argument.is_tensor or argument.kind == "List[Tensor]":
+        makers = [_tensor_maker(shape, dtype, device) for shape in shapes]
+        if argument.kind == "List[Tensor]":
+            return [partial(_two, maker) for maker in makers]
+        return makers
+    if argument.kind.startswith("Optional["):
+        return [_maker(None)]
+    known: dict[str, list[Any]] = {
+        "int": [-1, 1, 0, 2],
+        "SymInt": [-1, 1, 0, 2],
+        "float": [0.5, 1e-5],
+        "number": [2, 0.5],
+        "bool": [False, True],
+        "str": ["none", "mean"],
+        "List[int]": [[8], [-1], [1]],
+        "List[SymInt]": [[8], [-1], [1]],
+        "List[bool]": [[True] * max(argument.list_size, 1)],
+        "ScalarType": [dtype],
+        "Device": [device],
+    }
+    return [_maker(value) for value in known.get(argument.kind, [None])]
+
+
+def _two(make: Callable[[], Any]) -> list[Any]:
+    return [make(), make()]
+
+
+def _maker(value: Any) -> Callable[[], Any]:
+    return lambda: list(value) if isinstance(value, list) else value
+
+
+def _tensor_maker(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(shape))
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+        high = 2 if dtype == torch.bool else 8
+        return torch.randint(high, shape, generator=generator).to(device, dtype)
+
+    return make

@@ -1,0 +1,500 @@
+"""`opgraft.verify`: what is right passes, what is wrong is found, and found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import opgraft
+from opgraft import packs, when
+from opgraft.errors import RegistrationError
+from opgraft.verify import opinfo
+from opgraft.verify.checks import CHECKS
+from opgraft.verify.report import Report
+from tests.verify import broken
+
+ROOT = Path(__file__).parent.parent.parent
+#: Without what imports Dynamo: seconds that most tests here do not need.
+QUICK = [name for name in CHECKS if name not in ("opcheck", "compile")]
+
+
+def failed(report: Report) -> set[str]:
+    return {failure.check for failure in report.failures}
+
+
+# ------------------------------------------------------------------ broken overrides
+
+
+def test_an_override_that_is_right_passes_every_check() -> None:
+    override = broken.register("right")
+    report = opgraft.verify(override)
+    assert report.ok, str(report)
+    assert (report.exit_code, report.failures) == (0, [])
+    (result,) = report.overrides
+    assert result.hits > 30 and result.misses > 10
+    assert result.samples["opinfo"] > 5 and result.samples["opinfo + changes"] > 40
+    assert {"values", "strides", "gradcheck", "opcheck", "threads"} <= {
+        name for name, check in result.checks.items() if check.verdict == "passed"
+    }
+    assert 0 < result.worst_error <= 2
+    assert result.references == ["native in float64"]
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "message"),
+    [
+        (
+            "wrong strides",
+            "strides",
+            r"output 0 (has|with) strides \(1, \d+\), native's are \(\d+, 1\)",
+        ),
+        ("wrong corner", "values", r"output 0 has error .* native's own .*; allowed are 2 times"),
+        ("writes to its input", "inputs", r"it wrote to 'self'"),
+    ],
+)
+def test_a_broken_override_is_caught_and_its_reproducer_reproduces(
+    name: str, check: str, message: str
+) -> None:
+    override = broken.register(name)
+    report = opgraft.verify(override, checks=QUICK)
+    assert not report.ok and report.exit_code == 1
+    failure = next(each for each in report.failures if each.check == check)
+    assert re.search(message, failure.message)
+    assert len(failure.reproducer.splitlines()) == 5
+    with pytest.raises(AssertionError, match=message) as again:
+        exec(failure.reproducer, {})
+    assert str(again.value) == f"{check}: {failure.message}"
+    # And it is the override's doing, not the reproducer's.
+    override.remove()
+    right = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", broken.right, cond=override.cond, name=name
+    )
+    exec(failure.reproducer, {})
+    assert right.hits > 0
+
+
+def test_a_reproducer_reproduces_in_a_process_of_its_own(tmp_path: Path) -> None:
+    module = tmp_path / "mine.py"
+    module.write_text("from tests.verify.broken import *\nregister('wrong corner')\n")
+    override = broken.register("wrong corner")
+    (failure,) = opgraft.verify(override, checks=["hit", "values"], opinfo=False).failures
+    code = failure.reproducer.replace("tests.verify.broken", "mine")
+    assert "import mine" in code
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert f"AssertionError: values: {failure.message}" in done.stderr
+
+
+def test_an_override_that_raises_fails_with_its_error() -> None:
+    def raises(self: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such tile") if self.ndim > 1 else TypeError("flat")
+
+    with packs._owning("tiles"):  # whose default is to fall back: verify must see through that
+        override = opgraft.register_op_override(
+            "aten", "relu", "CPU", raises, unconditional_override=True
+        )
+    report = opgraft.verify(override, checks=["hit"], opinfo=False)
+    assert failed(report) == {"hit"}
+    assert re.search("it raised (ValueError: no such tile|TypeError: flat)", str(report))
+    assert override.on_error == "fallback" and not override.quarantined
+
+
+def test_an_override_that_is_never_hit_fails() -> None:
+    override = opgraft.register_op_override(
+        "aten", "relu", "CPU", lambda self: self.clamp(0), cond=when.ndim("self") == 11
+    )
+    report = opgraft.verify(override, checks=["hit"])
+    assert failed(report) == {"hit"} and report.exit_code == 1
+    assert "it took none of" in report.failures[0].message
+    assert "when.ndim('self') == 11 holds: no call of that kind was found" in str(report)
+
+
+def test_an_override_that_always_hands_on_to_native_is_never_hit() -> None:
+    override = opgraft.register_op_override(
+        "aten", "relu", "CPU", opgraft.native("aten::relu"), unconditional_override=True
+    )
+    report = opgraft.verify(override, checks=["hit"], opinfo=False)
+    assert "handed each of" in report.failures[0].message
+
+
+def test_a_condition_in_python_that_reads_values_is_seen_to_raise() -> None:
+    def cond(self: torch.Tensor) -> bool:
+        return bool(self > 0)  # ambiguous for more than one element
+
+    override = opgraft.register_op_override("aten", "relu", "CPU", lambda self: self, cond=cond)
+    report = opgraft.verify(override, checks=["hit"], opinfo=False)
+    assert not report.ok
+    assert "ambiguous" in str(report)
+
+
+# ------------------------------------------------------------------ kinds of ops
+
+
+def test_a_backward_op_is_verified_with_what_its_forward_saved() -> None:
+    def backward(
+        grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+    ) -> torch.Tensor:
+        product = grad * output
+        result = product - output * product.sum(dim, keepdim=True)
+        return result.to(input_dtype).contiguous()
+
+    override = opgraft.register_op_override(
+        "aten",
+        "_softmax_backward_data",
+        "CPU",
+        backward,
+        cond=when.dtype("output", torch.float32) & (when.numel("output") > 1),
+    )
+    # Each of its ops rounds; native's does once.
+    report = opgraft.verify(override, checks=["hit", "values", "dtype", "gradients"], k=4)
+    assert report.ok, str(report)
+    assert report.overrides[0].checks["gradients"].samples > 0
+
+
+def test_a_wrong_gradient_is_found_through_the_forward() -> None:
+    def backward(
+        grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+    ) -> torch.Tensor:
+        return output * grad  # without the sum
+
+    override = opgraft.register_op_override(
+        "aten", "_softmax_backward_data", "CPU", backward, cond=when.numel("output") > 1
+    )
+    report = opgraft.verify(override, checks=["gradients", "front"])
+    assert failed(report) == {"gradients", "front"}
+    assert "the gradient of self has error" in str(report)
+
+
+def test_a_mutating_op_is_compared_by_what_it_writes() -> None:
+    def add_(self: torch.Tensor, other: torch.Tensor, *, alpha: complex) -> torch.Tensor:
+        return self.copy_(torch.add(self, other, alpha=alpha) * factor[0])
+
+    factor = [1.0]
+    override = opgraft.register_op_override(
+        "aten", "add_.Tensor", "CPU", add_, cond=when.dtype("self", torch.float32)
+    )
+    report = opgraft.verify(override, checks=["hit", "values", "inputs"])
+    assert report.ok and override.hits > 0, str(report)
+    factor[0] = 1.1
+    assert "values" in failed(opgraft.verify(override, checks=["hit", "values", "inputs"]))
+
+
+def test_an_out_variant_gets_its_arguments_from_the_functional_op() -> None:
+    def out(self: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return out.resize_(torch.broadcast_shapes(self.shape, other.shape)).copy_(self * other)
+
+    override = opgraft.register_op_override(
+        "aten", "mul.out", "CPU", out, cond=when.dtype("self", torch.float64)
+    )
+    report = opgraft.verify(override, checks=["hit", "values"])
+    assert report.ok, str(report)
+    assert report.overrides[0].hits > 0
+
+
+def test_a_composite_op_is_verified_where_nothing_is_differentiated() -> None:
+    from tests import ops
+
+    def rms_norm(
+        input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.rms_norm(input.contiguous(), shape, weight, eps)
+
+    override = opgraft.register_op_override(
+        "aten",
+        "_fused_rms_norm",
+        "CPU",
+        rms_norm,
+        cond=when.dtype("input", torch.float32) & (when.numel("input") > 0),
+    )
+    report = opgraft.verify(override, checks=["hit", "values", "gradients", "front", "fake"])
+    assert report.ok, str(report)
+    assert {"gradients", "front"} <= report.overrides[0].checks.keys()
+
+
+@pytest.fixture
+def own_op() -> Any:
+    """An op of a library that PyTorch's tests know nothing of."""
+    library = torch.library.Library("verifytest", "DEF")
+    library.define("scale(Tensor x, float factor, int groups) -> Tensor")
+
+    def scale(x: torch.Tensor, factor: float, groups: int) -> torch.Tensor:
+        torch._check(groups > 0 and x.shape[-1] % groups == 0, lambda: "groups must divide it")
+        return x * factor
+
+    library.impl("scale", scale, "CompositeExplicitAutograd")
+    yield library
+    library._destroy()
+
+
+def register_scale(**keywords: Any) -> opgraft.Override:
+    def impl(x: torch.Tensor, factor: float, groups: int) -> torch.Tensor:
+        return torch.mul(x, factor)
+
+    return opgraft.register_op_override("verifytest", "scale", "CPU", impl, **keywords)
+
+
+def test_an_op_of_which_only_the_schema_is_known(own_op: Any) -> None:
+    override = register_scale(cond=when.dtype("x", torch.float32) & (when.size("x", -1) >= 16))
+    report = opgraft.verify(override, checks=["hit", "miss", "values"])
+    assert report.ok, str(report)
+    assert list(report.overrides[0].samples) == ["schema", "schema + changes"]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_samples_of_the_pack_come_first(own_op: Any, by_name: bool) -> None:
+    asked: list[torch.device] = []
+
+    def samples(device: torch.device) -> Any:
+        asked.append(device)
+        x = torch.randn(2, 6, device=device)
+        yield {"x": x, "factor": 2.0, "groups": 3} if by_name else (x, 2.0, 3)
+
+    override = register_scale(cond=when.value("groups") == 3, samples=samples)
+    report = opgraft.verify(override, checks=["hit", "miss", "values"], seed=3)
+    assert report.ok, str(report)
+    assert report.overrides[0].samples["pack"] == 1
+    assert set(asked) == {torch.device("cpu")}
+
+
+def test_samples_that_fit_no_schema_are_an_error_that_names_the_override(own_op: Any) -> None:
+    override = register_scale(unconditional_override=True, samples=lambda device: [42], name="mine")
+    with pytest.raises(TypeError, match="sample 0 of override 'mine' is a int"):
+        opgraft.verify(override)
+
+
+def test_samples_must_be_a_function() -> None:
+    with pytest.raises(RegistrationError, match="samples= for aten::relu"):
+        opgraft.register_op_override(
+            "aten",
+            "relu",
+            "CPU",
+            torch.clone,
+            cond=lambda self: True,
+            samples=[1],  # type: ignore[arg-type]
+        )
+
+
+# ------------------------------------------------------------------ boundaries
+
+
+def test_samples_lie_on_both_sides_of_every_boundary(own_op: Any) -> None:
+    seen: set[tuple[int, int]] = set()
+
+    def impl(x: torch.Tensor, factor: float, groups: int) -> torch.Tensor:
+        seen.add((x.numel() // x.shape[-1], x.shape[-1]))
+        return torch.mul(x, factor)
+
+    override = opgraft.register_op_override(
+        "verifytest",
+        "scale",
+        "CPU",
+        impl,
+        cond=when.dtype("x", torch.float32)
+        & (when.size("x", -1) >= 37)
+        & (when.size("x", -1) < 101)
+        & (when.numel("x") // when.size("x", -1) >= 23),
+    )
+    report = opgraft.verify(override, checks=["hit", "miss"], max_samples=300)
+    assert report.ok, str(report)
+    assert report.overrides[0].not_generated == []
+    columns = {column for _, column in seen}
+    rows = {row for row, _ in seen}
+    assert min(columns) == 37 and max(columns) == 100 and min(rows) == 23
+
+
+def test_what_could_not_be_generated_is_said(own_op: Any) -> None:
+    override = register_scale(
+        cond=(when.size("x", -1) >= 8) & (when.numel("x") <= 2**40) & (when.ndim("x") != 9)
+    )
+    report = opgraft.verify(override, checks=["hit"])
+    missing = "\n".join(report.overrides[0].not_generated)
+    assert re.search(r"numel\('x'\) <= 1099511627776 fails: .*GiB", missing)
+    assert "when.ndim('x') != 9 fails" in missing
+
+
+# ------------------------------------------------------------------ selecting and reporting
+
+
+def test_what_is_verified_is_selected_as_everywhere() -> None:
+    one = broken.register("right")
+    relu = opgraft.register_op_override(
+        "aten", "relu", "CPU", lambda self: self.clamp(0), unconditional_override=True, name="clamp"
+    )
+    keywords: dict[str, Any] = {"checks": ["hit"], "opinfo": False}
+    assert [o.name for o in opgraft.verify("aten::relu", **keywords).overrides] == ["clamp"]
+    assert [o.name for o in opgraft.verify(name="right", **keywords).overrides] == ["right"]
+    assert len(opgraft.verify(**keywords).overrides) == 2
+    assert len(opgraft.verify(dispatch_key="CUDA", **keywords).overrides) == 0
+    relu.remove()
+    with pytest.raises(RegistrationError, match="not registered any more"):
+        opgraft.verify(relu, **keywords)
+    assert one.hits > 0
+
+
+def test_other_overrides_are_off_meanwhile() -> None:
+    other = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", broken.wrong_corner, unconditional_override=True, priority=9
+    )
+    helper = opgraft.register_op_override(
+        "aten", "div.Tensor", "CPU", lambda self, other: other, unconditional_override=True
+    )
+    override = broken.register("right")
+    report = opgraft.verify(override, checks=["hit", "values"], opinfo=False)
+    assert report.ok, str(report)
+    assert (other.hits, helper.hits) == (0, 0)
+
+
+def test_what_cannot_run_here_is_not_run_and_not_ok() -> None:
+    broken_cuda = opgraft.register_op_override(
+        "aten", "_softmax", "XPU", broken.right, unconditional_override=True
+    )
+    report = opgraft.verify(broken_cuda)
+    if not torch.xpu.is_available():
+        assert (report.ok, report.exit_code) == (False, 2)
+        assert "there is no xpu device here" in str(report)
+
+
+def test_an_override_that_is_disabled_is_not_run() -> None:
+    override = broken.register("right")
+    opgraft.disable(op="aten::_softmax")
+    report = opgraft.verify(override)
+    assert "disabled by opgraft.disable(op='aten::_softmax')" in str(report)
+    assert report.exit_code == 2
+
+
+def test_there_is_nothing_to_verify() -> None:
+    report = opgraft.verify("aten::relu")
+    assert (report.ok, report.exit_code) == (False, 2)
+    assert "no override is registered" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"what": "no-such-pack"}, "there is no pack 'no-such-pack'"),
+        ({"what": "aten::nothing_of_that_name"}, "there is no op"),
+        ({"checks": ["sanity"]}, "there is no check 'sanity'"),
+    ],
+)
+def test_a_wrong_selection_is_an_error(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        opgraft.verify(**keywords)
+
+
+def test_the_report_as_json_and_as_junit() -> None:
+    report = opgraft.verify(
+        broken.register("wrong corner"), checks=["hit", "values", "strides"], opinfo=False
+    )
+    data = json.loads(report.json())
+    (override,) = data["overrides"]
+    assert (data["ok"], override["verdict"], override["op"]) == (False, "failed", "aten::_softmax")
+    assert override["checks"]["values"]["verdict"] == "failed"
+    assert override["failures"][0]["reproducer"].count("\n") == 4
+    suite = ElementTree.fromstring(report.junit())[0]
+    assert (suite.get("failures"), suite.get("name")) == (
+        "1",
+        "aten::_softmax at CPU: wrong corner",
+    )
+    cases = {case.get("name"): case for case in suite}
+    failure = cases["values"].find("failure")
+    assert failure is not None and "call.check('values')" in (failure.text or "")
+    assert cases["strides"].find("failure") is None
+    assert cases["opcheck"].find("skipped") is not None
+
+
+def test_the_same_seed_makes_the_same_samples() -> None:
+    override = broken.register("right")
+    reports = [
+        opgraft.verify(override, checks=["hit", "values"], seed=seed, max_samples=40).as_dict()
+        for seed in (1, 1, 2)
+    ]
+    for each in reports:
+        each["overrides"][0].pop("seconds")
+    assert reports[0] == reports[1]
+    assert reports[0] != reports[2]
+
+
+def test_the_users_random_state_and_modes_stay() -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    opgraft.verify(broken.register("right"), checks=QUICK, max_samples=20)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_without_torchs_internal_tests_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opinfo, "missing", lambda: "torch.testing._internal cannot be imported")
+    report = opgraft.verify(broken.register("right"), checks=["hit", "values"])
+    assert "none of PyTorch's own samples" in str(report)
+    assert report.ok, str(report)
+
+
+def test_under_compile_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    override = broken.register("right")
+    monkeypatch.setattr(torch, "compile", lambda function, **keywords: function)
+    report = opgraft.verify(override, checks=["compile"], opinfo=False)
+    assert report.overrides[0].checks["compile"].verdict == "passed", str(report)
+
+
+# ------------------------------------------------------------------ the command
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "opgraft.verify", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
+    """In Triton's interpreter, in a process of its own."""
+    pytest.importorskip("triton")
+    done = command("opgraft-kernels", "--junit", str(tmp_path / "report.xml"), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = {
+        words[0]: (int(words[4]), int(words[5]), int(words[6]))
+        for words in map(str.split, done.stdout.splitlines())
+        if len(words) > 8 and words[2:4] == ["at", "CPU"]
+    }
+    assert counts
+    for samples, hits, misses in counts.values():
+        assert hits > 20 and misses > 5 and hits + misses <= samples
+    assert len(ElementTree.parse(tmp_path / "report.xml").getroot()) == len(counts)
+
+
+def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from tests.verify.broken import *\nregister('wrong strides')\n"
+    )
+    done = command(
+        *("aten::_softmax", "--import", "mine", "--check", "hit", "--check", "strides"),
+        *("--no-opinfo", "--json", str(tmp_path / "report.json")),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"FAILED strides: .*output 0 (has|with) strides \(1, \d+\)", done.stdout)
+    assert json.loads((tmp_path / "report.json").read_text())["ok"] is False
+
+
+def test_the_command_says_what_is_wrong_with_its_arguments() -> None:
+    done = command("no-such-pack")
+    assert done.returncode == 2
+    assert done.stderr.startswith("opgraft: there is no pack 'no-such-pack' installed")
