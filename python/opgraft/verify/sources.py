@@ -224,7 +224,7 @@ def _others(
         backward = forward_of(op) is not None
         if backward:
             # In grad mode a forward computes what its backward needs ...
-            found = list(_reaching(other, dtypes, device, seed, differentiate=True))
+            found = list(_reaching(other, dtypes, device, seed, differentiate=True, far=False))
         if not found:  # ... unless it is composed of other ops there.
             found = list(_reaching(other, dtypes, device, seed, differentiate=False))
     found = found or list(guessed_bases(other, dtypes, device))
