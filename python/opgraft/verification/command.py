@@ -1,4 +1,4 @@
-"""The command: `opgraft verify [PACK|OP]`, also `python -m opgraft.verify`."""
+"""The command: `opgraft verify [PACK|OP]`, also `python -m opgraft.verification`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from opgraft import packs
 from opgraft.errors import OpgraftError
-from opgraft.verify import verify
-from opgraft.verify.report import Report, show
+from opgraft.verification import verify
+from opgraft.verification.report import Report, show
 
 __all__ = ["add_arguments", "main", "run"]
 

@@ -18,8 +18,8 @@ import torch
 from opgraft import when
 from opgraft.router import threads
 from opgraft.schema import Call
-from opgraft.verify.reference import copied, native
-from opgraft.verify.samples import EVERY_TENSOR, Base, CannotMake, Edits, Place, Sample, run
+from opgraft.verification.reference import copied, native
+from opgraft.verification.samples import EVERY_TENSOR, Base, CannotMake, Edits, Place, Sample, run
 
 #: Tried where a condition names others.
 _OTHER_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -13,8 +13,8 @@ from opgraft.errors import RegistrationError
 from opgraft.registry import Override, registry
 
 if TYPE_CHECKING:
-    from opgraft.verify.report import Report
-    from opgraft.verify.reproduction import Reproduction
+    from opgraft.verification.report import Report
+    from opgraft.verification.reproduction import Reproduction
 
 __all__ = ["sample", "verify"]
 
@@ -76,9 +76,9 @@ def verify(
     (True, True)
     >>> override.remove()
     """
-    from opgraft.verify import report as reports
-    from opgraft.verify import runner
-    from opgraft.verify.checks import CHECKS
+    from opgraft.verification import report as reports
+    from opgraft.verification import runner
+    from opgraft.verification.checks import CHECKS
 
     unknown = sorted(set(checks or ()) - set(CHECKS))
     if unknown:
@@ -124,7 +124,7 @@ def sample(
         RegistrationError: no override, or several, match.
         LookupError: there is no such sample here.
     """
-    from opgraft.verify import reproduction
+    from opgraft.verification import reproduction
 
     found = _select(None, dsl=None, op=op, dispatch_key=dispatch_key, pack=pack, name=name)
     if len(found) != 1:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opgraft.router import threads
 from opgraft.schema import Op
-from opgraft.verify.samples import Values
+from opgraft.verification.samples import Values
 
 #: Samples that are run for each OpInfo and dtype.
 MAX_SAMPLES = 40
@@ -155,7 +155,7 @@ def fronts(
     if dtype not in (supported if requires_grad else info.supported_dtypes(kind)):
         return
     with seeded(seed):
-        # Not `info.sample_inputs`: that looks for the name of a test in the stack, which takes longer
+        # Not `info.sample_inputs`: that looks for a test's name in the stack, which takes longer
         # than the samples do.
         stream = info.sample_inputs_func(info, str(device), dtype, requires_grad)
         samples = []

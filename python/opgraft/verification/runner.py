@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from opgraft.registry import Override
-from opgraft.verify import checks, opinfo, sources
-from opgraft.verify.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
-from opgraft.verify.checks import CHECKS, EACH, ONCE, SLOW, SOME, Failed, NotApplicable
-from opgraft.verify.report import Check, Failure, OverrideReport
-from opgraft.verify.samples import Place, Sample, layouts, tensors_of
+from opgraft.verification import checks, opinfo, sources
+from opgraft.verification.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
+from opgraft.verification.checks import CHECKS, EACH, ONCE, SLOW, SOME, Failed, NotApplicable
+from opgraft.verification.report import Check, Failure, OverrideReport
+from opgraft.verification.samples import Place, Sample, layouts, tensors_of
 from opgraft.when import Condition
 
 #: What samples come in where a condition names no dtypes.
@@ -380,7 +380,7 @@ def reproducer(seen: checks.Observation, check: str, options: Options) -> str:
         [
             "import opgraft",
             _registering(override),
-            "from opgraft.verify import sample",
+            "from opgraft.verification import sample",
             f"call = sample({seen.sample.id!r}, {where}{terms})",
             f"call.check({check!r})  # {seen.describe()}",
         ]

@@ -12,8 +12,16 @@ import torch
 from opgraft.registry import Override
 from opgraft.router import threads
 from opgraft.schema import Argument, Call, Op
-from opgraft.verify import opinfo
-from opgraft.verify.samples import Base, Values, direct, forward_of, functional_of, paired, run
+from opgraft.verification import opinfo
+from opgraft.verification.samples import (
+    Base,
+    Values,
+    direct,
+    forward_of,
+    functional_of,
+    paired,
+    run,
+)
 
 #: Bases that are kept for each dtype and source.
 MAX_BASES = 12

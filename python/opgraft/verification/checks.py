@@ -22,8 +22,8 @@ from opgraft.registry import Override
 from opgraft.router import contract, threads
 from opgraft.router.python import why_not
 from opgraft.schema import Call, Op, resolve
-from opgraft.verify import opinfo
-from opgraft.verify.reference import (
+from opgraft.verification import opinfo
+from opgraft.verification.reference import (
     NATIVE,
     Error,
     Outcome,
@@ -34,7 +34,7 @@ from opgraft.verify.reference import (
     reference,
     widened,
 )
-from opgraft.verify.samples import Sample, functional_of, run, tensors_of
+from opgraft.verification.samples import Sample, functional_of, run, tensors_of
 
 #: Draws of a call's values over which errors are taken, where one alone is above the bound.
 _DRAWS = 12

@@ -8,10 +8,10 @@ import torch
 
 from opgraft.registry import Override
 from opgraft.schema import Call
-from opgraft.verify import checks, sources
-from opgraft.verify.reference import native
-from opgraft.verify.runner import device_of
-from opgraft.verify.samples import Sample, parse
+from opgraft.verification import checks, sources
+from opgraft.verification.reference import native
+from opgraft.verification.runner import device_of
+from opgraft.verification.samples import Sample, parse
 
 
 class Reproduction:

@@ -17,10 +17,10 @@ import torch
 import opgraft
 from opgraft import packs, when
 from opgraft.errors import RegistrationError
-from opgraft.verify import opinfo
-from opgraft.verify.checks import CHECKS
-from opgraft.verify.report import Report
-from tests.verify import broken
+from opgraft.verification import opinfo
+from opgraft.verification.checks import CHECKS
+from opgraft.verification.report import Report
+from tests.verification import broken
 
 ROOT = Path(__file__).parent.parent.parent
 #: Without what imports Dynamo: seconds that most tests here do not need.
@@ -84,10 +84,10 @@ def test_a_broken_override_is_caught_and_its_reproducer_reproduces(
 
 def test_a_reproducer_reproduces_in_a_process_of_its_own(tmp_path: Path) -> None:
     module = tmp_path / "mine.py"
-    module.write_text("from tests.verify.broken import *\nregister('wrong corner')\n")
+    module.write_text("from tests.verification.broken import *\nregister('wrong corner')\n")
     override = broken.register("wrong corner")
     (failure,) = opgraft.verify(override, checks=["hit", "values"], opinfo=False).failures
-    code = failure.reproducer.replace("tests.verify.broken", "mine")
+    code = failure.reproducer.replace("tests.verification.broken", "mine")
     assert "import mine" in code
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -456,7 +456,7 @@ def test_under_compile_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "opgraft.verify", *arguments],
+        [sys.executable, "-m", "opgraft.verification", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
@@ -482,7 +482,7 @@ def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
 
 def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from tests.verify.broken import *\nregister('wrong strides')\n"
+        "from tests.verification.broken import *\nregister('wrong strides')\n"
     )
     done = command(
         *("aten::_softmax", "--import", "mine", "--check", "hit", "--check", "strides"),
