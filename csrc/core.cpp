@@ -22,6 +22,7 @@
 #include "observer.h"
 #include "python_impl.h"
 #include "router.h"
+#include "shadow.h"
 #include "threads.h"
 
 namespace {
@@ -165,6 +166,19 @@ RouterHandle install(const std::string& name, const std::string& overload, const
   return {std::move(router), std::move(signature), std::move(hooks)};
 }
 
+std::shared_ptr<Override> make_shadowed(std::shared_ptr<Override> inner, const RouterHandle& router,
+                                        py::object override, py::object begin, py::object end,
+                                        double rate) {
+  ShadowImpl::Options options;
+  options.inner = std::move(inner);
+  options.signature = router.signature;
+  options.override = PythonRef(std::move(override));
+  options.begin = PythonRef(std::move(begin));
+  options.end = PythonRef(std::move(end));
+  options.rate = rate;
+  return shadowed(std::move(options));
+}
+
 py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
                        const py::tuple& values) {
   torch::jit::Stack stack;
@@ -294,7 +308,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
             self.impl = std::make_unique<BoxedImpl>(
                 reinterpret_cast<BoxedImpl::Function>(function.get_pointer()));
           },
-          "An impl in C++: a capsule of a `BoxedImpl::Function`.");
+          "An impl in C++: a capsule of a `BoxedImpl::Function`.")
+      .def("shadowed", &make_shadowed, py::arg("router"), py::arg("override"), py::arg("begin"),
+           py::arg("end"), py::arg("rate"),
+           "The same override, a share of whose hits is compared with the native kernel.");
 
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"),

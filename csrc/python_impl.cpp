@@ -40,12 +40,6 @@ py::object wrap(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
-[[noreturn]] void throw_python_error() {
-  python_error error;
-  error.persist();
-  throw error;  // NOLINT: torch's own type, which restores type, value and traceback
-}
-
 // --------------------------------------------------------------------------- keys of a call
 
 // Sizes are left out: a kind of call is dtypes, ranks and layout classes.
@@ -112,6 +106,12 @@ uint64_t exact_key(const Call& call) {
 }
 
 }  // namespace
+
+void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;  // NOLINT: torch's own type, which restores type, value and traceback
+}
 
 PythonRef::~PythonRef() {
   if (object_ == nullptr || !Py_IsInitialized()) return;

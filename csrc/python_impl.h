@@ -34,6 +34,9 @@ class PythonRef {
   PyObject* object_ = nullptr;
 };
 
+// Throws the Python error that is set, as torch hands it through C++.
+[[noreturn]] void throw_python_error();
+
 // Holds the GIL. A thread that Python never saw keeps the thread state that the first of these makes
 // until it ends, so that later ones do not make one each (10 us).
 class WithGil {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from opgraft.explanation import Explanation, explain
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
+    from opgraft.router.shadow import shadow
     from opgraft.tracing import Trace, trace
     from opgraft.verification import verify
 
@@ -43,6 +44,7 @@ __all__ = [
     "overrides",
     "packs",
     "register_op_override",
+    "shadow",
     "trace",
     "triton_utils",
     "verify",
@@ -66,6 +68,7 @@ _HOMES = {
     "native": "control",
     "overrides": "control",
     "register_op_override": "registration",
+    "shadow": "router.shadow",
     "trace": "tracing",
     "verify": "verification",
 }

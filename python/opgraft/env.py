@@ -7,12 +7,15 @@
 `OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
 `OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
+`OPGRAFT_SHADOW`   `0.01`: compare this share of hits with native; `0.01:quarantine` or `:raise`
+                   says what becomes of a difference.
 `OPGRAFT_LOG`      a `logging` level for the `opgraft` logger: `debug`, `info`, ...
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -72,6 +75,17 @@ def wants_python_router() -> bool:
 def strict() -> bool:
     """Whether `OPGRAFT_STRICT` turns every fallback into an error."""
     return os.environ.get("OPGRAFT_STRICT", "").strip().lower() in _TRUE
+
+
+def shadow() -> tuple[float, str] | None:
+    """What `OPGRAFT_SHADOW` says: the share of hits, and what becomes of a difference."""
+    rate, _, on_mismatch = os.environ.get("OPGRAFT_SHADOW", "").strip().partition(":")
+    if not rate or rate == "0":
+        return None
+    try:
+        return float(rate), on_mismatch or "log"
+    except ValueError:
+        return math.nan, on_mismatch  # which no rate is: whoever asks says so
 
 
 def configure_logging() -> None:

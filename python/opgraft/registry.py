@@ -122,6 +122,8 @@ class Override:
         self._hits = counter.new()
         self._misses = counter.new()
         self._fallbacks = counter.new()
+        self._shadowed = counter.new()
+        self._mismatches = counter.new()
 
     def __repr__(self) -> str:
         owner = f"pack {self.pack}" if self.pack else "user"
@@ -152,6 +154,16 @@ class Override:
     def fallbacks(self) -> int:
         """How many hits ended in the native kernel."""
         return self._fallbacks.total()
+
+    @property
+    def shadowed(self) -> int:
+        """How many hits were compared with the native kernel, by `opgraft.shadow`."""
+        return self._shadowed.total()
+
+    @property
+    def mismatches(self) -> int:
+        """How many of those differed."""
+        return self._mismatches.total()
 
     @property
     def enabled(self) -> bool:

@@ -18,7 +18,7 @@ from opgraft import when
 from opgraft.errors import ContractError
 from opgraft.program import Node, compile_condition, pack_capability
 from opgraft.registry import Chain, Override
-from opgraft.router import contract, failure, observers
+from opgraft.router import contract, failure, observers, shadow
 from opgraft.router.python import PythonRouter, why_not
 from opgraft.schema import Call
 
@@ -74,6 +74,8 @@ class CompiledRouter(PythonRouter):
         self.is_composite = self._router.is_composite
         # By override, while it is in the chain: the core's half keeps the Python half alive.
         self._halves: dict[Override, Any] = {}
+        # And what stands in for it, published while shadow mode is on.
+        self._shadowed: dict[Override, Any] = {}
         chain.listener = self.publish
         self.publish(chain)
 
@@ -81,7 +83,11 @@ class CompiledRouter(PythonRouter):
         """Route to what is active in the chain now."""
         for override in [o for o in self._halves if o not in chain.members]:
             del self._halves[override]
+        settings = shadow.current()
+        self._shadowed = {}
         halves = [self._half(override) for override in chain.active]
+        if settings is not None:
+            halves = [self._shadow(override, settings.rate) for override in chain.active]
         if not halves and chain.members and observers.anywhere():
             # The core looks no further than an empty chain, and observers want to know of calls
             # that find every override switched off.
@@ -120,7 +126,31 @@ class CompiledRouter(PythonRouter):
             half.ask_python()
         return half
 
+    def _shadow(self, override: Override, rate: float) -> Any:
+        self._shadowed[override] = self._half(override).shadowed(
+            self._router,
+            override,
+            begin=self._begin_shadow_of,
+            end=self._end_shadow_of,
+            rate=rate,
+        )
+        return self._shadowed[override]
+
     # What the core asks.
+
+    def _begin_shadow_of(self, override: Override, values: tuple[Any, ...]) -> shadow.Token | None:
+        return shadow.begin(override, Call(self.chain.op, values))
+
+    def _end_shadow_of(
+        self, override: Override, keyset: torch.DispatchKeySet, token: shadow.Token, result: Any
+    ) -> Any:
+        try:
+            return self._end_shadow(override, keyset, token, result)
+        finally:
+            self._mind_quarantine(override)
+
+    def _begin_shadow(self, override: Override, call: Call) -> shadow.Token | None:
+        return None  # the core does it, for first hits too
 
     def _takes_values(self, override: Override, values: tuple[Any, ...]) -> bool:
         return self._takes(override, Call(self.chain.op, values))
@@ -177,8 +207,11 @@ class CompiledRouter(PythonRouter):
         return report
 
     def _mind_quarantine(self, override: Override) -> None:
-        if override.quarantined and (half := self._halves.get(override)) is not None:
-            half.ask_python()
+        if not override.quarantined:
+            return
+        for halves in (self._halves, self._shadowed):
+            if (half := halves.get(override)) is not None:
+                half.ask_python()
 
 
 def _decliner() -> Any:

@@ -109,7 +109,7 @@ def _native_outputs(
     override: Override, call: Call, run_native: Callable[[], Any]
 ) -> tuple[Any, ...] | None:
     try:
-        with _keep_rng(call):
+        with keeping_rng(call):
             result = run_native()
     except Exception as error:
         # Native cannot say: it lacks a kernel here, is out of memory, or refuses what the override
@@ -120,7 +120,7 @@ def _native_outputs(
 
 
 @contextmanager
-def _keep_rng(call: Call) -> Iterator[None]:
+def keeping_rng(call: Call) -> Iterator[None]:
     """Leave every random generator that a second run of the op would advance as it is."""
     if not call.op.is_random:
         yield

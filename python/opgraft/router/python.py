@@ -23,6 +23,7 @@ from opgraft.router import (
     failure,
     observers,
     profile,
+    shadow,
     threads,
 )
 from opgraft.router.native import NativeKernel
@@ -136,6 +137,7 @@ class PythonRouter:
         capturing: bool,
     ) -> Any:
         leading = (keyset,) if override.takes_keyset else ()
+        token = self._begin_shadow(override, call)
         override._hits.add()
         with (
             threads.running(call.op, self.chain) as frame,
@@ -151,7 +153,18 @@ class PythonRouter:
             self._check(override, keyset, call, result)
         if not capturing and where is not None and where.type == "cuda":
             _remember(override, exact_key(call))
-        return result
+        if token is None:
+            return result
+        other = self._end_shadow(override, keyset, token, result)
+        return result if other is None else other
+
+    def _begin_shadow(self, override: Override, call: Call) -> shadow.Token | None:
+        return shadow.begin(override, call) if shadow.draw() else None
+
+    def _end_shadow(
+        self, override: Override, keyset: torch.DispatchKeySet, token: shadow.Token, result: Any
+    ) -> Any:
+        return shadow.end(override, token, result, lambda call: self.native(keyset, call))
 
     def _profiled(self, override: Override) -> AbstractContextManager[object]:
         return profile.record(override)

@@ -1,0 +1,74 @@
+#include "shadow.h"
+
+#include <random>
+
+namespace opgraft {
+
+namespace {
+
+bool drawn(double rate) {
+  thread_local std::minstd_rand generator{std::random_device{}()};
+  return std::generate_canonical<double, 24>(generator) < rate;
+}
+
+}  // namespace
+
+bool ShadowImpl::run(const Override&, Call& call, c10::Device device) {
+  const Override& inner = *options_.inner;
+  if (!drawn(options_.rate)) return inner.impl->run(inner, call, device);
+  // Before the impl runs: it may write to its arguments, and its results take their place.
+  const PythonRef token = begin(call);
+  if (!inner.impl->run(inner, call, device)) return false;
+  if (token.get()) end(call, token);
+  return true;
+}
+
+bool ShadowImpl::wants(const Override&, Call& call) {
+  return options_.inner->impl->wants(*options_.inner, call);
+}
+
+PythonRef ShadowImpl::begin(const Call& call) const {
+  const Router::InPython here;
+  if (!here.allowed()) return {};
+  const WithGil gil;
+  const auto values = options_.signature->to_python(call.begin());
+  auto token = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
+      options_.begin.get().ptr(), options_.override.get().ptr(), values.ptr(), nullptr));
+  if (!token) throw_python_error();
+  if (token.is_none()) return {};
+  return PythonRef(std::move(token));
+}
+
+void ShadowImpl::end(Call& call, const PythonRef& token) const {
+  const Router::InPython here;
+  if (!here.allowed()) return;
+  const WithGil gil;
+  const auto outputs = static_cast<ptrdiff_t>(call.op.schema().returns().size());
+  torch::jit::Stack results(call.stack.end() - outputs, call.stack.end());
+  const auto mine = options_.signature->pop_results(results);
+  const auto keyset = py::cast(call.keyset);
+  const auto other = py::reinterpret_steal<py::object>(
+      PyObject_CallFunctionObjArgs(options_.end.get().ptr(), options_.override.get().ptr(),
+                                   keyset.ptr(), token.get().ptr(), mine.ptr(), nullptr));
+  if (!other) throw_python_error();
+  if (other.is_none()) return;
+  auto replacement = options_.signature->to_results(other, "the native kernel");
+  torch::jit::drop(call.stack, static_cast<size_t>(outputs));
+  for (auto& value : replacement) call.stack.push_back(std::move(value));
+}
+
+std::shared_ptr<Override> shadowed(ShadowImpl::Options options) {
+  const auto& inner = *options.inner;
+  auto outer = std::make_shared<Override>();
+  outer->asks.store(inner.asks.load());
+  outer->condition = inner.condition;
+  outer->misses = inner.misses;
+  outer->hits = inner.hits;
+  outer->fallbacks = inner.fallbacks;
+  outer->identity = inner.identity;
+  outer->label = inner.label;
+  outer->impl = std::make_unique<ShadowImpl>(std::move(options));
+  return outer;
+}
+
+}  // namespace opgraft
