@@ -24,7 +24,6 @@ from opgraft.cli import facts, output
 from opgraft.control import overrides
 from opgraft.explanation import Neighbours, neighbours
 from opgraft.registry import Override, registry
-from opgraft.schema import resolve
 
 Level = Literal["ok", "note", "problem"]
 
@@ -254,8 +253,10 @@ def _trial(dsl: str) -> tuple[dict[str, Any], str]:
 def _neighbours() -> Iterator[Check]:
     """Kernels of others at an op and key that has overrides of ours."""
     alone = True
+    chains = {(chain.op.name, chain.dispatch_key): chain for chain in registry.chains()}
     for each in neighbours():
-        chain = registry.find(resolve(each.op), each.dispatch_key)
+        # Not by resolving the name: the op of a library that is gone can no longer be resolved.
+        chain = chains.get((each.op, each.dispatch_key))
         if chain is None or not chain.members:
             continue
         for note in each.notes():
