@@ -103,7 +103,7 @@ def test_an_override_that_raises_fails_with_its_error() -> None:
     def raises(self: torch.Tensor) -> torch.Tensor:
         raise ValueError("no such tile") if self.ndim > 1 else TypeError("flat")
 
-    with packs._owning("tiles"):  # whose default is to fall back: verify must see through that
+    with packs.owning("tiles"):  # whose default is to fall back: verify must see through that
         override = opgraft.register_op_override(
             "aten", "relu", "CPU", raises, unconditional_override=True
         )
