@@ -19,7 +19,9 @@
 
 #include "condition.h"
 #include "counter.h"
+#include "derivative.h"
 #include "observer.h"
+#include "opaque.h"
 #include "python_impl.h"
 #include "router.h"
 #include "shadow.h"
@@ -345,6 +347,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def(py::init<std::string>())
       .def("__enter__", &Bypass::enter)
       .def("__exit__", &Bypass::exit);
+
+  py::class_<Derivative, std::shared_ptr<Derivative>>(core, "Derivative")
+      .def(py::init(&Derivative::install), py::arg("name"), py::arg("overload"),
+           py::arg("dispatch_key"))
+      .def("set_hook", &Derivative::set_hook)
+      .def("publish", [](Derivative& self, const std::vector<std::optional<std::vector<NodeTuple>>>& all) {
+        Derivative::Conditions conditions;
+        for (const auto& nodes : all) {
+          conditions.push_back(nodes ? std::optional(to_condition(*nodes)) : std::nullopt);
+        }
+        self.publish(std::move(conditions));
+      });
+
+  core.def("stand_for", &stand_for, py::arg("name"), py::arg("overload"), py::arg("origin"),
+           py::arg("origin_overload"),
+           "Lets an op that was defined without kernels run another op's, which has its schema.");
 
   core.def(
       "holds",

@@ -38,7 +38,7 @@ def register(**changes: object) -> opgraft.Override:
         ({"cond": when.ndim("self") == 2}, r"cond= and unconditional_override=True .* contradict"),
         ({"on_error": "ignore"}, r"on_error='ignore': choose one of \('raise', 'fallback'\)"),
         ({"compile": "yes"}, r"compile='yes': choose one of"),
-        ({"autograd": (len, len)}, r"autograd= for aten::_softmax"),
+        ({"autograd": len}, r"autograd= for aten::_softmax must be two functions"),
     ],
 )
 def test_bad_registration_names_the_fault_and_the_mend(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from opgraft import env
 
 if TYPE_CHECKING:
-    from opgraft import cutedsl_utils, packs, triton_utils, when
+    from opgraft import cutedsl_utils, packs, pt2, triton_utils, when
     from opgraft.control import disable, disabled, enable, native, overrides
     from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
     from opgraft.explanation import Explanation, explain
@@ -43,6 +43,7 @@ __all__ = [
     "native",
     "overrides",
     "packs",
+    "pt2",
     "register_op_override",
     "shadow",
     "trace",
@@ -91,3 +92,4 @@ env.configure_logging()
 # Last, and here: torch activates packs at the end of its own import, and these import opgraft. They
 # must find it whole, whichever of the two a program imports first.
 importlib.import_module("torch")
+importlib.import_module("opgraft.pt2.namespace").answer_by_name()

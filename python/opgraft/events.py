@@ -9,12 +9,13 @@ from typing import Any
 import torch._logging
 
 
-def emit(name: str, payload: Callable[[], dict[str, Any]]) -> None:
+def emit(name: str, payload: Callable[[], dict[str, Any]], *, of_compilation: bool = False) -> None:
     """Write an event, if `TORCH_TRACE` says where to and this torch can.
 
     Args:
         name: what `tlparse` calls the artifact.
         payload: makes what is written, as JSON; not called otherwise.
+        of_compilation: it belongs to the compilation that is going on.
     """
     write = getattr(torch._logging, "trace_structured", None)
     if write is None or not os.environ.get("TORCH_TRACE"):
@@ -23,5 +24,5 @@ def emit(name: str, payload: Callable[[], dict[str, Any]]) -> None:
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "json"},
         payload_fn=payload,
-        expect_trace_id=False,  # it belongs to no compilation
+        expect_trace_id=of_compilation,
     )

@@ -11,12 +11,15 @@ import torch
 from opgraft import dsl as dsls
 from opgraft import env, events, packs, router
 from opgraft.errors import RegistrationError
+from opgraft.pt2 import hooks
 from opgraft.registry import Chain, CompilePolicy, OnError, Override, registry
 from opgraft.router import composite
 from opgraft.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.when import Condition, Expression, ExpressionError
 
 log = logging.getLogger(__name__)
+
+hooks.attach()
 
 
 def register_op_override(
@@ -68,7 +71,10 @@ def register_op_override(
             runs the native kernel, warns once and keeps the override from calls of that kind.
         compile: the policy under `torch.compile`: `"auto"`, `"opaque"`, `"inductor"` or
             `"traceable"`.
-        autograd: `(setup_context, backward)` for a derivative of its own; not supported yet.
+        autograd: `(setup_context, backward)` for a derivative of its own, as
+            `torch.library.register_autograd` takes them: `setup_context(ctx, inputs, output)` with
+            all of the op's arguments, `backward(ctx, *grads)` with a gradient or None for each.
+            Left out, the op keeps its derivative, and its backward op can be overridden as well.
         launch_plan: the author declares `impl` a pure function of its arguments' metadata, so that
             its launches may be recorded and replayed.
         samples: calls for `opgraft.verify` to test it on, beside those of PyTorch's own tests: a
@@ -80,8 +86,9 @@ def register_op_override(
 
     Raises:
         RegistrationError: the op does not exist, the key makes no sense, `impl` or `cond` cannot
-            take the op's arguments, `cond` names an argument that is not there, or the derivative
-            of a composite op could not be kept. The message says what to do.
+            take the op's arguments, `cond` names an argument that is not there, `autograd` is
+            nothing that the op can have, or the derivative of a composite op could not be kept. The
+            message says what to do.
 
     >>> import torch, opgraft
     >>> from opgraft import when
@@ -112,10 +119,9 @@ def register_op_override(
             f"arguments, not {samples!r}"
         )
     if autograd is not None:
-        raise RegistrationError(
-            f"autograd= for {op.name}: a derivative of an override's own is not supported yet; "
-            "leave it out to keep the op's derivative, and override its backward op as well"
-        )
+        from opgraft.router import derivative
+
+        derivative.check(autograd, op)
     override = Override(
         name=name or _default_name(impl),
         operator=op,
@@ -128,6 +134,7 @@ def register_op_override(
         priority=priority,
         on_error=on_error,
         compile=compile,
+        autograd=autograd,
         launch_plan=launch_plan,
         samples=samples,
         unavailable=_unavailable(dsl, owner),
@@ -146,7 +153,11 @@ def _install(override: Override, *, replace: bool) -> None:
     else:
         # The router first: where it refuses, nothing is registered.
         installed = router.install(chain)
-        if installed.is_composite:
+        if override.autograd is not None:
+            from opgraft.router import derivative
+
+            derivative.install(chain, installed.companion)
+        elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override, replace=replace)
 

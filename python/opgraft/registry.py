@@ -90,6 +90,7 @@ class Override:
         priority: int = 0,
         on_error: OnError = "raise",
         compile: CompilePolicy = "auto",
+        autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
         launch_plan: bool = False,
         samples: Callable[..., Iterable[Any]] | None = None,
         unavailable: str | None = None,
@@ -105,6 +106,7 @@ class Override:
         self.priority = priority
         self.on_error = on_error
         self.compile = compile
+        self.autograd = autograd
         self.launch_plan = launch_plan
         #: Calls to verify it on, for a device: arguments as tuples, or as dicts by name.
         self.samples = samples
@@ -228,6 +230,12 @@ class Registry:
         self._chains: dict[tuple[str, str], Chain] = {}
         self._rules: tuple[Rule, ...] = ()
         self._sequence = itertools.count()
+        self._watchers: tuple[Callable[[Chain], None], ...] = ()
+
+    def watch(self, watcher: Callable[[Chain], None]) -> None:
+        """Call `watcher`, under the registry's lock, whenever a chain's overrides changed."""
+        with self._lock:
+            self._watchers = (*self._watchers, watcher)
 
     def add(self, override: Override, *, replace: bool) -> Chain:
         """Put an override into its chain.
@@ -307,6 +315,8 @@ class Registry:
         chain.active = tuple(override for override in chain.members if override.enabled)
         if chain.listener is not None:
             chain.listener(chain)
+        for watcher in self._watchers:
+            watcher(chain)
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -9,7 +9,7 @@ from opgraft.explanation import neighbourhood
 from opgraft.explanation.report import Explanation
 from opgraft.explanation.verdicts import judge
 from opgraft.registry import Chain
-from opgraft.router import composite, device, dispatcher
+from opgraft.router import composite, derivative, device, dispatcher
 from opgraft.schema import Call
 
 
@@ -48,9 +48,11 @@ def key_of(call: Call) -> str:
 
 
 def keeps_its_derivative(chain: Chain, call: Call) -> bool:
-    """Whether the op is composed of others here and the call must be differentiated."""
+    """Whether the op is composed of others here and the call must be differentiated their way."""
     installed = router.installed(chain)
-    return installed is not None and installed.is_composite and composite.must_differentiate(call)
+    if installed is None or not installed.is_composite:
+        return False
+    return composite.must_differentiate(call) and derivative.owner(chain, call) is None
 
 
 def native_origin(chain: Chain) -> str:

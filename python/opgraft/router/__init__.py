@@ -25,6 +25,7 @@ def install(chain: Chain) -> PythonRouter:
     with dispatcher.lock:
         if key not in _routers:
             _routers[key] = _make(chain)
+            dispatcher.look_up_anew(chain.op)
         return _routers[key]
 
 

@@ -50,7 +50,10 @@ class AutogradCompanion:
         self._library = dispatcher.register(op, autograd_key, self)
 
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        call = self._op.bind(args, kwargs)
+        return self.call(keyset, self._op.bind(args, kwargs))
+
+    def call(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
+        """Give a call to the composite, or on to the backend."""
         if must_differentiate(call):
             return observers.watch(
                 self._chain, call, lambda: self._composite(keyset, call), kept=True
@@ -64,6 +67,9 @@ def must_differentiate(call: Call) -> bool:
     """Whether autograd, backward or forward, needs to see through the call."""
     # An open dual level is enough: asking each tensor for a tangent at that level would miss those
     # of outer levels, and a missed tangent is a silently wrong jvp.
-    if forward_ad._current_level >= 0:
-        return True
+    return forward_ad._current_level >= 0 or needs_grad(call)
+
+
+def needs_grad(call: Call) -> bool:
+    """Whether autograd needs to see through the call for a backward."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())

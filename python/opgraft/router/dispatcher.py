@@ -33,6 +33,15 @@ def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.lib
     return library
 
 
+def look_up_anew(op: Op) -> None:
+    """Let torch's dispatcher in Python find the kernels that are there now.
+
+    It serves traces with symbolic sizes, and remembers for each op and key which kernel is meant:
+    after a compile it would go on to the composite of an op that has a kernel of ours by now.
+    """
+    op.overload._dispatch_cache.clear()
+
+
 def _let_others_register(library: torch.library.Library) -> None:
     """Forget in torch's list of what was registered from Python that we did.
 

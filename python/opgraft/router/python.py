@@ -58,6 +58,8 @@ class PythonRouter:
     native: NativeKernel | CompiledNative
     #: Whether the op is composed of others here; then what is differentiated never comes by.
     is_composite: bool
+    #: What keeps a composite op's derivative, where it is in Python.
+    companion: composite.AutogradCompanion | None = None
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -68,7 +70,7 @@ class PythonRouter:
         wrapped_number.seeds()
         self.is_composite = dispatcher.is_composite(op, key)
         if self.is_composite:
-            self._companion = composite.AutogradCompanion(chain)
+            self.companion = composite.AutogradCompanion(chain)
         self.native = self._captured = NativeKernel(op, key, self._reinstall)
         self._library = dispatcher.register(op, key, self)
 

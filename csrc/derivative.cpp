@@ -1,0 +1,138 @@
+#include "derivative.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/library.h>
+
+#include <utility>
+
+#include "epochs.h"
+
+namespace opgraft {
+
+namespace {
+
+// Under these a tensor's sizes may be symbols, or are not the sizes that are looked at here.
+const c10::DispatchKeySet kWrapped{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                   c10::DispatchKey::FuncTorchGradWrapper,
+                                   c10::DispatchKey::Functionalize};
+
+// torch warns once per process when a kernel replaces another.
+class WithoutWarning {
+  struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+  Quiet quiet_;
+  c10::WarningUtils::WarningHandlerGuard handler_{&quiet_};
+  c10::WarningUtils::WarnAlways always_{true};
+};
+
+struct Kernel final : c10::OperatorKernel {
+  explicit Kernel(std::shared_ptr<Derivative> derivative) : derivative(std::move(derivative)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+                  torch::jit::Stack* stack) {
+    (*derivative)(op, keyset, stack);
+  }
+  std::shared_ptr<Derivative> derivative;
+};
+
+// What autograd wants with the tensors of a call. An override's op has no lists of tensors here.
+struct Wanted {
+  bool backward = false;
+  bool forward = false;
+  bool wrapped = false;
+
+  Wanted(const c10::IValue* begin, const c10::IValue* end) {
+    const bool grad = c10::GradMode::is_enabled();
+    for (; begin != end; ++begin) {
+      if (!begin->isTensor() || !begin->toTensor().defined()) continue;
+      const at::Tensor& tensor = begin->toTensor();
+      backward = backward || (grad && tensor.requires_grad());
+      forward = forward || tensor._fw_grad(/*level=*/0).defined();
+      const auto& impl = *begin->unsafeToTensorImpl();
+      wrapped = wrapped || impl.key_set().has_any(kWrapped) || impl.has_symbolic_sizes_strides();
+    }
+  }
+};
+
+}  // namespace
+
+Derivative::Derivative(c10::OperatorHandle op, c10::DispatchKey key)
+    : native_(op, key),
+      signature_(op.schema()),
+      who_("the derivative of an override of " + c10::toString(op.operator_name())),
+      arguments_(op.schema().arguments().size()) {
+  conditions_.store(new Conditions(), std::memory_order_release);
+}
+
+std::shared_ptr<Derivative> Derivative::install(const std::string& name,
+                                                const std::string& overload,
+                                                const std::string& dispatch_key) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  const auto backend = c10::toBackendComponent(c10::parseDispatchKey(dispatch_key));
+  const auto key = c10::getAutogradKeyFromBackend(backend);
+  auto derivative = std::make_shared<Derivative>(std::move(op), key);
+  const WithoutWarning quiet;
+  // Never destroyed, like the routers' own.
+  auto* library = new torch::Library(torch::Library::IMPL, name.substr(0, name.find("::")), key,
+                                     __FILE__, __LINE__);
+  const auto full = overload.empty() ? name : name + "." + overload;
+  library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                  std::make_unique<Kernel>(derivative))
+                                  .debug(kOrigin));
+  return derivative;
+}
+
+void Derivative::publish(Conditions conditions) {
+  const auto* fresh = new Conditions(std::move(conditions));
+  const auto* old = conditions_.exchange(fresh, std::memory_order_seq_cst);
+  Epochs::instance().retire([old] { delete old; });
+}
+
+void Derivative::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+                            torch::jit::Stack* stack) {
+  const c10::IValue* const end = stack->data() + stack->size();
+  const c10::IValue* const begin = end - arguments_;
+  const Wanted wanted(begin, end);
+  if (!wanted.backward && !wanted.forward && !wanted.wrapped) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
+    return;
+  }
+  if (wanted.backward && (wanted.wrapped || may_own(begin)) && own(keyset, *stack)) return;
+  native_.call(op, keyset, stack);
+}
+
+bool Derivative::may_own(const c10::IValue* arguments) const {
+  const Epochs::Reader reading;
+  for (const auto& condition : *conditions_.load(std::memory_order_seq_cst)) {
+    if (!condition || condition->holds(arguments)) return true;
+  }
+  return false;
+}
+
+bool Derivative::own(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const {
+  const Router::InPython here;
+  if (!here.allowed()) return false;
+  const WithGil gil;
+  const auto values = signature_.to_python(stack.data() + stack.size() - arguments_);
+  const auto keys = py::cast(keyset);
+  PyObject* answer =
+      PyObject_CallFunctionObjArgs(hook_.get().ptr(), keys.ptr(), values.ptr(), nullptr);
+  if (answer == nullptr) {
+    python_error error;
+    error.persist();
+    throw error;  // NOLINT: torch's own type, which restores type, value and traceback
+  }
+  const auto result = py::reinterpret_steal<py::object>(answer);
+  if (result.is(py::handle(Py_NotImplemented))) return false;
+  auto results = signature_.to_results(result, who_);
+  torch::jit::drop(stack, arguments_);
+  for (auto& value : results) stack.push_back(std::move(value));
+  return true;
+}
+
+}  // namespace opgraft

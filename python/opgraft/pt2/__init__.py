@@ -1,0 +1,7 @@
+"""Overrides in compiled graphs and exported programs."""
+
+from __future__ import annotations
+
+from opgraft.pt2.exports import export_overrides
+
+__all__ = ["export_overrides"]

@@ -1,0 +1,102 @@
+"""Salts the compiler's caches with what is registered.
+
+Inductor's graph cache and AOTAutograd's cache keep compiled code on disk, for later processes and
+for other machines. Their keys know nothing about overrides: code that was compiled with one would
+be found by a process without it, and the other way round. So what is registered becomes part of
+both keys: the names, order, policies and conditions of the overrides that are on, and the code of
+their impls. Where nothing is on, the keys are those of a stock PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from opgraft.pt2 import exports, fingerprint
+from opgraft.registry import Override, registry
+
+log = logging.getLogger(__name__)
+
+#: What the details of a cached graph hold of us.
+_ATTRIBUTE = "opgraft_registry"
+
+_salted = False
+_fingerprints: WeakKeyDictionary[Override, str] = WeakKeyDictionary()
+
+
+def are_salted() -> bool:
+    """Whether the keys of the caches, as far as they are loaded, hold what is registered."""
+    return _salted
+
+
+def salt(codecache: ModuleType) -> None:
+    """Make what is registered part of the caches' keys.
+
+    Args:
+        codecache: `torch._inductor.codecache`, whose `FxGraphHashDetails` is what is hashed, for
+            AOTAutograd's cache too. A configuration entry would do less: since torch 2.13 each
+            thread has its own, and users replace entries.
+    """
+    global _salted
+    details = getattr(codecache, "FxGraphHashDetails", None)
+    if details is None:
+        log.warning(
+            "torch %s keeps its compiler caches in another way than opgraft knows: overrides stay "
+            "out of compiled graphs",
+            torch.__version__,
+        )
+        return
+    initialise = details.__init__
+
+    @functools.wraps(initialise)
+    def initialise_and_salt(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        state = registry_state()
+        if state:
+            setattr(self, _ATTRIBUTE, state)
+
+    details.__init__ = initialise_and_salt
+    _salted = True
+
+
+def registry_state() -> str:
+    """A hash of everything registered that a compiled graph can depend on; empty if nothing is."""
+    chains = sorted(registry.chains(), key=lambda chain: (chain.op.name, chain.dispatch_key))
+    overrides = [_fingerprint(override) for chain in chains for override in chain.active]
+    if not overrides:
+        return ""
+    lines = [_version("opgraft"), *overrides, f"exports={exports.are_asked_for()}"]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _fingerprint(override: Override) -> str:
+    if override not in _fingerprints:
+        lines = list(_describe(override))
+        _fingerprints[override] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return _fingerprints[override]
+
+
+def _describe(override: Override) -> Iterator[str]:
+    for name in ("op", "dispatch_key", "name", "dsl", "pack", "compile", "takes_keyset"):
+        yield f"{name}={getattr(override, name)!r}"
+    yield f"version={_version(override.pack) if override.pack else ''}"
+    for part in (override.cond, override.impl, override.autograd):
+        yield fingerprint.digest(part)
+    if override.compile == "traceable":
+        # What the impl calls becomes part of the graph as well.
+        yield fingerprint.sources(override.impl)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"

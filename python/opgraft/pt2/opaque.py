@@ -1,0 +1,209 @@
+"""Ops of the `opgraft` namespace: an overridden op as a compiled graph holds it.
+
+A compiler that sees `aten::_softmax` decomposes and fuses it, or calls its kernel around the
+dispatcher; one that sees `opgraft::aten___softmax` knows nothing about it and calls it. It has the
+schema and the tags of the op that it stands for, the same outputs for fake tensors, and at run time
+it is that op: its kernel hands the call on, at the same dispatch key, where the router decides.
+
+Ops are defined when a graph first needs one, or when somebody asks `torch.ops.opgraft` for one by
+name: code from a compiler's cache, or an exported program that is being loaded. Defining an op
+changes nothing that another thread may be dispatching on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from opgraft import _core
+from opgraft.errors import RegistrationError
+from opgraft.pt2.namespace import NAMESPACE
+from opgraft.router import composite
+from opgraft.schema import Op, resolve_symbol
+
+# Said of the op in torch's own catalogue, not of what it computes.
+_CATALOGUE_TAGS = frozenset({"core", "generated"})
+_LAYOUT_TAGS = frozenset(
+    {
+        "flexible_layout",
+        "needs_contiguous_strides",
+        "needs_exact_strides",
+        "needs_fixed_stride_order",
+    }
+)
+
+_lock = threading.RLock()
+_defined: dict[Op, OpOverload] = {}
+#: torch itself asks for the name of an op that is being defined.
+_defining = False
+#: Kept for good: a definition goes with its library.
+_library: torch.library.Library | None = None
+
+
+def name_of(op: Op) -> str:
+    """The name, without namespace and overload, under which a compiled graph holds an op.
+
+    Two ops never share one: a `_` of the namespace is written `_u`, so that the first `__` is where
+    the op's own name begins.
+
+    >>> name_of(resolve_symbol("aten", "_softmax"))
+    'aten___softmax'
+    """
+    namespace, _, name = op.overload._schema.name.partition("::")
+    return f"{namespace.replace('_', '_u')}__{name}"
+
+
+def origin_of(name: str) -> tuple[str, str] | None:
+    """The namespace and the name that :func:`name_of` was made of; None for any other name.
+
+    >>> origin_of("aten___softmax")
+    ('aten', '_softmax')
+    """
+    namespace, _, origin = name.partition("__")
+    if not namespace or not origin or re.search("_(?!u)", namespace):
+        return None
+    return namespace.replace("_u", "_"), origin
+
+
+def op_for(op: Op) -> OpOverload:
+    """The op of the `opgraft` namespace that stands for `op`, defined on first use.
+
+    Args:
+        op: without arguments that it writes to and without outputs that alias them; see
+            :func:`why_not`.
+
+    Returns:
+        The overload, with the same overload name.
+    """
+    with _lock:
+        if op not in _defined:
+            schema = op.overload._schema
+            _define_overloads(*schema.name.split("::"))
+        return _defined[op]
+
+
+def define(op: Op) -> None:
+    """Define the op that stands for `op`, if it can have one."""
+    if why_not(op) is None:
+        op_for(op)
+
+
+def why_not(op: Op) -> str | None:
+    """Why an op cannot have an opaque one; None where it can."""
+    schema = op.overload._schema
+    try:
+        torch._C._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
+    except RuntimeError:
+        return "it is TorchScript's own, and no dispatcher knows it"
+    if op.mutates:
+        return "it writes to its arguments, and compilers make it a functional op first"
+    if any(returned.alias_info is not None for returned in op.returns):
+        return "its output shares memory with an argument"
+    return None
+
+
+def _define_overloads(namespace: str, name: str) -> None:
+    """Define every overload of an op that can have one: who asks for the packet finds them all."""
+    global _defining
+    packet = getattr(getattr(torch.ops, namespace), name)
+    ops = [resolve_symbol(namespace, f"{name}.{overload}") for overload in packet.overloads()]
+    ops = [op for op in ops if why_not(op) is None]
+    _defining = True
+    try:
+        for op in ops:
+            _define(op)
+        for op in ops:
+            opaque = getattr(getattr(torch.ops.opgraft, name_of(op)), op.overload._overloadname)
+            _count_flops_as(opaque, op)
+            _defined[op] = opaque
+    finally:
+        _defining = False
+
+
+def _define(op: Op) -> None:
+    overload = op.overload._schema.overload_name
+    name = name_of(op) + (f".{overload}" if overload else "")
+    library = _our_library()
+    library.define(name + signature_of(op), tags=_tags(op))
+    _implement(library, name, op)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_of(op), lib=library)
+
+
+def _our_library() -> torch.library.Library:
+    global _library
+    if _library is None:
+        _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    return _library
+
+
+def signature_of(op: Op) -> str:
+    """The arguments and returns of an op's schema, as text."""
+    text = str(op.overload._schema)
+    return text[text.index("(") :]
+
+
+def _tags(op: Op) -> list[torch.Tag]:
+    dropped = _CATALOGUE_TAGS | _LAYOUT_TAGS
+    tags = {tag.name: tag for tag in op.overload.tags if tag.name not in dropped}
+    tags["pt2_compliant_tag"] = torch.Tag.pt2_compliant_tag
+    # Kernels are written for the strides that eager hands them.
+    tags["needs_exact_strides"] = torch.Tag.needs_exact_strides
+    return list(tags.values())
+
+
+def _implement(library: torch.library.Library, name: str, op: Op) -> None:
+    core = _core.in_use()
+    if core is not None:
+        schema = op.overload._schema
+        opaque, _, overload = name.partition(".")
+        core.stand_for(f"{NAMESPACE}::{opaque}", overload, schema.name, schema.overload_name)
+        return
+
+    def at_backend(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        call = op.bind(args, kwargs)
+        return op.overload.redispatch(keyset, *call.args, **call.kwargs)
+
+    def at_autograd(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        call = op.bind(args, kwargs)
+        if composite.must_differentiate(call):
+            return op.overload(*call.args, **call.kwargs)
+        below = keyset & torch._C._after_ADInplaceOrView_keyset
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op_for(op).redispatch(below, *call.args, **call.kwargs)
+
+    def when_batched(*args: Any, **kwargs: Any) -> Any:
+        return op.overload(*args, **kwargs)
+
+    library.impl(name, at_backend, "CompositeExplicitAutograd", with_keyset=True)
+    library.impl(name, at_autograd, "Autograd", with_keyset=True)
+    library.impl(name, when_batched, "FuncTorchBatched")
+
+
+def _fake_of(op: Op) -> Any:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return op.overload(*args, **kwargs)
+
+    return fake
+
+
+def _count_flops_as(opaque: OpOverload, op: Op) -> None:
+    """Let an activation-memory budget see what recomputing the op costs."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(op.overload._overloadpacket)
+    if formula is not None:
+        flop_registry.setdefault(opaque._overloadpacket, formula)
+
+
+def define_by_name(name: str) -> None:
+    """Define what an opaque op's name stands for, if it does; what is defined stays as it is."""
+    origin = origin_of(name)
+    with _lock:
+        if origin is not None and not _defining:
+            with contextlib.suppress(AttributeError, RegistrationError):  # no such op
+                _define_overloads(*origin)

@@ -1,0 +1,260 @@
+"""What a condition can come to, for a call whose sizes may be symbols.
+
+`torch.compile` traces a call on FakeTensors, whose sizes may be SymInts. A condition on them is
+true or false for all sizes, or it depends on them. Asking a SymInt the usual way answers for the
+sizes of the one call that is being traced (its *hint*) and installs a guard, which recompiles for
+every answer; :func:`outcomes` knows only what holds whatever the sizes, and installs none.
+
+The value of a part is the set of what it can come to: `True`, `False`, and `None` where it is
+undefined (see :mod:`opgraft.when`). A part that is known has one; a comparison of symbols has all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import reduce, singledispatchmethod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from opgraft import when
+from opgraft.schema import Call
+from opgraft.when import Arguments, Condition, Undefined
+
+if TYPE_CHECKING:
+    from opgraft.registry import Override
+
+Outcomes: TypeAlias = frozenset[bool | None]
+
+HOLDS: Outcomes = frozenset({True})
+FAILS: Outcomes = frozenset({False})
+UNDEFINED: Outcomes = frozenset({None})
+EITHER: Outcomes = frozenset({True, False})
+ANY: Outcomes = frozenset({True, False, None})
+
+
+def outcomes(condition: Condition, arguments: Arguments) -> Outcomes:
+    """What a condition can come to, whatever the symbols stand for. Installs no guard.
+
+    Args:
+        condition: checked against the op's schema before.
+        arguments: every argument by name; tensors may be fake, numbers may be symbols.
+
+    >>> cond = (when.ndim("x") == 2) & when.aligned("x", 16)
+    >>> outcomes(cond, {"x": torch.ones(2)}), outcomes(cond, {"x": torch.ones(2, 2)}) == EITHER
+    (frozenset({False}), True)
+    """
+    return _Evaluator(arguments, _truth_of_all).outcomes(condition)
+
+
+def guarded_outcomes(condition: Condition, arguments: Arguments) -> Outcomes:
+    """What a condition can come to for the symbols' hints; the graph is guarded on each answer.
+
+    What no guard can see, an address, stays open.
+
+    Raises:
+        Exception: torch's own, where a symbol has no hint, because it depends on data.
+    """
+    return _Evaluator(arguments, lambda value: frozenset({bool(value)})).outcomes(condition)
+
+
+def of_override(override: Override, call: Call) -> Outcomes:
+    """What an override's condition can come to for a call. Installs no guard.
+
+    A condition that is a Python callable is asked, and what it says counts where it needs no guard
+    to say it.
+    """
+    if override.cond is None:
+        return HOLDS
+    if isinstance(override.cond, Condition):
+        return EITHER if _symbol_for_tensor(call) else outcomes(override.cond, call.named)
+    try:
+        with _erring_on_guards(call):
+            return frozenset({override.wants(call)})
+    except Exception:  # it needs a guard, or the values of tensors
+        return EITHER
+
+
+def _symbol_for_tensor(call: Call) -> bool:
+    """Whether a symbol stands where the dispatcher will put a tensor."""
+    pairs = zip(call.op.arguments, call.values, strict=True)
+    return any(argument.is_tensor and is_symbol(value) for argument, value in pairs)
+
+
+@contextmanager
+def _erring_on_guards(call: Call) -> Iterator[None]:
+    if not is_symbolic(call):
+        yield
+        return
+    from torch._guards import detect_fake_mode
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    shape_env: Any = getattr(detect_fake_mode(list(call.tensors())), "shape_env", None)
+    # torch 2.11 has no such thing, and the AttributeError says that nothing is known.
+    with disable_proxy_modes_tracing(), shape_env.error_on_new_guards():
+        yield
+
+
+def culprit(condition: Condition, arguments: Arguments) -> str:
+    """The first part that keeps a condition from ever holding, as it was written."""
+    if isinstance(condition, when._All):
+        for part in condition.parts:
+            if True not in outcomes(part, arguments):
+                return culprit(part, arguments)
+    return repr(condition)
+
+
+def is_symbol(value: object) -> bool:
+    """Whether a number is a symbol, of which the value at run time is not known."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_symbolic(call: Call) -> bool:
+    """Whether a call has symbols among its numbers or its tensors' sizes, strides and offsets."""
+    for value in call.values:
+        if any(map(is_symbol, value if isinstance(value, (list, tuple)) else (value,))):
+            return True
+    return any(
+        any(map(is_symbol, (*tensor.shape, *tensor.stride(), tensor.storage_offset())))
+        for tensor in call.tensors()
+    )
+
+
+def _truth_of_all(value: torch.SymBool) -> Outcomes:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if statically_known_true(value):
+        return HOLDS
+    return FAILS if statically_known_true(torch.sym_not(value)) else ANY
+
+
+# Kleene's logic, on what is known and on sets of it.
+
+
+def _and(left: bool | None, right: bool | None) -> bool | None:
+    if left is False or right is False:
+        return False
+    return None if left is None or right is None else True
+
+
+def _not(value: bool | None) -> bool | None:
+    return None if value is None else not value
+
+
+def _or(left: bool | None, right: bool | None) -> bool | None:
+    return _not(_and(_not(left), _not(right)))
+
+
+def _joined(
+    join: Callable[[bool | None, bool | None], bool | None], parts: Iterable[Outcomes]
+) -> Outcomes:
+    def both(left: Outcomes, right: Outcomes) -> Outcomes:
+        return frozenset(itertools.starmap(join, itertools.product(left, right)))
+
+    return reduce(both, parts)
+
+
+class _Unknown:
+    """The value of a number that cannot be computed for all symbols."""
+
+
+_UNKNOWN = _Unknown()
+
+
+class _Evaluator:
+    def __init__(self, arguments: Arguments, truth_of: Callable[[torch.SymBool], Outcomes]) -> None:
+        self._arguments = arguments
+        self._truth_of = truth_of
+
+    def _truth(self, value: Any) -> Outcomes:
+        return self._truth_of(value) if is_symbol(value) else frozenset({bool(value)})
+
+    # Conditions.
+
+    @singledispatchmethod
+    def outcomes(self, condition: Condition) -> Outcomes:
+        """What a condition can come to."""
+        return ANY
+
+    @outcomes.register
+    def _(self, condition: when._All) -> Outcomes:
+        return _joined(_and, map(self.outcomes, condition.parts))
+
+    @outcomes.register
+    def _(self, condition: when._Any) -> Outcomes:
+        return _joined(_or, map(self.outcomes, condition.parts))
+
+    @outcomes.register
+    def _(self, condition: when._Not) -> Outcomes:
+        return frozenset(map(_not, self.outcomes(condition.part)))
+
+    @outcomes.register(when._IsNone)
+    @outcomes.register(when._Same)
+    def _(self, condition: Condition) -> Outcomes:
+        value = condition.evaluate(self._arguments)
+        return UNDEFINED if isinstance(value, Undefined) else self._truth(value)
+
+    @outcomes.register
+    def _(self, condition: when._TensorCondition) -> Outcomes:
+        tensor = when._tensor(self._arguments, condition.tensor)
+        if isinstance(tensor, Undefined):
+            return UNDEFINED
+        if condition.function == "dtype":
+            return self._truth(tensor.dtype in condition.options)
+        if condition.function == "is_contiguous":
+            return self._contiguous(tensor, *condition.options)
+        # An address is known at run time only; and what a compiled graph computes never requires
+        # grad, whatever the tensor that is traced says.
+        return EITHER
+
+    def _contiguous(
+        self, tensor: torch.Tensor, layout: torch.memory_format = torch.contiguous_format
+    ) -> Outcomes:
+        if not any(map(is_symbol, (*tensor.shape, *tensor.stride()))):
+            return self._truth(tensor.is_contiguous(memory_format=layout))
+        if layout != torch.contiguous_format:
+            return EITHER
+        expected: Any = 1
+        for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+            # Where a stride differs, the tensor may still be contiguous: empty, or of size 1 there.
+            if self._truth(stride == expected) != HOLDS:
+                return EITHER
+            expected = expected * size
+        return HOLDS
+
+    @outcomes.register
+    def _(self, condition: when._Comparison) -> Outcomes:
+        left, right = self._value(condition.left), self._value(condition.right)
+        if isinstance(left, Undefined) or isinstance(right, Undefined):
+            return UNDEFINED
+        if isinstance(left, _Unknown) or isinstance(right, _Unknown):
+            return ANY
+        try:
+            return self._truth(when._COMPARISONS[condition.symbol](left, right))
+        except TypeError:  # a scalar argument that came as a complex number has no order
+            return UNDEFINED
+
+    # Numbers.
+
+    @singledispatchmethod
+    def _value(self, number: when.Number) -> Any:
+        """A number's value: perhaps a symbol, undefined or unknown."""
+        return number.evaluate(self._arguments)
+
+    @_value.register
+    def _(self, number: when._Arithmetic) -> Any:
+        left, right = self._value(number.left), self._value(number.right)
+        for side in (left, right):
+            if isinstance(side, (Undefined, _Unknown)):
+                return side
+        if not is_symbol(left) and not is_symbol(right):
+            return number.evaluate(self._arguments)
+        if number.symbol in ("//", "%"):
+            is_zero = self._truth(right == 0)
+            if is_zero == HOLDS:
+                return Undefined(f"{number.right!r} is 0")
+            if is_zero != FAILS:
+                return _UNKNOWN
+        return when._ARITHMETIC[number.symbol][1](left, right)

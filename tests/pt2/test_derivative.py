@@ -1,0 +1,292 @@
+"""Overrides with a derivative of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+import opgraft
+from opgraft import OpgraftError, Override, RegistrationError, _core, when
+from opgraft.router.derivative import DerivativeKernel
+from tests import ops
+from tests.pt2 import models
+
+
+class Derivative:
+    """Softmax's derivative, counted."""
+
+    def __init__(self) -> None:
+        self.ran: Counter[str] = Counter()
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        self.ran["setup_context"] += 1
+        ctx.save_for_backward(output)
+        ctx.dim = inputs[1]
+
+    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        self.ran["backward"] += 1
+        (output,) = ctx.saved_tensors
+        weighted = output * grad
+        return weighted - output * weighted.sum(ctx.dim, keepdim=True), None, None
+
+    def functions(self) -> tuple[Any, Any]:
+        return self.setup_context, self.backward
+
+
+@pytest.fixture
+def derivative() -> Derivative:
+    return Derivative()
+
+
+@pytest.fixture
+def override(derivative: Derivative) -> Override:
+    return opgraft.register_op_override(
+        "aten",
+        "_softmax",
+        "CPU",
+        ops.softmax,
+        cond=when.size("self", -1) == 8,
+        autograd=derivative.functions(),
+        compile="opaque",
+    )
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x * 1.5, -1)
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    with opgraft.disabled():
+        return softmax(x)
+
+
+def scalar(function: Any) -> Any:
+    weights = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    return lambda x: (function(x) * weights).sum()
+
+
+def an_input(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, 8, dtype=torch.float64, generator=generator)
+
+
+def expected(transform: Any, *shape: int) -> torch.Tensor:
+    with opgraft.disabled():
+        return transform(softmax)(an_input(*shape))
+
+
+TRANSFORMS = {
+    "grad": (lambda f: grad(scalar(f)), (3,)),
+    "vmap of grad": (lambda f: vmap(grad(scalar(f))), (3,)),
+    "grad of vmap": (lambda f: grad(scalar(vmap(f))), (3,)),
+    "vmap of vmap of grad": (lambda f: vmap(vmap(grad(scalar(f)))), (2, 3)),
+    "jacrev": (jacrev, (3,)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_own_derivative_is_right_and_used_under(
+    name: str, derivative: Derivative, override: Override
+) -> None:
+    transform, shape = TRANSFORMS[name]
+    torch.testing.assert_close(transform(softmax)(an_input(*shape)), expected(transform, *shape))
+    assert derivative.ran["backward"] > 0
+    assert override.hits > 0
+
+
+def test_own_derivative_is_right_and_used_by_backward(
+    derivative: Derivative, override: Override
+) -> None:
+    x = an_input(3).requires_grad_()
+    (result,) = torch.autograd.grad(scalar(softmax)(x), x)
+    torch.testing.assert_close(result, expected(lambda f: grad(scalar(f)), 3))
+    assert derivative.ran == {"setup_context": 1, "backward": 1}
+    assert override.hits == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_own_derivative_is_right_and_used_in_compiled_graphs(
+    backend: str, derivative: Derivative, override: Override
+) -> None:
+    compiled = torch.compile(scalar(softmax), backend=backend, fullgraph=True)
+    x = an_input(3).requires_grad_()
+    (result,) = torch.autograd.grad(compiled(x), x)
+    torch.testing.assert_close(result, expected(lambda f: grad(scalar(f)), 3))
+    assert derivative.ran["backward"] > 0, "the graph's backward is the override's"
+    assert override.hits == 1
+
+
+def test_own_derivative_under_func_grad_inside_compile(
+    derivative: Derivative, override: Override
+) -> None:
+    compiled = torch.compile(grad(scalar(softmax)), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(an_input(3)), expected(lambda f: grad(scalar(f)), 3))
+    assert derivative.ran["backward"] > 0
+    assert override.hits == 1
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jacfwd, lambda f: lambda x: jvp(f, (x,), (x,))[1], lambda f: hessian(scalar(f))],
+    ids=["jacfwd", "jvp", "hessian"],
+)
+def test_forward_mode_keeps_the_derivative_of_the_op(
+    transform: Any, derivative: Derivative, override: Override
+) -> None:
+    torch.testing.assert_close(transform(softmax)(an_input(2)), expected(transform, 2))
+    assert derivative.ran["backward"] == 0
+    assert override.hits > 0
+
+
+def test_dual_tensors_keep_the_derivative_of_the_op(
+    derivative: Derivative, override: Override
+) -> None:
+    def tangent(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), x)
+            return torch.autograd.forward_ad.unpack_dual(softmax(dual)).tangent.detach()
+
+    result = tangent(an_input(2))
+    hits = override.hits
+    with opgraft.disabled():
+        torch.testing.assert_close(result, tangent(an_input(2)))
+    assert hits == 1
+
+
+def test_differentiating_twice_is_an_error_that_names_the_override(
+    derivative: Derivative, override: Override
+) -> None:
+    x = an_input(3).requires_grad_()
+    (first,) = torch.autograd.grad(scalar(softmax)(x), x, create_graph=True)
+    with pytest.raises(OpgraftError, match=r"derivative of the backward of override .*softmax"):
+        torch.autograd.grad(first.pow(2).sum(), x)
+
+
+def test_differentiating_twice_by_nested_grads_is_an_error(override: Override) -> None:
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return grad(scalar(softmax))(x).pow(2).sum()
+
+    with pytest.raises(OpgraftError, match=r"opgraft\.disabled"):
+        grad(once)(an_input(3))
+    with opgraft.disabled():
+        assert grad(once)(an_input(3)).abs().sum() > 0
+
+
+def test_a_gradient_that_needs_no_second_one_may_keep_its_graph(override: Override) -> None:
+    x = an_input(3).requires_grad_()
+    (first,) = torch.autograd.grad(scalar(softmax)(x), x, create_graph=True)
+    torch.testing.assert_close(first.detach(), expected(lambda f: grad(scalar(f)), 3))
+
+
+def test_a_call_that_the_override_declines_keeps_the_derivative_of_the_op(
+    derivative: Derivative, override: Override
+) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    softmax(x).pow(2).sum().backward()
+    assert derivative.ran["backward"] == 0
+    assert override.misses == 1
+    assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+@pytest.mark.skipif(_core.in_use() is None, reason="the router in Python asks for every call")
+def test_a_call_that_no_condition_wants_never_asks_python(
+    override: Override, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(kernel: Any, call: Any) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(DerivativeKernel, "owner", asked)
+    softmax(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        softmax(torch.randn(3, 8, requires_grad=True))
+    with pytest.raises(AssertionError, match="asked"):
+        softmax(torch.randn(3, 8, requires_grad=True))
+
+
+def test_switched_off_it_is_the_derivative_of_the_op(
+    derivative: Derivative, override: Override
+) -> None:
+    x = an_input(3).requires_grad_()
+    with opgraft.disabled():
+        scalar(softmax)(x).backward()
+    opgraft.native("aten::_softmax")(x, -1, False).sum().backward()
+    override.remove()
+    scalar(softmax)(x).backward()
+    assert derivative.ran["backward"] == 0
+    assert override.hits == 0
+
+
+def test_the_first_override_that_takes_the_call_decides_whose_derivative_it_is(
+    derivative: Derivative, override: Override
+) -> None:
+    first = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", ops.softmax, unconditional_override=True
+    )
+    x = an_input(3).requires_grad_()
+    scalar(softmax)(x).backward()
+    assert first.hits > 0
+    assert derivative.ran["backward"] == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_composite_op_gets_hits_in_training(backend: str) -> None:
+    override = opgraft.register_op_override(
+        "aten",
+        "_fused_rms_norm",
+        "CPU",
+        ops.rms_norm,
+        unconditional_override=True,
+        autograd=(models.rms_norm_setup, models.rms_norm_backward),
+        compile="opaque",
+    )
+    weight = torch.linspace(0.5, 1.5, 8, requires_grad=True)
+    x = an_input(3).float().requires_grad_()
+
+    def loss() -> torch.Tensor:
+        return F.rms_norm(x, (8,), weight, 1e-6).pow(2).sum()
+
+    explanation = opgraft.explain("aten::_fused_rms_norm", x, [8], weight, 1e-6)
+    assert explanation.winner is override
+    result = torch.autograd.grad(torch.compile(loss, backend=backend)(), (x, weight))
+    assert override.hits == 1
+    with opgraft.disabled():
+        torch.testing.assert_close(result, torch.autograd.grad(loss(), (x, weight)))
+
+
+def test_the_wrong_number_of_gradients_is_an_error_that_names_the_override() -> None:
+    opgraft.register_op_override(
+        "aten",
+        "_softmax",
+        "CPU",
+        ops.softmax,
+        unconditional_override=True,
+        autograd=(lambda ctx, inputs, output: None, lambda ctx, grad: grad),
+    )
+    x = an_input(3).requires_grad_()
+    with pytest.raises(OpgraftError, match=r"softmax.* returned 1 gradients; the op has 3 arg"):
+        softmax(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("op", "autograd", "message"),
+    [
+        ("_softmax", len, "two functions"),
+        ("_softmax", (len,), "two functions"),
+        ("add_.Tensor", (len, len), "writes to an argument"),
+        ("cat", (len, len), "tensors is a list of tensors"),
+    ],
+)
+def test_a_derivative_that_cannot_be_is_refused(op: str, autograd: Any, message: str) -> None:
+    with pytest.raises(RegistrationError, match=message):
+        opgraft.register_op_override(
+            "aten", op, "CPU", lambda *a, **k: None, unconditional_override=True, autograd=autograd
+        )
+
+
+def test_disabled_differentiates_natively(derivative: Derivative, override: Override) -> None:
+    torch.testing.assert_close(reference(an_input(2)), softmax(an_input(2)))
