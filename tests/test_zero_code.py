@@ -109,10 +109,11 @@ def test_whatever_a_program_imports_first(environment: Environment, first: str) 
     program = f"""
 {first}
 import opgraft
-assert len(opgraft.overrides(pack="opgraft-kernels")) == 2
+names = [each.name for each in opgraft.overrides(pack="opgraft-kernels")]
+assert "opgraft_kernels.rms_norm.forward" in names and len(names) == len(set(names))
 opgraft.packs.load("opgraft-kernels")
 opgraft.packs.activate()
-assert len(opgraft.overrides()) == 2
+assert [each.name for each in opgraft.overrides()] == names
 import torch
 """
     found = report(environment, program)
@@ -132,7 +133,7 @@ def test_it_imports_nothing_heavy_and_starts_no_cuda(
     program = "import torch\nassert not torch.cuda.is_initialized()"
     found = report(environment, program, PYTHONPATH=str(scaffold / "src"))
     assert found["packs"] == {"fast-softmax": ["active", ""], "opgraft-kernels": ["active", ""]}
-    assert len(found["hits"]) == 3
+    assert {"fast_softmax.softmax", "opgraft_kernels.rms_norm.backward"} < set(found["hits"])
     assert not set(HEAVY) & set(found["modules"])
 
 
@@ -161,12 +162,12 @@ def test_flags_of_python(environment: Environment, flags: list[str]) -> None:
 import sys
 sys.path += sys.argv[1:]
 import torch, opgraft
-print(len(opgraft.overrides()))
+print({each.pack for each in opgraft.overrides()})
 """
     paths = [str(environment.packages), str(environment.folder / "borrowed")]
     extra = paths if flags == ["-S"] else []  # without site, nothing is found by itself
     done = environment.run(environment.python, *flags, "-c", program, *extra)
-    assert (done.stdout.strip(), done.stderr) == ("2", "")
+    assert (done.stdout.strip(), done.stderr) == ("{'opgraft-kernels'}", "")
 
 
 def test_without_a_compiled_core_it_says_so_and_installs_nothing(

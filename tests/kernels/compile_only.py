@@ -3,11 +3,11 @@
 A driver stands in for CUDA's, so this has to run in a process of its own, without
 `TRITON_INTERPRET`:
 
-    python compile_only.py MODULE CAPABILITY
+    python compile_only.py MODULE CAPABILITY [ARGUMENT]
 
-imports `MODULE`, compiles every launch that its `configurations()` yields for compute capability
-`CAPABILITY` (80, 90, 100) and prints one JSON object a line: the kernel's name, its constexprs, its
-warps, and the registers, spilled bytes and shared memory of the machine code.
+imports `MODULE`, compiles every launch that its `configurations(ARGUMENT)` yields for compute
+capability `CAPABILITY` (80, 90, 100) and prints one JSON object a line: the kernel's name, its
+constexprs, its warps, and the registers, spilled bytes and shared memory of the machine code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from typing import Any
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-def compile_all(module: str, capability: int, timeout: float = 600) -> list[dict[str, Any]]:
-    """What `configurations()` of `module` compiles to, from a subprocess."""
+def compile_all(
+    module: str, capability: int, argument: int | None = None, timeout: float = 600
+) -> list[dict[str, Any]]:
+    """What `configurations(argument)` of `module` compiles to, from a subprocess."""
+    more = [] if argument is None else [str(argument)]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, __file__, module, str(capability)],
+        [sys.executable, __file__, module, str(capability), *more],
         env=environment,
         capture_output=True,
         text=True,
@@ -137,9 +140,10 @@ def _distinct(launches: Iterator[Any]) -> Iterator[Any]:
             yield launch
 
 
-def main(module: str, capability: str) -> None:
+def main(module: str, capability: str, *arguments: str) -> None:
     _use_driver(int(capability))
-    for launch in _distinct(importlib.import_module(module).configurations()):
+    configurations = importlib.import_module(module).configurations
+    for launch in _distinct(configurations(*map(int, arguments))):
         print(json.dumps(_compile(launch)), flush=True)
 
 

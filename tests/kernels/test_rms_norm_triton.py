@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+import opgraft
 from opgraft_kernels.rms_norm import overrides as rms_norm_overrides
 from opgraft_kernels.rms_norm import triton_kernels
 from opgraft_kernels.rms_norm.triton_kernels import rms_norm_backward, rms_norm_forward
@@ -254,7 +255,7 @@ def test_weight_gradient_has_the_same_bits(rows: int, hidden: int, device: torch
 def test_overrides_take_what_they_are_for(
     has_weight: bool, device: torch.device, dispatch_key: str
 ) -> None:
-    forward, backward = rms_norm_overrides.register(dispatch_key)
+    forward, backward = rms_norm_overrides.register(dispatch_key)[:2]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = (16384, 8192) if device.type == "cuda" else (64, 32)
     x, weight, g = _case(shape, 1, dtype, device, has_weight)
@@ -268,7 +269,7 @@ def test_overrides_take_what_they_are_for(
     assert forward.misses == misses + 1
 
     y = F.rms_norm(x, shape[-1:], weight, 1e-5)
-    for override in (forward, backward):
+    for override in opgraft.overrides():
         override.remove()
     expected = _reference(x, weight, g, 1, 1e-5)
     native = _native(x, weight, g, 1, 1e-5)
@@ -388,7 +389,7 @@ def test_compiles_once_for_many_sizes(device: torch.device) -> None:
         for name, kernel in vars(triton_kernels).items()
         if name.endswith("_kernel") and hasattr(kernel, "device_caches")
     ]
-    assert len(kernels) == 8
+    assert len(kernels) == 7
 
     def compiled() -> int:
         return sum(len(cache[0]) for each in kernels for cache in each.device_caches.values())

@@ -467,7 +467,11 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
     """In Triton's interpreter, in a process of its own."""
     pytest.importorskip("triton")
-    done = command("opgraft-kernels", "--junit", str(tmp_path / "report.xml"), TRITON_INTERPRET="1")
+    done = command(
+        *("opgraft-kernels", "--max-samples", "12"),
+        *("--junit", str(tmp_path / "report.xml")),
+        TRITON_INTERPRET="1",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {
         words[0]: (int(words[4]), int(words[5]), int(words[6]))
@@ -476,7 +480,7 @@ def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
     }
     assert counts
     for samples, hits, misses in counts.values():
-        assert hits > 20 and misses > 5 and hits + misses <= samples
+        assert hits > 2 and misses > 2 and hits + misses <= samples
     assert len(ElementTree.parse(tmp_path / "report.xml").getroot()) == len(counts)
 
 

@@ -1,4 +1,4 @@
-"""The first-party kernels of opgraft: PyTorch's own ops in Triton, where that is faster.
+"""The first-party kernels of opgraft: PyTorch's own ops in Triton and CuteDSL, where faster.
 
 `pip install opgraft-kernels` is enough: `import torch` then calls :func:`register`. Importing and
 registering import no DSL; a kernel's first call does.
@@ -32,6 +32,10 @@ def register() -> list[Override]:
     # Here, not above: these import torch, which calls this function, and must find it whole also
     # where a program imports this module before torch.
     from opgraft import triton_utils
-    from opgraft_kernels.rms_norm import overrides as rms_norm
+    from opgraft_kernels.attention import overrides as attention_overrides
+    from opgraft_kernels.layer_norm import overrides as layer_norm_overrides
+    from opgraft_kernels.rms_norm import overrides as rms_norm_overrides
 
-    return rms_norm.register("CPU" if triton_utils.interpreted() else "CUDA")
+    key = "CPU" if triton_utils.interpreted() else "CUDA"
+    norms = (*rms_norm_overrides.register(key), *layer_norm_overrides.register(key))
+    return [*norms, *attention_overrides.register(key)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from opgraft import Override, triton_utils, when
+from opgraft import Override, cutedsl_utils, triton_utils, when
 
 __all__ = ["backward_condition", "forward_condition", "register"]
 
@@ -23,6 +23,17 @@ def _forward(
     eps: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from .triton_kernels import rms_norm_forward
+
+    return rms_norm_forward(input, normalized_shape, weight, eps)
+
+
+def _forward_by_cluster(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    eps: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .cutedsl_kernels import rms_norm_forward
 
     return rms_norm_forward(input, normalized_shape, weight, eps)
 
@@ -128,6 +139,27 @@ def backward_condition(dispatch_key: str) -> Any:
     return _device_condition(dispatch_key) & _valid_backward()
 
 
+# Rows that a cluster of Hopper's blocks shares, for which Triton has no reduction. Of shorter ones
+# Triton's kernel holds half in a block; other widths do not fill the blocks.
+_CLUSTER_ROWS = (65536, 131072)
+
+
+def cluster_condition() -> Any:
+    """Which calls of ``aten::_fused_rms_norm`` the forward over clusters takes."""
+    hidden = when.size("input", -1)
+    return (
+        ((hidden == _CLUSTER_ROWS[0]) | (hidden == _CLUSTER_ROWS[1]))
+        & (when.numel("input") >= _EXTREME_CROSSOVER)
+        & (when.device_capability("input") == (9, 0))
+        & when.dtype("input", torch.float16, torch.bfloat16)
+        # Loads of 16 bytes.
+        & when.is_contiguous("input")
+        & when.aligned("input", 16)
+        & (when.is_none("weight") | (when.is_contiguous("weight") & when.aligned("weight", 16)))
+        & _valid()
+    )
+
+
 def register(dispatch_key: str) -> list[Override]:
     """Register forward and backward at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
 
@@ -135,9 +167,9 @@ def register(dispatch_key: str) -> list[Override]:
     so is its derivative. The op itself, which has no native kernel there, then works when called.
 
     Returns:
-        The two overrides, the forward's first.
+        The overrides: forward and backward in Triton, and on CUDA the forward in CuteDSL.
     """
-    return [
+    overrides = [
         triton_utils.register_op_override(
             "aten",
             "_fused_rms_norm",
@@ -155,3 +187,16 @@ def register(dispatch_key: str) -> list[Override]:
             name="opgraft_kernels.rms_norm.backward",
         ),
     ]
+    if dispatch_key == "CUDA":
+        overrides.append(
+            cutedsl_utils.register_op_override(
+                "aten",
+                "_fused_rms_norm",
+                dispatch_key,
+                _forward_by_cluster,
+                cond=cluster_condition(),
+                name="opgraft_kernels.rms_norm.forward_by_cluster",
+                priority=1,
+            )
+        )
+    return overrides

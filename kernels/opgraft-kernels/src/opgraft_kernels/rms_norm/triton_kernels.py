@@ -26,13 +26,33 @@ and g and to write dx, once each. Everything here serves that:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from opgraft_kernels.rows import (
+    L1_ROW_BYTES,
+    MIN_BLOCK,
+    WHOLE_ROW_BYTES,
+    Launch,
+    Tile,
+    as_rows,
+    ceil_div,
+    fold,
+    gather,
+    load_if,
+    multiprocessors,
+    plan_sum,
+    power_of_2,
+    publish,
+    split_constexprs,
+    split_options,
+    split_rows,
+    store_if,
+)
 
 __all__ = [
     "Launch",
@@ -60,21 +80,25 @@ def _forward_rows_kernel(
     HAS_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """A program normalises a tile of ROWS whole rows, which stays in registers."""
+    """A program normalises a tile of ROWS whole rows, which stays in registers.
+
+    Not MASKED: one row, as wide as the block. That is worth 1 to 2% of the bandwidth.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
+    x_ptrs = x_ptr + (row * x_stride)[:, None] + col[None, :]
+    y_ptrs = y_ptr + (row * hidden)[:, None] + col[None, :]
     in_row = col < hidden
     mask = (row < rows)[:, None] & in_row[None, :]
-    x = tl.load(x_ptr + (row * x_stride)[:, None] + col[None, :], mask=mask, other=0.0)
-    x = x.to(tl.float32)
+    x = load_if(x_ptrs, mask, MASKED).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
     y = x * rstd[:, None]
     if HAS_WEIGHT:
-        w = tl.load(w_ptr + col, mask=in_row, other=0.0, eviction_policy="evict_last")
-        y = y * w.to(tl.float32)[None, :]
-    y_ptrs = y_ptr + (row * hidden)[:, None] + col[None, :]
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+        # Out of cache, for all rows but the first ones.
+        y = y * load_if(w_ptr + col, in_row, MASKED).to(tl.float32)[None, :]
+    store_if(y_ptrs, y.to(y_ptr.dtype.element_ty), mask, MASKED)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
@@ -244,85 +268,6 @@ def _backward_columns_kernel(
         tl.store(partial_ptr + split.to(tl.int64) * hidden + col, dw, mask=in_row)
 
 
-@triton.jit(do_not_specialize=["partials", "steps"])
-def _sum_partials_kernel(
-    partial_ptr,
-    dw_ptr,
-    partials,
-    hidden,
-    steps,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """dw = the sum of `partials` rows of partial sums, always in the same order."""
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    in_row = col < hidden
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    for step in range(steps):
-        row = step * ROWS + tl.arange(0, ROWS)
-        mask = (row < partials)[:, None] & in_row[None, :]
-        ptrs = partial_ptr + (row.to(tl.int64) * hidden)[:, None] + col[None, :]
-        dw += tl.load(ptrs, mask=mask, other=0.0)
-    tl.store(dw_ptr + col, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=in_row)
-
-
-# Rows that are too long for one program are split over a group of programs, which walk over rows
-# together, each owning BLOCK columns: w and dw stay in its registers throughout, and few rows of
-# partial sums come out. What the programs of a group have to tell one another, a number a row, goes
-# through `words` in global memory, [groups, RING, SLOTS] of int64, zeroed before the launch. A word
-# holds a program's share of the number (lower half, as float32) and the step it belongs to, counted
-# from 1 (upper half). It is written and read in one access, so nothing has to be ordered around it;
-# and everybody adds up the same shares in the same order, so the result has the same bits every
-# time.
-#
-# The shares of a row are awaited one step after they were published, so that the wait is over
-# before it starts. A program that publishes step s has gathered step s - 2: so all have published s
-# - 2, and before that (there is a barrier in the reduction of a share) gathered s - 4. That is the
-# word which step s overwrites in a ring of 4.
-#
-# All programs of a group have to be running at once. The launch is a cooperative one, which runs
-# them all at once or fails.
-
-
-@triton.jit
-def _wait_for_words(ptrs, tag):
-    """Spins until the upper half of every word at `ptrs` is `tag`; the lower halves as float32."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred ready;
-        .reg .b32 found;
-        spin:
-        ld.relaxed.gpu.global.v2.b32 {$0, found}, [$1];
-        setp.eq.u32 ready, found, $2;
-        @!ready bra spin;
-        }""",
-        "=r,l,r",
-        [ptrs.to(tl.int64), tag],
-        dtype=tl.float32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _publish(words_ptr, step, split, share, SLOTS: tl.constexpr, RING: tl.constexpr):
-    """Writes this program's share of `step` into its word of the group's ring."""
-    bits = share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    word = bits | ((step + 1).to(tl.int64) << 32)
-    ptr = words_ptr + (step % RING) * SLOTS + split
-    tl.atomic_xchg(ptr, word, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _gather(words_ptr, step, splits, SLOTS: tl.constexpr, RING: tl.constexpr):
-    """The sum of the group's shares of `step`, once all are there; 0 for step -1 (zeroed words)."""
-    slot = tl.arange(0, SLOTS)
-    # Lanes beyond the group's size watch its last word and count for nothing.
-    ptrs = words_ptr + ((step + RING) % RING) * SLOTS + tl.minimum(slot, splits - 1)
-    shares = _wait_for_words(ptrs, step + 1 + tl.zeros([SLOTS], tl.int32))
-    return tl.sum(tl.where(slot < splits, shares, 0.0), axis=0)
-
-
 @triton.jit(do_not_specialize=["rows", "splits", "steps"])
 def _forward_split_kernel(
     x_ptr,
@@ -356,9 +301,9 @@ def _forward_split_kernel(
         row = (group + step * groups).to(tl.int64)
         x = tl.load(x_ptr + row * x_stride + col, mask=in_row & (row < rows), other=0.0)
         squares = x.to(tl.float32) * x.to(tl.float32)
-        _publish(words_ptr, step, split, tl.sum(squares, axis=0) / hidden, SLOTS, RING)
+        publish(words_ptr, step, split, tl.sum(squares, axis=0) / hidden, SLOTS, RING)
 
-        rstd = tl.rsqrt(_gather(words_ptr, step - 1, splits, SLOTS, RING) + eps)
+        rstd = tl.rsqrt(gather(words_ptr, step - 1, splits, SLOTS, RING) + eps)
         row -= groups
         y = last_x.to(tl.float32) * rstd
         if HAS_WEIGHT:
@@ -416,9 +361,9 @@ def _backward_split_kernel(
             dw += wg * xhat
         if HAS_WEIGHT:
             wg = wg * w.to(tl.float32)
-        _publish(words_ptr, step, split, tl.sum(wg * xhat, axis=0) / hidden, SLOTS, RING)
+        publish(words_ptr, step, split, tl.sum(wg * xhat, axis=0) / hidden, SLOTS, RING)
 
-        mean = _gather(words_ptr, step - 1, splits, SLOTS, RING)
+        mean = gather(words_ptr, step - 1, splits, SLOTS, RING)
         row -= groups
         xhat = last_x.to(tl.float32) * last_rstd
         wg = last_g.to(tl.float32)
@@ -439,69 +384,17 @@ def _backward_split_kernel(
 # --------------------------------------------------------------------------------------------------
 
 
-class Launch(NamedTuple):
-    """One kernel launch, complete."""
-
-    kernel: Any
-    grid: int
-    arguments: tuple[Any, ...]
-    constexprs: dict[str, Any]
-    num_warps: int
-    options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
-
-    def __call__(self) -> None:
-        self.kernel[(self.grid,)](
-            *self.arguments, **self.constexprs, num_warps=self.num_warps, **self.options
-        )
-
-
-class Tile(NamedTuple):
-    """What a program of `num_warps` warps holds of a matrix: `rows` x `block` elements.
-
-    `per_sm` is how many such programs a multiprocessor is to run at once, where programs walk over
-    the rows, and `stages` how many tiles deep they load ahead, into shared memory.
-    """
-
-    rows: int
-    block: int
-    num_warps: int
-    per_sm: int = 1
-    stages: int = 1
-
-    @property
-    def registers(self) -> int:
-        """The most a thread may have for `per_sm` programs to fit: a multiprocessor has 65536."""
-        return min(255, 65536 // (self.per_sm * self.num_warps * 32) // 8 * 8)
-
-
-# The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
-MIN_BLOCK = 16
-# Rows of up to this many bytes are held whole by one program: 32 warps at 32 bytes a thread.
-WHOLE_ROW_BYTES = 32 * 1024
-# Rows of up to this many bytes are read twice by the forward, the second time out of L1: two of
-# them fit into it.
-L1_ROW_BYTES = 64 * 1024
-RING = 4
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 # The tiles below are the fastest, or within 2% of it, of those tried on an H200 in bfloat16 at
 # hidden sizes 128 to 131072, in bytes, so that float32 moves as many of them: 32 bytes of each
-# tensor a thread where there is room.
+# tensor a thread, 64 for the forward's longer rows.
 
 
 @functools.lru_cache(maxsize=1024)
 def _forward_tile(hidden: int, itemsize: int) -> Tile:
-    block = max(_power_of_2(hidden), MIN_BLOCK)
+    block = max(power_of_2(hidden), MIN_BLOCK)
     rows = max(1, 8192 // itemsize // block)
-    return Tile(rows, block, rows * block * itemsize // 1024)
+    size = rows * block * itemsize
+    return Tile(rows, block, size // (1024 if size < 16384 else 2048))
 
 
 def _forward_chunk(itemsize: int) -> Tile:
@@ -514,7 +407,7 @@ def _forward_split(itemsize: int) -> Tile:
 
 @functools.lru_cache(maxsize=1024)
 def _backward_tile(hidden: int, itemsize: int) -> Tile:
-    block = max(_power_of_2(hidden), MIN_BLOCK)
+    block = max(power_of_2(hidden), MIN_BLOCK)
     if block * itemsize > 16384:
         # Nothing is left for loading ahead.
         return Tile(1, block, block * itemsize // 1024)
@@ -524,40 +417,6 @@ def _backward_tile(hidden: int, itemsize: int) -> Tile:
 
 def _backward_split(itemsize: int) -> Tile:
     return Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3)
-
-
-def _sum_tile(partials: int) -> Tile:
-    # Many partial sums want many programs, each with few columns; few are read in one go.
-    return Tile(64, 16, 4) if partials > 64 else Tile(32, 64, 4)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 2  # The interpreter: few enough for programs to walk.
-
-
-class Split(NamedTuple):
-    """How rows are split over groups of programs."""
-
-    tile: Tile
-    splits: int  # programs in a group
-    groups: int
-
-    @property
-    def slots(self) -> int:
-        return _power_of_2(self.splits)
-
-    def words(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros((self.groups, RING, self.slots), dtype=torch.int64, device=device)
-
-
-def _split(tile: Tile, rows: int, hidden: int, multiprocessors: int) -> Split | None:
-    """The split of `rows` rows; None where a device runs too few programs at once for one row."""
-    splits = _ceil_div(hidden, tile.block)
-    groups = min(rows, multiprocessors * tile.per_sm // splits)
-    return Split(tile, splits, groups) if groups else None
 
 
 def _plan_forward(
@@ -579,24 +438,29 @@ def _plan_forward(
         tile = _forward_tile(hidden, itemsize)
         return Launch(
             _forward_rows_kernel,
-            _ceil_div(rows, tile.rows),
+            ceil_div(rows, tile.rows),
             (x, weight, y, rstd, rows, hidden, x_stride, eps),
-            {**flags, "ROWS": tile.rows, "BLOCK": tile.block},
+            {
+                **flags,
+                "ROWS": tile.rows,
+                "BLOCK": tile.block,
+                "MASKED": tile.rows > 1 or hidden < tile.block,
+            },
             tile.num_warps,
         )
     split = None
     if can_wait and hidden * itemsize > L1_ROW_BYTES:
-        split = _split(_forward_split(itemsize), rows, hidden, multiprocessors)
+        split = split_rows(_forward_split(itemsize), rows, hidden, multiprocessors)
     if split is not None:
-        steps = _ceil_div(rows, split.groups)
+        steps = ceil_div(rows, split.groups)
         words = split.words(x.device)
         return Launch(
             _forward_split_kernel,
             split.groups * split.splits,
             (x, weight, y, rstd, words, rows, hidden, x_stride, eps, split.splits, steps),
-            {**flags, **_split_constexprs(split)},
+            {**flags, **split_constexprs(split)},
             split.tile.num_warps,
-            _split_options(split),
+            split_options(split),
         )
     tile = _forward_chunk(itemsize)
     return Launch(
@@ -608,19 +472,9 @@ def _plan_forward(
     )
 
 
-def _split_constexprs(split: Split) -> dict[str, Any]:
-    tile = split.tile
-    return {"BLOCK": tile.block, "SLOTS": split.slots, "RING": RING, "STAGES": tile.stages}
-
-
-def _split_options(split: Split) -> dict[str, Any]:
-    # Cooperative: all programs run at once, or the launch fails.
-    return {"maxnreg": split.tile.registers, "launch_cooperative_grid": True}
-
-
 def _chunks(hidden: int, tile: Tile) -> int:
     # A power of two, so that there are few to compile; a chunk beyond the row is masked off.
-    return _power_of_2(_ceil_div(hidden, tile.block))
+    return power_of_2(ceil_div(hidden, tile.block))
 
 
 def _plan_backward(
@@ -649,14 +503,14 @@ def _plan_backward(
 
     if hidden * itemsize <= WHOLE_ROW_BYTES:
         tile = _backward_tile(hidden, itemsize)
-        tiles = _ceil_div(rows, tile.rows)
+        tiles = ceil_div(rows, tile.rows)
         programs = min(multiprocessors * tile.per_sm, tiles)
         partial = partial_sums(programs)
         launches = [
             Launch(
                 _backward_rows_kernel,
                 programs,
-                (g, x, weight, rstd, dx, partial, *shape, _ceil_div(tiles, programs)),
+                (g, x, weight, rstd, dx, partial, *shape, ceil_div(tiles, programs)),
                 {
                     **flags,
                     "NEED_DX": dx is not None,
@@ -672,19 +526,19 @@ def _plan_backward(
         tile = _backward_split(itemsize)
         split = None
         if can_wait and dx is not None:
-            split = _split(tile, rows, hidden, multiprocessors)
+            split = split_rows(tile, rows, hidden, multiprocessors)
         if split is not None:
             partial = partial_sums(split.groups)
             words = split.words(x.device)
-            steps = _ceil_div(rows, split.groups)
+            steps = ceil_div(rows, split.groups)
             launches = [
                 Launch(
                     _backward_split_kernel,
                     split.groups * split.splits,
                     (g, x, weight, rstd, dx, partial, words, *shape, split.splits, steps),
-                    {**flags, **_split_constexprs(split)},
+                    {**flags, **split_constexprs(split)},
                     tile.num_warps,
-                    _split_options(split),
+                    split_options(split),
                 )
             ]
         else:
@@ -705,10 +559,10 @@ def _plan_backward(
                         tile.num_warps,
                     )
                 )
-            splits = _ceil_div(hidden, tile.block)
+            splits = ceil_div(hidden, tile.block)
             walkers = max(1, min(rows, multiprocessors * 4 // splits))
             partial = partial_sums(walkers)
-            steps = _ceil_div(rows, walkers)
+            steps = ceil_div(rows, walkers)
             launches.append(
                 Launch(
                     _backward_columns_kernel,
@@ -720,20 +574,8 @@ def _plan_backward(
             )
     if dw is not None:
         assert partial is not None
-        launches.append(_plan_sum(partial, dw))
+        launches.append(plan_sum(partial, dw))
     return launches
-
-
-def _plan_sum(partial: torch.Tensor, dw: torch.Tensor) -> Launch:
-    partials, hidden = partial.shape
-    tile = _sum_tile(partials)
-    return Launch(
-        _sum_partials_kernel,
-        _ceil_div(hidden, tile.block),
-        (partial, dw, partials, hidden, _ceil_div(partials, tile.rows)),
-        {"ROWS": tile.rows, "BLOCK": tile.block},
-        tile.num_warps,
-    )
 
 
 def configurations(multiprocessors: int = 132) -> Iterator[Launch]:
@@ -793,29 +635,6 @@ def _configuration(
 # --------------------------------------------------------------------------------------------------
 
 
-def _as_rows(t: torch.Tensor, rows: int, hidden: int) -> tuple[torch.Tensor, int]:
-    """`t`, or a copy where its rows are not contiguous and evenly spaced; and the rows' stride."""
-    if t.is_contiguous():
-        return t, hidden
-    if rows == 1:
-        return t.contiguous(), hidden
-    try:
-        matrix = t.view(rows, hidden)
-    except RuntimeError:  # its dimensions don't fold into two
-        return t.contiguous(), hidden
-    # A single column's stride says nothing.
-    if hidden != 1 and matrix.stride(1) != 1:
-        return t.contiguous(), hidden
-    return t, matrix.stride(0)
-
-
-def _fold(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, int]:
-    hidden = math.prod(normalized_shape)
-    if hidden == 0:
-        raise ValueError("rms_norm: normalized_shape has no elements")
-    return input.numel() // hidden, hidden
-
-
 def rms_norm_forward(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -837,7 +656,7 @@ def rms_norm_forward(
         The output, contiguous, in the shape and dtype of ``input``; and ``rstd``, float32,
         ``[*outer, 1, ..., 1]`` with as many dimensions as ``input``, for the backward.
     """
-    rows, hidden = _fold(input, normalized_shape)
+    rows, hidden = fold(input, normalized_shape)
     if eps is None:
         eps = torch.finfo(torch.float32).eps
     outer = input.shape[: input.dim() - len(normalized_shape)]
@@ -846,7 +665,7 @@ def rms_norm_forward(
         (*outer, *(1 for _ in normalized_shape)), dtype=torch.float32, device=input.device
     )
     if rows:
-        x, x_stride = _as_rows(input, rows, hidden)
+        x, x_stride = as_rows(input, rows, hidden)
         if weight is not None:
             weight = weight.contiguous()
         _plan_forward(
@@ -858,7 +677,7 @@ def rms_norm_forward(
             hidden,
             x_stride,
             float(eps),
-            _multiprocessors(x.device),
+            multiprocessors(x.device),
             can_wait=x.is_cuda,
         )()
     return output, rstd
@@ -890,7 +709,7 @@ def rms_norm_backward(
         ``grad_input``, contiguous, like ``input``, and ``grad_weight``, like ``weight``; None for
         one that is masked off, and for ``grad_weight`` where there is no weight.
     """
-    rows, hidden = _fold(input, normalized_shape)
+    rows, hidden = fold(input, normalized_shape)
     need_dx, need_dw = output_mask[0], output_mask[1] and weight is not None
     grad_input = grad_weight = None
     if need_dx:
@@ -900,8 +719,8 @@ def rms_norm_backward(
         allocate = torch.empty if rows else torch.zeros
         grad_weight = allocate(weight.shape, dtype=weight.dtype, device=weight.device)
     if rows and (need_dx or need_dw):
-        g, g_stride = _as_rows(grad_out, rows, hidden)
-        x, x_stride = _as_rows(input, rows, hidden)
+        g, g_stride = as_rows(grad_out, rows, hidden)
+        x, x_stride = as_rows(input, rows, hidden)
         if weight is not None:
             weight = weight.contiguous()
         for launch in _plan_backward(
@@ -915,7 +734,7 @@ def rms_norm_backward(
             hidden,
             g_stride,
             x_stride,
-            _multiprocessors(x.device),
+            multiprocessors(x.device),
             can_wait=x.is_cuda,
         ):
             launch()

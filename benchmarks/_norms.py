@@ -1,0 +1,266 @@
+"""What benchmarks/rms_norm.py and benchmarks/layer_norm.py share.
+
+Bandwidth counts what a norm has to move: 2 * rows * hidden elements forward (x and y), 3 * rows *
+hidden backward (x, the gradients of y and of x); weights, statistics and partial sums are not
+counted. Its share is of a device-to-device copy of as many bytes, measured in the same run.
+
+Times are medians over rounds in which every contestant takes its turn. Inputs rotate among several
+sets, together larger than any L2. The GPU is kept busy while a turn's calls are issued, so that
+bandwidth is the kernels' own, whatever they cost on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import _common
+import torch
+from _gpu import Call, end_to_end_time, gpu_times
+
+import opgraft
+from opgraft import Override
+
+SIZES = [(32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384), (4096, 32768), (1024, 131072)]
+EPS = 1e-6
+INPUT_SETS = 3
+
+Function: TypeAlias = Callable[[Any], object]
+Both: TypeAlias = tuple[Function, Function]
+
+
+class Norm(NamedTuple):
+    """A norm to measure; functions take what `make_inputs` made, forward and backward."""
+
+    name: str
+    title: str
+    ops: tuple[str, str]
+    make_inputs: Callable[[int, int, torch.dtype, str], Any]  # rows, hidden, dtype, device
+    native: Both
+    through_op: Both
+    impls: Both
+    register: Callable[[str], list[Override]]
+    impl_functions: tuple[Callable[..., Any], Callable[..., Any]]
+    peers: dict[str, Callable[[], Both]]
+
+
+# ----------------------------------------------------------------------------------- bandwidth
+
+
+def _contestants(norm: Norm) -> dict[str, Both]:
+    """By name: native, the override, and the peers that can be imported."""
+    found = {"native": norm.native, "opgraft": norm.through_op}
+    for name, load in norm.peers.items():
+        try:
+            found[name] = load()
+        except ImportError as error:
+            print(f"without {name}: {error}", file=sys.stderr)
+    return found
+
+
+def _copies(elements: int, dtype: torch.dtype) -> list[Call]:
+    """Copies that read and write `elements` elements together."""
+    tensors = [
+        [torch.randn(elements // 2, device="cuda").to(dtype) for _ in range(2)]
+        for _ in range(INPUT_SETS)
+    ]
+    return [lambda pair=pair: pair[0].copy_(pair[1]) for pair in tensors]  # type: ignore[misc]
+
+
+def _hits(op: str) -> int:
+    return sum(override.hits for override in opgraft.overrides(op=op))
+
+
+def bandwidth(norm: Norm, sizes: Sequence[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
+    """A record for every size, direction and contestant."""
+    norm.register("CUDA")
+    records: list[dict[str, Any]] = []
+    for rows, hidden in sizes:
+        first = len(records)
+        inputs = [norm.make_inputs(rows, hidden, torch.bfloat16, "cuda") for _ in range(INPUT_SETS)]
+        for direction, (op, passes) in enumerate(zip(norm.ops, (2, 3), strict=True)):
+            elements = passes * rows * hidden
+            contenders: dict[str, Sequence[Call]] = {"copy": _copies(elements, torch.bfloat16)}
+            for name, functions in _contestants(norm).items():
+                function = functions[direction]
+                calls = [lambda i=i, f=function: f(i) for i in inputs]  # type: ignore[misc]
+                if _runs(name, calls[0]):
+                    contenders[name] = calls
+            before = _hits(op)
+            times = gpu_times(contenders, rounds)
+            hits = _hits(op) - before
+            assert hits >= (rounds + 1) * INPUT_SETS, f"{op} {rows}x{hidden}: {hits} hits"
+            for name, milliseconds in times.items():
+                records.append(
+                    {
+                        "direction": ("forward", "backward")[direction],
+                        "rows": rows,
+                        "hidden": hidden,
+                        "name": name,
+                        "microseconds": milliseconds * 1e3,
+                        "gbps": elements * 2 / milliseconds / 1e6,
+                        "share": times["copy"] / milliseconds,
+                    }
+                )
+        print(_table(records[first:]), flush=True)
+        torch.cuda.empty_cache()
+    return records
+
+
+def _runs(name: str, call: Call) -> bool:
+    """Whether a peer supports the size."""
+    if name in ("native", "opgraft"):
+        return True
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"without {name}: {type(error).__name__} {str(error)[:80]}", file=sys.stderr)
+        return False
+    return True
+
+
+def _table(records: Sequence[dict[str, Any]]) -> str:
+    lines: dict[tuple[str, int, int], str] = {}
+    for record in records:
+        key = record["direction"], record["rows"], record["hidden"]
+        lines.setdefault(key, f"{record['direction']:8} {record['rows']:6} x {record['hidden']:6}")
+        lines[key] += f" | {record['name']} {record['gbps']:5.0f} {record['share']:.3f}"
+    return "\n".join(lines.values())
+
+
+# ----------------------------------------------------------------------------------- crossover
+
+
+class Timing(NamedTuple):
+    """Microseconds a call: of the GPU's time, and end to end in a loop of calls."""
+
+    gpu: float
+    end_to_end: float
+
+
+def _time(call: Call, rounds: int) -> Timing:
+    gpu = gpu_times({"": [call] * 4}, rounds)[""]
+    return Timing(gpu * 1e3, end_to_end_time(call, rounds) * 1e3)
+
+
+def crossover(norm: Norm, rounds: int) -> list[dict[str, Any]]:
+    """Native and override, whatever the conditions say, at sizes around the crossover.
+
+    Native has its turn before anything is registered, so that it pays for no router; `impl` is the
+    override's implementation called directly.
+    """
+    cases = [
+        (hidden, log2, direction)
+        for hidden in (128, 1024, 4096, 16384, 65536, 131072)
+        for log2 in range(18, 28)
+        for direction in (0, 1)
+        if 2**log2 >= hidden
+    ]
+
+    def measure(functions: Both) -> list[Timing]:
+        timings = []
+        for hidden, log2, direction in cases:
+            i = norm.make_inputs(2**log2 // hidden, hidden, torch.bfloat16, "cuda")
+            function = functions[direction]
+            timings.append(_time(lambda i=i, f=function: f(i), rounds))  # type: ignore[misc]
+        return timings
+
+    native = measure(norm.through_op)
+    direct = measure(norm.impls)
+    for op, impl in zip(norm.ops, norm.impl_functions, strict=True):
+        opgraft.triton_utils.register_op_override(
+            *op.split("::"), "CUDA", impl, cond=opgraft.when.numel("input") > 0, name="crossover"
+        )
+    routed = measure(norm.through_op)
+    assert all(_hits(op) > len(cases) for op in norm.ops)
+    records: list[dict[str, Any]] = []
+    timings = zip(native, direct, routed, strict=True)
+    for (hidden, log2, direction), timing in zip(cases, timings, strict=True):
+        by_name = dict(zip(("native", "impl", "opgraft"), timing, strict=True))
+        name = ("forward", "backward")[direction]
+        records.append(
+            {
+                "direction": name,
+                "hidden": hidden,
+                "log2_elements": log2,
+                **{f"{who}_us": each._asdict() for who, each in by_name.items()},
+            }
+        )
+        print(
+            f"{name:8} {2**log2 // hidden:8} x {hidden:6} (2**{log2}) | GPU, end to end us"
+            + "".join(f" | {n} {t.gpu:6.1f} {t.end_to_end:6.1f}" for n, t in by_name.items())
+        )
+    return records
+
+
+# ------------------------------------------------------------------------------------- results
+
+
+def save(name: str, records: list[dict[str, Any]]) -> Path:
+    """Write the records with what they were measured on; the path of the JSON file."""
+    import triton
+
+    versions = {"triton": triton.__version__}
+    return _common.save(name, torch.cuda.get_device_name(), records, versions=versions)
+
+
+def plot(norm: Norm, records: list[dict[str, Any]], path: Path) -> None:
+    """Bandwidth over hidden size, a panel a direction; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        for name in dict.fromkeys(record["name"] for record in records):
+            points = [
+                (record["hidden"], record["gbps"])
+                for record in records
+                if (record["direction"], record["name"]) == (direction, name)
+            ]
+            if points:
+                style = "k--" if name == "copy" else "o-"
+                axis.plot(*zip(*points, strict=True), style, label=name)
+        axis.set(title=f"{norm.title} {direction}, bfloat16", xlabel="hidden", ylim=(0, None))
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("GB/s")
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def smoke(norm: Norm) -> None:
+    """The forward at the CPU key under the interpreter: whether the script works."""
+    overrides = norm.register("CPU")
+    for rows, hidden in ((64, 32), (128, 48)):
+        i = norm.make_inputs(rows, hidden, torch.float32, "cpu")
+        torch.testing.assert_close(norm.through_op[0](i), norm.native[0](i))
+    assert overrides[0].hits == 2
+    print("the override was hit and agrees with native; nothing was measured")
+
+
+def main(norm: Norm, doc: str | None, arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
+    parser.add_argument("--crossover", action="store_true", help="measure sizes around it")
+    parser.add_argument("--rounds", type=int, default=21)
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        smoke(norm)
+    elif not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --smoke runs without one")
+    elif options.crossover:
+        records = crossover(norm, min(options.rounds, 7))
+        print("written to", save(f"{norm.name}_crossover", records))
+    else:
+        records = bandwidth(norm, SIZES, options.rounds)
+        path = save(norm.name, records)
+        plot(norm, records, path.with_suffix(".png"))
+        print("written to", path)

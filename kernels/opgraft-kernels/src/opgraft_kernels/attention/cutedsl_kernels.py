@@ -1,0 +1,509 @@
+"""Attention by FlashAttention-4's CuteDSL kernels for Hopper (the package ``flash-attn-4``).
+
+The kernels are the library's; what is here is their launch. The library's own front takes 88 us of
+host time a call (an H200's host), most of it for features that SDPA does not have. Here the kernel
+classes are compiled once for each kind of call, behind functions that take the tensors as ATen has
+them, ``[batch, heads, length, dim]`` in any strides, so that no view is made for a call; and a
+whole backward, three to five kernels, is one such function. What is left of a call is a dictionary
+lookup and a call through tvm-ffi.
+
+Causal is aligned at the bottom right, as in the library: with lengths that differ, the last query
+sees every key.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int64
+from flash_attn.cute import interface as library
+from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
+from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
+from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+
+__all__ = [
+    "Kind",
+    "backward",
+    "backward_varlen",
+    "compile_kind",
+    "forward",
+    "forward_varlen",
+    "kinds",
+]
+
+_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+_ARCH = 90
+# 16 bytes, what the copy engine asks of strides and addresses, in elements.
+_ALIGNED_16BIT, _ALIGNED_FP32 = 8, 4
+
+
+class Kind(NamedTuple):
+    """What one compiled function is for. Sizes and strides are not in it."""
+
+    is_forward: bool
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    group: int  # query heads that share a key head
+    causal: bool
+    has_logsumexp: bool
+    is_varlen: bool
+    device: (
+        int | None
+    )  # a compiled function is for the architecture of the device at its first call
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions on tensors as ATen has them
+# --------------------------------------------------------------------------------------------------
+
+
+def _swap_heads_and_length(t: Any) -> Any:
+    """``(b, h, s, d)`` as ``(b, s, h, d)``.
+
+    The stride of a dimension of size 1 says nothing, and DLPack writes 1 there, which the copy
+    engine refuses; 0 it takes.
+    """
+    shape = t.shape
+    stride = [
+        s if isinstance(s, int) else s * Int64(n != 1) for n, s in zip(shape, t.stride, strict=True)
+    ]
+    order = (0, 2, 1, 3)
+    layout = cute.make_layout(
+        tuple(shape[i] for i in order), stride=tuple(stride[i] for i in order)
+    )
+    return cute.make_tensor(t.iterator, layout)
+
+
+class _Forward:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        logsumexp: cute.Tensor | None,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
+        self.kernel(q, k, v, out, logsumexp, scale, stream=stream)
+
+
+class _ForwardVarlen(_Forward):
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        logsumexp: cute.Tensor,
+        cum_q: cute.Tensor,
+        cum_k: cute.Tensor,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(q, k, v, out, logsumexp, scale, cum_q, cum_k, stream=stream)
+
+
+class _Backward:
+    """delta and the zeroed dq accumulator; dk, dv and dq in float32; dq (dk, dv) in 16 bits."""
+
+    def __init__(
+        self, preprocess: Any, kernel: Any, finish_dq: Any, finish_dk: Any, finish_dv: Any
+    ):
+        self.preprocess = preprocess
+        self.kernel = kernel
+        self.finish_dq = finish_dq
+        self.finish_dk = finish_dk
+        self.finish_dv = finish_dv
+
+    @cute.jit
+    def __call__(
+        self,
+        grad_out: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        logsumexp: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        delta: cute.Tensor,
+        logsumexp2: cute.Tensor,
+        dq_sum: cute.Tensor,
+        dk_sum: cute.Tensor | None,
+        dv_sum: cute.Tensor | None,
+        cum_q: cute.Tensor | None,
+        cum_k: cute.Tensor | None,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        if cutlass.const_expr(cum_q is None):
+            grad_out, q, k, v, out, dq, dk, dv = [
+                _swap_heads_and_length(t) for t in (grad_out, q, k, v, out, dq, dk, dv)
+            ]
+        one = Float32(1.0)
+        self.preprocess(
+            out, grad_out, delta, logsumexp, logsumexp2, dq_sum, cum_q, None, None, None, None, one,
+            stream=stream,
+        )  # fmt: skip
+        if cutlass.const_expr(dk_sum is None):
+            self.kernel(
+                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk, dv, scale, cum_q, cum_k,
+                stream=stream,
+            )  # fmt: skip
+        else:
+            self.kernel(
+                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk_sum, dv_sum, scale, cum_q, cum_k,
+                stream=stream,
+            )  # fmt: skip
+        self.finish_dq(dq_sum, dq, scale, cum_q, None, None, stream=stream)
+        if cutlass.const_expr(dk_sum is not None):
+            self.finish_dk(dk_sum, dk, scale, cum_k, None, None, stream=stream)
+            self.finish_dv(dv_sum, dv, one, cum_k, None, None, stream=stream)
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiling them, without tensors
+# --------------------------------------------------------------------------------------------------
+
+
+def _fake(dtype: Any, ndim: int, aligned: int) -> Any:
+    """A tensor of any sizes and strides, `aligned` elements apart, contiguous in the last one."""
+    stride = [cute.sym_int64(divisibility=aligned) for _ in range(ndim - 1)]
+    return cute.runtime.make_fake_tensor(
+        dtype,
+        tuple(cute.sym_int() for _ in range(ndim)),
+        stride=(*stride, 1),
+        assumed_align=aligned * dtype.width // 8,
+    )
+
+
+def _compile(function: Any, *arguments: Any) -> Callable[..., None]:
+    # The stream is the one that tvm-ffi's environment holds, torch's current one.
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    with warnings.catch_warnings():
+        # CuteDSL says of the library's own default argument that it is no kernel argument.
+        warnings.filterwarnings("ignore", message="Argument aux_data")
+        compiled: Callable[..., None] = cute.compile(
+            function, *arguments, stream, options="--enable-tvm-ffi"
+        )
+    return compiled
+
+
+def compile_kind(kind: Kind) -> Callable[..., None]:
+    """Compile the function for `kind`; needs no GPU where ``CUTE_DSL_ARCH`` names one."""
+    return _compile_forward(kind) if kind.is_forward else _compile_backward(kind)
+
+
+def _compile_forward(kind: Kind) -> Callable[..., None]:
+    dtype = _DTYPES[kind.dtype]
+    tile = library._tile_size_fwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
+    kernel = FlashAttentionForwardSm90(
+        dtype,
+        kind.head_dim,
+        kind.head_dim_v,
+        kind.group,
+        is_causal=kind.causal,
+        is_local=False,
+        pack_gqa=kind.group > 1,
+        tile_m=tile.m_block_size,
+        tile_n=tile.n_block_size,
+        num_stages=2,
+        num_threads=384,
+        Q_in_regs=False,
+        intra_wg_overlap=tile.intra_wg_overlap,
+        mma_pv_is_rs=tile.mma_pv_is_rs,
+    )
+    ndim = 3 if kind.is_varlen else 4
+    tensors = [_fake(dtype, ndim, _ALIGNED_16BIT) for _ in range(4)]
+    logsumexp = _fake(Float32, ndim - 1, 1) if kind.has_logsumexp else None
+    if kind.is_varlen:
+        cum = [_fake(cutlass.Int32, 1, 1) for _ in range(2)]
+        return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
+    return _compile(_Forward(kernel), *tensors, logsumexp, Float32(1.0))
+
+
+class _BackwardTile(NamedTuple):
+    """The sizes of a backward's tiles that its temporaries depend on."""
+
+    q: int
+    k: int
+    dim: int
+    dim_v: int
+
+
+def _backward_tile(head_dim: int, head_dim_v: int, causal: bool) -> _BackwardTile:
+    config = library._tile_size_bwd_sm90(head_dim, head_dim_v, causal, False)
+    multiple = _dim_multiple(config)
+    return _BackwardTile(
+        config.m_block_size,
+        config.n_block_size,
+        _round_up(head_dim, multiple),
+        _round_up(head_dim_v, multiple),
+    )
+
+
+def _dim_multiple(config: Any) -> int:
+    return 64 if config.dKV_swapAB else 32
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _compile_backward(kind: Kind) -> Callable[..., None]:
+    dtype = _DTYPES[kind.dtype]
+    config = library._tile_size_bwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
+    multiple = _dim_multiple(config)
+    preprocess = FlashAttentionBackwardPreprocess(
+        dtype, kind.head_dim, kind.head_dim_v, config.m_block_size, hdim_multiple_of=multiple
+    )
+    kernel = FlashAttentionBackwardSm90(
+        dtype,
+        kind.head_dim,
+        kind.head_dim_v,
+        kind.group,
+        kind.causal,
+        is_local=False,
+        deterministic=False,
+        tile_m=config.m_block_size,
+        tile_n=config.n_block_size,
+        Q_stage=config.num_stages_Q,
+        dO_stage=config.num_stages_dO,
+        PdS_stage=config.num_stages_PdS,
+        SdP_swapAB=config.SdP_swapAB,
+        dKV_swapAB=config.dKV_swapAB,
+        dQ_swapAB=config.dQ_swapAB,
+        AtomLayoutMSdP=config.AtomLayoutMSdP,
+        AtomLayoutNdKV=config.AtomLayoutNdKV,
+        AtomLayoutMdQ=config.AtomLayoutMdQ,
+        num_threads=(config.num_wg + 1) * 128,
+        V_in_regs=False,
+        dQ_single_wg=config.dQ_single_wg,
+    )
+
+    def finish(dim: int, tile: int, threads: int, atom_layout: int, swap: bool) -> Any:
+        return FlashAttentionBackwardPostprocess(
+            dtype, dim, _ARCH, tile, threads, atom_layout, swap, hdim_multiple_of=multiple
+        )
+
+    threads = config.num_wg * 128
+    threads_dq = 128 if config.dQ_single_wg else threads
+    finish_dq = finish(
+        kind.head_dim, config.m_block_size, threads_dq, config.AtomLayoutMdQ, config.dQ_swapAB
+    )
+    finish_dk, finish_dv = (
+        finish(dim, config.n_block_size, threads, config.AtomLayoutNdKV, config.dKV_swapAB)
+        for dim in (kind.head_dim, kind.head_dim_v)
+    )
+    ndim = 3 if kind.is_varlen else 4
+    inputs = [_fake(dtype, ndim, _ALIGNED_16BIT) for _ in range(5)]
+    gradients = [_fake(dtype, ndim, _ALIGNED_16BIT) for _ in range(3)]
+    sums = [_fake(Float32, ndim - 1, _ALIGNED_FP32) for _ in range(5)]
+    if kind.group == 1:
+        sums[3:] = [None, None]
+    cum = [_fake(cutlass.Int32, 1, 1) if kind.is_varlen else None for _ in range(2)]
+    function = _Backward(preprocess, kernel, finish_dq, finish_dk, finish_dv)
+    logsumexp = _fake(Float32, ndim - 1, 1)
+    return _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, Float32(1.0))
+
+
+def kinds() -> Iterator[Kind]:
+    """Functions that there are, to be compiled for any Hopper GPU: every head dimension once."""
+    for dim, dim_v, causal in (
+        (64, 64, True),
+        (96, 96, False),
+        (128, 128, True),
+        (192, 128, False),
+        (256, 256, True),
+    ):
+        for is_forward in (True, False):
+            yield Kind(is_forward, torch.bfloat16, dim, dim_v, 1, causal, True, False, None)
+    yield Kind(True, torch.float16, 128, 128, 4, False, False, False, None)
+    for is_forward in (True, False):
+        yield Kind(is_forward, torch.bfloat16, 128, 128, 4, True, True, True, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+# --------------------------------------------------------------------------------------------------
+
+_functions: dict[Kind, Callable[..., None]] = {}
+_compiling = threading.Lock()
+
+
+def _function(kind: Kind) -> Callable[..., None]:
+    found = _functions.get(kind)
+    if found is None:
+        with _compiling:
+            found = _functions.get(kind)
+            if found is None:
+                found = _functions[kind] = compile_kind(kind)
+    return found
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Writes ``softmax(scale * q @ k.T) @ v`` to `out`, and the scores' logsumexp.
+
+    Args:
+        q: ``[batch, heads, length_q, dim]``, float16 or bfloat16, as `k`, `v` and `out` are; the
+            last dimension contiguous, everything else a multiple of 16 bytes apart.
+        k: ``[batch, heads_k, length_k, dim]``; `heads_k` divides `heads`.
+        v: ``[batch, heads_k, length_k, dim_v]``.
+        out: ``[batch, heads, length_q, dim_v]``.
+        logsumexp: ``[batch, heads, length_q]``, float32, natural logarithm; None where unwanted.
+        scale: of the scores.
+        causal: whether query i sees key j only where ``j <= i + length_k - length_q``.
+    """
+    _, heads, _, head_dim = q.shape
+    _, heads_k, _, head_dim_v = v.shape
+    kind = Kind(
+        True,
+        q.dtype,
+        head_dim,
+        head_dim_v,
+        heads // heads_k,
+        causal,
+        logsumexp is not None,
+        False,
+        q.device.index,
+    )
+    _function(kind)(q, k, v, out, logsumexp, scale)
+
+
+def forward_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_q: torch.Tensor,
+    cum_k: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    """`forward` on sequences laid end to end.
+
+    Args:
+        q: ``[total_q, heads, dim]``; `k`, `v`, `out` likewise.
+        logsumexp: ``[heads, total_q]``, float32.
+        cum_q: ``[batch + 1]``, int32: where each sequence of queries begins, and where the last
+            one ends; `cum_k` for keys.
+    """
+    _, heads, head_dim = q.shape
+    _, heads_k, head_dim_v = v.shape
+    kind = Kind(
+        True, q.dtype, head_dim, head_dim_v, heads // heads_k, causal, True, True, q.device.index
+    )
+    _function(kind)(q, k, v, out, logsumexp, cum_q, cum_k, scale)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Writes the gradients of `forward` to `dq`, `dk` and `dv`, laid out as `forward`'s tensors.
+
+    Not deterministic: the parts of dq are added in whatever order they come.
+    """
+    batch, heads, length_q, head_dim = q.shape
+    _, heads_k, length_k, head_dim_v = v.shape
+    group = heads // heads_k
+    tile = _backward_tile_of(head_dim, head_dim_v, causal)
+    rows = _round_up(length_q, tile.q)
+    device, fp32 = q.device, torch.float32
+    delta = torch.empty((batch, heads, rows), dtype=fp32, device=device)
+    logsumexp2 = torch.empty((batch, heads, rows), dtype=fp32, device=device)
+    dq_sum = torch.empty((batch, heads, rows * tile.dim), dtype=fp32, device=device)
+    dk_sum = dv_sum = None
+    if group > 1:
+        columns = _round_up(length_k, tile.k)
+        dk_sum = torch.zeros((batch, heads_k, columns * tile.dim), dtype=fp32, device=device)
+        dv_sum = torch.zeros((batch, heads_k, columns * tile.dim_v), dtype=fp32, device=device)
+    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False, q.device.index)
+    _function(kind)(
+        grad_out, q, k, v, out, logsumexp, dq, dk, dv,
+        delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, scale,
+    )  # fmt: skip
+
+
+def backward_varlen(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cum_q: torch.Tensor,
+    cum_k: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> None:
+    """`backward` on sequences laid end to end, as `forward_varlen` has them."""
+    total_q, heads, head_dim = q.shape
+    total_k, heads_k, head_dim_v = v.shape
+    group = heads // heads_k
+    tile = _backward_tile_of(head_dim, head_dim_v, causal)
+    # Every sequence begins at a tile of its own.
+    rows = (total_q + cum_q.shape[0] * tile.q - 1) // tile.q * tile.q
+    device, fp32 = q.device, torch.float32
+    delta = torch.empty((heads, rows), dtype=fp32, device=device)
+    logsumexp2 = torch.empty((heads, rows), dtype=fp32, device=device)
+    dq_sum = torch.empty((heads, rows * tile.dim), dtype=fp32, device=device)
+    dk_sum = dv_sum = None
+    if group > 1:
+        columns = (total_k + cum_k.shape[0] * tile.k - 1) // tile.k * tile.k
+        dk_sum = torch.zeros((heads_k, columns * tile.dim), dtype=fp32, device=device)
+        dv_sum = torch.zeros((heads_k, columns * tile.dim_v), dtype=fp32, device=device)
+    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, True, q.device.index)
+    _function(kind)(
+        grad_out, q, k, v, out, logsumexp, dq, dk, dv,
+        delta, logsumexp2, dq_sum, dk_sum, dv_sum, cum_q, cum_k, scale,
+    )  # fmt: skip
+
+
+_tiles: dict[tuple[int, int, bool], _BackwardTile] = {}
+
+
+def _backward_tile_of(head_dim: int, head_dim_v: int, causal: bool) -> _BackwardTile:
+    key = (head_dim, head_dim_v, causal)
+    tile = _tiles.get(key)
+    if tile is None:
+        tile = _tiles[key] = _backward_tile(head_dim, head_dim_v, causal)
+    return tile

@@ -1,0 +1,399 @@
+"""Overrides of the attention ops: which calls go to FlashAttention-4, which to Triton.
+
+``F.scaled_dot_product_attention`` reaches ``aten::_scaled_dot_product_cudnn_attention`` on Hopper
+(torch's own choice there), ``_scaled_dot_product_flash_attention`` or
+``_scaled_dot_product_efficient_attention`` where cuDNN is not usable or `sdpa_kernel` says so.
+Variable-length attention and nested tensors call ``_flash_attention_forward``.
+
+Nothing here imports a DSL: the impls do, when the first call that a condition wants reaches them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import operator
+import os
+from collections.abc import Callable, Iterable
+from functools import cache, partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+
+from opgraft import Override, cutedsl_utils, triton_utils, when
+
+from . import aten
+
+__all__ = ["condition", "register"]
+
+log = logging.getLogger(__name__)
+
+
+class _Op(NamedTuple):
+    """An attention op, and what is particular about its arguments."""
+
+    name: str
+    impl: Callable[..., Any]
+    is_backward: bool = False
+    # The heads' dimension: [batch, heads, length, dim], or [batch, length, heads, dim].
+    heads: int = 1
+    # Whether causal is aligned at the top left where lengths differ. The kernels align it at the
+    # bottom right.
+    is_top_left: bool = True
+    grad_out: str = "grad_out"
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The inputs of 16 bits."""
+        forward = ("query", "key", "value")
+        return (self.grad_out, *forward, "out") if self.is_backward else forward
+
+    @property
+    def length(self) -> int:
+        return 3 - self.heads
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        """The names of the op's arguments in the torch that is running."""
+        return _argument_names(self.name)
+
+
+@cache
+def _argument_names(op: str) -> frozenset[str]:
+    schema = getattr(torch.ops.aten, op).default._schema
+    return frozenset(argument.name for argument in schema.arguments)
+
+
+_CUDNN = _Op("_scaled_dot_product_cudnn_attention", aten.cudnn_forward)
+_CUDNN_BACKWARD = _Op("_scaled_dot_product_cudnn_attention_backward", aten.cudnn_backward, True)
+_FLASH = _Op("_scaled_dot_product_flash_attention", aten.flash_forward, is_top_left=False)
+_FLASH_BACKWARD = _Op(
+    "_scaled_dot_product_flash_attention_backward", aten.flash_backward, True, is_top_left=False
+)
+_EFFICIENT = _Op("_scaled_dot_product_efficient_attention", aten.efficient_forward)
+_EFFICIENT_BACKWARD = _Op(
+    "_scaled_dot_product_efficient_attention_backward",
+    aten.efficient_backward,
+    True,
+    grad_out="grad_out_",
+)
+_RAW_FLASH = _Op("_flash_attention_forward", aten.raw_flash_forward, heads=2, is_top_left=False)
+_RAW_FLASH_BACKWARD = _Op(
+    "_flash_attention_backward", aten.raw_flash_backward, True, heads=2, is_top_left=False
+)
+_CPU = _Op("_scaled_dot_product_flash_attention_for_cpu", aten.cpu_forward)
+_CPU_BACKWARD = _Op("_scaled_dot_product_flash_attention_for_cpu_backward", aten.cpu_backward, True)
+
+# cuDNN is what `F.scaled_dot_product_attention` calls on Hopper.
+_CUDA_OPS = (
+    _CUDNN,
+    _CUDNN_BACKWARD,
+    _FLASH,
+    _FLASH_BACKWARD,
+    _EFFICIENT,
+    _EFFICIENT_BACKWARD,
+    _RAW_FLASH,
+    _RAW_FLASH_BACKWARD,
+)
+_CPU_OPS = (_CPU, _CPU_BACKWARD)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the kernels can do
+# --------------------------------------------------------------------------------------------------
+
+
+def _all(conditions: Iterable[Any]) -> Any:
+    return reduce(operator.and_, conditions)
+
+
+def _any(conditions: Iterable[Any]) -> Any:
+    return reduce(operator.or_, conditions)
+
+
+# Every part of a condition costs registration some microseconds, which `import torch` pays: so
+# products stand for several sizes below, and layouts, which are almost always fine, are left to the
+# impl, which copies what its kernel cannot read.
+
+
+def _valid_sizes(op: _Op, ndim: int) -> Any:
+    """The sizes that the kernels trust. Others would be read out of bounds; native raises."""
+    heads = op.heads - 4 + ndim  # sequences laid end to end have no batch
+    length = op.length if ndim == 4 else 0
+    same = [
+        *(when.ndim(name) == ndim for name in ("query", "key", "value")),
+        when.size("key", -1) == when.size("query", -1),
+        when.size("value", length) == when.size("key", length),
+        _same_but_last("value", "key"),
+        # Query heads share key heads evenly.
+        when.size("query", heads) % when.size("key", heads) == 0,
+    ]
+    if ndim == 4:
+        same.append(when.size("key", 0) == when.size("query", 0))
+        same.append(when.size("value", 0) == when.size("key", 0))
+    if op.is_backward:
+        same += [
+            when.size("out", -1) == when.size("value", -1),
+            when.size("out", length) == when.size("query", length),
+            _same_but_last("out", "query"),
+            when.size(op.grad_out, -1) == when.size("value", -1),
+            when.size(op.grad_out, length) == when.size("query", length),
+            when.numel(op.grad_out) == when.numel("out"),
+        ]
+    # An empty grid is a launch error, and attention to no key is native's to define.
+    return _all(same) & (when.numel("query") > 0) & (when.numel("value") > 0)
+
+
+def _same_but_last(one: str, other: str) -> Any:
+    """As many rows."""
+    return when.numel(one) * when.size(other, -1) == when.numel(other) * when.size(one, -1)
+
+
+def _valid_options(op: _Op) -> Any:
+    """The op's other arguments, those that the running torch has."""
+    names = op.arguments
+    valid = [
+        when.same_dtype(*op.tensors),
+        when.same_device(*op.tensors),
+        # Neither kernel has dropout, nor masks besides causal.
+        when.value("dropout_p") == 0.0,
+        # A row's maximum is taken before scaling.
+        when.is_none("scale") | (when.value("scale") > 0.0),
+    ]
+    for mask in ("attn_bias", "attn_mask", "seqused_k", "alibi_slopes", "block_table"):
+        if mask in names:
+            valid.append(when.is_none(mask))
+    for side in ("window_size_left", "window_size_right"):
+        if side in names:
+            valid.append(when.is_none(side) | (when.value(side) == -1))
+    if "num_splits" in names:
+        valid.append(when.is_none("num_splits"))
+    if "return_debug_mask" in names:
+        valid.append(when.value("return_debug_mask") == 0)
+    if op.is_backward:
+        valid.append(when.dtype("logsumexp", torch.float32))
+    return _all(valid)
+
+
+def _valid_causal(op: _Op) -> Any:
+    """Causal as the kernels mean it: aligned at the bottom right, and every query sees a key."""
+    length_q, length_k = when.size("query", op.length), when.size("key", op.length)
+    fits = length_q == length_k if op.is_top_left else length_q <= length_k
+    return (when.value("is_causal") == 0) | fits
+
+
+def _dense(op: _Op) -> Any:
+    return _valid_options(op) & _valid_sizes(op, 4) & _valid_causal(op)
+
+
+def _dense_only(op: _Op) -> Any:
+    """`_flash_attention_forward` without sequences laid end to end."""
+    if op not in (_RAW_FLASH, _RAW_FLASH_BACKWARD):
+        return _dense(op)
+    return when.is_none("cum_seq_q") & when.is_none("cum_seq_k") & _dense(op)
+
+
+def _varlen(op: _Op) -> Any:
+    """Sequences laid end to end."""
+    cum = [
+        condition
+        for name in ("cum_seq_q", "cum_seq_k")
+        for condition in (
+            when.dtype(name, torch.int32),
+            when.ndim(name) == 1,
+            when.is_contiguous(name),
+        )
+    ]
+    return (
+        _all(cum)
+        & when.same_device("query", "cum_seq_q", "cum_seq_k")
+        & (when.size("cum_seq_q", 0) == when.size("cum_seq_k", 0))
+        & (when.size("cum_seq_q", 0) >= 2)
+        & _valid_options(op)
+        & _valid_sizes(op, 3)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Where they are faster
+# --------------------------------------------------------------------------------------------------
+
+# Measured on an H200, bfloat16, torch 2.11, cuDNN 9.19 (`benchmarks/attention.py`, its `--dims` and
+# `--crossover`): speed of FlashAttention-4's kernels over cuDNN's, which torch calls by default, at
+# 16384 tokens of width about 2048.
+#
+#   dim      causal  direction  keys: 512   1024   2048   4096   8192  16384
+#   64       no      forward         0.84   0.93   1.09   1.13   1.20   1.22
+#   64       yes     forward         0.71   0.79   0.99   1.08   1.19   1.22
+#   64       no      backward        1.22   1.20   1.21   1.22   1.26   1.32
+#   64       yes     backward        1.30   1.31   1.30   1.29   1.29   1.33
+#   96       no      forward         0.88          1.15          1.27
+#   96       yes     forward         0.81          1.11          1.30
+#   96       both    backward        1.26          1.29          1.33
+#   128      no      forward         0.87   0.96   1.03   1.06   1.08   1.09
+#   128      yes     forward         0.81   0.93   1.03   1.09   1.12   1.13
+#   128      no      backward        1.06   1.12   1.11   1.12   1.16   1.20
+#   128      yes     backward        1.15   1.16   1.16   1.16   1.16   1.18
+#   192/128  no      forward         1.01          1.13          1.16
+#   192/128  yes     forward         0.92          1.12          1.22
+#   192/128  both    backward        1.03          1.05          1.06
+#   256      no      forward         0.96          1.06          1.09
+#   256      yes     forward         0.89          1.12          1.21
+#   256      both    backward        1.00          0.94          0.87
+#
+# With fewer tokens the GPU is not full, and the size of the tiles counts: at dim 64, 192 queries.
+_FASTER_FROM_KEYS, _FASTER_FROM_KEYS_64_CAUSAL = 2048, 4096
+_FASTER_FROM_SCORES = 2**29  # queries times keys, over all heads; for heads of 128 at any number
+
+
+# A hit takes the host longer than native does: end to end 26 us forward and 90 us forward to
+# backward against native's 16 and 65. Where native takes the GPU less time than that, a loop of
+# calls would get slower. The time goes with queries * keys * dim.
+_WORK = {("cutedsl_kernels", False): 2**31, ("cutedsl_kernels", True): 2**32}
+# Triton launches from Python, three kernels backward.
+_WORK |= {("triton_kernels", False): 2**32, ("triton_kernels", True): 2**33}
+# FlashAttention-4 does not split keys over blocks: few queries leave the GPU idle.
+_MIN_QUERIES = 512
+
+# Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
+# slower than native at every size: it lets both routes be seen on a machine without a GPU.
+_CPU_ROWS = 64
+
+
+def _has_dims(op: _Op, kernels: str) -> Any:
+    """Head dimensions at which the kernels beat native's, cuDNN's aside (`_beats_cudnn`)."""
+    dim, dim_v = when.size("query", -1), when.size("value", -1)
+    if kernels == "triton_kernels":
+        return (dim == dim_v) & ((dim == 64) | (dim == 128))
+    dims = (dim == 64) | (dim == 96) | (dim == 128)
+    if op is not _CUDNN_BACKWARD:  # cuDNN's own is faster at 256
+        dims = dims | (dim == 256)
+    return ((dim == dim_v) & dims) | ((dim == 192) & (dim_v == 128))
+
+
+def _pays(op: _Op, kernels: str) -> Any:
+    queries, keys = when.size("query", op.length), when.size("key", op.length)
+    pays = (
+        (when.numel("query") * keys >= _WORK[kernels, op.is_backward])
+        & (queries >= _MIN_QUERIES)
+        & _has_dims(op, kernels)
+    )
+    return pays & _beats_cudnn() if op is _CUDNN else pays
+
+
+def _beats_cudnn() -> Any:
+    dim, keys = when.size("query", -1), when.size("key", _CUDNN.length)
+    return (
+        (keys >= _FASTER_FROM_KEYS)
+        & ((dim == 128) | (when.numel("query") // dim * keys >= _FASTER_FROM_SCORES))
+        & ((dim != 64) | (when.value("is_causal") == 0) | (keys >= _FASTER_FROM_KEYS_64_CAUSAL))
+    )
+
+
+def _pays_varlen(op: _Op, kernels: str) -> Any:
+    return (
+        (when.numel("query") * when.value("max_k") >= _WORK[kernels, op.is_backward])
+        & (when.value("max_q") >= _MIN_QUERIES)
+        & _has_dims(op, kernels)
+    )
+
+
+def _hopper() -> Any:
+    # The kernels are Hopper's, and the crossovers were measured there.
+    return (when.device_capability("query") == (9, 0)) & when.dtype(
+        "query", torch.float16, torch.bfloat16
+    )
+
+
+def condition(op: str, kernels: str, dispatch_key: str) -> Any:
+    """Which calls of ``aten::{op}`` go to `kernels` at `dispatch_key`.
+
+    Args:
+        op: the op's name.
+        kernels: ``"cutedsl_kernels"`` or ``"triton_kernels"``.
+        dispatch_key: ``"CUDA"``, or ``"CPU"`` (the interpreter).
+    """
+    found = next(each for each in (*_CUDA_OPS, *_CPU_OPS) if each.name == op)
+    return _condition(found, kernels, dispatch_key)
+
+
+def _condition(op: _Op, kernels: str, dispatch_key: str) -> Any:
+    if dispatch_key == "CPU":
+        return (
+            # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
+            # In float32 a backward that recomputes the scores otherwise than the forward did, ours
+            # after native's, was off by up to 8 times native's own error (at scores of 100).
+            when.dtype("query", torch.float16)
+            & (when.numel("query") // when.size("query", -1) >= _CPU_ROWS)
+            & (when.size("query", -1) <= 128)
+            # Native's own kernel assumes it, too.
+            & (when.size("value", -1) == when.size("query", -1))
+            & _dense(op)
+        )
+    # What declines most calls first, and cheapest.
+    dense = _pays(op, kernels) & _dense_only(op)
+    if kernels == "cutedsl_kernels" and op in (_RAW_FLASH, _RAW_FLASH_BACKWARD):
+        dense = dense | (_pays_varlen(op, kernels) & _varlen(op))
+    return _hopper() & dense
+
+
+def register(dispatch_key: str) -> list[Override]:
+    """Register the overrides at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
+
+    On CUDA, FlashAttention-4 goes before Triton, where it is installed.
+
+    Returns:
+        The overrides.
+    """
+    if dispatch_key == "CPU":
+        return [_register(op, "triton_kernels", "CPU") for op in _CPU_OPS]
+    overrides = []
+    if _has_flash_attn_4():
+        overrides += [_register(op, "cutedsl_kernels", "CUDA") for op in _CUDA_OPS]
+    else:
+        log.info("no overrides by FlashAttention-4: pip install 'opgraft-kernels[flash-attn-4]'")
+    # cuDNN is faster than Triton.
+    triton_ops = (op for op in _CUDA_OPS if op not in (_CUDNN, _CUDNN_BACKWARD))
+    return [*overrides, *(_register(op, "triton_kernels", "CUDA") for op in triton_ops)]
+
+
+def _register(op: _Op, kernels: str, dispatch_key: str) -> Override:
+    is_cutedsl = kernels == "cutedsl_kernels"
+    utils = cutedsl_utils if is_cutedsl else triton_utils
+    return utils.register_op_override(
+        "aten",
+        op.name,
+        dispatch_key,
+        _impl(op, kernels),
+        cond=_condition(op, kernels, dispatch_key),
+        name=f"opgraft_kernels.attention.{kernels.removesuffix('_kernels')}.{op.name.lstrip('_')}",
+        priority=1 if is_cutedsl else 0,
+    )
+
+
+def _impl(op: _Op, kernels: str) -> Callable[..., Any]:
+    impl = partial(op.impl, kernels)
+    if not (op.is_backward and kernels == "cutedsl_kernels"):
+        return impl
+    native = getattr(torch.ops.aten, op.name).default
+
+    def deterministic_if_asked(*args: Any, **kwargs: Any) -> Any:
+        # FlashAttention-4's backward adds parts of dq in whatever order they come.
+        if torch.are_deterministic_algorithms_enabled():
+            return native(*args, **kwargs)  # inside an impl of the op: the native kernel
+        return impl(*args, **kwargs)
+
+    return deterministic_if_asked
+
+
+def _has_flash_attn_4() -> bool:
+    """Whether ``flash_attn.cute`` is there, found without importing ``flash_attn``.
+
+    FlashAttention-2 has the same top-level name, and importing that loads its CUDA extension.
+    """
+    try:
+        spec = importlib.util.find_spec("flash_attn")
+    except (ImportError, ValueError):
+        return False
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any(os.path.exists(os.path.join(f, "cute", "interface.py")) for f in folders or ())

@@ -1,0 +1,1 @@
+"""LayerNorm: overrides for ``aten::native_layer_norm`` and its backward."""

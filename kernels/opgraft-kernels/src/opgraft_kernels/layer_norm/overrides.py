@@ -1,0 +1,171 @@
+"""Overrides of ``aten::native_layer_norm`` and ``aten::native_layer_norm_backward``, which
+``F.layer_norm`` calls.
+
+Nothing here imports Triton: the impls do, when the first call that a condition wants reaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opgraft import Override, triton_utils, when
+
+__all__ = ["backward_condition", "forward_condition", "register"]
+
+
+def _forward(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .triton_kernels import layer_norm_forward
+
+    return layer_norm_forward(input, normalized_shape, weight, bias, eps)
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    from .triton_kernels import layer_norm_backward
+
+    return layer_norm_backward(
+        grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask
+    )
+
+
+def _valid() -> Any:
+    """The shapes, dtypes and devices that the kernels trust; native answers elsewhere."""
+    hidden = when.size("input", -1)
+    valid = (
+        # One normalised dimension: the kernels could fold several, but a condition for each number
+        # of them would cost every call.
+        (when.length("normalized_shape") == 1)
+        # Any other shapes would be read out of bounds; native raises its error for them.
+        & (when.item("normalized_shape", 0) == hidden)
+        # Columns are indexed with 32 bits, padded to a power of two.
+        & (hidden <= 2**30)
+        # An empty grid is a launch error, and the mean over no elements is native's to define.
+        & (when.numel("input") > 0)
+    )
+    for name in ("weight", "bias"):
+        valid = valid & (
+            when.is_none(name)
+            | (
+                (when.ndim(name) == 1)
+                & (when.size(name, 0) == hidden)
+                # Native has its own answer to mixed dtypes; the kernels would round where it does
+                # not.
+                & when.same_dtype("input", name)
+                # A pointer to another device's memory faults, and takes the context with it.
+                & when.same_device("input", name)
+            )
+        )
+    return valid
+
+
+def _valid_backward() -> Any:
+    valid = _valid()
+    for name in ("mean", "rstd"):
+        # One float32 a row: fewer would be read out of bounds, another dtype as garbage.
+        valid = (
+            valid
+            & when.dtype(name, torch.float32)
+            & (when.numel(name) * when.size("input", -1) == when.numel("input"))
+        )
+    return (
+        valid
+        & (when.numel("grad_out") == when.numel("input"))
+        & when.same_dtype("input", "grad_out")
+        & when.same_device("input", "grad_out", "mean", "rstd")
+    )
+
+
+# On the GPU these kernels are faster than ATen's from the smallest sizes on, but a Triton launch
+# from Python costs the host more. Where native takes less time on the GPU than a hit takes on the
+# host, a loop of such calls gets slower. On an H200 (`benchmarks/layer_norm.py --crossover`,
+# bfloat16, compiled router) a hit took 34 us end to end forward and 62 us backward. Native's took
+# 57 to 80 us forward at 2**25 elements and hidden 1024 to 16384, 66 to 115 us backward at 2**24 ...
+_FORWARD_CROSSOVER, _BACKWARD_CROSSOVER = 2**25, 2**24
+# ... except for rows so narrow or so wide that ATen's kernels are slow: at hidden 128, 70 us
+# forward at 2**23 elements and 300 us backward; at 65536, 72 us forward at 2**20.
+_NARROW, _NARROW_CROSSOVER = 128, 2**23
+_WIDE, _WIDE_CROSSOVER = 65536, 2**20
+
+# Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
+# slower than native at every size: it lets both routes be seen on a machine without a GPU.
+_CPU_ROWS = 64
+
+
+def _device_condition(dispatch_key: str, pays: Any) -> Any:
+    if dispatch_key == "CPU":
+        # Native keeps mean and rstd of 16-bit inputs in 16 bits on the CPU, the kernels do not; and
+        # the interpreter computes on the bits of bfloat16 and returns garbage without a word.
+        return when.dtype("input", torch.float32) & (
+            when.numel("input") // when.size("input", -1) >= _CPU_ROWS
+        )
+    return (
+        # float64 is ATen's: the kernels compute in float32.
+        when.dtype("input", torch.float32, torch.float16, torch.bfloat16)
+        # bfloat16 and asynchronous copies to shared memory begin with Ampere.
+        & (when.device_capability("input") >= (8, 0))
+        # Below, the host would be the bottleneck.
+        & pays
+    )
+
+
+def forward_condition(dispatch_key: str) -> Any:
+    """Which calls of ``aten::native_layer_norm`` the forward takes at `dispatch_key`."""
+    hidden, elements = when.size("input", -1), when.numel("input")
+    pays = (
+        (elements >= _FORWARD_CROSSOVER)
+        | ((elements >= _NARROW_CROSSOVER) & (hidden <= _NARROW))
+        | ((elements >= _WIDE_CROSSOVER) & (hidden >= _WIDE))
+    )
+    return _device_condition(dispatch_key, pays) & _valid()
+
+
+def backward_condition(dispatch_key: str) -> Any:
+    """Which calls of ``aten::native_layer_norm_backward`` the backward takes at `dispatch_key`."""
+    hidden, elements = when.size("input", -1), when.numel("input")
+    pays = (elements >= _BACKWARD_CROSSOVER) | (
+        (elements >= _NARROW_CROSSOVER) & (hidden <= _NARROW)
+    )
+    return _device_condition(dispatch_key, pays) & _valid_backward()
+
+
+def register(dispatch_key: str) -> list[Override]:
+    """Register forward and backward at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
+
+    Returns:
+        The two overrides, the forward's first.
+    """
+    return [
+        triton_utils.register_op_override(
+            "aten",
+            "native_layer_norm",
+            dispatch_key,
+            _forward,
+            cond=forward_condition(dispatch_key),
+            name="opgraft_kernels.layer_norm.forward",
+        ),
+        triton_utils.register_op_override(
+            "aten",
+            "native_layer_norm_backward",
+            dispatch_key,
+            _backward,
+            cond=backward_condition(dispatch_key),
+            name="opgraft_kernels.layer_norm.backward",
+        ),
+    ]

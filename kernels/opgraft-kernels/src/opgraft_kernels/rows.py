@@ -1,0 +1,290 @@
+"""What the row-wise kernels share: launches, tiles of rows, and sums over rows.
+
+A tensor that is normalised over its trailing dimensions is seen as a matrix, ``rows x hidden``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "L1_ROW_BYTES",
+    "MIN_BLOCK",
+    "WHOLE_ROW_BYTES",
+    "Launch",
+    "Split",
+    "Tile",
+    "as_rows",
+    "ceil_div",
+    "fold",
+    "gather",
+    "gather_shares",
+    "load_if",
+    "multiprocessors",
+    "plan_sum",
+    "power_of_2",
+    "publish",
+    "split_constexprs",
+    "split_options",
+    "split_rows",
+    "store_if",
+    "sum_partials_kernel",
+]
+
+
+@triton.jit
+def load_if(ptrs, mask, MASKED: tl.constexpr):
+    """Loads, with zeros where `mask` is false; if not MASKED it is true everywhere."""
+    if MASKED:
+        return tl.load(ptrs, mask=mask, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_if(ptrs, value, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(ptrs, value, mask=mask)
+    else:
+        tl.store(ptrs, value)
+
+
+@triton.jit(do_not_specialize=["partials", "steps"])
+def sum_partials_kernel(
+    partial_ptr,
+    sum_ptr,
+    other_sum_ptr,
+    partials,
+    hidden,
+    steps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of `partials` rows of partial sums, always in the same order; of two such matrices,
+    one after the other in memory, where there is another sum to write."""
+    blocks = tl.cdiv(hidden, BLOCK)
+    matrix = tl.program_id(0) // blocks
+    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    in_row = col < hidden
+    first_row = matrix * partials
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for step in range(steps):
+        row = step * ROWS + tl.arange(0, ROWS)
+        mask = (row < partials)[:, None] & in_row[None, :]
+        ptrs = partial_ptr + ((first_row + row).to(tl.int64) * hidden)[:, None] + col[None, :]
+        total += tl.load(ptrs, mask=mask, other=0.0)
+    result = tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + col, result, mask=in_row & (matrix == 0))
+    if other_sum_ptr is not None:
+        tl.store(other_sum_ptr + col, result, mask=in_row & (matrix == 1))
+
+
+# Rows that are too long for one program are split over a group of programs, which walk over rows
+# together, each owning BLOCK columns: w and dw stay in its registers throughout, and few rows of
+# partial sums come out. What the programs of a group have to tell one another, a number a row, goes
+# through `words` in global memory, [groups, RING, SLOTS] of int64, zeroed before the launch. A word
+# holds a program's share of the number (lower half, as float32) and the step it belongs to, counted
+# from 1 (upper half). It is written and read in one access, so nothing has to be ordered around it;
+# and everybody adds up the same shares in the same order, so the result has the same bits every
+# time.
+#
+# The shares of a row are awaited one step after they were published, so that the wait is over
+# before it starts. A program that publishes step s has gathered step s - 2: so all have published s
+# - 2, and before that (there is a barrier in the reduction of a share) gathered s - 4. That is the
+# word which step s overwrites in a ring of 4.
+#
+# All programs of a group have to be running at once. The launch is a cooperative one, which runs
+# them all at once or fails.
+
+
+@triton.jit
+def wait_for_words(ptrs, tag):
+    """Spins until the upper half of every word at `ptrs` is `tag`; the lower halves as float32."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred ready;
+        .reg .b32 found;
+        spin:
+        ld.relaxed.gpu.global.v2.b32 {$0, found}, [$1];
+        setp.eq.u32 ready, found, $2;
+        @!ready bra spin;
+        }""",
+        "=r,l,r",
+        [ptrs.to(tl.int64), tag],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def publish(words_ptr, step, split, share, SLOTS: tl.constexpr, RING: tl.constexpr):
+    """Writes this program's share of `step` into its word of the group's ring."""
+    bits = share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    word = bits | ((step + 1).to(tl.int64) << 32)
+    ptr = words_ptr + (step % RING) * SLOTS + split
+    tl.atomic_xchg(ptr, word, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def gather_shares(words_ptr, step, splits, SLOTS: tl.constexpr, RING: tl.constexpr):
+    """The group's shares of `step`, once all are there, and zeros for programs that there are not;
+    all zeros for step -1 (zeroed words)."""
+    slot = tl.arange(0, SLOTS)
+    # Lanes beyond the group's size watch its last word and count for nothing.
+    ptrs = words_ptr + ((step + RING) % RING) * SLOTS + tl.minimum(slot, splits - 1)
+    shares = wait_for_words(ptrs, step + 1 + tl.zeros([SLOTS], tl.int32))
+    return tl.where(slot < splits, shares, 0.0)
+
+
+@triton.jit
+def gather(words_ptr, step, splits, SLOTS: tl.constexpr, RING: tl.constexpr):
+    """The sum of the group's shares of `step`, once all are there."""
+    return tl.sum(gather_shares(words_ptr, step, splits, SLOTS, RING), axis=0)
+
+
+class Launch(NamedTuple):
+    """One kernel launch, complete."""
+
+    kernel: Any
+    grid: int
+    arguments: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    num_warps: int
+    options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+
+    def __call__(self) -> None:
+        self.kernel[(self.grid,)](
+            *self.arguments, **self.constexprs, num_warps=self.num_warps, **self.options
+        )
+
+
+class Tile(NamedTuple):
+    """What a program of `num_warps` warps holds of a matrix: `rows` x `block` elements.
+
+    `per_sm` is how many such programs a multiprocessor is to run at once, where programs walk over
+    the rows, and `stages` how many tiles deep they load ahead, into shared memory.
+    """
+
+    rows: int
+    block: int
+    num_warps: int
+    per_sm: int = 1
+    stages: int = 1
+
+    @property
+    def registers(self) -> int:
+        """The most a thread may have for `per_sm` programs to fit: a multiprocessor has 65536."""
+        return min(255, 65536 // (self.per_sm * self.num_warps * 32) // 8 * 8)
+
+
+# The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
+MIN_BLOCK = 16
+# Rows of up to this many bytes are held whole by one program: 32 warps at 32 bytes a thread.
+WHOLE_ROW_BYTES = 32 * 1024
+# Rows of up to this many bytes are read again by a forward, out of L1: two of
+# them fit into it.
+L1_ROW_BYTES = 64 * 1024
+
+
+def power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2  # The interpreter: few enough for programs to walk.
+
+
+def _sum_tile(partials: int) -> Tile:
+    # Many partial sums want many programs, each with few columns; few are read in one go.
+    return Tile(64, 16, 4) if partials > 64 else Tile(32, 64, 4)
+
+
+def plan_sum(
+    partial: torch.Tensor, total: torch.Tensor, other_total: torch.Tensor | None = None
+) -> Launch:
+    """Sums `partial`, ``[partials, hidden]``, to `total`; or ``[2, partials, hidden]`` to both."""
+    partials, hidden = partial.shape[-2:]
+    tile = _sum_tile(partials)
+    return Launch(
+        sum_partials_kernel,
+        ceil_div(hidden, tile.block) * (1 if other_total is None else 2),
+        (partial, total, other_total, partials, hidden, ceil_div(partials, tile.rows)),
+        {"ROWS": tile.rows, "BLOCK": tile.block},
+        tile.num_warps,
+    )
+
+
+# Steps that a group's words hold at once; the comment on `publish` says why as many.
+RING = 4
+
+
+class Split(NamedTuple):
+    """How rows are split over groups of programs."""
+
+    tile: Tile
+    splits: int  # programs in a group
+    groups: int
+
+    @property
+    def slots(self) -> int:
+        return power_of_2(self.splits)
+
+    def words(self, device: torch.device, numbers: int = 1) -> torch.Tensor:
+        """Zeroed words for groups that exchange that many numbers a row."""
+        shape = (self.groups, numbers, RING, self.slots)
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def split_rows(tile: Tile, rows: int, hidden: int, multiprocessors: int) -> Split | None:
+    """The split of `rows` rows; None where a device runs too few programs at once for one row."""
+    splits = ceil_div(hidden, tile.block)
+    groups = min(rows, multiprocessors * tile.per_sm // splits)
+    return Split(tile, splits, groups) if groups else None
+
+
+def split_constexprs(split: Split) -> dict[str, Any]:
+    tile = split.tile
+    return {"BLOCK": tile.block, "SLOTS": split.slots, "RING": RING, "STAGES": tile.stages}
+
+
+def split_options(split: Split) -> dict[str, Any]:
+    # Cooperative: all programs run at once, or the launch fails.
+    return {"maxnreg": split.tile.registers, "launch_cooperative_grid": True}
+
+
+def as_rows(t: torch.Tensor, rows: int, hidden: int) -> tuple[torch.Tensor, int]:
+    """`t`, or a copy where its rows are not contiguous and evenly spaced; and the rows' stride."""
+    if t.is_contiguous():
+        return t, hidden
+    if rows == 1:
+        return t.contiguous(), hidden
+    try:
+        matrix = t.view(rows, hidden)
+    except RuntimeError:  # its dimensions don't fold into two
+        return t.contiguous(), hidden
+    # A single column's stride says nothing.
+    if hidden != 1 and matrix.stride(1) != 1:
+        return t.contiguous(), hidden
+    return t, matrix.stride(0)
+
+
+def fold(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, int]:
+    hidden = math.prod(normalized_shape)
+    if hidden == 0:
+        raise ValueError("normalized_shape has no elements")
+    return input.numel() // hidden, hidden

@@ -1,0 +1,109 @@
+"""Every configuration of the kernels compiles for every architecture, and fits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.compile_only import SHARED_MEMORY, compile_all
+
+pytest.importorskip("triton")
+
+# At the limit of registers ptxas parks some of them; these were measured with the spills.
+ATTENTION_SPILL = 64
+NORM_SPILL = 64
+# Rows that are not aligned to 16 bytes are loaded element by element, which takes more addresses
+# and predicates than there are registers.
+UNALIGNED_SPILL = 320
+
+
+def _check(found: dict[str, Any], capability: int, spill: int) -> None:
+    assert found["spilled"] <= spill, found
+    assert found["shared"] <= SHARED_MEMORY[capability], found
+    assert found["registers"] * found["num_warps"] * 32 <= 65536, found
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_attention_fits(capability: int) -> None:
+    compiled = compile_all(
+        "opgraft_kernels.attention.triton_kernels", capability, argument=capability // 10
+    )
+    assert {found["kernel"] for found in compiled} == {
+        "_forward_kernel",
+        "_delta_kernel",
+        "_backward_keys_kernel",
+        "_backward_queries_kernel",
+    }
+    for found in compiled:
+        _check(found, capability, ATTENTION_SPILL)
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_layer_norm_fits(capability: int) -> None:
+    compiled = compile_all("opgraft_kernels.layer_norm.triton_kernels", capability)
+    assert {found["kernel"] for found in compiled} == {
+        "_forward_rows_kernel",
+        "_forward_chunks_kernel",
+        "_forward_split_kernel",
+        "_backward_rows_kernel",
+        "_backward_split_kernel",
+        "_row_means_kernel",
+        "_backward_columns_kernel",
+        "sum_partials_kernel",
+    }
+    for found in compiled:
+        sizes = [int(each) for each in found["arguments"] if each.isdigit()]
+        unaligned = any(size > 4000 and size % 2 for size in sizes)
+        _check(found, capability, UNALIGNED_SPILL if unaligned else NORM_SPILL)
+
+
+# -------------------------------------------------------------------------------------- CuteDSL
+
+_COMPILE_CUTEDSL = """
+import torch
+from opgraft_kernels.{package} import cutedsl_kernels as kernels
+for kind in kernels.kinds():
+    kernels.compile_kind(kind)
+"""
+
+
+@pytest.mark.parametrize("package", ["attention", "rms_norm"])
+def test_cutedsl_fits(package: str, tmp_path: Path) -> None:
+    """For sm_90a alone: the kernels are Hopper's."""
+    pytest.importorskip("cutlass")
+    if package == "attention":
+        pytest.importorskip("flash_attn.cute.interface")
+    environment = {
+        **os.environ,
+        "CUTE_DSL_ARCH": "sm_90a",
+        "FLASH_ATTENTION_ARCH": "sm_90",
+        "FLASH_ATTENTION_NUM_SMS": "132",
+        "CUTE_DSL_KEEP_CUBIN": "1",
+        "CUTE_DSL_DUMP_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    script = _COMPILE_CUTEDSL.format(package=package)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    cubins = list(tmp_path.glob("*.cubin"))
+    assert cubins
+    for cubin in cubins:
+        for name, number in _resources(cubin):
+            assert (name, number) in (("STACK", 0), ("LOCAL", 0)), cubin
+
+
+def _resources(cubin: Path) -> list[tuple[str, int]]:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    dump = [str(tool), "--dump-resource-usage", str(cubin)]
+    text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    return [(name, int(number)) for name, number in re.findall(r"\b(STACK|LOCAL):(\d+)", text)]

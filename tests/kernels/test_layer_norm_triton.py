@@ -1,0 +1,332 @@
+"""LayerNorm's Triton kernels against float64, with native's own error as the measure.
+
+On a machine without a GPU they run in Triton's interpreter (tests/conftest.py), one program after
+the other: what makes programs wait for one another runs on the GPU only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+import opgraft
+from opgraft_kernels.layer_norm import overrides as layer_norm_overrides
+from opgraft_kernels.layer_norm.triton_kernels import layer_norm_backward, layer_norm_forward
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+EPS = 1e-5
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    if device.type == "cpu" and request.param is torch.bfloat16:
+        pytest.skip("the interpreter computes on the bits of bfloat16")
+    return request.param
+
+
+class Case(NamedTuple):
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    grad: torch.Tensor
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.x.shape[-1:])
+
+
+def _case(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    has_weight: bool = True,
+    has_bias: bool = True,
+    offset: float = 0.0,
+) -> Case:
+    torch.manual_seed(sum(shape))
+    x, grad = (torch.randn(shape, device=device) for _ in range(2))
+    weight, bias = torch.randn(2, shape[-1], device=device).to(dtype).unbind()
+    return Case(
+        (x + offset).to(dtype),
+        weight if has_weight else None,
+        bias if has_bias else None,
+        grad.to(dtype),
+    )
+
+
+class Results(NamedTuple):
+    y: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+    dx: torch.Tensor | None
+    dw: torch.Tensor | None
+    db: torch.Tensor | None
+
+
+def _through_op(case: Case) -> Results:
+    tensors = [t.detach().requires_grad_() if t is not None else None for t in case[:3]]
+    x, weight, bias = tensors
+    y, mean, rstd = torch.ops.aten.native_layer_norm(x, case.shape, weight, bias, EPS)
+    present = [t for t in tensors if t is not None]
+    gradients = iter(torch.autograd.grad(y, present, case.grad))
+    by_tensor = [None if t is None else next(gradients) for t in tensors]
+    return Results(y.detach(), mean, rstd, *by_tensor)
+
+
+def _reference(case: Case) -> Results:
+    wide = [None if t is None else t.double() for t in case]
+    return _through_op(Case(*wide))  # type: ignore[arg-type]
+
+
+def _ours(case: Case) -> Results:
+    y, mean, rstd = layer_norm_forward(case.x, case.shape, case.weight, case.bias, EPS)
+    return Results(
+        *(y, mean, rstd),
+        *layer_norm_backward(
+            case.grad, case.x, case.shape, mean, rstd, case.weight, case.bias, [True] * 3
+        ),
+    )
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error, relative to the largest element."""
+    assert not actual.isnan().any()
+    worst = (actual.double() - expected.double()).abs().max()
+    return float(worst / expected.double().abs().max().clamp(min=1.0))
+
+
+def _check(case: Case) -> None:
+    """What native promises, and at most twice its error."""
+    ours, native, expected = _ours(case), _through_op(case), _reference(case)
+    for name, one, other, right in zip(Results._fields, ours, native, expected, strict=True):
+        assert (one is None) == (other is None), name
+        if one is None or other is None or right is None:
+            continue
+        assert one.shape == other.shape and one.is_contiguous()
+        if case.x.is_cuda or case.x.dtype is torch.float32:  # on CPU native keeps them in 16 bits
+            assert one.dtype == other.dtype
+        floor = 4 * torch.finfo(one.dtype).eps
+        assert _error(one, right) <= 2 * _error(other, right) + floor, name
+
+
+# Several rows a tile, one row a tile, more rows than programs, widths that are no power of two.
+SHAPES = [(5, 2), (3, 7), (70, 16), (9, 1000), (1, 4096), (2, 4097), (4, 3, 130)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_native(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    _check(_case(shape, dtype, device))
+
+
+@pytest.mark.parametrize("shape", [(2, 9000), (3, 20000)], ids=str)
+def test_long_rows(shape: tuple[int, ...], device: torch.device) -> None:
+    _check(_case(shape, torch.float32, device))
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (2, 9000)], ids=str)
+@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, False), (False, False)])
+def test_without_parameters(
+    shape: tuple[int, ...], has_weight: bool, has_bias: bool, device: torch.device
+) -> None:
+    _check(_case(shape, torch.float32, device, has_weight, has_bias))
+
+
+@pytest.mark.parametrize("shape", [(6, 1000), (2, 20000)], ids=str)
+def test_a_large_mean_loses_no_digits(shape: tuple[int, ...], device: torch.device) -> None:
+    case = _case(shape, torch.float32, device, offset=1000.0)
+    ours, expected = _ours(case), _reference(case)
+    for one, right in zip(ours, expected, strict=True):
+        assert one is not None and right is not None
+        # The input's own rounding, 1000 * 2**-24, by far less than the variance of 1 would be off
+        # as a difference of means: 1000**2 * 2**-24.
+        assert _error(one, right) < 2e-4
+
+
+@pytest.mark.parametrize("hidden", [24, 9000])
+@pytest.mark.parametrize("mask", [(m >> 2 & 1, m >> 1 & 1, m & 1) for m in range(8)], ids=str)
+def test_output_mask(mask: tuple[int, ...], hidden: int, device: torch.device) -> None:
+    case = _case((7, hidden), torch.float32, device)
+    _, mean, rstd = layer_norm_forward(case.x, case.shape, case.weight, case.bias, EPS)
+    arguments = (case.grad, case.x, case.shape, mean, rstd, case.weight, case.bias)
+    some = layer_norm_backward(*arguments, [bool(m) for m in mask])
+    every = layer_norm_backward(*arguments, [True] * 3)
+    assert [each is not None for each in some] == [bool(m) for m in mask]
+    for one, expected in zip(some, every, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda t: t.t().contiguous().t(),
+        lambda t: torch.cat([t, t[:, :3]], dim=1)[:, : t.shape[1]],
+        lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+        lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+        lambda t: t[:1].expand(t.shape),
+        lambda t: t[:, :1].expand(t.shape),
+    ],
+)
+def test_layouts(layout: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    case = _case((5, 48), torch.float32, device)
+    _check(case._replace(grad=layout(case.grad)))
+    if layout(case.x).std(-1).min() > 0.1:
+        _check(case._replace(x=layout(case.x)))
+
+
+def test_no_rows(device: torch.device) -> None:
+    case = _case((0, 16), torch.float32, device)
+    ours = _ours(case)
+    assert (ours.y.shape, ours.mean.shape) == (case.x.shape, (0, 1))
+    assert ours.dw is not None and torch.equal(ours.dw, torch.zeros(16, device=device))
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(300, 40), (40, 3000), (7, 9000)])
+def test_parameter_gradients_have_the_same_bits(
+    rows: int, hidden: int, device: torch.device
+) -> None:
+    case = _case((rows * (50 if device.type == "cuda" else 1), hidden), torch.float32, device)
+    first, second = _ours(case), _ours(case)
+    for one, same in zip(first, second, strict=True):
+        assert one is not None and same is not None and torch.equal(one, same)
+
+
+# ---------------------------------------------------------------------------- through opgraft
+
+
+def test_overrides_take_what_they_are_for(device: torch.device, dispatch_key: str) -> None:
+    forward, backward = layer_norm_overrides.register(dispatch_key)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    case = _case((16384, 8192) if device.type == "cuda" else (64, 32), dtype, device)
+    ours = _through_op(case)
+    assert (forward.hits, backward.hits) == (1, 1)
+    with opgraft.disabled():
+        native = _through_op(case)
+    for one, other in zip(ours, native, strict=True):
+        assert one is not None and other is not None
+        assert _error(one, other) < 0.02
+    misses = forward.misses
+    F.layer_norm(case.x[:1], case.shape, case.weight, case.bias)
+    assert forward.misses == misses + 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input": torch.ones(64, 8, dtype=torch.bfloat16)},
+        {"input": torch.ones(64, 8, dtype=torch.float64)},
+        {"input": torch.ones(63, 8)},
+        {"normalized_shape": [7]},
+        {"normalized_shape": [64, 8]},
+        {"weight": torch.ones(7)},
+        {"weight": torch.ones(8, dtype=torch.float16)},
+        {"bias": torch.ones(1, 8)},
+        {"bias": torch.ones(8, dtype=torch.float16)},
+    ],
+)
+def test_forward_condition_declines(wrong: dict[str, object]) -> None:
+    condition = layer_norm_overrides.forward_condition("CPU")
+    fine = {
+        "input": torch.ones(64, 8),
+        "normalized_shape": [8],
+        "weight": None,
+        "bias": torch.ones(8),
+        "eps": EPS,
+    }
+    assert condition.holds(fine)
+    assert not condition.holds({**fine, **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mean": torch.ones(63, 1)},
+        {"rstd": torch.ones(64, 1, dtype=torch.float64)},
+        {"grad_out": torch.ones(64, 8, dtype=torch.float16)},
+        {"grad_out": torch.ones(63, 8)},
+    ],
+)
+def test_backward_condition_declines(wrong: dict[str, torch.Tensor]) -> None:
+    condition = layer_norm_overrides.backward_condition("CPU")
+    fine = {
+        "grad_out": torch.ones(64, 8),
+        "input": torch.ones(64, 8),
+        "normalized_shape": [8],
+        "mean": torch.ones(64, 1),
+        "rstd": torch.ones(64, 1),
+        "weight": torch.ones(8),
+        "bias": None,
+        "output_mask": [True] * 3,
+    }
+    assert condition.holds(fine)
+    assert not condition.holds({**fine, **wrong})
+
+
+# ------------------------------------------------------------------------------- the GPU alone
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1000, 2),
+        (8193, 7),
+        (777, 4097),
+        (300, 12288),
+        (65, 16383),
+        (1, 131072),
+        (33, 65537),
+        # Longer than all programs that run at once can hold: not split over them.
+        (2, 2_400_000),
+    ],
+    ids=str,
+)
+def test_large(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    _check(_case(shape, dtype, device))
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+@pytest.mark.parametrize(("rows", "hidden"), [(2**19 + 3, 4096), (2**17 + 1, 16384)])
+def test_more_than_2_to_31_elements(rows: int, hidden: int, device: torch.device) -> None:
+    """Offsets past 32 bits: the last rows are right."""
+    x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+    case = _case((3, hidden), torch.bfloat16, device)
+    grad = case.grad[:1].expand(rows, hidden)
+    assert x.numel() >= 2**31
+    y, mean, rstd = layer_norm_forward(x, [hidden], case.weight, case.bias, EPS)
+    dx, _, db = layer_norm_backward(
+        grad, x, [hidden], mean, rstd, case.weight, case.bias, [True] * 3
+    )
+    assert dx is not None and db is not None
+    assert _error(db, grad[0].double() * rows) < 0.01
+    for some in (slice(0, 3), slice(rows - 3, rows)):
+        expected = _reference(case._replace(x=x[some], grad=grad[some]))
+        assert expected.dx is not None
+        assert _error(y[some], expected.y) < 0.01
+        assert _error(dx[some], expected.dx) < 0.01
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+@pytest.mark.parametrize(("rows", "hidden"), [(4096, 1024), (64, 65536)])
+def test_cuda_graph_replays(rows: int, hidden: int, device: torch.device) -> None:
+    """A replay starts with the words of the replay before it: they have to be zeroed each time."""
+    case = _case((rows, hidden), torch.bfloat16, device)
+    expected = _ours(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = _ours(case)
+    for _ in range(3):
+        for each in outputs:
+            assert each is not None
+            each.fill_(math.nan)
+        graph.replay()
+        for one, same in zip(outputs, expected, strict=True):
+            assert one is not None and same is not None and torch.equal(one, same)
