@@ -18,28 +18,20 @@ std::atomic<CapabilityLookup> capability_lookup{nullptr};
 // 0 is not known yet; else the capability plus 2, so that -1, none, is something else than that.
 std::array<std::atomic<int64_t>, kDevices> capabilities{};
 
-// The value at a place; nullptr where a list is None or too short.
-const c10::IValue* value_at(const Place& place, const c10::IValue* arguments) {
-  const c10::IValue& value = arguments[place.argument];
-  if (!place.is_item) return &value;
-  if (!value.isList()) return nullptr;
-  const auto items = value.toListRef();
-  const auto size = static_cast<int64_t>(items.size());
+// The value at a place; None where a list is None or too short.
+Argument value_at(const Place& place, const Argument* arguments) {
+  const Argument& value = arguments[place.argument];
+  if (C10_LIKELY(!place.is_item)) return value;
+  if (!value.is_list()) return {};
+  const auto size = static_cast<int64_t>(value.size());
   const int64_t index = place.item < 0 ? place.item + size : place.item;
-  return index >= 0 && index < size ? &items[static_cast<size_t>(index)] : nullptr;
+  return index >= 0 && index < size ? value.item(static_cast<size_t>(index)) : Argument();
 }
 
-// The tensor at a place; nullptr where there is none (None and undefined tensors are the same).
-const c10::TensorImpl* tensor_at(const Place& place, const c10::IValue* arguments) {
-  const c10::IValue* value = value_at(place, arguments);
-  if (value == nullptr || !value->isTensor()) return nullptr;
-  const c10::TensorImpl* tensor = value->unsafeToTensorImpl();
-  return tensor == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton()) ? nullptr
-                                                                                       : tensor;
-}
-
-bool is_none(const c10::IValue& value) {
-  return value.isNone() || (value.isTensor() && !value.toTensor().defined());
+// The tensor at a place; nullptr where there is none.
+const c10::TensorImpl* tensor_at(const Place& place, const Argument* arguments) {
+  if (C10_LIKELY(!place.is_item)) return arguments[place.argument].tensor();
+  return value_at(place, arguments).tensor();
 }
 
 int64_t device_capability(c10::DeviceIndex index) {
@@ -77,7 +69,6 @@ bool ordered(Code code, T left, T right) {
 Truth from(bool value) {
   return value ? Truth::True : Truth::False;
 }
-
 }  // namespace
 
 uintptr_t first_address(const c10::TensorImpl& tensor) {
@@ -98,16 +89,19 @@ struct Condition::Number {
 
   static Number of(int64_t value) { return {Integer, value, 0, 0}; }
   static Number of_real(double value) { return {Real, 0, value, 0}; }
-  static Number of_complex(c10::complex<double> value) {
-    return {Complex, 0, value.real(), value.imag()};
-  }
 
-  static Number of(const c10::IValue& value) {
-    if (value.isInt()) return of(value.toInt());
-    if (value.isBool()) return of(static_cast<int64_t>(value.toBool()));
-    if (value.isDouble()) return of_real(value.toDouble());
-    if (value.isComplexDouble()) return of_complex(value.toComplexDouble());
-    return {};
+  static Number of(const Argument& value) {
+    switch (value.kind()) {
+      case Argument::Kind::Integer:
+      case Argument::Kind::Bool:
+        return of(value.integer());
+      case Argument::Kind::Real:
+        return of_real(value.real());
+      case Argument::Kind::Complex:
+        return {Complex, 0, value.real(), value.imaginary()};
+      default:
+        return {};
+    }
   }
 
   // Exact, as Python compares int with float: long double holds every int64 and every double.
@@ -116,7 +110,7 @@ struct Condition::Number {
   }
 };
 
-Condition::Condition(std::vector<Node> nodes, int32_t root) : root_(root) {
+Condition::Condition(std::vector<Node> nodes, int32_t root) {
   const auto size = static_cast<int32_t>(nodes.size());
   TORCH_CHECK(root >= 0 && root < size, "a condition's root is one of its nodes");
   for (int32_t index = 0; index < size; ++index) {
@@ -140,9 +134,85 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) : root_(root) {
     }
     nodes_.push_back(instruction);
   }
+  const Instruction& whole = nodes_[static_cast<size_t>(root)];
+  if (whole.code != Code::All) {
+    tests_.push_back(test_of(root));
+    return;
+  }
+  for (int32_t which = 0; which < whole.count; ++which) {
+    tests_.push_back(test_of(children_[static_cast<size_t>(whole.first + which)]));
+  }
 }
 
-Truth Condition::truth(const Instruction& node, const c10::IValue* arguments) const {
+Condition::Test Condition::test_of(int32_t index) const {
+  const Instruction& node = nodes_[static_cast<size_t>(index)];
+  Test test;
+  test.node = index;
+  test.argument = static_cast<uint16_t>(node.place.argument);
+  test.integer = node.integer;
+  const auto is_one_of = [](const Instruction& what, Code code) {
+    return what.code == code && !what.place.is_item;
+  };
+  if (is_one_of(node, Code::Dtype)) test.kind = Test::Kind::Dtype;
+  if (is_one_of(node, Code::Contiguous)) test.kind = Test::Kind::Contiguous;
+  if (node.code < Code::Less || node.code > Code::Greater) return test;
+  const Instruction& left = child(node, 0);
+  const Instruction& right = child(node, 1);
+  if (right.code != Code::Integer) return test;
+  if (is_one_of(left, Code::Ndim)) test.kind = Test::Kind::Ndim;
+  if (is_one_of(left, Code::Size)) test.kind = Test::Kind::Size;
+  if (is_one_of(left, Code::Numel)) test.kind = Test::Kind::Numel;
+  if (is_one_of(left, Code::Value)) test.kind = Test::Kind::Value;
+  test.argument = static_cast<uint16_t>(left.place.argument);
+  test.integer = left.integer;
+  test.constant = right.integer;
+  for (const int64_t relation : {-1, 0, 1}) {
+    if (ordered<int64_t>(node.code, relation, 0)) test.relation |= 1 << (relation + 1);
+  }
+  return test;
+}
+
+bool Condition::holds(const Argument* arguments) const {
+  for (const Test& test : tests_) {
+    if (!passes(test, arguments)) return false;
+  }
+  return true;
+}
+
+inline bool Condition::passes(const Test& test, const Argument* arguments) const {
+  const auto compares = [&test](int64_t value) {
+    const int relation = (value > test.constant) + (value >= test.constant);
+    return (test.relation >> relation & 1) != 0;
+  };
+  const Argument& argument = arguments[test.argument];
+  if (C10_UNLIKELY(test.kind <= Test::Kind::Value)) {
+    if (test.kind == Test::Kind::Value && argument.kind() == Argument::Kind::Integer) {
+      return compares(argument.integer());
+    }
+    return truth(nodes_[static_cast<size_t>(test.node)], arguments) == Truth::True;
+  }
+  const c10::TensorImpl* tensor = argument.tensor();
+  if (C10_UNLIKELY(tensor == nullptr)) return false;
+  switch (test.kind) {
+    case Test::Kind::Dtype: {
+      const auto type = static_cast<unsigned>(c10::typeMetaToScalarType(tensor->dtype()));
+      return type < 64 && (static_cast<uint64_t>(test.integer) >> type & 1) != 0;
+    }
+    case Test::Kind::Contiguous:
+      return tensor->is_contiguous(static_cast<c10::MemoryFormat>(test.integer));
+    case Test::Kind::Ndim:
+      return compares(tensor->dim());
+    case Test::Kind::Numel:
+      return compares(tensor->numel());
+    default: {
+      const auto dims = tensor->dim();
+      const auto dim = test.integer < 0 ? test.integer + dims : test.integer;
+      return dim >= 0 && dim < dims && compares(tensor->sizes()[static_cast<size_t>(dim)]);
+    }
+  }
+}
+
+Truth Condition::truth(const Instruction& node, const Argument* arguments) const {
   switch (node.code) {
     case Code::All: {
       Truth result = Truth::True;
@@ -201,19 +271,20 @@ Truth Condition::truth(const Instruction& node, const c10::IValue* arguments) co
       return from(same);
     }
     case Code::IsNone:
-      return from(is_none(arguments[node.place.argument]));
+      return from(arguments[node.place.argument].is_none());
     case Code::SameValue:
     case Code::OtherValue: {
-      const auto* value = value_at(node.place, arguments);
-      if (value == nullptr || is_none(*value)) return Truth::Undefined;
-      return from((*value == constants_[static_cast<size_t>(node.integer)]) == (node.code == Code::SameValue));
+      const Argument value = value_at(node.place, arguments);
+      if (value.is_none()) return Truth::Undefined;
+      const auto constant = Argument::of(constants_[static_cast<size_t>(node.integer)]);
+      return from(value.equals(constant) == (node.code == Code::SameValue));
     }
     default:
       return compare(node, arguments);
   }
 }
 
-Truth Condition::compare(const Instruction& node, const c10::IValue* arguments) const {
+Truth Condition::compare(const Instruction& node, const Argument* arguments) const {
   const Number left = number(child(node, 0), arguments);
   const Number right = number(child(node, 1), arguments);
   if (left.kind == Number::Undefined || right.kind == Number::Undefined) return Truth::Undefined;
@@ -228,7 +299,7 @@ Truth Condition::compare(const Instruction& node, const c10::IValue* arguments) 
   return Truth::Undefined;  // complex numbers have no order
 }
 
-Condition::Number Condition::number(const Instruction& node, const c10::IValue* arguments) const {
+Condition::Number Condition::number(const Instruction& node, const Argument* arguments) const {
   switch (node.code) {
     case Code::Integer:
       return Number::of(node.integer);
@@ -257,22 +328,19 @@ Condition::Number Condition::number(const Instruction& node, const c10::IValue* 
       return capability < 0 ? Number{} : Number::of(capability);
     }
     case Code::Length: {
-      const c10::IValue& value = arguments[node.place.argument];
-      if (!value.isList()) return {};
-      return Number::of(static_cast<int64_t>(value.toListRef().size()));
+      const Argument& value = arguments[node.place.argument];
+      return value.is_list() ? Number::of(static_cast<int64_t>(value.size())) : Number{};
     }
     case Code::Item:
-    case Code::Value: {
-      const auto* value = value_at(node.place, arguments);
-      return value == nullptr ? Number{} : Number::of(*value);
-    }
+    case Code::Value:
+      return Number::of(value_at(node.place, arguments));
     default:
       return arithmetic(node, arguments);
   }
 }
 
 // As Python: division and modulo floor. What leaves 64 bits, or divides by zero, is undefined.
-Condition::Number Condition::arithmetic(const Instruction& node, const c10::IValue* arguments) const {
+Condition::Number Condition::arithmetic(const Instruction& node, const Argument* arguments) const {
   const Number left = number(child(node, 0), arguments);
   const Number right = number(child(node, 1), arguments);
   if (left.kind != Number::Integer || right.kind != Number::Integer) return {};

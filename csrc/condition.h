@@ -1,4 +1,5 @@
-// Conditions, compiled: what `opgraft.when` builds, evaluated on a call's IValue stack without the GIL.
+// Conditions, compiled: what `opgraft.when` builds, evaluated on views of a call's arguments without the
+// GIL.
 //
 // Three-valued, as in Python: a part that has no value is undefined, and a condition holds only where
 // it is true. `python/opgraft/program.py` makes the nodes; the two must agree on every call, which
@@ -9,6 +10,8 @@
 
 #include <cstdint>
 #include <vector>
+
+#include "argument.h"
 
 namespace opgraft {
 
@@ -90,12 +93,12 @@ uintptr_t first_address(const c10::TensorImpl& tensor);
 
 class Condition {
  public:
+  // Holds for every call.
+  Condition() = default;
   // `root` is the index of the whole condition. Throws if a child does not come before its parent.
   Condition(std::vector<Node> nodes, int32_t root);
 
-  bool holds(const c10::IValue* arguments) const {
-    return truth(nodes_[static_cast<size_t>(root_)], arguments) == Truth::True;
-  }
+  [[gnu::hot]] bool holds(const Argument* arguments) const;
 
  private:
   struct Number;
@@ -111,19 +114,32 @@ class Condition {
     int32_t count = 0;
   };
 
-  Truth truth(const Instruction& node, const c10::IValue* arguments) const;
-  Number number(const Instruction& node, const c10::IValue* arguments) const;
-  Truth compare(const Instruction& node, const c10::IValue* arguments) const;
-  Number arithmetic(const Instruction& node, const c10::IValue* arguments) const;
+  // What must be true for the condition to hold: a part of an `&` at the top. What conditions mostly
+  // ask, one comparison of one argument with a constant, is decided without going through nodes.
+  struct Test {
+    enum class Kind : uint8_t { Node, Value, Dtype, Contiguous, Ndim, Numel, Size } kind = Kind::Node;
+    uint8_t relation = 0;   // bits: the value may be less than, equal to, greater than `constant`
+    uint16_t argument = 0;
+    int32_t node = 0;       // the same as a node
+    int64_t integer = 0;    // as in `Node`
+    int64_t constant = 0;
+  };
+
+  Test test_of(int32_t index) const;
+  bool passes(const Test& test, const Argument* arguments) const;
+  Truth truth(const Instruction& node, const Argument* arguments) const;
+  Number number(const Instruction& node, const Argument* arguments) const;
+  Truth compare(const Instruction& node, const Argument* arguments) const;
+  Number arithmetic(const Instruction& node, const Argument* arguments) const;
   const Instruction& child(const Instruction& node, int32_t which) const {
     return nodes_[static_cast<size_t>(children_[static_cast<size_t>(node.first + which)])];
   }
 
+  std::vector<Test> tests_;  // first: all that a call mostly reads
   std::vector<Instruction> nodes_;
   std::vector<int32_t> children_;
   std::vector<Place> places_;
   std::vector<c10::IValue> constants_;
-  int32_t root_;
 };
 
 }  // namespace opgraft

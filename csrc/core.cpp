@@ -272,6 +272,7 @@ double call_on_a_thread(const std::string& name, const std::string& overload,
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
+  mind_forks();
   core.doc() = "opgraft's compiled core: routers, conditions, native-kernel capture.";
   core.def("torch_version", &torch_version, "The release of the torch headers it was compiled against.");
   core.def("abi", &abi_facts,
@@ -288,7 +289,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def(
           "set_condition",
           [](Override& self, const std::vector<NodeTuple>& nodes) {
-            self.condition.emplace(to_condition(nodes));
+            self.condition = to_condition(nodes);
           },
           "Give it a compiled condition; without one it takes every call.")
       .def(
@@ -325,11 +326,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            })
       .def("call_native", &call_native, py::arg("keyset"), py::arg("values"))
       .def_property_readonly(
-          "native_exists", [](const RouterHandle& self) { return self.router->native().exists(); })
-      .def_property_readonly(
           "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
       .def_property_readonly(
-          "is_composite", [](const RouterHandle& self) { return self.router->is_composite(); });
+          "is_composite", [](const RouterHandle& self) { return self.router->is_composite(); })
+      .def_property_readonly(
+          "is_typed", [](const RouterHandle& self) { return self.router->is_typed(); },
+          "Whether calls in C++ come without being boxed.");
 
   py::class_<Scope>(core, "Scope")
       .def(py::init([](const std::optional<py::dict>& off) {
@@ -371,7 +373,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
         const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
         torch::jit::Stack stack;
         Signature(op.schema()).push_arguments(values, stack);
-        return to_condition(nodes).holds(stack.data());
+        return to_condition(nodes).holds(view(stack).data());
       },
       py::arg("nodes"), py::arg("values"), py::arg("name"), py::arg("overload"),
       "Evaluates a compiled condition on an op's arguments, as the router would.");

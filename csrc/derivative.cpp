@@ -107,9 +107,10 @@ void Derivative::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet k
 }
 
 bool Derivative::may_own(const c10::IValue* arguments) const {
+  const Arguments seen = view(c10::ArrayRef<c10::IValue>(arguments, arguments_));
   const Epochs::Reader reading;
   for (const auto& condition : *conditions_.load(std::memory_order_seq_cst)) {
-    if (!condition || condition->holds(arguments)) return true;
+    if (!condition || condition->holds(seen.data())) return true;
   }
   return false;
 }

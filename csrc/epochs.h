@@ -4,9 +4,16 @@
 // announcement back when it is done. A writer that has swapped the pointer begins a new epoch and frees
 // what it took out once no reader is left that began before. Readers never wait and never allocate,
 // apart from the first time on a thread.
+//
+// The announcement must be seen before the pointer is loaded. A fence in every reader would take as long
+// as three conditions; where the kernel can make all threads of the process pass one (membarrier), the
+// writer asks for that, and readers have none.
 #pragma once
 
 #include <c10/macros/Macros.h>
+#include <linux/membarrier.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -40,9 +47,12 @@ class Epochs {
    public:
     Reader() : slot_(C10_LIKELY(mine_ != nullptr) ? *mine_ : Epochs::slot()) {
       if (slot_.depth++ == 0) {
-        // seq_cst: the announcement comes before the load of the pointer that follows.
-        slot_.began.store(instance().epoch_.load(std::memory_order_acquire),
-                          std::memory_order_seq_cst);
+        slot_.began.store(epoch_.load(std::memory_order_acquire), std::memory_order_relaxed);
+        if (C10_LIKELY(writers_fence_)) {
+          std::atomic_signal_fence(std::memory_order_seq_cst);
+        } else {
+          std::atomic_thread_fence(std::memory_order_seq_cst);
+        }
       }
     }
     ~Reader() {
@@ -62,7 +72,8 @@ class Epochs {
       const std::lock_guard<std::mutex> guard(mutex_);
       const uint64_t now = epoch_.fetch_add(1, std::memory_order_seq_cst) + 1;
       retired_.emplace_back(now, std::move(free));
-      uint64_t oldest = now;
+      // Without the fence, who reads what cannot be told: nothing is freed until there is one again.
+      uint64_t oldest = !writers_fence_ || fence_readers() ? now : 0;
       for (const auto* slot : slots_) {
         const uint64_t began = slot->began.load(std::memory_order_seq_cst);
         if (began != kIdle && began < oldest) oldest = began;
@@ -80,13 +91,36 @@ class Epochs {
     for (auto& run : ready) run();  // outside the lock: freeing may run Python
   }
 
+  // Around a fork, so that the child finds nothing half done.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
+  // In the child of a fork, between the two: its only thread is the one that forked. What the others were
+  // reading when they vanished would be kept for good, and their slots with it.
+  void forget_other_threads() noexcept {
+    for (auto* slot : slots_) {
+      if (slot == mine_) continue;
+      slot->began.store(kIdle, std::memory_order_relaxed);
+      slot->depth = 0;
+      slot->claimed.store(false, std::memory_order_relaxed);
+    }
+  }
+
  private:
   Epochs() = default;
 
   static Slot& slot();
   Slot& claim();
 
-  std::atomic<uint64_t> epoch_{1};
+  static bool membarrier(int command) noexcept {
+    return syscall(SYS_membarrier, command, /*flags=*/0, /*cpu=*/0) == 0;
+  }
+  static bool fence_readers() noexcept { return membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED); }
+
+  // Whether the writer makes readers pass a fence; a process asks for this once. Not on kernels before
+  // 4.14, nor where a sandbox forbids it.
+  static inline const bool writers_fence_ = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
+  static inline std::atomic<uint64_t> epoch_{1};
   std::mutex mutex_;
   std::vector<Slot*> slots_;
   std::vector<std::pair<uint64_t, std::function<void()>>> retired_;

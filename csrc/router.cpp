@@ -5,14 +5,14 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
-#include <torch/version.h>
 
 #include <chrono>
 #include <thread>
-#include <type_traits>
 #include <utility>
 
 #include "epochs.h"
+#include "torch_private.h"
+#include "typed.h"
 
 namespace opgraft {
 
@@ -22,37 +22,7 @@ namespace {
 
 std::atomic<bool> shutting_down{false};
 std::atomic<int> in_python{0};
-
-// --------------------------------------------------------------------------- native kernel capture
-
-// A copy of the kernel inside a SafeKernelFunction, which itself refuses to be called once whoever
-// registered the kernel deregisters it. From 2.15 on there is an accessor; before, the member is
-// private, and naming it in an explicit instantiation is how C++ lets one reach it.
-template <class Safe, class = void>
-struct HasAccessor : std::false_type {};
-template <class Safe>
-struct HasAccessor<Safe, std::void_t<decltype(std::declval<const Safe&>().kernelFunction())>>
-    : std::true_type {};
-
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-template <auto Member>
-struct Access {
-  friend const c10::KernelFunction& kernel_inside(const c10::SafeKernelFunction& safe) {
-    return safe.*Member;
-  }
-};
-const c10::KernelFunction& kernel_inside(const c10::SafeKernelFunction& safe);
-template struct Access<&c10::SafeKernelFunction::kernel_>;
-#endif
-
-template <class Safe>
-c10::KernelFunction kernel_of(const Safe& safe) {
-  if constexpr (HasAccessor<Safe>::value) {
-    return safe.kernelFunction();
-  } else {
-    return kernel_inside(safe);
-  }
-}
+thread_local int here_in_python = 0;
 
 // --------------------------------------------------------------------------- registration
 
@@ -67,47 +37,46 @@ class WithoutOurWarning {
   c10::WarningUtils::WarnAlways always_{true};
 };
 
-template <class Functor>
-void put(const std::string& name_space, const std::string& name, c10::DispatchKey key,
-         std::unique_ptr<Functor> kernel) {
+void put(const c10::OperatorHandle& op, c10::DispatchKey key, c10::KernelFunction kernel,
+         std::optional<c10::impl::CppSignature> signature = std::nullopt) {
   const WithoutOurWarning quiet;
   // Never destroyed: the registration stays, and the dispatcher may be gone before our statics.
-  auto* library =
-      new torch::Library(torch::Library::IMPL, name_space, key, __FILE__, __LINE__);
-  library->impl(name.c_str(),
-                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)).debug(kOrigin));
+  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+      op.operator_name(), key, std::move(kernel), std::move(signature),
+      /*inferred_function_schema=*/nullptr, kOrigin));
 }
 
-struct RouterKernel final : c10::OperatorKernel {
-  explicit RouterKernel(std::shared_ptr<Router> router) : router(std::move(router)) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
-                  torch::jit::Stack* stack) {
-    (*router)(op, keyset, stack);
-  }
-  std::shared_ptr<Router> router;
-};
-
 struct AutogradKernel final : c10::OperatorKernel {
-  explicit AutogradKernel(std::shared_ptr<Router> router) : router(std::move(router)) {}
+  explicit AutogradKernel(Router& router) : router(router) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
-    router->differentiate(keyset, stack);
+    router.differentiate(keyset, stack);
   }
-  std::shared_ptr<Router> router;
+  Router& router;
 };
 
 // --------------------------------------------------------------------------- the call's tensors
 
+// Applies `visit` to each until it returns false.
 template <class Visit>
-bool all_tensors(const Call& call, Visit&& visit) {
-  for (const c10::IValue* value = call.begin(); value != call.end(); ++value) {
-    if (value->isTensor()) {
-      if (!visit(*value->unsafeToTensorImpl())) return false;
-    } else if (value->isList()) {
-      for (const c10::IValue& item : value->toListRef()) {
-        if (!item.isTensor()) break;  // a list of tensors has tensors first, or None among them
-        if (!visit(*item.unsafeToTensorImpl())) return false;
-      }
+C10_NOINLINE bool all_tensors_of(const Argument& list, Visit& visit) {
+  for (size_t index = 0; index < list.size(); ++index) {
+    const Argument item = list.item(index);
+    if (item.is_none()) continue;
+    const auto* tensor = item.tensor();
+    if (tensor == nullptr) break;  // a list of something else
+    if (!visit(*tensor)) return false;
+  }
+  return true;
+}
+
+template <class Visit>
+bool all_tensors(c10::ArrayRef<Argument> arguments, Visit&& visit) {
+  for (const Argument& argument : arguments) {
+    if (const auto* tensor = argument.tensor()) {
+      if (!visit(*tensor)) return false;
+    } else if (C10_UNLIKELY(argument.may_hold_tensors())) {
+      if (!all_tensors_of(argument, visit)) return false;
     }
   }
   return true;
@@ -120,22 +89,17 @@ const c10::DispatchKeySet kLazy{c10::DispatchKey::Conjugate, c10::DispatchKey::N
 
 // Whether an impl may see the call: its tensors live on one device (0-dim CPU tensors aside), hold
 // their values in memory and have sizes that are numbers. Tells the device.
-bool is_plain(const Call& call, c10::Device& device) {
-  std::optional<c10::Device> found;
-  std::optional<c10::Device> scalar;
-  const bool plain = all_tensors(call, [&](const c10::TensorImpl& tensor) {
-    if (&tensor == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton())) return true;
+bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device) {
+  bool found = false;
+  return all_tensors(arguments, [&](const c10::TensorImpl& tensor) {
     if (tensor.key_set().has_any(kLazy) || tensor.has_symbolic_sizes_strides()) return false;
     const c10::Device here = tensor.device();
-    if (here.is_cpu() && tensor.dim() == 0) {
-      scalar = here;
-      return true;
-    }
-    if (!found) found = here;
-    return *found == here;
+    if (here.is_cpu() && tensor.dim() == 0) return true;
+    if (found) return here == device;
+    found = true;
+    device = here;
+    return true;
   });
-  device = found ? *found : scalar.value_or(c10::Device(c10::DeviceType::CPU));
-  return plain;
 }
 
 bool has_tangent(const c10::TensorImpl& tensor) {
@@ -170,19 +134,18 @@ bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
 // --------------------------------------------------------------------------- Router
 
 Router::Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer)
-    : op_(std::move(op)),
+    : arguments_(op.schema().arguments().size()),
+      native_(op, key),
+      op_(std::move(op)),
+      outputs_(op_.schema().returns().size()),
       name_(c10::toString(op_.operator_name())),
       key_(key),
-      arguments_(op_.schema().arguments().size()),
-      outputs_(op_.schema().returns().size()),
-      native_(op_, key),
       observer_(std::move(observer)) {
   const bool composite = !op_.hasKernelForDispatchKey(key) &&
                          op_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   if (composite) {
     composite_.emplace(op_, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)));
   }
-  chain_.store(new Chain(), std::memory_order_release);
 }
 
 std::shared_ptr<Router> Router::install(const std::string& name, const std::string& overload,
@@ -190,22 +153,29 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
                                         std::unique_ptr<Observer> observer) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   const auto key = c10::parseDispatchKey(dispatch_key);
-  auto router = std::make_shared<Router>(std::move(op), key, std::move(observer));
-  const std::string name_space = name.substr(0, name.find("::"));
-  const std::string full = overload.empty() ? name : name + "." + overload;
+  // Kept for good, as what is put in at the dispatcher is.
+  auto& router = *new std::shared_ptr<Router>(
+      std::make_shared<Router>(std::move(op), key, std::move(observer)));
   // The companion first: it captured the composite before the backend's kernel hides it.
   if (router->composite_) {
-    put(name_space, full, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
-        std::make_unique<AutogradKernel>(router));
+    put(router->op_, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<AutogradKernel>(*router)));
   }
-  put(name_space, full, key, std::make_unique<RouterKernel>(router));
+  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<RouterKernel>(*router));
+  std::optional<c10::impl::CppSignature> signature;
+  if (const auto typed = typed_function(*router)) {
+    set_unboxed(kernel, typed->function, typed->takes_symbolic_sizes);
+    signature = typed->signature;
+    router->typed_ = true;
+  }
+  put(router->op_, key, std::move(kernel), std::move(signature));
   return router;
 }
 
 void Router::publish(Chain chain) {
-  const auto* fresh = new Chain(std::move(chain));
+  const auto* fresh = chain.empty() ? nullptr : new Chain(std::move(chain));
   const auto* old = chain_.exchange(fresh, std::memory_order_seq_cst);
-  Epochs::instance().retire([old] { delete old; });
+  if (old != nullptr) Epochs::instance().retire([old] { delete old; });
 }
 
 void Router::shut_down() noexcept {
@@ -219,79 +189,121 @@ void Router::shut_down() noexcept {
 // Counted before the flag is read, and the flag is set before the count is read: whoever is allowed is
 // waited for.
 Router::InPython::InPython() noexcept {
+  ++here_in_python;
   in_python.fetch_add(1, std::memory_order_seq_cst);
   allowed_ = !shutting_down.load(std::memory_order_seq_cst);
 }
 
 Router::InPython::~InPython() {
   in_python.fetch_sub(1, std::memory_order_seq_cst);
+  --here_in_python;
+}
+
+void Router::forget_other_threads() noexcept {
+  in_python.store(here_in_python, std::memory_order_relaxed);
 }
 
 void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                         torch::jit::Stack* stack) {
-  if (C10_UNLIKELY(Frame::bypasses(this, name_))) {
-    native_.call(op, keyset, stack);
-    Frame::note_native(this, *stack, outputs_);
-    return;
-  }
   Call call{op, keyset, *stack, arguments_};
   // An op of another library can be defined anew, with other arguments: then we know nothing of it.
-  const bool known = C10_LIKELY(op.schema().arguments().size() == arguments_);
-  if (known && try_chain(call)) return;
-  native_.call(op, keyset, stack);
+  if (C10_LIKELY(op.schema().arguments().size() == arguments_)) {
+    route(call, /*observed=*/false);
+  } else {
+    native_.call(op, keyset, stack);
+  }
 }
 
-// The chain is read inside the epoch, but an impl runs outside: it may take long, and whoever removes
-// its override must not wait for it. Where an impl declines after all, the ones behind it are asked.
-bool Router::try_chain(Call& call, bool observed) {
-  c10::Device device(c10::DeviceType::CPU);
-  Chain rest;  // the first override that may take the call, and those behind it
-  bool holds = false;
-  {
-    const Epochs::Reader reader;
-    const Chain& chain = *chain_.load(std::memory_order_seq_cst);
-    if (chain.empty() || C10_UNLIKELY(shutting_down.load(std::memory_order_relaxed))) return false;
-    const bool scoped = C10_UNLIKELY(Scope::any());
-    if (scoped && !observed && Scope::is_observed()) {
-      observe(call);
-      return true;
-    }
-    if (!is_plain(call, device)) {
-      for (const auto& override : chain) {
-        if (!scoped || !Scope::is_off(override->identity)) override->misses->add();
-      }
-      return false;
-    }
-    const unsigned shard = Counter::shard();
-    size_t index = 0;
-    for (; index < chain.size(); ++index) {
-      const Override& override = *chain[index];
-      if (scoped && Scope::is_off(override.identity)) continue;
-      if (override.asks.load(std::memory_order_relaxed)) break;
-      holds = !override.condition || override.condition->holds(call.begin());
-      if (holds) break;
-      override.misses->add(shard);
-    }
-    if (C10_LIKELY(index == chain.size())) return false;
-    rest.assign(chain.begin() + static_cast<std::ptrdiff_t>(index), chain.end());
+void Router::route(Call& call, bool observed) {
+  if (const auto found = pending(call.view().data(), observed)) {
+    finish(*found, call);
+  } else {
+    native_.call(call.op, call.keyset, &call.stack);
   }
-  if (holds && run(*rest.front(), call, device)) return true;
-  for (size_t index = holds ? 1 : 0; index < rest.size(); ++index) {
-    if (Scope::is_off(rest[index]->identity)) continue;
-    if (takes(*rest[index], call) && run(*rest[index], call, device)) return true;
+}
+
+// Every call runs this, with caches that the op itself has filled: what is rare is out of the way.
+std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observed) const {
+  if (Frame::bypasses(this, name_)) return bypassed();
+  if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
+  const Epochs::Reader reader;
+  const Chain* chain = chain_.load(std::memory_order_seq_cst);
+  if (C10_UNLIKELY(chain == nullptr || shutting_down.load(std::memory_order_relaxed))) return nullptr;
+  const bool scoped = Scope::any();
+  if (C10_UNLIKELY(scoped) && !observed && Scope::is_observed()) return to_observe();
+  c10::Device device(c10::DeviceType::CPU);
+  if (C10_UNLIKELY(!is_plain(c10::ArrayRef<Argument>(arguments, arguments_), device))) {
+    count_misses(*chain);
+    return nullptr;
+  }
+  const unsigned shard = Counter::shard();
+  for (size_t index = 0; index < chain->size(); ++index) {
+    const Override& override = *(*chain)[index];
+    if (C10_UNLIKELY(scoped) && Scope::is_off(override.identity)) continue;
+    const bool asks = override.asks.load(std::memory_order_relaxed);
+    if (C10_UNLIKELY(asks || override.condition.holds(arguments))) {
+      return taken(*chain, index, /*holds=*/!asks, device);
+    }
+    override.misses->add(shard);
+  }
+  return nullptr;
+}
+
+Pending::~Pending() = default;  // here, for the sake of the size of whoever has one
+
+std::unique_ptr<Pending> Router::bypassed() {
+  auto found = std::make_unique<Pending>();
+  found->bypassed = true;
+  return found;
+}
+
+std::unique_ptr<Pending> Router::to_observe() {
+  auto found = std::make_unique<Pending>();
+  found->observed = true;
+  return found;
+}
+
+// An impl runs outside of the epoch: it may take long, and whoever removes its override must not wait for
+// it.
+std::unique_ptr<Pending> Router::taken(const Chain& chain, size_t first, bool holds,
+                                       c10::Device device) {
+  auto found = std::make_unique<Pending>();
+  found->holds = holds;
+  found->device = device;
+  found->rest.assign(chain.begin() + static_cast<std::ptrdiff_t>(first), chain.end());
+  return found;
+}
+
+void Router::count_misses(const Chain& chain) {
+  for (const auto& override : chain) {
+    if (!Scope::is_off(override->identity)) override->misses->add();
+  }
+}
+
+void Router::finish(const Pending& pending, Call& call) {
+  if (C10_UNLIKELY(pending.observed)) {
+    observer_->observe(call, /*kept=*/false, [&] { route(call, /*observed=*/true); });
+    return;
+  }
+  if (!pending.bypassed && try_rest(pending, call)) return;
+  native_.call(call.op, call.keyset, &call.stack);
+  if (pending.bypassed) Frame::note_native(this, call.stack, outputs_);
+}
+
+// Where an impl declines after all, the ones behind it are asked.
+bool Router::try_rest(const Pending& pending, Call& call) {
+  bool holds = pending.holds;
+  for (const auto& override : pending.rest) {
+    const bool known = std::exchange(holds, false);
+    if (!known && Scope::is_off(override->identity)) continue;
+    if ((known || takes(*override, call)) && run(*override, call, pending.device)) return true;
   }
   return false;
 }
 
-void Router::observe(Call& call) {
-  observer_->observe(call, /*kept=*/false, [&] {
-    if (!try_chain(call, /*observed=*/true)) native_.call(call.op, call.keyset, &call.stack);
-  });
-}
-
 bool Router::takes(const Override& override, Call& call) {
   if (override.asks.load(std::memory_order_relaxed)) return override.impl->wants(override, call);
-  if (!override.condition || override.condition->holds(call.begin())) return true;
+  if (override.condition.holds(call.view().data())) return true;
   override.misses->add();
   return false;
 }
@@ -317,8 +329,7 @@ bool Router::run(const Override& override, Call& call, c10::Device device) {
 void Router::differentiate(c10::DispatchKeySet keyset, torch::jit::Stack* stack) {
   Call call{op_, keyset, *stack, arguments_};
   const bool grad = c10::GradMode::is_enabled();
-  const bool opaque = all_tensors(call, [grad](const c10::TensorImpl& tensor) {
-    if (&tensor == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton())) return true;
+  const bool opaque = all_tensors(call.view(), [grad](const c10::TensorImpl& tensor) {
     return !(grad && tensor.requires_grad()) && !has_tangent(tensor);
   });
   if (!opaque) {

@@ -1,13 +1,13 @@
-// The router: our boxed kernel at one op and dispatch key.
+// The router: our kernel at one op and dispatch key.
 //
-// It reads an immutable chain through an atomic pointer, evaluates conditions on the IValue stack, on a
-// miss calls the captured native kernel, on a hit an impl. The miss path takes no lock, allocates
-// nothing and never asks for the GIL.
+// It reads an immutable chain through an atomic pointer, evaluates conditions on a view of the arguments,
+// on a miss calls the captured native kernel, on a hit an impl. The miss path takes no lock, allocates
+// nothing and never asks for the GIL. Calls come in boxed, or, for the signatures that csrc/typed.cpp
+// lists, as the C++ arguments that they are; those are boxed once somebody may want the call.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <torch/library.h>
 
 #include <atomic>
 #include <functional>
@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "argument.h"
 #include "condition.h"
 #include "counter.h"
 #include "threads.h"
@@ -35,6 +36,7 @@ struct Call {
 
   const c10::IValue* begin() const { return stack.data() + stack.size() - arguments; }
   const c10::IValue* end() const { return stack.data() + stack.size(); }
+  Arguments view() const { return opgraft::view(c10::ArrayRef<c10::IValue>(begin(), end())); }
 };
 
 // What an override runs: replaces the call's arguments on the stack by its results.
@@ -63,12 +65,13 @@ class BoxedImpl final : public Impl {
 };
 
 // One override of a chain. Immutable, but for its counters and `asks`.
-class Override {
+class alignas(64) Override {
  public:
-  // What every call reads comes first, in as few cache lines as it takes.
-  std::atomic<bool> asks{false};       // the impl must be asked: a condition in Python, a quarantine
-  std::optional<Condition> condition;  // none: every call, or the impl is asked (`asks`)
-  std::shared_ptr<Counter> misses, hits, fallbacks;
+  // What every call reads comes first, in one cache line.
+  std::atomic<bool> asks{false};  // the impl must be asked: a condition in Python, a quarantine
+  std::shared_ptr<Counter> misses;
+  Condition condition;  // every call's, unless it is set
+  std::shared_ptr<Counter> hits, fallbacks;
   std::unique_ptr<Impl> impl;
   Selector identity;
   std::string label;  // what a profile shows
@@ -90,23 +93,35 @@ class NativeKernel {
  public:
   NativeKernel(const c10::OperatorHandle& op, c10::DispatchKey key);
 
-  bool exists() const noexcept { return kernel_.has_value(); }
   const std::string& origin() const noexcept { return origin_; }
+  // As the dispatcher had it; an invalid one where there was none.
+  const c10::KernelFunction& function() const noexcept { return kernel_; }
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
             torch::jit::Stack* stack) const {
-    if (C10_UNLIKELY(!kernel_)) missing(op);
-    kernel_->callBoxed(op, keyset, stack);
+    if (C10_UNLIKELY(!kernel_.isValid())) missing(op);
+    kernel_.callBoxed(op, keyset, stack);
   }
 
  private:
   [[noreturn]] void missing(const c10::OperatorHandle& op) const;
 
-  std::optional<c10::KernelFunction> kernel_;
+  c10::KernelFunction kernel_;
   std::string origin_;
   c10::DispatchKey key_;
 };
 
-class Router {
+// A call that the native kernel may not be all there is to: who may want it.
+struct Pending {
+  bool bypassed = false;  // nobody does: this thread said so, and wants to know what native returns
+  bool observed = false;  // the observer is to be told of the call, and whoever wants it asked then
+  bool holds = false;     // the condition of the first one does
+  c10::Device device{c10::DeviceType::CPU};
+  Chain rest;  // the first override that may take the call, and those behind it
+
+  ~Pending();
+};
+
+class alignas(64) Router {
  public:
   // Puts the router, and for a composite op its companion, at the dispatcher, for good.
   static std::shared_ptr<Router> install(const std::string& name, const std::string& overload,
@@ -115,14 +130,25 @@ class Router {
 
   void publish(Chain chain);
 
+  // A boxed call.
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack);
+
+  // Null where every override declines, which is counted then: the native kernel is to run.
+  // `observed`: the call is being told to the observer already.
+  [[gnu::hot]] std::unique_ptr<Pending> pending(const Argument* arguments,
+                                                bool observed = false) const;
+
+  // Runs who takes the call, or the native kernel: results replace the arguments on the stack.
+  void finish(const Pending& pending, Call& call);
 
   const NativeKernel& native() const noexcept { return native_; }
   bool is_composite() const noexcept { return composite_.has_value(); }
   const c10::OperatorHandle& op() const noexcept { return op_; }
   size_t arguments() const noexcept { return arguments_; }
   size_t outputs() const noexcept { return outputs_; }
+  // Whether calls come as C++ arguments, and are boxed only where somebody may want them.
+  bool is_typed() const noexcept { return typed_; }
 
   // The autograd key of a composite op: what must be differentiated goes to the composite.
   void differentiate(c10::DispatchKeySet keyset, torch::jit::Stack* stack);
@@ -130,6 +156,9 @@ class Router {
   // From now on every call is a miss: the interpreter is going away, and a thread that asks it for the
   // GIL then is ended in the middle of C++. Waits for those that are in Python, up to two seconds.
   static void shut_down() noexcept;
+
+  // In the child of a fork: nobody else is in Python any more.
+  static void forget_other_threads() noexcept;
 
   // Held by whoever goes to Python for a call; `allowed()` is false once that is too late.
   class InPython {
@@ -147,20 +176,37 @@ class Router {
   Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer);
 
  private:
-  bool try_chain(Call& call, bool observed = false);
-  C10_NOINLINE void observe(Call& call);
+  C10_NOINLINE static std::unique_ptr<Pending> bypassed();
+  C10_NOINLINE static std::unique_ptr<Pending> to_observe();
+  C10_NOINLINE static std::unique_ptr<Pending> taken(const Chain& chain, size_t first, bool holds,
+                                                     c10::Device device);
+  C10_NOINLINE static void count_misses(const Chain& chain);
+  void route(Call& call, bool observed);
+  bool try_rest(const Pending& pending, Call& call);
   bool takes(const Override& override, Call& call);
   bool run(const Override& override, Call& call, c10::Device device);
 
+  // What a miss reads comes first, in one cache line.
+  std::atomic<const Chain*> chain_{nullptr};  // null: empty
+  size_t arguments_;
+  NativeKernel native_;
   c10::OperatorHandle op_;
+  size_t outputs_;
   std::string name_;
   c10::DispatchKey key_;
-  size_t arguments_;
-  size_t outputs_;
-  NativeKernel native_;
   std::optional<NativeKernel> composite_;
   std::unique_ptr<Observer> observer_;
-  std::atomic<const Chain*> chain_{nullptr};
+  bool typed_ = false;
+};
+
+// A router as the dispatcher has it.
+struct RouterKernel final : c10::OperatorKernel {
+  explicit RouterKernel(Router& router) : router(router) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+                  torch::jit::Stack* stack) {
+    router(op, keyset, stack);
+  }
+  Router& router;
 };
 
 // Where the routers say that they were registered, in torch's own messages.

@@ -243,6 +243,7 @@ class Call:
     op: str
     values: tuple[Any, ...]  #: in the schema's order, all of them
     times: int = 1  #: more than once: the first hits of a kind take another way than later ones
+    boxed: bool = False  #: without the autograd kernel, which hands on C++ arguments
 
 
 @dataclass(frozen=True)
@@ -402,7 +403,8 @@ class Machine:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                result = _seen(op.overload(*positional, **keywords))
+                with torch.inference_mode(step.boxed):
+                    result = _seen(op.overload(*positional, **keywords))
             except Exception as error:
                 result = (type(error).__name__, str(error).splitlines()[:1])
         warned = [str(w.message) for w in caught if issubclass(w.category, OverrideWarning)]
@@ -548,7 +550,7 @@ def programs(draw: st.DrawFn) -> list[Step]:
     ops = draw(st.lists(st.sampled_from(ROUTED), min_size=1, max_size=2, unique=True))
     op = st.sampled_from(ops)
     once = op.flatmap(lambda name: CALLS[name])
-    calls = st.builds(replace, once, times=st.sampled_from([1, 1, 5]))
+    calls = st.builds(replace, once, times=st.sampled_from([1, 1, 5]), boxed=st.booleans())
 
     def registrations(name: str) -> st.SearchStrategy[Register]:
         return st.builds(

@@ -323,6 +323,102 @@ def test_the_autograd_engine_hits_an_override_of_the_backward_op() -> None:
     assert (override.hits, override.misses) == (100, 0)
 
 
+# ------------------------------------------------------------------ forks
+
+FORKING = """
+    import os, signal, sys, threading, torch, opgraft
+    from opgraft import _core, when
+
+    # Operators that run on several threads are no part of this: OpenMP's do not survive a fork.
+    torch.set_num_threads(1)
+    x = torch.ones(4, 64)
+
+    def register(index):
+        return opgraft.register_op_override(
+            "aten", "_softmax", "CPU", lambda self, *_: self + index, name=f"o{index % 4}",
+            cond=when.size("self", -1) == 64)
+
+    def toggle():
+        index = 0
+        while True:
+            index += 1
+            register(index)
+            opgraft.disable(name="o1")
+            opgraft.enable(name="o1")
+
+    def cpp():  # threads that come and go, each with a slot among the router's readers
+        core = _core.in_use()
+        while True:
+            core.call_on_a_thread("aten::_softmax", "", [x], (-1, False), 1)
+
+    def python():  # a thread that is in an impl most of the time
+        while True:
+            torch.softmax(x, -1)
+
+    def child():
+        for index in range(20):
+            mine = register(1000 + index)
+            assert torch.softmax(x, -1)[0, 0] == 1001 + index
+            opgraft.disable()
+            assert torch.softmax(x, -1)[0, 0] == 1 / 64
+            opgraft.enable()
+            assert mine.hits == 1, mine.hits
+
+    register(0)
+    for target in (toggle, cpp, python):
+        threading.Thread(target=target, daemon=True).start()
+    for _ in range(int(sys.argv[1])):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)  # a deadlock ends the child by a signal
+            try:
+                child()
+            except BaseException as error:
+                print(repr(error), flush=True)
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            print(f"a child ended with {status}", flush=True)
+            os._exit(1)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_fork_while_others_toggle_and_call_leaves_a_child_that_works() -> None:
+    program = [sys.executable, "-c", textwrap.dedent(FORKING), "200" if LONG else "30"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, (done.stdout, done.stderr[-2000:])
+
+
+def test_a_forked_child_ends_at_once_though_its_parent_was_in_python() -> None:
+    """What the parent's threads were in the middle of is nothing that the child waits for."""
+    program = """
+        import os, threading, time, torch, opgraft
+
+        inside = threading.Event()
+
+        def impl(self, *_):
+            inside.set()
+            time.sleep(60)
+
+        opgraft.register_op_override("aten", "_softmax", "CPU", impl, unconditional_override=True)
+        thread = threading.Thread(target=torch.softmax, args=(torch.ones(2), -1), daemon=True)
+        thread.start()
+        inside.wait()
+        pid = os.fork()
+        if pid == 0:
+            start = time.monotonic()
+            opgraft._core.in_use().shut_down()
+            os._exit(0 if time.monotonic() - start < 1 else 1)  # it gives up after two seconds
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 # ------------------------------------------------------------------ impls in C++
 
 

@@ -12,11 +12,11 @@ compiled when it is imported. With named tuples that was half of the whole impor
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from opgraft import counter, env
+from opgraft._lock import fork_safe_lock
 from opgraft.errors import RegistrationError
 from opgraft.schema import Call, Op
 from opgraft.when import Condition, Failure
@@ -226,7 +226,7 @@ class Registry:
     """All chains and rules of the process."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._chains: dict[tuple[str, str], Chain] = {}
         self._rules: tuple[Rule, ...] = ()
         self._sequence = itertools.count()

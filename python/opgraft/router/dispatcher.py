@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +11,12 @@ from typing import Any
 import torch
 
 from opgraft import _core
+from opgraft._lock import fork_safe_lock
 from opgraft.schema import Op
 
 # Held while we change the dispatcher, so that our own changes never overlap. It cannot protect a
 # thread that dispatches at the same moment: that is why a router goes in once and stays.
-lock = threading.RLock()
+lock = fork_safe_lock()
 
 
 def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.library.Library:
@@ -107,7 +107,7 @@ def _without_our_own_warning() -> Iterator[None]:
         filters.remove(rule)
 
 
-_always = threading.Lock()
+_always = fork_safe_lock()
 _always_depth = 0
 _always_before = False
 

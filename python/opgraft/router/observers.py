@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from opgraft import _core
+from opgraft._lock import fork_safe_lock
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import threads
 from opgraft.schema import Call
@@ -63,7 +64,7 @@ class _Current(threading.local):
 _current = _Current()
 #: How many observers there are in the process: 0 spares the Python router the rest.
 _running = 0
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 @contextmanager

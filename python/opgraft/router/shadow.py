@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from opgraft import env, events
+from opgraft._lock import fork_safe_lock
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.registry import Override, registry
 from opgraft.router import contract, device, failure, threads
@@ -66,7 +67,7 @@ class _OnThisThread(threading.local):
 
 
 _here = _OnThisThread()
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 # The last one holds.
 _settings: list[Settings] = []
 _random = random.Random()

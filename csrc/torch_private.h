@@ -1,0 +1,61 @@
+// What torch keeps private and a router cannot do without, in one place.
+//
+// C++ lets an explicit instantiation name private members, and a friend that it defines hand them out.
+// Should a later torch rename one, this does not compile.
+#pragma once
+
+#include <ATen/core/boxing/KernelFunction.h>
+#include <torch/version.h>
+
+#include <type_traits>
+#include <utility>
+
+namespace opgraft {
+
+namespace torch_private {
+
+template <class Name, auto Member>
+struct Reveal {
+  friend typename Name::type member(Name) { return Member; }
+};
+
+struct Unboxed {
+  using type = void* c10::KernelFunction::*;
+  friend type member(Unboxed);
+};
+template struct Reveal<Unboxed, &c10::KernelFunction::unboxed_kernel_func_>;
+
+struct SymUnboxed {
+  using type = void* c10::KernelFunction::*;
+  friend type member(SymUnboxed);
+};
+template struct Reveal<SymUnboxed, &c10::KernelFunction::sym_unboxed_kernel_func_>;
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+struct Safe {
+  using type = c10::KernelFunction c10::SafeKernelFunction::*;
+  friend type member(Safe);
+};
+template struct Reveal<Safe, &c10::SafeKernelFunction::kernel_>;
+#endif
+
+}  // namespace torch_private
+
+// A copy of the kernel inside a SafeKernelFunction, which itself refuses to be called once whoever
+// registered the kernel deregisters it.
+inline c10::KernelFunction kernel_of(const c10::SafeKernelFunction& safe) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+  return safe.*member(torch_private::Safe{});
+#else
+  return safe.kernelFunction();
+#endif
+}
+
+// Gives a boxed kernel a function that is called in its place with C++ arguments, after the functor and
+// the dispatch keys. torch's own way to make such a kernel compiles for a tenth of a second each.
+inline void set_unboxed(c10::KernelFunction& kernel, void* function, bool takes_symbolic_sizes) {
+  kernel.*(takes_symbolic_sizes ? member(torch_private::SymUnboxed{})
+                                : member(torch_private::Unboxed{})) = function;
+}
+
+}  // namespace opgraft

@@ -1,0 +1,250 @@
+#include "typed.h"
+
+#include <ATen/core/boxing/impl/boxing.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+
+#include "argument.h"
+#include "router.h"
+#include "signatures.h"
+
+namespace opgraft {
+
+namespace {
+
+// --------------------------------------------------------------------------- from C++ to boxed, and back
+
+// Where an argument is, and how it is boxed: code for each type, and not for each signature.
+struct Place {
+  const void* argument;
+  c10::IValue (*boxed)(const void* argument);
+};
+
+template <class T>
+c10::IValue boxed(const void* argument) {
+  return c10::IValue(*static_cast<const T*>(argument));
+}
+
+template <class T>
+Place place_of(const T& argument) {
+  return {std::addressof(argument), &boxed<T>};
+}
+
+// The results of a call that somebody may want.
+C10_NOINLINE torch::jit::Stack run_boxed(Router& router, std::unique_ptr<Pending> pending,
+                                         c10::DispatchKeySet keyset, c10::ArrayRef<Place> places) {
+  torch::jit::Stack stack;
+  stack.reserve(places.size());
+  for (const Place& place : places) stack.push_back(place.boxed(place.argument));
+  Call call{router.op(), keyset, stack, places.size()};
+  router.finish(*pending, call);
+  return stack;
+}
+
+template <class Return>
+C10_NOINLINE Return unboxed(torch::jit::Stack stack) {
+  return c10::impl::PopResult<Return>::call(stack);
+}
+
+// What the op returns in C++: one that writes to arguments returns those, the first one or the last
+// ones, as torch's own boxing has it.
+template <class Return, class... Args>
+Return results(torch::jit::Stack stack, std::tuple<Args&...> arguments) {
+  if constexpr (std::is_same_v<Return, at::Tensor&>) {
+    constexpr bool in_place = std::is_same_v<std::tuple_element_t<0, std::tuple<Args...>>, at::Tensor>;
+    return std::get<in_place ? 0 : sizeof...(Args) - 1>(arguments);
+  } else if constexpr (c10::impl::is_tuple_of_mutable_tensor_refs<Return>::value) {
+    return c10::guts::tuple_take<std::tuple<Args&...>, -int{std::tuple_size_v<Return>}>(arguments);
+  } else if constexpr (!std::is_void_v<Return>) {
+    return unboxed<Return>(std::move(stack));
+  }
+}
+
+// Whether a kernel takes arguments as this signature has them.
+template <class Signature>
+bool takes(const c10::KernelFunction& kernel) {
+  return c10::fn_has_symint<Signature>::value ? kernel.isValidSymUnboxed() : kernel.isValidUnboxed();
+}
+
+template <class Return, class... Args>
+[[gnu::hot]] Return call(c10::OperatorKernel* kernel, c10::DispatchKeySet keyset, Args... arguments) {
+  Router& router = static_cast<RouterKernel*>(kernel)->router;
+  const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
+  if (auto pending = router.pending(view.data()); C10_UNLIKELY(pending != nullptr)) {
+    const std::array<Place, sizeof...(Args)> places{place_of(arguments)...};
+    return results<Return>(run_boxed(router, std::move(pending), keyset, places),
+                           std::tie(arguments...));
+  }
+  const c10::KernelFunction& native = router.native().function();
+  // Known since the router was made: spares each of these the code to call a boxed kernel.
+  if (!takes<Return(Args...)>(native)) __builtin_unreachable();
+  return native.template call<Return, Args...>(router.op(), keyset, std::forward<Args>(arguments)...);
+}
+
+// --------------------------------------------------------------------------- signatures by schema
+
+// How a schema writes the type that a kernel takes or returns as a C++ type; symbolic sizes as plain ones.
+template <class T>
+constexpr const char* written = nullptr;
+template <class T>
+constexpr const char* written<const T&> = written<T>;
+template <>
+constexpr const char* written<at::Tensor> = "Tensor";
+template <>
+constexpr const char* written<at::Tensor&> = "Tensor!";
+template <>
+constexpr const char* written<std::optional<at::Tensor>> = "Tensor?";
+template <>
+constexpr const char* written<at::TensorList> = "Tensor[]";
+template <>
+constexpr const char* written<at::ITensorListRef> = "Tensor[]";
+template <>
+constexpr const char* written<std::vector<at::Tensor>> = "Tensor[]";
+template <>
+constexpr const char* written<c10::List<std::optional<at::Tensor>>> = "Tensor?[]";
+template <>
+constexpr const char* written<int64_t> = "int";
+template <>
+constexpr const char* written<c10::SymInt> = "int";
+template <>
+constexpr const char* written<std::optional<int64_t>> = "int?";
+template <>
+constexpr const char* written<std::optional<c10::SymInt>> = "int?";
+template <>
+constexpr const char* written<at::IntArrayRef> = "int[]";
+template <>
+constexpr const char* written<c10::SymIntArrayRef> = "int[]";
+template <>
+constexpr const char* written<at::OptionalIntArrayRef> = "int[]?";
+template <>
+constexpr const char* written<at::OptionalSymIntArrayRef> = "int[]?";
+template <>
+constexpr const char* written<bool> = "bool";
+template <>
+constexpr const char* written<std::optional<bool>> = "bool?";
+template <size_t Size>
+constexpr const char* written<std::array<bool, Size>> = "bool[]";
+template <>
+constexpr const char* written<double> = "float";
+template <>
+constexpr const char* written<std::optional<double>> = "float?";
+template <>
+constexpr const char* written<std::optional<at::ArrayRef<double>>> = "float[]?";
+template <>
+constexpr const char* written<at::Scalar> = "Scalar";
+template <>
+constexpr const char* written<std::optional<at::Scalar>> = "Scalar?";
+template <>
+constexpr const char* written<at::ArrayRef<at::Scalar>> = "Scalar[]";
+template <>
+constexpr const char* written<at::ScalarType> = "ScalarType";
+template <>
+constexpr const char* written<std::optional<at::ScalarType>> = "ScalarType?";
+template <>
+constexpr const char* written<std::optional<at::Layout>> = "Layout?";
+template <>
+constexpr const char* written<std::optional<at::Device>> = "Device?";
+template <>
+constexpr const char* written<std::optional<at::MemoryFormat>> = "MemoryFormat?";
+template <>
+constexpr const char* written<std::optional<at::Generator>> = "Generator?";
+template <>
+constexpr const char* written<std::string_view> = "str";
+template <>
+constexpr const char* written<std::optional<std::string_view>> = "str?";
+
+template <class Return>
+constexpr std::array<const char*, 1> results_of{written<std::remove_reference_t<Return>>};
+template <>
+constexpr std::array<const char*, 0> results_of<void>{};
+template <class... Types>
+constexpr std::array<const char*, sizeof...(Types)> results_of<std::tuple<Types...>>{
+    written<std::remove_reference_t<Types>>...};
+
+// A C++ signature with how its function is made.
+struct Candidate {
+  c10::ArrayRef<const char*> arguments;
+  c10::ArrayRef<const char*> results;
+  // Throws where the op has another signature.
+  std::optional<TypedFunction> (*make)(const Router&);
+};
+
+template <class Signature>
+struct Candidacy;
+template <class Return, class... Args>
+struct Candidacy<Return(Args...)> {
+  using Signature = Return(Args...);
+  static constexpr std::array<const char*, sizeof...(Args)> arguments{written<Args>...};
+  static_assert(((written<Args> != nullptr) && ...), "a type that `written` does not know");
+
+  static std::optional<TypedFunction> make(const Router& router) {
+    // A kernel that is called boxed only: its C++ signature is anyone's guess.
+    if (!takes<Signature>(router.native().function())) return std::nullopt;
+    // Against the native kernel's own signature, which torch noted when that was registered.
+    router.op().typed<Signature>();
+    return TypedFunction{reinterpret_cast<void*>(&call<Return, Args...>),
+                         c10::fn_has_symint<Signature>::value,
+                         c10::impl::CppSignature::make<Signature>()};
+  }
+  static Candidate candidate() { return {arguments, results_of<Return>, &make}; }
+};
+
+// Equal for a schema and the C++ signatures that fit it, as far as one can be told from the other.
+class Shape {
+ public:
+  explicit Shape(const Candidate& candidate) {
+    for (const char* type : candidate.arguments) argument(type);
+    for (const char* type : candidate.results) result(type);
+  }
+  explicit Shape(const c10::FunctionSchema& schema) {
+    const auto type_of = [](const c10::Argument& argument) {
+      const std::string type = argument.real_type()->str();
+      return type.rfind("SymInt", 0) == 0 ? "int" + type.substr(6) : type;
+    };
+    for (const auto& each : schema.arguments()) {
+      const bool is_written_to = each.alias_info() != nullptr && each.alias_info()->isWrite();
+      const std::string type = type_of(each);
+      argument(is_written_to && type == "Tensor" ? "Tensor!" : type);
+    }
+    for (const auto& each : schema.returns()) result(type_of(each));
+  }
+  const std::string& text() const { return text_; }
+
+ private:
+  void argument(const std::string& type) { text_ += type + ", "; }
+  void result(const std::string& type) { text_ += "-> " + type; }
+
+  std::string text_;
+};
+
+using Candidates = std::unordered_multimap<std::string, Candidate>;
+
+template <class... Listed>
+Candidates candidates(Signatures<Listed...>) {
+  Candidates made;
+  for (const Candidate& each : {Candidacy<Listed>::candidate()...}) {
+    made.emplace(Shape(each).text(), each);
+  }
+  return made;
+}
+
+}  // namespace
+
+std::optional<TypedFunction> typed_function(const Router& router) {
+  static const Candidates known = candidates(ListedSignatures{});
+  const auto [first, last] = known.equal_range(Shape(router.op().schema()).text());
+  for (auto each = first; each != last; ++each) {
+    try {
+      if (auto made = each->second.make(router)) return made;
+    } catch (const c10::Error&) {
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace opgraft
