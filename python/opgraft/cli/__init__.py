@@ -1,8 +1,8 @@
 """The `opgraft` command: a module for each of its commands.
 
 Exit status: 0, it was done; 1, it was not (the core cannot be built, a name is taken), or something
-that is installed does not work (`doctor`); 2, the command line is wrong. `run` ends with the status
-of the program that it ran.
+that is installed does not work (`doctor`) or is wrong (`verify`); 2, the command line is wrong; 3,
+what should be verified cannot be here. `run` ends with the status of the program that it ran.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from opgraft import _metadata
-from opgraft.cli import build, doctor, explain, listing, new, run
+from opgraft.cli import build, doctor, explain, listing, new, run, verify
 
 __all__ = ["main"]
 
@@ -27,6 +27,7 @@ for _command in (
     listing.command,
     explain.command,
     doctor.command,
+    verify.command,
     run.command,
     new.command,
     build.command,

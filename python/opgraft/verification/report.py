@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 from xml.etree import ElementTree
@@ -92,10 +92,10 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 if :attr:`ok`, 1 if something failed, 2 if an override could not be verified."""
+        """0 if :attr:`ok`, 1 if something failed, 3 if something could not be verified."""
         if any(each.verdict == "failed" for each in self.overrides):
             return 1
-        return 0 if self.ok else 2
+        return 0 if self.ok else 3
 
     @property
     def failures(self) -> list[Failure]:
@@ -126,10 +126,24 @@ class Report:
         ElementTree.indent(suites)
         return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True)
 
-    def __str__(self) -> str:
+    def details(self) -> Iterable[str]:
+        """What the table does not say, line by line."""
         if not self.overrides:
-            return f"nothing to verify: {self.nothing}"
-        return "\n".join(_lines(self))
+            yield f"nothing to verify: {self.nothing}"
+            return
+        for each in self.overrides:
+            yield from _details(each)
+            yield ""
+        verdicts = [each.verdict for each in self.overrides]
+        yield (
+            f"{verdicts.count('passed')} passed, {verdicts.count('failed')} failed, "
+            f"{verdicts.count('not run')} not run; errors up to {self.k:g} times native's own, "
+            f"seed {self.seed}, {', '.join(f'{k} {v}' for k, v in self.environment.items())}"
+        )
+
+    def __str__(self) -> str:
+        table = _table([_HEAD, *map(_row, self.overrides)]) if self.overrides else []
+        return "\n".join([*table, *([""] if table else []), *self.details()])
 
 
 def _checks(override: OverrideReport) -> dict[str, Any]:
@@ -184,20 +198,6 @@ def _row(each: OverrideReport) -> tuple[str, ...]:
     )
 
 
-def _lines(report: Report) -> Iterable[str]:
-    yield from _table([_HEAD, *map(_row, report.overrides)])
-    for each in report.overrides:
-        yield ""
-        yield from _details(each)
-    yield ""
-    verdicts = [each.verdict for each in report.overrides]
-    yield (
-        f"{verdicts.count('passed')} passed, {verdicts.count('failed')} failed, "
-        f"{verdicts.count('not run')} not run; errors up to {report.k:g} times native's own, "
-        f"seed {report.seed}, {', '.join(f'{k} {v}' for k, v in report.environment.items())}"
-    )
-
-
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -225,27 +225,3 @@ def _details(each: OverrideReport) -> Iterable[str]:
     for failure in each.failures:
         for line in f"FAILED {failure}".splitlines():
             yield f"  {line}"
-
-
-def show(report: Report, write: Callable[[str], Any] = print) -> None:
-    """Print the report, in colour where `rich` is there and the output is a terminal."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        write(str(report))
-        return
-    console = Console()
-    if not console.is_terminal or not report.overrides:
-        write(str(report))
-        return
-    colours = {"passed": "green", "failed": "red", "not run": "yellow"}
-    table = Table(*_HEAD, box=None, header_style="bold")
-    for each in report.overrides:
-        cells = [Text(cell) for cell in _row(each)]
-        cells[-1].stylize(colours[each.verdict])
-        table.add_row(*cells)
-    console.print(table)
-    text = "\n".join(str(report).splitlines()[len(report.overrides) + 1 :])
-    console.print(Text(text))

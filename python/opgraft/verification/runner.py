@@ -409,12 +409,10 @@ def verify_all(
 
 @contextmanager
 def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
-    """A progress bar where there is `rich` and a terminal; yields what is told of each step."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    except ImportError:
-        wanted = False
+    """A progress bar where there is a terminal; yields what is told of each step."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     if not wanted or not (console := Console(stderr=True)).is_terminal:
         yield lambda name, step: None
         return

@@ -1,0 +1,117 @@
+"""`opgraft verify`: are the overrides right? Against PyTorch's own kernels and its own tests."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import click
+
+import opgraft
+from opgraft.cli import output
+from opgraft.verification.report import Report
+
+
+@click.command("verify")
+@click.argument("what", required=False, metavar="[PACK|OP]")
+@click.option("--dispatch-key", help="Only at this key, such as CUDA.")
+@click.option("--name", help="Only the override of this name.")
+@click.option("--dsl", help="Only overrides of this DSL.")
+@click.option(
+    "--import",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Import it first, as it registers overrides; repeated.",
+)
+@click.option("--check", "checks", multiple=True, help="Only this check; repeated.")
+@click.option("--k", default=2.0, show_default=True, help="Times native's own error.")
+@click.option("--seed", default=0, show_default=True, help="Of all values.")
+@click.option("--max-samples", default=120, show_default=True, help="For each override.")
+@click.option("--opinfo/--no-opinfo", default=True, help="With PyTorch's own samples.")
+@click.option("--compile", is_flag=True, help="Under torch.compile, too: seconds for each.")
+@click.option("--junit", type=click.Path(dir_okay=False), help="A file for JUnit XML.")
+@output.json_option
+def command(
+    what: str | None,
+    dispatch_key: str | None,
+    name: str | None,
+    dsl: str | None,
+    modules: tuple[str, ...],
+    checks: tuple[str, ...],
+    k: float,
+    seed: int,
+    max_samples: int,
+    opinfo: bool,
+    compile: bool,
+    junit: str | None,
+    as_json: bool,
+) -> int:
+    """Check overrides against the native kernels that they stand in for.
+
+    Those of a PACK, or of an OP such as aten::_softmax, or all that are registered. On the samples
+    of PyTorch's own tests, on the pack's, and on samples made from each override's condition, on
+    both sides of every boundary. The exit status is 0 if everything passed, 1 if something failed,
+    3 if something could not be verified here.
+    """
+    for module in modules:
+        _import(module)
+    if what is None or "::" in what:
+        opgraft.packs.activate()
+    try:
+        report = opgraft.verify(
+            what,
+            dispatch_key=dispatch_key,
+            name=name,
+            dsl=dsl,
+            checks=checks or None,
+            k=k,
+            seed=seed,
+            max_samples=max_samples,
+            opinfo=opinfo,
+            compile=compile,
+            progress=not as_json,
+        )
+    except opgraft.RegistrationError as error:
+        raise click.UsageError(str(error)) from error
+    if junit is not None:
+        Path(junit).write_text(report.junit() + "\n")
+    if as_json:
+        output.print_json(report.as_dict())
+    else:
+        _print(report)
+    return report.exit_code
+
+
+def _import(module: str) -> None:
+    # As `python -m` has it: a user's module is looked for where the command is run.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise click.ClickException(f"--import {module}: {error}") from error
+
+
+def _print(report: Report) -> None:
+    console = output.console()
+    if report.overrides:
+        columns = ["override", "op", "samples", "hits", "misses", "error", "verdict"]
+        rows = [
+            [
+                each.name,
+                f"{each.op} at {each.dispatch_key}",
+                sum(each.samples.values()),
+                each.hits,
+                each.misses,
+                f"{each.worst_error:.2g} x native" if each.worst_error else "",
+                each.verdict,
+            ]
+            for each in report.overrides
+        ]
+        console.print(output.table("opgraft verify", columns, rows))
+    for line in report.details():
+        # Not through the console, which would break a reproducer's lines.
+        click.echo(line)
