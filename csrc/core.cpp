@@ -168,6 +168,13 @@ RouterHandle install(const std::string& name, const std::string& overload, const
   return {std::move(router), std::move(signature), std::move(hooks)};
 }
 
+bool quarantine(Override& self, const RouterHandle& router, const py::tuple& values) {
+  torch::jit::Stack stack;
+  router.signature->push_arguments(values, stack);
+  return self.impl->quarantine(
+      {router.router->op(), c10::DispatchKeySet(), stack, router.router->arguments()});
+}
+
 std::shared_ptr<Override> make_shadowed(std::shared_ptr<Override> inner, const RouterHandle& router,
                                         py::object override, py::object begin, py::object end,
                                         double rate) {
@@ -312,6 +319,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
                 reinterpret_cast<BoxedImpl::Function>(function.get_pointer()));
           },
           "An impl in C++: a capsule of a `BoxedImpl::Function`.")
+      .def("quarantine", &quarantine, py::arg("router"), py::arg("values"),
+           "Keep it from calls of the kind of these values; false: it cannot tell kinds apart.")
       .def("shadowed", &make_shadowed, py::arg("router"), py::arg("override"), py::arg("begin"),
            py::arg("end"), py::arg("rate"),
            "The same override, a share of whose hits is compared with the native kernel.");

@@ -297,7 +297,18 @@ bool PythonImpl::wants(const Override&, Call& call) {
   return py::reinterpret_steal<py::object>(answer).cast<bool>();
 }
 
+bool PythonImpl::quarantine(const Call& call) {
+  failed_kinds_.add(kind_of(call));
+  failed_.store(true, std::memory_order_release);
+  return true;
+}
+
 bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
+  // What failed costs other calls of the op no Python.
+  if (C10_UNLIKELY(failed_.load(std::memory_order_acquire)) &&
+      failed_kinds_.count(kind_of(call)) > 0) {
+    return false;
+  }
   const Router::InPython here;
   if (!here.allowed()) return false;
   const WithGil gil;

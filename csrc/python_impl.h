@@ -143,6 +143,7 @@ class PythonImpl final : public Impl {
 
   bool run(const Override& override, Call& call, c10::Device device) override;
   bool wants(const Override& override, Call& call) override;
+  bool quarantine(const Call& call) override;
 
  private:
   std::vector<c10::IValue> call_first(const Call& call) const;
@@ -159,6 +160,8 @@ class PythonImpl final : public Impl {
   std::shared_ptr<const Signature> signature_;
   std::shared_ptr<const PythonHooks> hooks_;
   std::string who_;
+  std::atomic<bool> failed_{false};
+  KeyTable<256> failed_kinds_;  // kinds of calls that it failed for
   KeyTable<256> checked_;   // kinds of calls whose outputs were compared with native's
   KeyTable<4096> ran_;      // exact calls on an accelerator: nothing is compiled for them any more
 };

@@ -49,6 +49,9 @@ class Impl {
 
   // Whether the impl wants a call that the compiled condition cannot decide.
   virtual bool wants(const Override& override, Call& call) = 0;
+
+  // From now on it declines calls of this kind, as it failed for one. False: it cannot tell kinds apart.
+  virtual bool quarantine(const Call&) { return false; }
 };
 
 // An impl in C++: a boxed function that replaces the arguments on the stack by results.

@@ -24,6 +24,7 @@ class ShadowImpl final : public Impl {
 
   bool run(const Override& override, Call& call, c10::Device device) override;
   bool wants(const Override& override, Call& call) override;
+  bool quarantine(const Call& call) override { return options_.inner->impl->quarantine(call); }
 
  private:
   PythonRef begin(const Call& call) const;

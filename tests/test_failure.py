@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import opgraft
-from opgraft import OverrideWarning
+from opgraft import OverrideWarning, _core, when
 from opgraft.packs import owning
+from opgraft.router import failure, timebox
 from tests import ops
+
+ROOT = Path(__file__).parent.parent
 
 
 class Broken:
@@ -163,3 +174,403 @@ def test_the_router_works_after_an_interrupt() -> None:
     )
     softmax(2, 2)
     assert override.hits == 1
+
+
+# ------------------------------------------------------------------ what falls back, and what not
+
+
+def accelerator_error(code: int | None, message: str) -> torch.AcceleratorError:
+    error = torch.AcceleratorError(message)
+    if code is not None:
+        error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+def out_of_resources() -> Exception:
+    errors = pytest.importorskip("triton.runtime.errors")
+    error: Exception = errors.OutOfResources(262144, 232448, "shared memory")
+    return error
+
+
+FALLS_BACK: dict[str, Callable[[], Exception]] = {
+    "a kernel that does not compile": lambda: TypeError("unsupported operand tl.float8e5 + int32"),
+    "out of shared memory": out_of_resources,
+    "ptxas": lambda: RuntimeError("`ptxas` failed with error code 255: uses too much shared data"),
+    "no host compiler": lambda: RuntimeError("Failed to find C compiler. Please specify via CC"),
+    "no Python.h": lambda: subprocess.CalledProcessError(1, ["gcc", "/tmp/main.c", "-O3"]),
+    "no driver": lambda: RuntimeError("0 active drivers ([]). There should only be one."),
+    "a module that is missing": lambda: ModuleNotFoundError("No module named 'cutlass'"),
+    "a read-only cache": lambda: PermissionError(13, "Permission denied", "/root/.triton"),
+    "a refused launch, by Triton": lambda: RuntimeError("Triton Error [CUDA]: invalid argument"),
+    "too many resources, by Triton": lambda: RuntimeError(
+        "Triton Error [CUDA]: too many resources requested for launch"
+    ),
+    "a refused launch, by torch": lambda: accelerator_error(
+        9, "CUDA error: invalid configuration argument"
+    ),
+    "no kernel image, by torch": lambda: accelerator_error(
+        209, "CUDA error: no kernel image is available for execution on the device"
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FALLS_BACK)
+def test_falls_back_with_one_warning_and_explain_says_it(fault: str) -> None:
+    override = register(FALLS_BACK[fault]())
+    x = torch.ones(2, 2)
+    with pytest.warns(OverrideWarning) as caught:
+        for _ in range(3):
+            assert torch.softmax(x, -1).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert len(caught) == 1
+    assert (override.hits, override.fallbacks) == (1, 1)
+    assert "quarantined after" in str(opgraft.explain("aten::_softmax", x, -1, False))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        accelerator_error(700, "CUDA error: an illegal memory access was encountered"),
+        accelerator_error(719, "CUDA error: unspecified launch failure"),
+        accelerator_error(2, "CUDA error: out of memory"),
+        accelerator_error(None, "CUDA error: who knows"),
+        RuntimeError("Triton Error [CUDA]: the launch timed out and was terminated"),
+        RuntimeError("Triton Error [CUDA]: uncorrectable NVLink error detected"),
+        RuntimeError("HIP error: Memory access fault by GPU node-1"),
+    ],
+    ids=str,
+)
+def test_never_falls_back_where_the_device_may_be_lost(error: Exception) -> None:
+    override = register(error)
+    with pytest.raises(type(error)):
+        softmax(2, 2)
+    assert override.quarantined == {}
+
+
+def run(program: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "CC")}
+        | {"PYTHONPATH": str(ROOT)}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+REAL = """
+    import os, sysconfig, warnings
+    import torch
+    import opgraft
+    from opgraft.packs import owning
+
+    {prepare}
+
+    def impl(self, dim, half_to_float):
+        {body}
+
+    with owning("pack"):
+        override = opgraft.register_op_override(
+            "aten", "_softmax", "CPU", impl, unconditional_override=True, dsl="triton"
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert torch.softmax(torch.zeros(2, 2), -1).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert [w.category for w in caught] == [opgraft.OverrideWarning], caught
+    assert (override.hits, override.fallbacks) == (1, 1)
+    print(caught[0].message)
+    print(opgraft.explain("aten::_softmax", torch.zeros(2, 2), -1, False))
+"""
+BUILD = """from triton.runtime.build import compile_module_from_src as build
+        return build("#include <Python.h>\\nint opgraft;", "nothing").run(self)"""
+KERNEL = """import mine; mine.kernel[(1,)](self); return self"""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "body", "said"),
+    [
+        ("os.environ['PATH'] = ''", BUILD, "Failed to find C compiler"),
+        (
+            "paths = sysconfig.get_paths\n"
+            "    sysconfig.get_paths = lambda *a, **k: paths(*a, **k) | {'include': '/nowhere'}",
+            BUILD,
+            "CalledProcessError: Command '",
+        ),
+        ("", KERNEL, "active drivers"),
+    ],
+    ids=["no host compiler", "no Python.h", "no driver"],
+)
+def test_what_triton_really_raises_falls_back(
+    prepare: str, body: str, said: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available() and said == "active drivers":
+        pytest.skip("there is a driver")
+    (tmp_path / "mine.py").write_text("import triton\n@triton.jit\ndef kernel(x):\n    return\n")
+    printed = run(
+        REAL.format(prepare=prepare, body=body),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        TRITON_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    assert said in printed.splitlines()[0]
+    assert "quarantined after" in printed
+
+
+# ------------------------------------------------------------------ giving an override up
+
+
+def kinds() -> Iterator[torch.Tensor]:
+    """Tensors of different kinds of calls."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shape in ((4,), (2, 4), (2, 2, 4)):
+            yield torch.zeros(shape, dtype=dtype)
+
+
+def test_what_fails_everywhere_and_never_worked_is_given_up() -> None:
+    override = register(RuntimeError("Failed to find C compiler"))
+    with pytest.warns(OverrideWarning) as caught:
+        for x in kinds():
+            assert torch.softmax(x, -1).flatten()[0] == 0.25
+    assert len(caught) == failure.MAX_FAILED_AT_FIRST
+    assert "for all calls from now on, as it failed for 3 kinds of them and never worked" in str(
+        caught[-1].message
+    )
+    assert (override.hits, override.fallbacks) == (3, 3)
+    assert not override.enabled
+    said = str(opgraft.explain("aten::_softmax", torch.zeros(1, 1, 1, 2), -1, False))
+    assert "given up: it failed for 3 kinds of calls, last with RuntimeError: Failed to" in said
+
+
+def test_what_worked_before_is_not_given_up() -> None:
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        if self.dtype != torch.float32:
+            raise ValueError("float32 only")
+        return ops.softmax(self, dim, half_to_float)
+
+    override = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", impl, unconditional_override=True, on_error="fallback"
+    )
+    with pytest.warns(OverrideWarning) as caught:
+        for x in [*kinds(), *kinds()]:
+            torch.softmax(x, -1)
+    assert len(caught) == len(override.quarantined) == 6
+    assert override.enabled
+    assert (override.hits, override.fallbacks) == (12, 6)
+
+
+def test_the_next_in_the_chain_takes_over_from_what_failed() -> None:
+    behind = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", ops.softmax, unconditional_override=True
+    )
+    first = register(ValueError("no such tile"), priority=1)
+    with pytest.warns(OverrideWarning):
+        for _ in range(3):
+            softmax(2, 2)
+    assert (first.hits, first.fallbacks, behind.hits) == (1, 1, 2)
+
+
+def test_a_kind_whose_condition_declines_is_no_hit_of_the_quarantined() -> None:
+    def impl(*args: Any) -> torch.Tensor:
+        raise ValueError("no such tile")
+
+    override = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", impl, cond=when.size("self", -1) >= 4, on_error="fallback"
+    )
+    with pytest.warns(OverrideWarning):
+        softmax(2, 4)
+    softmax(2, 4), softmax(2, 3)
+    assert (override.hits, override.misses) == (1, 1)
+
+
+@pytest.mark.skipif(_core.in_use() is None, reason="the router in Python is Python")
+def test_after_a_quarantine_calls_run_no_python() -> None:
+    register(ValueError("no such tile"))
+    x = torch.ones(2, 2)
+    with pytest.warns(OverrideWarning):
+        torch.softmax(x, -1)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name))
+    try:
+        torch.softmax(x, -1)
+    finally:
+        sys.setprofile(None)
+    assert [name for name in called if "opgraft" in name or name.startswith("_")] == []
+
+
+# ------------------------------------------------------------------ compiling takes too long
+
+
+class Slow:
+    """An impl that compiles, for whatever it has not seen, until it is told that it is done."""
+
+    def __init__(self, impl: Callable[..., Any] = ops.softmax) -> None:
+        self.compiled = threading.Event()
+        self.threads: list[int] = []
+        self._impl = impl
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        self.threads.append(threading.get_ident())
+        assert self.compiled.wait(60)
+        result: torch.Tensor = self._impl(*args)
+        return result
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    monkeypatch.setenv("OPGRAFT_COMPILE_TIMEOUT", "0.05")
+    slow = Slow()
+    yield slow
+    slow.compiled.set()
+
+
+def on_softmax(impl: Callable[..., Any], **keywords: Any) -> opgraft.Override:
+    return opgraft.register_op_override(
+        "aten", "_softmax", "CPU", impl, unconditional_override=True, **keywords
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_call_does_not_wait_longer_than_it_may(slow: Slow) -> None:
+    override = on_softmax(slow)
+    x = torch.zeros(2, 2)
+    with pytest.warns(OverrideWarning, match="still compiling after 0.05 s") as caught:
+        for _ in range(3):
+            assert torch.softmax(x, -1).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert len(caught) == 1
+    assert len(slow.threads) == 1  # nobody compiles it twice
+    assert (override.hits, override.fallbacks, override.quarantined) == (3, 3, {})
+    slow.compiled.set()
+    until(lambda: (torch.softmax(x, -1), override.hits > override.fallbacks)[1])
+    assert threading.get_ident() in slow.threads  # from then on, without another thread
+    before = override.fallbacks
+    torch.softmax(x, -1)
+    assert override.fallbacks == before
+
+
+def test_what_compiles_in_time_is_the_result(slow: Slow) -> None:
+    slow.compiled.set()
+    override = on_softmax(slow)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(torch.softmax(x, -1), ops.softmax(x, -1, False))
+    torch.softmax(x, -1), torch.softmax(torch.randn(3, 5), -1)
+    assert (override.hits, override.fallbacks) == (3, 0)
+    assert [thread == threading.get_ident() for thread in slow.threads] == [False, True, False]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+def test_an_error_of_the_other_thread_is_the_calls(slow: Slow, on_error: Any) -> None:
+    def fails(*args: Any) -> torch.Tensor:
+        raise ValueError("no such tile")
+
+    slow.compiled.set()
+    slow._impl = fails
+    override = on_softmax(slow, on_error=on_error)
+    if on_error == "raise":
+        with pytest.raises(ValueError, match="no such tile"):
+            softmax(2, 2)
+    else:
+        with pytest.warns(OverrideWarning, match="no such tile"):
+            softmax(2, 2)
+        assert override.fallbacks == 1
+
+
+def test_the_other_thread_is_below_autograd_and_the_same_op_is_native(slow: Slow) -> None:
+    seen: list[bool] = []
+
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        result = torch.softmax(self, dim) * 1.0
+        seen.append(result.requires_grad)
+        return result
+
+    slow.compiled.set()
+    slow._impl = impl
+    override = on_softmax(slow)
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.softmax(x, -1).pow(2).sum().backward()
+    stock = x.detach().clone().requires_grad_()
+    with opgraft.disabled():
+        torch.softmax(stock, -1).pow(2).sum().backward()
+    torch.testing.assert_close(x.grad, stock.grad)
+    assert seen == [False]
+    assert override.hits == 1
+
+
+def test_threads_that_compile_are_few(slow: Slow) -> None:
+    override = on_softmax(slow)
+    with pytest.warns(OverrideWarning):
+        for columns in range(2, 10):
+            torch.softmax(torch.zeros(2, columns), -1)
+    assert len(slow.threads) == timebox.MAX_COMPILING
+    assert override.fallbacks == 8
+
+
+def test_an_op_that_writes_to_its_arguments_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPGRAFT_COMPILE_TIMEOUT", "0")
+
+    def relu_(self: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return self.clamp_(min=0)
+
+    override = opgraft.register_op_override(
+        "aten", "relu_", "CPU", relu_, unconditional_override=True
+    )
+    assert torch.relu_(torch.tensor([-1.0, 1.0])).tolist() == [0.0, 1.0]
+    assert (override.hits, override.fallbacks) == (1, 0)
+
+
+def test_a_process_ends_while_something_compiles_for_ever() -> None:
+    printed = run(
+        """
+        import threading, warnings
+        import torch
+        import opgraft
+
+        def impl(*args):
+            threading.Event().wait()
+
+        warnings.simplefilter("ignore")
+        override = opgraft.register_op_override(
+            "aten", "_softmax", "CPU", impl, unconditional_override=True
+        )
+        print(torch.softmax(torch.zeros(2), -1).tolist(), override.fallbacks)
+        """,
+        OPGRAFT_COMPILE_TIMEOUT="0.1",
+    )
+    assert printed == "[0.5, 0.5] 1\n"
+
+
+@pytest.mark.parametrize("value", ["soon", "-1"])
+def test_a_timeout_that_is_no_number_is_ignored(
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OPGRAFT_COMPILE_TIMEOUT", value)
+    override = on_softmax(ops.softmax)
+    softmax(2, 2)
+    assert override.hits == 1
+    assert f"OPGRAFT_COMPILE_TIMEOUT={value} is ignored" in caplog.text
+
+
+@pytest.mark.skipif(_core.in_use() is None, reason="this is the router in Python")
+def test_all_of_this_in_the_router_in_python() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
+            *(str(Path(__file__)), "-k", "not really_raises and not in_python and not for_ever"),
+        ],
+        env=os.environ | {"OPGRAFT_ROUTER": "python"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout

@@ -9,6 +9,8 @@
 `OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
 `OPGRAFT_SHADOW`   `0.01`: compare this share of hits with native; `0.01:quarantine` or `:raise`
                    says what becomes of a difference.
+`OPGRAFT_COMPILE_TIMEOUT`  seconds that a call waits for its impl to be compiled, before it gets the
+                   native kernel; not set: as long as it takes.
 `OPGRAFT_LOG`      a `logging` level for the `opgraft` logger: `debug`, `info`, ...
 """
 
@@ -86,6 +88,27 @@ def shadow() -> tuple[float, str] | None:
         return float(rate), on_mismatch or "log"
     except ValueError:
         return math.nan, on_mismatch  # which no rate is: whoever asks says so
+
+
+def compile_timeout() -> float | None:
+    """What `OPGRAFT_COMPILE_TIMEOUT` says, in seconds; None where it says nothing that makes sense.
+
+    >>> import os
+    >>> os.environ["OPGRAFT_COMPILE_TIMEOUT"] = "30"
+    >>> compile_timeout()
+    30.0
+    >>> del os.environ["OPGRAFT_COMPILE_TIMEOUT"]
+    """
+    text = os.environ.get("OPGRAFT_COMPILE_TIMEOUT", "").strip()
+    try:
+        seconds = float(text) if text else math.nan
+    except ValueError:
+        seconds = math.nan
+    if text and not seconds >= 0:
+        logging.getLogger("opgraft").warning(
+            "OPGRAFT_COMPILE_TIMEOUT=%s is ignored: give a number of seconds", text
+        )
+    return seconds if seconds >= 0 else None
 
 
 def configure_logging() -> None:

@@ -99,6 +99,8 @@ class Override:
         self.operator = operator
         self.dispatch_key = dispatch_key
         self.impl = impl
+        #: What routers run: the impl, with whatever is put around it; None until one has asked.
+        self.wrapped: Callable[..., Any] | None = None
         self.cond = cond
         self.takes_keyset = takes_keyset
         self.dsl = dsl
@@ -113,6 +115,8 @@ class Override:
         #: Why it can never run here (its DSL is missing); None where it can.
         self.unavailable = unavailable
         self.removed = False
+        #: Why it is kept from every call: it failed too often. None while it is not.
+        self.given_up: str | None = None
         #: Signatures for which it failed and the native kernel runs instead, with the error.
         self.quarantined: dict[object, str] = {}
         #: How often each signature's outputs were compared with the native kernel's.
@@ -173,13 +177,15 @@ class Override:
         return self.why_off() is None
 
     def why_off(self) -> str | None:
-        """Why no call can reach it: removed, DSL missing, disabled by which rule; None if on."""
+        """Why no call can reach it: removed, failed, disabled by which rule, ...; None if on."""
         if self.removed:
             return "removed"
         if self.unavailable is not None:
             return self.unavailable
         if env.installs_nothing():
             return "disabled by OPGRAFT_DISABLE=1"
+        if self.given_up is not None:
+            return f"given up: {self.given_up}"
         rule = registry.rule_for(self)
         return None if rule is None or rule.enables else f"disabled by {rule}"
 
@@ -263,6 +269,13 @@ class Registry:
             override.removed = True
             chain = self.chain(override.operator, override.dispatch_key)
             self._publish(chain, (o for o in chain.members if o is not override))
+
+    def give_up(self, override: Override, reason: str) -> None:
+        """Keep an override from every call, for good."""
+        with self._lock:
+            override.given_up = reason
+            chain = self.chain(override.operator, override.dispatch_key)
+            self._publish(chain, chain.members)
 
     def chain(self, op: Op, dispatch_key: str) -> Chain:
         """The chain of an op at a key, made on first use; there is one for ever."""

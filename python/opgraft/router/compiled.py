@@ -20,6 +20,7 @@ from opgraft.program import Node, compile_condition, pack_capability
 from opgraft.registry import Chain, Override
 from opgraft.router import contract, failure, observers, shadow
 from opgraft.router.python import PythonRouter, why_not
+from opgraft.router.signature import signature
 from opgraft.schema import Call
 
 _core: Any = None
@@ -109,7 +110,7 @@ class CompiledRouter(PythonRouter):
         half.set_python_impl(
             self._router,
             override,
-            override.impl,
+            self._impl(override),
             takes_keyset=override.takes_keyset,
             falls_back=override.on_error == "fallback",
             checked_hits=contract.CHECKED_HITS,
@@ -122,7 +123,7 @@ class CompiledRouter(PythonRouter):
             half.set_condition(nodes)
         elif override.cond is not None:
             half.ask_python()
-        if override.quarantined:
+        if override.quarantined:  # by signatures that the core does not know
             half.ask_python()
         return half
 
@@ -147,7 +148,7 @@ class CompiledRouter(PythonRouter):
         try:
             return self._end_shadow(override, keyset, token, result)
         finally:
-            self._mind_quarantine(override)
+            self._mind_quarantine(override, token.call.values)
 
     def _begin_shadow(self, override: Override, call: Call) -> shadow.Token | None:
         return None  # the core does it, for first hits too
@@ -168,7 +169,7 @@ class CompiledRouter(PythonRouter):
         try:
             return self._hit(override, keyset, Call(self.chain.op, values))
         finally:
-            self._mind_quarantine(override)
+            self._mind_quarantine(override, values)
 
     def _recover(
         self,
@@ -187,7 +188,7 @@ class CompiledRouter(PythonRouter):
         except Exception:
             return self._fall_back(override, keyset, call, error)
         finally:
-            self._mind_quarantine(override)
+            self._mind_quarantine(override, values)
 
     def _observe(self, values: tuple[Any, ...], kept: bool) -> Callable[..., None] | None:
         end = observers.begin(self.chain, Call(self.chain.op, values), kept=kept)
@@ -206,12 +207,17 @@ class CompiledRouter(PythonRouter):
 
         return report
 
-    def _mind_quarantine(self, override: Override) -> None:
-        if not override.quarantined:
+    def _mind_quarantine(self, override: Override, values: tuple[Any, ...]) -> None:
+        """Tell the core where a call of these values has put the override into quarantine."""
+        half = self._halves.get(override)
+        if half is None or not override.quarantined:
             return
-        for halves in (self._halves, self._shadowed):
-            if (half := halves.get(override)) is not None:
-                half.ask_python()
+        if signature(Call(self.chain.op, values)) not in override.quarantined:
+            return
+        if not half.quarantine(self._router, values):
+            half.ask_python()
+            if (shadowed := self._shadowed.get(override)) is not None:
+                shadowed.ask_python()
 
 
 def _decliner() -> Any:

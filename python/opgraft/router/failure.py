@@ -10,25 +10,43 @@ import torch
 
 from opgraft import env
 from opgraft.errors import OverrideWarning
-from opgraft.registry import Override
+from opgraft.registry import Override, registry
 
 log = logging.getLogger(__name__)
 
-#: Signatures per override that can be quarantined; past that the override fails everywhere.
+#: Signatures per override that can be quarantined; past that it is given up.
 MAX_QUARANTINED = 128
+#: So many signatures that failed, and none that ever worked, and the override is given up: what it
+#: needs is not here (a host compiler, `Python.h`, shared memory), and each further try may compile
+#: for seconds only to fail.
+MAX_FAILED_AT_FIRST = 3
 
 # What the CUDA driver says when the context is lost: whatever runs next, native included, fails or,
 # worse, works on memory that was overwritten.
 _STICKY = (
     "illegal memory access",
     "illegal instruction",
+    "illegal state",
     "misaligned address",
+    "invalid address space",
+    "invalid program counter",
     "device-side assert",
     "unspecified launch failure",
+    "launch timed out",
     "hardware stack error",
-    "invalid program counter",
+    "hardware exception",
+    "memory access fault",
     "uncorrectable ecc",
+    "uncorrectable nvlink",
+    "contained error",
+    "unknown error",
+    "context is destroyed",
+    "driver shutting down",
 )
+# CUDA's own numbers for launches that were refused before anything ran: bad values, a configuration
+# that this device has not, no kernel image for it, a compiler of PTX that is too old or missing,
+# too many resources. Every other error that torch gives a number to may have cost the context.
+_REFUSED_LAUNCHES = frozenset({1, 9, 98, 200, 209, 218, 221, 222, 223, 300, 301, 302, 303, 701})
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
@@ -42,23 +60,32 @@ def may_fall_back(override: Override, error: Exception, *, capturing: bool) -> b
     """
     if override.on_error != "fallback" or env.strict() or override.operator.mutates or capturing:
         return False
-    if isinstance(error, (*_OUT_OF_MEMORY, torch.AcceleratorError)):
-        return False
     message = str(error).lower()
-    return "out of memory" not in message and not any(sign in message for sign in _STICKY)
+    if isinstance(error, _OUT_OF_MEMORY) or "out of memory" in message:
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return getattr(error, "error_code", None) in _REFUSED_LAUNCHES
+    return not any(sign in message for sign in _STICKY)
 
 
 def quarantine(override: Override, signature: Hashable, error: Exception) -> None:
     """Keep the override from calls of this signature, and say so once."""
-    if signature in override.quarantined:
+    if signature in override.quarantined or override.given_up is not None:
         return
     reason = f"{type(error).__name__}: {error}"
-    if len(override.quarantined) < MAX_QUARANTINED:
-        override.quarantined[signature] = reason
+    override.quarantined[signature] = reason
     log.info("quarantined %r for %s", override.name, signature, exc_info=error)
+    consequence = "for calls of this kind from now on"
+    count = len(override.quarantined)
+    never_worked = not override.checked
+    if count >= MAX_QUARANTINED or (never_worked and count >= MAX_FAILED_AT_FIRST):
+        # Out of its chain, so that no call pays for asking it.
+        registry.give_up(override, f"it failed for {count} kinds of calls, last with {reason}")
+        consequence = f"for all calls from now on, as it failed for {count} kinds of them"
+        consequence += " and never worked" if never_worked else ""
     warnings.warn(
         f"override {override.name!r} of {override.op} at {override.dispatch_key} failed; the "
-        f"native kernel runs instead, for calls of this kind from now on. {reason}",
+        f"native kernel runs instead, {consequence}. {reason}",
         OverrideWarning,
         stacklevel=3,
     )

@@ -7,7 +7,7 @@ stand-in where there is none. It costs microseconds and holds the GIL.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,10 +25,12 @@ from opgraft.router import (
     profile,
     shadow,
     threads,
+    timebox,
 )
 from opgraft.router.native import NativeKernel
 from opgraft.router.signature import exact_key, signature
 from opgraft.schema import Call
+from opgraft.when import Condition
 
 if TYPE_CHECKING:
     from opgraft.router.compiled import CompiledNative
@@ -146,7 +148,7 @@ class PythonRouter:
             device.guard(where),
             self._profiled(override),
         ):
-            result = override.impl(*leading, *call.args, **call.kwargs)
+            result = self._impl(override)(*leading, *call.args, **call.kwargs)
         contract.outputs(override, result)
         if frame.ended_in_native(result):
             override._fallbacks.add()
@@ -159,6 +161,11 @@ class PythonRouter:
             return result
         other = self._end_shadow(override, keyset, token, result)
         return result if other is None else other
+
+    def _impl(self, override: Override) -> Callable[..., Any]:
+        if override.wrapped is None:
+            override.wrapped = timebox.impl_of(override)
+        return override.wrapped
 
     def _begin_shadow(self, override: Override, call: Call) -> shadow.Token | None:
         return shadow.begin(override, call) if shadow.draw() else None
@@ -198,12 +205,13 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     obstacle = device.mixed(call) or _lazy_bits(call)
     if obstacle is not None:
         return Decline(obstacle, "rule")
+    # An expression is asked first, as the core does; one in Python may be what failed.
+    is_data = isinstance(override.cond, Condition)
+    if is_data and not override.wants(call):
+        return Decline("its condition does not hold", "condition")
     if override.quarantined and (error := override.quarantined.get(signature(call))):
         return Decline(f"quarantined after {error}", "quarantined")
-    if len(override.quarantined) >= failure.MAX_QUARANTINED:
-        reason = f"quarantined: it failed for {len(override.quarantined)} kinds of calls"
-        return Decline(reason, "quarantined")
-    if not override.wants(call):
+    if not is_data and not override.wants(call):
         return Decline("its condition does not hold", "condition")
     if capturing and exact_key(call) not in override.warm:
         return Decline(

@@ -106,7 +106,7 @@ def scope(selector: Selector) -> Iterator[None]:
 @contextmanager
 def _known_scope(selector: Selector) -> Iterator[None]:
     """A scope for the Python router, and for telling which one it was."""
-    outer = _scopes()
+    outer = scopes()
     stash(_SCOPE_KEY, (*outer, selector))
     try:
         yield
@@ -119,13 +119,13 @@ def is_off_here(override: Override) -> bool:
     core = _core.in_use()
     if core is not None:
         return bool(core.Scope.is_off(override.identity))
-    return any(selector.matches(override) for selector in _scopes())
+    return any(selector.matches(override) for selector in scopes())
 
 
 def scope_of(override: Override) -> str:
     """The scope on this thread that has switched the override off, as it was written."""
-    scopes = (selector for selector in reversed(_scopes()) if selector.matches(override))
-    return f"opgraft.disabled({next(scopes, '')})"
+    matching = (selector for selector in reversed(scopes()) if selector.matches(override))
+    return f"opgraft.disabled({next(matching, '')})"
 
 
 def stash(key: str, value: tuple[Any, ...]) -> None:
@@ -153,7 +153,8 @@ def _stash_steals() -> bool:
     return stole
 
 
-def _scopes() -> tuple[Selector, ...]:
+def scopes() -> tuple[Selector, ...]:
+    """What is switched off on this thread, outermost scope first."""
     return stashed(_SCOPE_KEY)
 
 

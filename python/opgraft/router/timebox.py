@@ -1,0 +1,158 @@
+"""A bound on how long a call waits for its impl to be compiled.
+
+A DSL compiles when a call first comes with new dtypes, sizes or alignments, for seconds, and has
+been seen to hang. With `OPGRAFT_COMPILE_TIMEOUT` set, a call that an override has not run before in
+every detail runs on a thread of its own; where that takes longer, the call gets the native kernel's
+result, and so do others like it until the thread is done: nobody waits twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from opgraft import env
+from opgraft.errors import OverrideWarning
+from opgraft.registry import Override
+from opgraft.router import contract, device, threads
+from opgraft.router.signature import exact_key
+from opgraft.schema import Call
+
+log = logging.getLogger(__name__)
+
+#: Threads of one override that compile at a time; calls beyond are native's.
+MAX_COMPILING = 4
+#: Exact calls of an override that are remembered as run.
+MAX_KNOWN = 4096
+
+
+def impl_of(override: Override) -> Callable[..., Any]:
+    """What routers run for an override: its impl, with the bound around it if there is one."""
+    seconds = env.compile_timeout()
+    # What an op that writes to its arguments has done half, nobody can take back.
+    if seconds is None or override.operator.mutates:
+        return override.impl
+    return TimeBoxed(override, seconds)
+
+
+class TimeBoxed:
+    """An impl whose first run of each exact call is waited for so many seconds."""
+
+    def __init__(self, override: Override, seconds: float) -> None:
+        self._override = override
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._known: dict[Hashable, None] = {}
+        self._running: dict[Hashable, _Run] = {}
+        self._warned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        override = self._override
+        plain = args[1:] if override.takes_keyset else args
+        call = override.operator.bind(plain, kwargs)
+        key = exact_key(call)
+        if key in self._known or device.is_capturing(device.of(call)):
+            return override.impl(*args, **kwargs)
+        run, mine = self._start(key, call, args, kwargs)
+        if run is not None and (mine or run.done.is_set()):
+            run.done.wait(self._seconds)
+            if run.done.is_set():
+                return self._finish(key, run, call)
+            self._warn()
+        return _native(call)
+
+    def _start(
+        self, key: Hashable, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Run | None, bool]:
+        with self._lock:
+            if key in self._running:
+                return self._running[key], False
+            if len(self._running) >= MAX_COMPILING:
+                return None, False
+            run = self._running[key] = _Run(self._override, call, args, kwargs)
+        run.start()
+        return run, True
+
+    def _finish(self, key: Hashable, run: _Run, call: Call) -> Any:
+        with self._lock:
+            self._running.pop(key, None)
+            if run.error is None:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.pop(next(iter(self._known)))
+                self._known[key] = None
+        if run.error is not None:
+            raise run.error
+        if run.call is call:
+            return run.result
+        # Of another call, for which it took too long: what is compiled by now is run for this one.
+        return self._override.impl(*run.leading, *call.args, **call.kwargs)
+
+    def _warn(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{contract.who(self._override)} is still compiling after {self._seconds:g} s "
+            "(OPGRAFT_COMPILE_TIMEOUT); the native kernel runs until it is done",
+            OverrideWarning,
+            stacklevel=4,
+        )
+
+
+class _Run(threading.Thread):
+    """One run of an impl, under the conditions of the thread that called it."""
+
+    def __init__(
+        self, override: Override, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # A daemon: what hangs must not keep the process from ending.
+        super().__init__(name=f"opgraft: {override.name} compiles", daemon=True)
+        self.call = call
+        self.leading = args[:1] if override.takes_keyset else ()
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._override = override
+        self._arguments = (args, kwargs)
+        self._contexts = _contexts(override, call)
+
+    def run(self) -> None:
+        args, kwargs = self._arguments
+        try:
+            with ExitStack() as stack:
+                for enter in self._contexts:
+                    stack.enter_context(enter())
+                self.result = self._override.impl(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+def _contexts(override: Override, call: Call) -> list[Callable[[], AbstractContextManager[object]]]:
+    """What makes another thread do what this one would: it knows nothing of this one's modes."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    contexts: list[Callable[[], AbstractContextManager[object]]] = [
+        lambda: torch.inference_mode(inference),
+        lambda: torch.set_grad_enabled(grad),
+        torch._C._AutoDispatchBelowADInplaceOrView,  # an impl runs below autograd
+        lambda: threads.bypassing(override.operator),
+    ]
+    for selector in threads.scopes():
+        contexts.append(lambda selector=selector: threads.scope(selector))  # type: ignore[misc]
+    where = device.of(call)
+    if where is not None and where.type == "cuda":
+        stream = torch.cuda.current_stream(where)
+        contexts += [lambda: device.guard(where), lambda: torch.cuda.stream(stream)]
+    return contexts
+
+
+def _native(call: Call) -> Any:
+    # Inside an impl, the same op is the native kernel; the router sees what it returned handed on.
+    return call.op.overload(*call.args, **call.kwargs)
