@@ -219,6 +219,22 @@ def test_an_op_that_writes_to_its_arguments(on_mismatch: Any, factor: float) -> 
     assert override.mismatches == (factor != 1)
 
 
+@pytest.mark.parametrize("other", ["itself", "a view of it"])
+def test_arguments_that_share_memory_share_it_in_what_is_compared(other: str) -> None:
+    override = opgraft.register_op_override(
+        "aten",
+        "add_.Tensor",
+        "CPU",
+        lambda self, other, *, alpha: self.copy_(torch.add(self, other, alpha=alpha)),
+        unconditional_override=True,
+    )
+    x = torch.arange(3.0)
+    with opgraft.shadow(rate=1.0, on_mismatch="raise"):
+        x.add_(x if other == "itself" else x.view(3))
+    assert x.tolist() == [0, 2, 4]
+    assert (override.shadowed, override.mismatches) == (1, 0)
+
+
 def test_a_random_call_is_not_compared_and_the_generator_is_left_alone() -> None:
     def impl(self: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
         mask = torch.rand(self.shape) > p

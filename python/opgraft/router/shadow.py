@@ -12,6 +12,7 @@ import json
 import logging
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,14 +174,9 @@ def begin(override: Override, call: Call) -> Token | None:
     settings = current()
     if settings is None or _here.comparing or device.is_capturing(device.of(call)):
         return None
-    written = {a.name for a in call.op.arguments if a.written}
-    if not written:
+    if not call.op.mutates:
         return Token(call, settings)
-    values = [
-        _copied(value) if argument.name in written else value
-        for argument, value in zip(call.op.arguments, call.values, strict=True)
-    ]
-    return Token(Call(call.op, tuple(values)), settings)
+    return Token(_kept(call), settings)
 
 
 def end(
@@ -305,10 +301,36 @@ def _put_back(call: Call, result: Any, expected: Any) -> Any:
     return None
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value
+def _kept(call: Call) -> Call:
+    """The call as it is now, for later: what the op writes to is copied, and what shares its memory.
+
+    The copies share memory as the arguments do: in `x.add_(x)` both are one tensor.
+    """
+    pairs = zip(call.op.arguments, call.values, strict=True)
+    written = {t.untyped_storage()._cdata for a, v in pairs if a.written for t in _tensors(v)}
+    count = Counter(tensor.untyped_storage()._cdata for tensor in call.tensors())
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [keep(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        if storage._cdata not in written:
+            return value
+        if count[storage._cdata] == 1:
+            return value.detach().clone()
+        copied = storages.setdefault(storage._cdata, storage.clone())
+        place = (value.storage_offset(), value.shape, value.stride())
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(copied, *place)
+
+    return Call(call.op, tuple(map(keep, call.values)))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
 # ------------------------------------------------------------------ what is told of it
