@@ -91,6 +91,7 @@ def load(path: str | Path) -> Call:
 
     Raises:
         RegistrationError: there is no such op here.
+        ValueError: the file says what no file of `save` says.
     """
     path = Path(path)
     facts = json.loads(path.read_text())
@@ -99,18 +100,26 @@ def load(path: str | Path) -> Call:
     def loaded(value: Any) -> Any:
         if isinstance(value, dict):
             raw = bytearray(path.with_suffix(f".{next(numbers)}.bin").read_bytes())
-            dtype, sizes = getattr(torch, value["dtype"]), value["sizes"]
+            dtype, sizes = _constant(value["dtype"]), value["sizes"]
             if not raw:
                 return torch.empty(sizes, dtype=dtype)
             return _restrided(torch.frombuffer(raw, dtype=dtype).view(sizes), value["strides"])
         if isinstance(value, list):
             return [loaded(each) for each in value]
         if isinstance(value, str) and value.startswith("torch."):
-            return getattr(torch, value.removeprefix("torch."))
+            return _constant(value.removeprefix("torch."))
         return float(value) if value in ("nan", "inf", "-inf") else value
 
     op = resolve(facts["op"])
     return op.bind((), {name: loaded(value) for name, value in facts["arguments"].items()})
+
+
+def _constant(name: Any) -> Any:
+    """`torch.NAME` if it is a dtype, layout or memory format: a file must not get at functions."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+        raise ValueError(f"{name!r} is no dtype, layout or memory format of torch")
+    return found
 
 
 def _restrided(tensor: torch.Tensor, strides: list[int]) -> torch.Tensor:
