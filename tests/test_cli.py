@@ -26,7 +26,8 @@ Capture = pytest.CaptureFixture[str]
 def register(**keywords: Any) -> opgraft.Override:
     keywords.setdefault("unconditional_override", "cond" not in keywords)
     key = keywords.pop("dispatch_key", "CPU")
-    return opgraft.register_op_override("aten", "_softmax", key, ops.softmax, **keywords)
+    impl = keywords.pop("impl", ops.softmax)
+    return opgraft.register_op_override("aten", "_softmax", key, impl, **keywords)
 
 
 def run_json(capsys: Capture, *words: str, status: int = 0) -> Any:
@@ -40,11 +41,11 @@ def run_json(capsys: Capture, *words: str, status: int = 0) -> Any:
 def test_help_names_every_command(capsys: Capture) -> None:
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("list", "explain", "doctor", "run", "new", "build"):
+    for command in ("list", "explain", "doctor", "run", "new", "build", "verify"):
         assert f"  {command} " in printed
 
 
-@pytest.mark.parametrize("command", ["list", "explain", "doctor", "run", "new", "build"])
+@pytest.mark.parametrize("command", ["list", "explain", "doctor", "run", "new", "build", "verify"])
 def test_every_command_has_help_and_json(command: str, capsys: Capture) -> None:
     assert cli.main([command, "-h"]) == 0
     assert "--json" in capsys.readouterr().out
@@ -172,6 +173,53 @@ def test_a_disabled_override_is_no_problem() -> None:
     (check,) = doctor._overrides()
     assert check.level == "note"
     assert check.text == "a.b (aten::_softmax): disabled by opgraft.disable(name='a.b')"
+
+
+def raises(*args: Any) -> Any:
+    raise RuntimeError("no such tile")
+
+
+@pytest.mark.filterwarnings("ignore::opgraft.OverrideWarning")
+def test_what_failed_or_differed_in_this_process_is_a_problem() -> None:
+    failing = register(name="failing", impl=raises, on_error="fallback")
+    torch.softmax(torch.ones(2, 2), -1)
+    texts = [check.text for check in doctor._overrides() if check.level == "problem"]
+    reason = "RuntimeError: no such tile"
+    assert texts == [
+        f"failing (aten::_softmax): kept from 1 kinds of calls; the last failed with {reason}"
+    ]
+    for rank in (1, 3):
+        torch.softmax(torch.ones([2] * rank), -1)
+    (check,) = [check for check in doctor._overrides() if check.level == "problem"]
+    assert check.text.startswith("failing (aten::_softmax): given up: it failed for 3 kinds")
+    failing.remove()
+    register(name="wrong", impl=lambda self, *rest: self * 0)
+    with opgraft.shadow(rate=1.0):
+        torch.softmax(torch.ones(2, 2), -1)
+    (check,) = [check for check in doctor._overrides() if check.level == "problem"]
+    assert check.text == "wrong (aten::_softmax): 1 of 1 hits differ from native's result"
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"), [("compiler", "no C compiler"), ("headers", "no Python.h in /nowhere")]
+)
+@pytest.mark.parametrize("needed", [True, False])
+def test_what_triton_needs_to_launch(
+    missing: str, text: str, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opgraft.dsl._is_importable", lambda module: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: needed)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/gcc")
+    monkeypatch.delenv("CC", raising=False)
+    register(dsl="triton")
+    if missing == "compiler":
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: "/nowhere")
+    (check,) = doctor._host_compiler()
+    assert check.text.startswith(text)
+    assert check.level == ("problem" if needed else "note")
+    assert check.mend
 
 
 def test_a_dsl_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

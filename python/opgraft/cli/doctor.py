@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import runpy
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -79,6 +81,7 @@ def examine() -> Iterator[Check]:
     yield from _packs()
     yield from _overrides()
     yield from _dsls()
+    yield from _host_compiler()
     yield from _neighbours()
     yield from _caches()
     yield from _environment()
@@ -176,10 +179,13 @@ def _packs() -> Iterator[Check]:
 
 
 def _overrides() -> Iterator[Check]:
-    """What is registered and can never run here, by reason."""
+    """What is registered and can never run here, by reason, and what failed in this process."""
     missing, off, away = defaultdict(list), defaultdict(list), defaultdict(list)
     for override in overrides():
-        if override.unavailable is not None:
+        if (failure := _failure(override)) is not None:
+            mend = "report it to its authors; opgraft verify finds what else is wrong with it"
+            yield Check("overrides", "problem", f"{_names([override])}: {failure}", mend)
+        elif override.unavailable is not None:
             missing[override.unavailable].append(override)
         elif (reason := override.why_off()) is not None:
             off[reason].append(override)
@@ -192,6 +198,18 @@ def _overrides() -> Iterator[Check]:
     reachable = [o for o in overrides() if o.enabled and facts.out_of_reach(o) is None]
     if reachable:
         yield Check("overrides", "ok", f"calls can reach {_names(reachable)}")
+
+
+def _failure(override: Override) -> str | None:
+    """What went wrong with it since it was registered."""
+    if override.given_up is not None:
+        return f"given up: {override.given_up}"
+    if override.quarantined:
+        kinds, last = len(override.quarantined), list(override.quarantined.values())[-1]
+        return f"kept from {kinds} kinds of calls; the last failed with {last}"
+    if override.mismatches:
+        return f"{override.mismatches} of {override.shadowed} hits differ from native's result"
+    return None
 
 
 def _names(those: Iterable[Override]) -> str:
@@ -245,6 +263,26 @@ def _trial(dsl: str) -> tuple[dict[str, Any], str]:
         return {}, last[0]
     said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return said, ""
+
+
+def _host_compiler() -> Iterator[Check]:
+    """What Triton compiles the code with that launches its kernels, once for each signature."""
+    if not dsls.TRITON.available():
+        return
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    places = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
+    headers = any((Path(place) / "Python.h").is_file() for place in places)
+    if compiler is None or shutil.which(compiler) is None:
+        text, mend = "no C compiler, which Triton needs for each launch", "install gcc, or set CC"
+    elif not headers:
+        text = f"no Python.h in {' or '.join(sorted(places))}, which Triton needs for each launch"
+        mend = "install Python's headers (python3-dev)"
+    else:
+        yield Check("compiler", "ok", f"{compiler} and Python.h, for what launches Triton kernels")
+        return
+    needed = torch.cuda.is_available() and any(o.dsl == "triton" for o in overrides())
+    text += "; its overrides fall back to the native kernels" if needed else ""
+    yield Check("compiler", "problem" if needed else "note", text, mend)
 
 
 # ------------------------------------------------------------------ who else is there
