@@ -16,7 +16,7 @@ import traceback
 import tracemalloc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
-from opgraft import _core, packs, when
+from opgraft import _core, _metadata, cutedsl_utils, dsl, packs, triton_utils, when
 from tests import ops
 
 ROOT = Path(__file__).parent.parent
@@ -487,6 +487,58 @@ def test_an_empty_tensor_is_aligned_as_its_pointer_says() -> None:
     assert when.aligned("x", 16).holds({"x": empty})
 
 
+# ------------------------------------------------------------------ sizes and pointers
+
+
+@pytest.fixture
+def seen_op() -> Iterator[Any]:
+    """An op that reads nothing: calls of any size cost nothing."""
+    library = torch.library.Library("findings", "DEF")
+    library.define("seen(Tensor x) -> Tensor")
+    library.impl("seen", lambda x: x.new_zeros(()), "CompositeExplicitAutograd")
+    yield torch.ops.findings.seen
+    library._destroy()
+
+
+def on_seen(cond: when.Condition) -> opgraft.Override:
+    return opgraft.register_op_override(
+        "findings", "seen", "CPU", lambda x: x.new_ones(()), cond=cond
+    )
+
+
+@pytest.mark.parametrize(
+    "cond",
+    [
+        when.numel("x") <= 2**31 - 1,  # as a kernel that counts in 32 bits must say
+        when.numel("x") < 2**32,
+        when.size("x", 0) * when.size("x", 1) <= 2**31 - 1,
+        when.stride("x", 0) * when.size("x", 0) <= 2**31 - 1,
+        when.size("x", 0) <= 65535,  # the grid's y and z
+    ],
+    ids=str,
+)
+def test_conditions_count_past_32_bits(cond: when.Condition, seen_op: Any) -> None:
+    """Three offsets of 2^31 and 2^32 elements that would wrap to something small."""
+    override = on_seen(cond)
+    storage = torch.zeros(1)
+    huge = storage.expand(2**16, 2**16 + 1)
+    if "stride" in str(cond):
+        huge = torch.empty_strided((2, 0), (2**31, 1))
+    assert seen_op(huge).item() == 0
+    assert (override.hits, override.misses) == (0, 1)
+    assert seen_op(storage.expand(2, 8)).item() == 1
+    assert (override.hits, override.misses) == (1, 1)
+    assert opgraft.explain("findings::seen", huge).winner is None
+
+
+@pytest.mark.parametrize(("offset", "wanted"), [(0, True), (1, False), (2, False), (4, True)])
+def test_a_pointer_that_is_not_aligned_is_declined(offset: int, wanted: bool, seen_op: Any) -> None:
+    override = on_seen(when.aligned("x", 16))
+    x = torch.zeros(64)[offset : offset + 32]
+    assert seen_op(x).item() == float(wanted)
+    assert override.hits == int(wanted)
+
+
 # ------------------------------------------------------------------ Dynamo
 
 
@@ -769,6 +821,22 @@ def test_registering_imports_no_dsl_and_no_compiler() -> None:
         assert not torch.cuda.is_initialized()
         """
     )
+
+
+@pytest.mark.parametrize("version", ["4.8.1", "99.0", None])
+@pytest.mark.parametrize("utils", [triton_utils, cutedsl_utils], ids=["triton", "cutedsl"])
+def test_no_version_of_a_dsl_turns_overrides_off(
+    version: str | None, utils: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that a new release does not meet would, without a word."""
+    monkeypatch.setattr(dsl, "_is_importable", lambda module: True)
+    monkeypatch.setattr(_metadata, "version", lambda distribution: version)
+    assert (utils.runtime_available(), utils.runtime_version()) == (True, version)
+    override = utils.register_op_override(
+        "aten", "_softmax", "CPU", ops.softmax, unconditional_override=True
+    )
+    torch.softmax(torch.randn(2, 4), -1)
+    assert (override.hits, override.unavailable) == (1, None)
 
 
 def test_a_child_that_was_forked_after_registration_routes() -> None:
