@@ -405,6 +405,17 @@ def test_calls_that_differ_are_saved_when_asked_and_load_again(tmp_path: Path) -
     assert second.args[0].stride() == (0, 1)
 
 
+def test_where_a_call_cannot_be_saved_the_program_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    override = on_softmax(OFF)
+    with opgraft.shadow(rate=1.0, save=tmp_path / "calls"):
+        (tmp_path / "calls").rmdir()
+        torch.softmax(torch.randn(2, 4), -1)
+    assert override.mismatches == 1
+    assert "No such file or directory" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

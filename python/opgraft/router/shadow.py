@@ -302,7 +302,7 @@ def _put_back(call: Call, result: Any, expected: Any) -> Any:
 
 
 def _kept(call: Call) -> Call:
-    """The call as it is now, for later: what the op writes to is copied, and what shares its memory.
+    """The call as it is now: what the op writes to is copied, and what shares memory with that.
 
     The copies share memory as the arguments do: in `x.add_(x)` both are one tensor.
     """
@@ -346,7 +346,10 @@ def _report(override: Override, token: Token, difference: str) -> None:
         return
     facts = saved_calls.describe(override, token.call, difference)
     if token.settings.save is not None:
-        facts["saved"] = str(saved_calls.save(token.settings.save, facts, token.call))
+        try:
+            facts["saved"] = str(saved_calls.save(token.settings.save, facts, token.call))
+        except OSError as error:  # a full disk is no reason to end a program that was running
+            facts["saved"] = f"no: {error}"
     text = json.dumps(facts)
     more = "; it is counted, and no longer logged" if count == MAX_LOGGED else ""
     log.warning(
