@@ -108,6 +108,17 @@ def test_blocks_that_are_not_run_say_why(block: Block) -> None:
     pytest.skip(block.reason_to_skip())
 
 
+def test_tests_that_documents_name_exist() -> None:
+    named = {
+        found
+        for document in DOCUMENTS
+        for found in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text())
+    }
+    assert len(named) > 20
+    for file, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), f"{file}::{name}"
+
+
 # ----------------------------------------------------------------------------------- Python
 
 
