@@ -88,6 +88,8 @@ def run(seed: int, count: int, device: str = "cpu") -> Result:
     if opgraft.overrides():
         raise RuntimeError("something is registered: this is no stock PyTorch")
     torch.set_num_threads(1)
+    # Sums by atomics differ from run to run.
+    torch.use_deterministic_algorithms(device != "cpu")
     warnings.simplefilter("ignore")
     stock = [_stock(each, device) for each in range(seed, seed + count)]
     result = Result(programs=count)
