@@ -448,9 +448,6 @@ print(override.shadowed, override.mismatches, override.fallbacks)
     [
         ("1", "1 1 0", "differs from native"),
         ("1:quarantine", "1 1 1", "OverrideWarning"),
-        ("0", "0 0 0", ""),
-        ("often", "0 0 0", "OPGRAFT_SHADOW is ignored: rate=nan"),
-        ("1:explode", "0 0 0", "OPGRAFT_SHADOW is ignored: on_mismatch='explode'"),
     ],
 )
 def test_opgraft_shadow(value: str, printed: str, logged: str) -> None:
@@ -462,6 +459,23 @@ def test_opgraft_shadow(value: str, printed: str, logged: str) -> None:
     )
     assert done.stdout.strip() == printed, done.stderr
     assert logged in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "logged"),
+    [
+        ("0", ""),
+        ("often", "OPGRAFT_SHADOW is ignored: rate=nan"),
+        ("1:explode", "OPGRAFT_SHADOW is ignored: on_mismatch='explode'"),
+    ],
+)
+def test_opgraft_shadow_that_turns_nothing_on(
+    value: str, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OPGRAFT_SHADOW", value)
+    shadow._from_environment()  # what importing it calls
+    assert shadow.current() is None
+    assert logged in caplog.text and bool(logged) == bool(caplog.text)
 
 
 @pytest.mark.skipif(_core.in_use() is None, reason="this is the router in Python")

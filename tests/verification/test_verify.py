@@ -482,6 +482,18 @@ def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
     assert len(ElementTree.parse(tmp_path / "report.xml").getroot()) == len(overrides)
 
 
+@pytest.mark.gpu
+def test_the_first_party_pack_passes_on_a_gpu() -> None:
+    done = command("opgraft-kernels", "--json", TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    overrides = json.loads(done.stdout)["overrides"]
+    assert overrides and {override["dispatch_key"] for override in overrides} == {"CUDA"}
+    for override in overrides:
+        print(override["name"], override["samples"], override["hits"], override["misses"])
+        assert override["hits"] > 5 and override["misses"] > 5
+        assert override["checks"]["values"]["verdict"] == "passed"
+
+
 def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from tests.verification.broken import *\nregister('wrong strides')\n"
@@ -496,7 +508,8 @@ def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) ->
     assert report["ok"] is False
     (failure,) = report["overrides"][0]["failures"]
     assert re.search(r"output 0 (has|with) strides \(1, \d+\)", failure["message"])
-    table = command("--import", "mine", "--no-opinfo", PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
+    quick = ("--no-opinfo", "--check", "hit", "--check", "strides")
+    table = command("--import", "mine", *quick, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
     assert "wrong strides" in table and "FAILED strides" in table and "call.check" in table
 
 
