@@ -428,7 +428,7 @@ def _leaf(
     return LAYOUTS[layout](tensor * 1 if requires_grad and layout != "contiguous" else tensor)
 
 
-def _draw_leaf(rng: random.Random, kind: Kind) -> tuple[Any, ...]:
+def _draw_leaf(rng: random.Random, kind: Kind, differentiable: bool) -> tuple[Any, ...]:
     while True:
         shape = tuple(rng.choice(SIZES) for _ in range(rng.choice((0, 1, 2, 2, 2, 3, 3))))
         if torch.Size(shape).numel() <= MAX_NUMEL:
@@ -438,7 +438,7 @@ def _draw_leaf(rng: random.Random, kind: Kind) -> tuple[Any, ...]:
         rare = (torch.float64, torch.bfloat16, torch.float16, torch.int64)
         dtype = rng.choice((*[torch.float32] * 5, *rare))
     layout = rng.choice(("contiguous", "contiguous", *LAYOUTS))
-    requires_grad = dtype.is_floating_point and rng.random() < 0.5
+    requires_grad = dtype.is_floating_point and rng.random() < 0.5 and differentiable
     return shape, dtype, layout, requires_grad, rng.randrange(2**31)
 
 
@@ -469,7 +469,10 @@ def make(seed: int, kind: Kind, overridden: Sequence[str], device: str = "cpu") 
         if output >= 2 and rng.random() < 0.85:
             step = _draw_step(rng, rng.choices(names, weights)[0], registers, output)
         if step is None:
-            step = Step("leaf", (), _draw_leaf(rng, kind), output)
+            # Where a tensor of inference mode requires grad, autograd records what a kernel is made
+            # of outside of that mode: nothing of native's, and all of an impl's.
+            differentiable = "inference_mode" not in modes
+            step = Step("leaf", (), _draw_leaf(rng, kind, differentiable), output)
         step = replace(step, modes=modes, off=off)
         steps.append(step)
         execute(step, registers, device)
