@@ -92,7 +92,8 @@ def _save(result: dict[str, Any], device: str) -> str:
     name = _common.cpu_name() if device == "cpu" else torch.cuda.get_device_name()
     failures = result.pop("failures")
     record = {**result, "differences": len(failures)}
-    path = _common.save("fuzz", name, [record], failures=failures)
+    command = " ".join(["python -m tests.fuzz", *sys.argv[1:]])
+    path = _common.save("fuzz", name, [record], command=command, failures=failures)
     result["failures"] = failures
     return str(path)
 
