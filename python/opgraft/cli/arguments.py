@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opgraft.schema import Argument, Call, Op
+from opgraft.schema import Argument, Op
 
 
 class ArgumentError(ValueError):
@@ -243,12 +243,6 @@ _USUAL: tuple[tuple[Callable[[Argument], bool], Callable[[Any, Argument], Any]],
     (lambda a: a.kind == "List[bool]", lambda _, a: [True] * a.list_size),
 )
 _FROM_FIRST = (_like, _last_size, _dtype)
-
-
-def call(op: Op, given: dict[str, Given]) -> Call:
-    """The call itself, bound to the schema."""
-    args, kwargs = called_with(op, given)
-    return op.bind(args, kwargs)
 
 
 def show(value: Any) -> str:
