@@ -1,8 +1,7 @@
 """A virtual environment with opgraft and packs as a user has them: installed as wheels.
 
-For tests and benchmarks of what happens at `import torch`. The environment borrows torch and
-everything else that is installed here by links, opgraft's own distributions aside; the compiled
-core is copied into it, as compiling one would take a minute.
+For tests and benchmarks of what happens at `import torch`. The environment borrows torch, and what
+else is needed, by links; the compiled core is copied into it, as compiling one would take a minute.
 """
 
 from __future__ import annotations
@@ -12,8 +11,12 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 # What decides what opgraft and Triton do: an environment begins without any of it.
@@ -82,11 +85,10 @@ def make(folder: Path) -> Environment:
     environment = Environment(folder)
     borrowed = folder / "borrowed"
     borrowed.mkdir()
-    for place in filter(_holds_packages, map(Path, sys.path)):
-        for entry in place.iterdir():
-            link = borrowed / entry.name
-            if "opgraft" not in entry.name and not link.exists():
-                link.symlink_to(entry)
+    for file in _files_of(_with_requirements(*_BORROWED)):
+        link = borrowed / file.name
+        if not link.exists():
+            link.symlink_to(file)
     (environment.packages / "borrowed.pth").write_text(f"{borrowed}\n")
     pip = folder / "bin" / "pip"
     pip.write_text(f'#!/bin/sh\nexec "{environment.python}" -m pip "$@"\n')
@@ -94,8 +96,43 @@ def make(folder: Path) -> Environment:
     return environment
 
 
-def _holds_packages(place: Path) -> bool:
-    return place.name in ("site-packages", "dist-packages") and place.is_dir()
+# What opgraft, its packs and their tests need, and what installs them.
+_BORROWED = (
+    "torch",
+    "triton",
+    "numpy",
+    "click",
+    "packaging",
+    "rich",
+    "pytest",
+    "pip",
+    "setuptools",
+)
+
+
+def _with_requirements(*names: str) -> list[metadata.Distribution]:
+    """The distributions of these names that are installed, with all that they require."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting = list(names)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found:
+            continue
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        for requirement in map(Requirement, found[name].requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(requirement.name)
+    return list(found.values())
+
+
+def _files_of(distributions: Iterable[metadata.Distribution]) -> Iterator[Path]:
+    """The files and folders of distributions in the folder that they are installed in."""
+    for distribution in distributions:
+        names = {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}
+        yield from (Path(str(distribution.locate_file(name))) for name in sorted(names))
 
 
 def wheel(project: Path, folder: Path) -> Path:

@@ -20,6 +20,10 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("triton", "cutlass", "tvm_ffi", "torch._inductor", "torch._dynamo", "packaging.specifiers")
+NOT_NEEDED_TO_REGISTER = (
+    *("cli", "control", "tracing", "explanation", "verification", "wrapped_number"),
+    *("cutedsl_utils", "router.saved_calls"),
+)
 # A user's script. What comes after it is the test's.
 SCRIPT = """
 import torch
@@ -135,6 +139,9 @@ def test_it_imports_nothing_heavy_and_starts_no_cuda(
     assert found["packs"] == {"fast-softmax": ["active", ""], "opgraft-kernels": ["active", ""]}
     assert {"fast_softmax.softmax", "opgraft_kernels.rms_norm.backward"} < set(found["hits"])
     assert not set(HEAVY) & set(found["modules"])
+    # Every `import torch` pays for these. What only some programs need is imported by them.
+    ours = {name for name in found["modules"] if name.startswith("opgraft.")}
+    assert not ours & {f"opgraft.{name}" for name in NOT_NEEDED_TO_REGISTER}
 
 
 def test_every_process_that_is_spawned_has_them(environment: Environment, tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def check_dispatch_key(dispatch_key: str) -> None:
     Raises:
         RegistrationError: it is not a dense backend key.
     """
-    if dispatch_key in BACKEND_KEYS and dispatch_key in torch._C.DispatchKey.__members__:
+    if dispatch_key in BACKEND_KEYS and hasattr(torch._C.DispatchKey, dispatch_key):
         return
     mend = f"use a backend key, one of {', '.join(BACKEND_KEYS)}"
     if dispatch_key == "Meta" or str(dispatch_key).startswith("Composite"):

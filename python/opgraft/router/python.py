@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from opgraft import wrapped_number
 from opgraft.registry import Chain, Override
 from opgraft.router import (
     composite,
@@ -68,6 +67,8 @@ class PythonRouter:
         self._install(chain)
 
     def _install(self, chain: Chain) -> None:
+        from opgraft import wrapped_number
+
         op, key = chain.op, chain.dispatch_key
         wrapped_number.seeds()
         self.is_composite = dispatcher.is_composite(op, key)
