@@ -10,6 +10,7 @@
 #include <torch/version.h>
 
 #include <chrono>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -22,6 +23,8 @@
 #include "derivative.h"
 #include "observer.h"
 #include "opaque.h"
+#include "plan_impl.h"
+#include "plan_recorder.h"
 #include "python_impl.h"
 #include "router.h"
 #include "shadow.h"
@@ -199,6 +202,50 @@ py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
   return handle.signature->pop_results(stack);
 }
 
+// --------------------------------------------------------------------------- launch plans
+
+void set_plans(Override& self, const RouterHandle& router, py::object override,
+               std::shared_ptr<PlanTable> table, py::object record,
+               const std::optional<std::vector<NodeTuple>>& unplanned, bool takes_keyset,
+               bool writes) {
+  PlannedImpl::Options options;
+  options.table = std::move(table);
+  options.signature = router.signature;
+  options.override = PythonRef(std::move(override));
+  options.record = PythonRef(std::move(record));
+  options.capturing = PythonRef(py::reinterpret_borrow<py::object>(router.hooks->capturing.get()));
+  if (unplanned) options.unplanned.emplace(to_condition(*unplanned));
+  options.takes_keyset = takes_keyset;
+  options.writes = writes;
+  self.impl = std::make_unique<PlannedImpl>(std::move(self.impl), std::move(options));
+}
+
+std::shared_ptr<Recorder> make_recorder(const RouterHandle& router, const py::tuple& values,
+                                        c10::Device device) {
+  torch::jit::Stack arguments;
+  router.signature->push_arguments(values, arguments);
+  return std::make_shared<Recorder>(router.router->op().schema(), std::move(arguments), device);
+}
+
+// The plan of what was recorded; None where something was refused. `keep` lives as long as it does.
+std::shared_ptr<Plan> finish_recording(const RouterHandle& router, Recorder& recorder,
+                                       const py::object& result, py::object keep) {
+  const auto results = router.signature->to_results(result, "a recorded impl");
+  return std::const_pointer_cast<Plan>(recorder.finish(results, PythonRef(std::move(keep))));
+}
+
+py::object replay_plan(const RouterHandle& router, const Plan& plan, const py::tuple& values,
+                       bool poisons) {
+  torch::jit::Stack stack;
+  router.signature->push_arguments(values, stack);
+  Call call{router.router->op(), c10::DispatchKeySet(), stack, router.router->arguments()};
+  {
+    const py::gil_scoped_release release;
+    plan.replay(call, poisons);
+  }
+  return router.signature->pop_results(stack);
+}
+
 Selector to_selector(const py::dict& fields) {
   const auto get = [&fields](const char* key) -> std::optional<std::string> {
     if (!fields.contains(key) || fields[key].is_none()) return std::nullopt;
@@ -243,6 +290,24 @@ void plus_one(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   const auto first = torch::jit::peek(*stack, 0, count).toTensor();
   torch::jit::drop(*stack, count);
   stack->emplace_back(at::add(first, 1));
+}
+
+// Whether a call of an op on another thread gets to its end while this one holds the GIL.
+bool needs_no_gil(const std::string& name, const std::string& overload,
+                  const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  torch::jit::Stack arguments(tensors.begin(), tensors.end());
+  for (const auto& value : rest) {
+    const auto& type = op.schema().arguments()[arguments.size()].type();
+    arguments.push_back(torch::jit::toIValue(value, type));
+  }
+  auto call = std::async(std::launch::async, [&op, stack = arguments]() mutable {
+    op.callBoxed(&stack);
+  });
+  const bool done = call.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+  const py::gil_scoped_release release;
+  call.get();
+  return done;
 }
 
 // Calls an op from a thread that Python never saw, `times` times; returns the seconds of one call.
@@ -290,6 +355,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def("add", [](Counter& self) { self.add(); })
       .def("total", &Counter::total);
 
+  bind_plans(core);
+
   py::class_<Override, std::shared_ptr<Override>>(core, "Override")
       .def(py::init(&make_override), py::arg("identity"), py::arg("hits"), py::arg("misses"),
            py::arg("fallbacks"))
@@ -323,7 +390,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            "Keep it from calls of the kind of these values; false: it cannot tell kinds apart.")
       .def("shadowed", &make_shadowed, py::arg("router"), py::arg("override"), py::arg("begin"),
            py::arg("end"), py::arg("rate"),
-           "The same override, a share of whose hits is compared with the native kernel.");
+           "The same override, a share of whose hits is compared with the native kernel.")
+      .def("set_plans", &set_plans, py::arg("router"), py::arg("override"), py::arg("table"),
+           py::arg("record"), py::arg("unplanned"), py::arg("takes_keyset"), py::arg("writes"),
+           "Let its impl be recorded and replayed.");
 
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"),
@@ -334,6 +404,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
              self.router->publish(Chain(chain.begin(), chain.end()));
            })
       .def("call_native", &call_native, py::arg("keyset"), py::arg("values"))
+      .def("recorder", &make_recorder, py::arg("values"), py::arg("device"))
+      .def("finish", &finish_recording, py::arg("recorder"), py::arg("result"), py::arg("keep"))
+      .def("replay", &replay_plan, py::arg("plan"), py::arg("values"), py::arg("poisons"))
       .def_property_readonly(
           "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
       .def_property_readonly(
@@ -397,5 +470,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   core.def("call_on_a_thread", &call_on_a_thread, py::arg("name"), py::arg("overload"),
            py::arg("tensors"), py::arg("rest"), py::arg("times"),
            "For tests: calls an op from a thread that Python never saw.");
+  core.def("needs_no_gil", &needs_no_gil, py::arg("name"), py::arg("overload"), py::arg("tensors"),
+           py::arg("rest"),
+           "For tests: whether a call on another thread ends while this one holds the GIL.");
   core.attr("plus_one") = py::capsule(reinterpret_cast<void*>(&plus_one));
 }

@@ -1,0 +1,581 @@
+#include "plan.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/TensorOptions.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+
+namespace opgraft {
+
+// --------------------------------------------------------------------------- PlanKey
+
+namespace {
+
+enum class KeyTag : uint64_t { Tensor = 1, None, Integer, Real, Boolean, Complex, String, Device, List };
+
+uint64_t tagged(KeyTag tag, uint64_t rest) {
+  return static_cast<uint64_t>(tag) | rest << 8;
+}
+
+uint64_t bits(double value) {
+  uint64_t result = 0;
+  std::memcpy(&result, &value, sizeof(result));
+  return result;
+}
+
+bool is_undefined(const c10::TensorImpl& tensor) {
+  return &tensor == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton());
+}
+
+}  // namespace
+
+inline uint64_t* PlanKey::room(size_t count) noexcept {
+  if (C10_UNLIKELY(size_ + count > kWords)) return nullptr;
+  uint64_t* words = words_.data() + size_;
+  size_ += count;
+  return words;
+}
+
+bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
+  if (is_undefined(tensor)) {
+    auto* word = room(1);
+    if (word != nullptr) *word = tagged(KeyTag::None, 1);
+    return word != nullptr;
+  }
+  const auto sizes = tensor.sizes();
+  const size_t rank = sizes.size();
+  const c10::Device device = tensor.device();
+  // A number: the host reads it for nothing, and an impl may hand it to a kernel as one.
+  const bool is_number = rank == 0 && device.is_cpu();
+  auto* words = room(1 + 2 * rank + (is_number ? 2 : 0));
+  if (C10_UNLIKELY(words == nullptr || tensors_ == seen_.size() || !tensor.has_storage())) {
+    return false;
+  }
+  // An impl may ask `q is k`, and one address may then stand for both.
+  size_t same = 0;
+  while (same < tensors_ && seen_[same] != &tensor) ++same;
+  seen_[tensors_++] = &tensor;
+  const uintptr_t address = first_address(tensor);
+  *words++ = tagged(KeyTag::Tensor, static_cast<uint8_t>(c10::typeMetaToScalarType(tensor.dtype()))) |
+             static_cast<uint64_t>(rank & 0xFF) << 16 |
+             static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 24 |
+             static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 32 |
+             static_cast<uint64_t>(address & 15) << 40 |
+             static_cast<uint64_t>(tensor.requires_grad()) << 44 |
+             static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 |
+             static_cast<uint64_t>(same) << 48;
+  const auto strides = tensor.strides();
+  for (size_t i = 0; i < rank; ++i) *words++ = static_cast<uint64_t>(sizes[i]);
+  for (size_t i = 0; i < rank; ++i) *words++ = static_cast<uint64_t>(strides[i]);
+  if (C10_UNLIKELY(is_number)) {
+    words[0] = words[1] = 0;
+    if (address != 0) {
+      std::memcpy(words, reinterpret_cast<const void*>(address),
+                  std::min(2 * sizeof(uint64_t), tensor.itemsize()));
+    }
+  }
+  return true;
+}
+
+bool PlanKey::add(const c10::IValue& value) noexcept {
+  if (value.isTensor()) return add(*value.unsafeToTensorImpl());
+  if (value.isList()) {
+    const auto items = value.toListRef();
+    auto* head = room(1);
+    if (head == nullptr) return false;
+    *head = tagged(KeyTag::List, items.size());
+    for (const c10::IValue& item : items) {
+      if (!add(item)) return false;
+    }
+    return true;
+  }
+  if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    const size_t count = (text.size() + sizeof(uint64_t) - 1) / sizeof(uint64_t);
+    auto* words = room(1 + count);
+    if (words == nullptr) return false;
+    words[0] = tagged(KeyTag::String, text.size());
+    std::fill_n(words + 1, count, 0);
+    std::memcpy(words + 1, text.data(), text.size());
+    return true;
+  }
+  const bool is_complex = value.isComplexDouble();
+  auto* words = room(is_complex ? 3 : 2);
+  if (words == nullptr) return false;
+  words[1] = 0;
+  if (value.isInt()) {
+    words[0] = tagged(KeyTag::Integer, 0);
+    words[1] = static_cast<uint64_t>(value.toInt());
+  } else if (value.isNone()) {
+    words[0] = tagged(KeyTag::None, 0);
+  } else if (value.isBool()) {
+    words[0] = tagged(KeyTag::Boolean, value.toBool() ? 1 : 0);
+  } else if (value.isDouble()) {
+    words[0] = tagged(KeyTag::Real, 0);
+    words[1] = bits(value.toDouble());
+  } else if (is_complex) {
+    const auto number = value.toComplexDouble();
+    words[0] = tagged(KeyTag::Complex, 0);
+    words[1] = bits(number.real());
+    words[2] = bits(number.imag());
+  } else if (value.isDevice()) {
+    const c10::Device device = value.toDevice();
+    words[0] = tagged(KeyTag::Device, static_cast<uint8_t>(device.type()));
+    words[1] = static_cast<uint8_t>(device.index());
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool PlanKey::read(const Call& call, bool takes_keyset) noexcept {
+  const auto thread = c10::impl::tls_local_dispatch_key_set();
+  auto* words = room(4);
+  words[0] = thread.included_.raw_repr();
+  words[1] = thread.excluded_.raw_repr();
+  words[2] = c10::GradMode::is_enabled() ? 1 : 0;
+  words[3] = takes_keyset ? call.keyset.raw_repr() : 0;
+  for (const c10::IValue* value = call.begin(); value != call.end(); ++value) {
+    if (!add(*value)) return false;
+  }
+  // Two chains, because a multiplication takes longer than the next one has to wait.
+  uint64_t even = 0x9E3779B97F4A7C15ull;
+  uint64_t odd = 0xC2B2AE3D27D4EB4Full;
+  for (size_t i = 0; i < size_; i += 2) {
+    even = (even ^ words_[i]) * 0xFF51AFD7ED558CCDull;
+    even ^= even >> 32;
+    if (i + 1 < size_) {
+      odd = (odd ^ words_[i + 1]) * 0xC4CEB9FE1A85EC53ull;
+      odd ^= odd >> 32;
+    }
+  }
+  hash_ = (even ^ odd << 1) * 0xFF51AFD7ED558CCDull;
+  hash_ ^= hash_ >> 32;
+  return true;
+}
+
+bool PlanKey::operator==(const std::vector<uint64_t>& words) const noexcept {
+  return words.size() == size_ &&
+         std::memcmp(words.data(), words_.data(), size_ * sizeof(uint64_t)) == 0;
+}
+
+// --------------------------------------------------------------------------- Fingerprint
+
+void Fingerprint::add(const std::string& text) {
+  add(text.size());
+  add(text.data(), text.size());
+}
+
+void Fingerprint::add(const std::vector<int64_t>& numbers) {
+  add(numbers.size());
+  for (const int64_t number : numbers) add(static_cast<uint64_t>(number));
+}
+
+void Fingerprint::add(const Pointer& pointer) {
+  add(static_cast<uint64_t>(pointer.base));
+  add(static_cast<uint64_t>(pointer.leaf.argument));
+  add(static_cast<uint64_t>(pointer.leaf.item));
+  add(static_cast<uint64_t>(pointer.memory));
+  add(static_cast<uint64_t>(pointer.offset));
+}
+
+void Fingerprint::add(const View& view) {
+  add(view.pointer);
+  add(static_cast<uint64_t>(view.dtype));
+  add(view.sizes);
+  add(view.strides);
+}
+
+void Fingerprint::add(const c10::IValue& constant) {
+  add(constant.tagKind());
+  if (constant.isTensor()) {  // a number that an op got as a tensor
+    if (constant.toTensor().defined()) add(constant.toTensor().toString());
+    if (constant.toTensor().defined()) add(c10::IValue(constant.toTensor().item()));
+  } else if (constant.isList()) {
+    add(constant.toListRef().size());
+    for (const c10::IValue& item : constant.toListRef()) add(item);
+  } else if (constant.isDouble()) {
+    add(bits(constant.toDouble()));
+  } else {
+    std::ostringstream text;
+    text << constant;
+    add(text.str());
+  }
+}
+
+void Fingerprint::add(const Operand& operand) {
+  add(static_cast<uint64_t>(operand.kind));
+  switch (operand.kind) {
+    case Operand::Kind::Constant:
+      add(operand.constant);
+      break;
+    case Operand::Kind::Argument:
+      add(static_cast<uint64_t>(operand.leaf.argument));
+      add(static_cast<uint64_t>(operand.leaf.item));
+      break;
+    case Operand::Kind::Result:
+      add(static_cast<uint64_t>(operand.memory));
+      break;
+    case Operand::Kind::View:
+      add(*operand.view);
+      break;
+    case Operand::Kind::List:
+      add(operand.items.size());
+      for (const Operand& item : operand.items) add(item);
+      break;
+  }
+}
+
+void visit(const Operand& operand, const Step::Visitor& visitor) {
+  if (operand.kind == Operand::Kind::Result) visitor(operand.memory, true);
+  if (operand.kind == Operand::Kind::View &&
+      operand.view->pointer.base == Pointer::Base::Memory) {
+    visitor(operand.view->pointer.memory, true);
+  }
+  for (const Operand& item : operand.items) visit(item, visitor);
+}
+
+// --------------------------------------------------------------------------- Allocation
+
+void Allocation::run(Replay& replay) const {
+  Memory& memory = replay.memory(memory_);
+  c10::DataPtr data = allocator_->allocate(nbytes_);
+  memory.address = static_cast<char*>(data.get());
+  if (C10_LIKELY(!as_storage_ && !replay.poisons())) {
+    memory.data = std::move(data);
+    return;
+  }
+  memory.storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), nbytes_, std::move(data), allocator_,
+      /*resizable=*/true));
+  if (C10_UNLIKELY(replay.poisons()) && nbytes_ > 0) {
+    View all;
+    all.pointer.base = Pointer::Base::Memory;
+    all.pointer.memory = memory_;
+    all.dtype = c10::kByte;
+    all.sizes = {static_cast<int64_t>(nbytes_)};
+    all.contiguous = true;
+    replay.tensor(all).fill_(0xFF);
+  }
+}
+
+void Allocation::describe(Fingerprint& fingerprint) const {
+  fingerprint.add(std::string("allocate"));
+  fingerprint.add(static_cast<uint64_t>(memory_));
+  fingerprint.add(nbytes_);
+  fingerprint.add(reinterpret_cast<uint64_t>(allocator_));
+}
+
+std::string Allocation::text() const {
+  return "allocate " + std::to_string(nbytes_) + " bytes";
+}
+
+// --------------------------------------------------------------------------- Replay
+
+void* Replay::stream() {
+  if (!stream_) {
+    stream_ = nullptr;
+    if (!device_.is_cpu()) {
+      const auto* backend = c10::impl::getDeviceGuardImpl(device_.type());
+      stream_ = backend->getStreamNativeHandle(backend->getStream(device_));
+    }
+  }
+  return *stream_;
+}
+
+char* Replay::address(const Pointer& pointer) {
+  switch (pointer.base) {
+    case Pointer::Base::Null:
+      return nullptr;
+    case Pointer::Base::Argument: {
+      // As Python's `data_ptr()` does: it makes a copy-on-write tensor real.
+      auto* tensor = argument(pointer.leaf).unsafeToTensorImpl();
+      return static_cast<char*>(tensor->mutable_data()) + pointer.offset;
+    }
+    case Pointer::Base::Memory:
+      return memory(pointer.memory).address + pointer.offset;
+  }
+  return nullptr;
+}
+
+at::Tensor Replay::tensor(const View& view) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(view.dtype));
+  int64_t offset = view.pointer.offset;
+  c10::Storage storage;
+  if (view.pointer.base == Pointer::Base::Argument) {
+    const auto* tensor = argument(view.pointer.leaf).unsafeToTensorImpl();
+    storage = tensor->storage();
+    offset += tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
+  } else {
+    const Memory& from = memory(view.pointer.memory);
+    storage = from.result.defined() ? from.result.storage() : from.storage;
+  }
+  auto result = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage),
+      c10::DispatchKeySet(c10::computeDispatchKey(view.dtype, c10::kStrided, device_)),
+      c10::scalarTypeToTypeMeta(view.dtype));
+  auto* impl = result.unsafeGetTensorImpl();
+  if (view.contiguous && offset == 0) {
+    impl->set_sizes_contiguous(view.sizes);
+  } else {
+    impl->set_sizes_and_strides(view.sizes, view.strides, offset / itemsize);
+  }
+  return result;
+}
+
+c10::IValue Replay::value(const Operand& operand) {
+  switch (operand.kind) {
+    case Operand::Kind::Constant:
+      return operand.constant;
+    case Operand::Kind::Argument:
+      return argument(operand.leaf);
+    case Operand::Kind::Result:
+      return memory(operand.memory).result;
+    case Operand::Kind::View:
+      return tensor(*operand.view);
+    case Operand::Kind::List: {
+      c10::impl::GenericList list(operand.constant.toList().elementType());
+      for (const Operand& item : operand.items) list.push_back(value(item));
+      return list;
+    }
+  }
+  return {};
+}
+
+// --------------------------------------------------------------------------- Plan
+
+Plan::Plan(c10::Device device, std::vector<std::unique_ptr<Step>> steps,
+           std::vector<Operand> outputs, size_t memories, bool watches_hooks, PythonRef keep)
+    : device_(device),
+      outputs_(std::move(outputs)),
+      memories_(memories),
+      watches_hooks_(watches_hooks),
+      keep_(std::move(keep)) {
+  schedule(std::move(steps));
+  Fingerprint fingerprint;
+  for (const Scheduled& each : steps_) each.step->describe(fingerprint);
+  fingerprint.add(outputs_.size());
+  for (const Operand& output : outputs_) fingerprint.add(output);
+  fingerprint_ = fingerprint.text();
+}
+
+void Plan::schedule(std::vector<std::unique_ptr<Step>> steps) {
+  constexpr size_t kNever = SIZE_MAX;
+  std::vector<size_t> last(memories_, kNever);
+  std::vector<bool> as_tensor(memories_, false);
+  for (size_t index = 0; index < steps.size(); ++index) {
+    const bool allocates = dynamic_cast<Allocation*>(steps[index].get()) != nullptr;
+    steps[index]->visit([&](int32_t memory, bool tensor) {
+      if (allocates) return;
+      last[static_cast<size_t>(memory)] = index;
+      if (tensor) as_tensor[static_cast<size_t>(memory)] = true;
+    });
+  }
+  for (const Operand& output : outputs_) {
+    visit(output, [&](int32_t memory, bool) {
+      last[static_cast<size_t>(memory)] = steps.size();
+      as_tensor[static_cast<size_t>(memory)] = true;
+    });
+  }
+  for (size_t index = 0; index < steps.size(); ++index) {
+    if (auto* allocation = dynamic_cast<Allocation*>(steps[index].get())) {
+      const auto memory = static_cast<size_t>(allocation->memory());
+      if (last[memory] == kNever) continue;  // nobody uses it
+      if (as_tensor[memory]) allocation->need_storage();
+    }
+    Scheduled scheduled{std::move(steps[index]), {}};
+    for (size_t memory = 0; memory < memories_; ++memory) {
+      if (last[memory] == index) scheduled.releases.push_back(static_cast<int32_t>(memory));
+    }
+    steps_.push_back(std::move(scheduled));
+  }
+}
+
+void Plan::replay(Call& call, bool poisons) const {
+  Replay replay(call.begin(), device_, memories_, poisons);
+  for (const Scheduled& each : steps_) {
+    each.step->run(replay);
+    // As early as the impl would at best: a later allocation may reuse it, in the stream's order.
+    for (const int32_t memory : each.releases) replay.memory(memory) = Memory();
+  }
+  c10::SmallVector<c10::IValue, 4> results;
+  for (const Operand& output : outputs_) results.push_back(replay.value(output));
+  torch::jit::drop(call.stack, call.arguments);
+  for (c10::IValue& result : results) call.stack.push_back(std::move(result));
+}
+
+std::string Plan::text() const {
+  std::string text;
+  for (const Scheduled& each : steps_) {
+    if (!text.empty()) text += "; ";
+    text += each.step->text();
+  }
+  return text;
+}
+
+size_t Plan::launches() const noexcept {
+  return static_cast<size_t>(std::count_if(
+      steps_.begin(), steps_.end(), [](const Scheduled& each) { return each.step->is_launch(); }));
+}
+
+size_t Plan::bytes() const noexcept {
+  size_t bytes = sizeof(*this) + fingerprint_.capacity() + outputs_.size() * sizeof(Operand);
+  for (const Scheduled& each : steps_) {
+    bytes += sizeof(each) + each.step->bytes() + each.releases.size() * sizeof(int32_t);
+  }
+  return bytes;
+}
+
+size_t PlanEntry::bytes() const noexcept {
+  return sizeof(*this) + key.size() * sizeof(uint64_t) + label.capacity() + plan->bytes();
+}
+
+// --------------------------------------------------------------------------- PlanTable
+
+struct PlanTable::Seen {
+  KeyTable<1024> seen;
+  KeyTable<1024> refused;
+};
+
+PlanTable::PlanTable(PlanLimits limits)
+    : limits_(limits), snapshot_(new Snapshot{1, {{0, nullptr}, {0, nullptr}}}),
+      seen_(std::make_unique<Seen>()) {}
+
+PlanTable::~PlanTable() {
+  // Whoever could read it holds a reference to the table.
+  delete snapshot_.load(std::memory_order_relaxed);
+}
+
+const PlanEntry* PlanTable::find(const PlanKey& key) const noexcept {
+  const Snapshot& snapshot = *snapshot_.load(std::memory_order_seq_cst);
+  for (uint64_t slot = key.hash() & snapshot.mask;; slot = (slot + 1) & snapshot.mask) {
+    const auto& [hash, entry] = snapshot.slots[slot];
+    if (entry == nullptr) return nullptr;
+    if (hash == key.hash() && key == entry->key) return entry;
+  }
+}
+
+PlanTable::Next PlanTable::next(const PlanKey& key) noexcept {
+  if (given_up() || seen_->refused.count(key.hash()) > 0) return Next::Refused;
+  if (stopped()) return Next::Stopped;
+  if (seen_->seen.count(key.hash()) > 0) return Next::Record;
+  seen_->seen.add(key.hash());
+  return Next::Wait;
+}
+
+bool PlanTable::stopped() const noexcept {
+  const uint64_t recordings = this->recordings();
+  if (recordings < limits_.free_recordings) return false;
+  return recordings - limits_.free_recordings >= replays_.total() / limits_.replays_per_recording;
+}
+
+bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, std::string label,
+                        uint64_t generation) {
+  auto entry = std::make_shared<PlanEntry>();
+  entry->hash = key.hash();
+  entry->key.assign(key.words(), key.words() + key.size());
+  entry->plan = std::move(plan);
+  entry->label = std::move(label);
+  Garbage garbage;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (generation != generation_.load(std::memory_order_relaxed)) return false;
+    const auto known = std::find_if(entries_.begin(), entries_.end(), [&](const auto& other) {
+      return other->hash == key.hash() && key == other->key;
+    });
+    if (known != entries_.end()) return true;  // another thread was faster
+    if (entries_.size() >= limits_.plans) garbage.entries.push_back(evict());
+    entries_.push_back(std::move(entry));
+    any_.store(true, std::memory_order_relaxed);
+    garbage.snapshot.reset(publish());
+  }
+  retire(std::move(garbage));
+  return true;
+}
+
+void PlanTable::refuse(const PlanKey& key) {
+  seen_->refused.add(key.hash());
+  const uint32_t refusals = refusals_.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (refusals >= limits_.refusals && !any_.load(std::memory_order_relaxed)) {
+    given_up_.store(true, std::memory_order_relaxed);
+  }
+}
+
+void PlanTable::drop(const PlanKey& key) {
+  seen_->refused.add(key.hash());
+  Garbage garbage;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto last = std::partition(entries_.begin(), entries_.end(), [&](const auto& entry) {
+      return entry->hash != key.hash() || !(key == entry->key);
+    });
+    if (last == entries_.end()) return;
+    std::move(last, entries_.end(), std::back_inserter(garbage.entries));
+    entries_.erase(last, entries_.end());
+    garbage.snapshot.reset(publish());
+  }
+  retire(std::move(garbage));
+}
+
+void PlanTable::clear() {
+  Garbage garbage;
+  {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    generation_.fetch_add(1, std::memory_order_relaxed);
+    recordings_.store(replays_.total() / limits_.replays_per_recording, std::memory_order_relaxed);
+    if (entries_.empty()) return;
+    garbage.entries = std::move(entries_);
+    entries_.clear();
+    garbage.snapshot.reset(publish());
+  }
+  retire(std::move(garbage));
+}
+
+std::vector<std::shared_ptr<const PlanEntry>> PlanTable::entries() const {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  return entries_;
+}
+
+const PlanTable::Snapshot* PlanTable::publish() {
+  size_t size = 2;
+  while (size < entries_.size() * 2 + 1) size *= 2;
+  auto fresh = std::make_unique<Snapshot>();
+  fresh->mask = size - 1;
+  fresh->slots.assign(size, {0, nullptr});
+  for (const auto& entry : entries_) {
+    uint64_t slot = entry->hash & fresh->mask;
+    while (fresh->slots[slot].second != nullptr) slot = (slot + 1) & fresh->mask;
+    fresh->slots[slot] = {entry->hash, entry.get()};
+  }
+  return snapshot_.exchange(fresh.release(), std::memory_order_seq_cst);
+}
+
+std::shared_ptr<const PlanEntry> PlanTable::evict() {
+  auto least = entries_.begin();
+  uint64_t fewest = UINT64_MAX;
+  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+    const uint64_t total = (*entry)->replays.total();
+    const uint64_t since = total - (*entry)->replays_before;
+    (*entry)->replays_before = total;
+    if (since < fewest) {
+      fewest = since;
+      least = entry;
+    }
+  }
+  auto evicted = std::move(*least);
+  entries_.erase(least);
+  return evicted;
+}
+
+void PlanTable::retire(Garbage garbage) {
+  // Copyable, as a std::function must be.
+  Epochs::instance().retire([held = std::make_shared<Garbage>(std::move(garbage))] { (void)held; });
+}
+
+}  // namespace opgraft

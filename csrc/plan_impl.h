@@ -1,0 +1,57 @@
+// An impl with launch plans: replays what is recorded, and has Python record the rest.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+
+#include "condition.h"
+#include "plan.h"
+#include "python_impl.h"
+#include "router.h"
+
+namespace opgraft {
+
+class PlannedImpl final : public Impl {
+ public:
+  struct Options {
+    std::shared_ptr<PlanTable> table;
+    std::shared_ptr<const Signature> signature;
+    PythonRef override;
+    PythonRef record;     // record(override, keyset, values, key) -> result
+    PythonRef capturing;  // capturing() -> bool, as PythonHooks has it
+    // Which calls are worth the impl in Python where no plan replays them; none: all, as long as there
+    // may be recordings.
+    std::optional<Condition> unplanned;
+    bool takes_keyset = false;
+    bool writes = false;  // the op writes to its arguments
+  };
+
+  PlannedImpl(std::unique_ptr<Impl> impl, Options options);
+
+  bool run(const Override& override, Call& call, c10::Device device) override;
+  bool wants(const Override& override, Call& call) override { return impl_->wants(override, call); }
+
+ private:
+  enum class Replayed { Yes, NoPlan, NotWhileHooked };
+
+  Replayed replay(const Override& override, Call& call, const PlanKey& key);
+  bool run_unplanned(const Override& override, Call& call, c10::Device device, bool in_python);
+  bool record(const Override& override, Call& call, c10::Device device, const PlanKey& key);
+
+  std::unique_ptr<Impl> impl_;
+  Options options_;
+};
+
+// Triton calls the functions in these lists around each launch, a profiler's for instance: plans of
+// Triton's kernels are not replayed while one of them holds something. `holders` are dictionaries in
+// which an entry more than now means that someone put other hooks in the lists' place; `changed()` then
+// says whether that is so.
+void watch_launch_hooks(const std::vector<py::list>& lists, const std::vector<py::dict>& holders,
+                        py::object changed);
+
+// Plans, tables and recorders, for Python.
+void bind_plans(py::module_& core);
+
+}  // namespace opgraft

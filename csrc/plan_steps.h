@@ -1,0 +1,268 @@
+// The steps of a plan that run something: kernels of the CUDA driver, functions of tvm-ffi (which is
+// how CuteDSL launches), C functions, and other ops.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plan.h"
+
+namespace opgraft {
+
+// --------------------------------------------------------------------------- parameters of a kernel
+
+// A CUtensorMap: what a kernel that loads tiles by TMA gets for a tensor, its address inside.
+struct alignas(128) TensorMap {
+  std::array<uint64_t, 16> words{};
+};
+
+// A kernel's parameters, as the driver takes them: an address for each, of up to 8 bytes or of a map.
+class Parameters {
+ public:
+  void add_value(uint64_t bits) { slots_.push_back(bits); }
+  void add_pointer(const Pointer& pointer);
+  void add_tensor_map(const TensorMap& map, const Pointer& pointer);
+
+  size_t size() const noexcept { return slots_.size(); }
+  void describe(Fingerprint& fingerprint) const;
+  void visit(const Step::Visitor& visitor) const;
+  size_t bytes() const noexcept;
+
+  // The parameters of one launch, on its stack.
+  class Filled {
+   public:
+    Filled(const Parameters& parameters, Replay& replay);
+    Filled(const Filled&) = delete;
+    Filled& operator=(const Filled&) = delete;
+    void** get() noexcept { return addresses_.data(); }
+
+   private:
+    c10::SmallVector<uint64_t, 24> slots_;
+    c10::SmallVector<void*, 24> addresses_;
+    std::vector<TensorMap> maps_;
+  };
+
+ private:
+  struct Patch {
+    size_t slot;
+    Pointer pointer;
+  };
+  struct Map {
+    size_t slot;
+    Pointer pointer;
+    TensorMap map;
+  };
+
+  std::vector<uint64_t> slots_;
+  std::vector<Patch> pointers_;
+  std::vector<Map> maps_;
+};
+
+// --------------------------------------------------------------------------- kernels
+
+// The C interface of the CUDA driver (its cuda.h), as far as it is used here. The core is built without
+// CUDA's headers, and loads the driver when a kernel is first recorded;
+// tests/plan/test_cuda_interface.py compares the two.
+namespace cuda {
+
+struct LaunchAttribute {
+  enum Id : uint32_t {
+    kCooperative = 2,
+    kClusterDimension = 4,
+    kClusterSchedulingPolicyPreference = 5,
+    kProgrammaticStreamSerialization = 6,
+  };
+  static constexpr uint32_t kSpread = 1;  // a cluster scheduling policy
+
+  alignas(8) uint32_t id = 0;
+  uint32_t padding = 0;
+  std::array<uint32_t, 16> value{};
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint32_t shared;
+  void* stream;
+  const LaunchAttribute* attributes;
+  uint32_t attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
+}  // namespace cuda
+
+struct CudaLaunchShape {
+  std::array<uint32_t, 3> grid{1, 1, 1};  // in programs
+  uint32_t threads = 32;
+  uint32_t shared = 0;     // bytes of dynamic shared memory
+  uint32_t cluster = 1;    // thread blocks in a program, along x
+  bool cooperative = false;
+  bool dependent = false;  // programmatic dependent launch
+};
+
+// A kernel of a module that the CUDA driver has loaded.
+class CudaLaunch final : public Step {
+ public:
+  CudaLaunch(uint64_t function, CudaLaunchShape shape, Parameters parameters, std::string name);
+
+  void run(Replay& replay) const override;
+  void describe(Fingerprint& fingerprint) const override;
+  std::string text() const override;
+  void visit(const Visitor& visitor) const override { parameters_.visit(visitor); }
+  bool is_launch() const noexcept override { return true; }
+  size_t bytes() const noexcept override { return sizeof(*this) + parameters_.bytes(); }
+
+ private:
+  void* function_;
+  CudaLaunchShape shape_;
+  std::vector<cuda::LaunchAttribute> attributes_;
+  Parameters parameters_;
+  std::string name_;
+};
+
+// The sizes of a kernel's parameters in bytes, as its module has them; empty where the driver is too
+// old to tell.
+std::vector<size_t> cuda_parameter_sizes(uint64_t function);
+
+// A C function, `void f(void** parameters, int32_t count)`: a kernel on the CPU.
+class FunctionCall final : public Step {
+ public:
+  using Function = void (*)(void** parameters, int32_t count);
+  FunctionCall(Function function, Parameters parameters, std::string name)
+      : function_(function), parameters_(std::move(parameters)), name_(std::move(name)) {}
+
+  void run(Replay& replay) const override;
+  void describe(Fingerprint& fingerprint) const override;
+  std::string text() const override { return "call " + name_; }
+  void visit(const Visitor& visitor) const override { parameters_.visit(visitor); }
+  bool is_launch() const noexcept override { return true; }
+  size_t bytes() const noexcept override { return sizeof(*this) + parameters_.bytes(); }
+
+ private:
+  Function function_;
+  Parameters parameters_;
+  std::string name_;
+};
+
+// --------------------------------------------------------------------------- tvm-ffi
+
+// The C interface of tvm-ffi (its c_api.h, and DLPack's tensor), as far as it is used here.
+namespace ffi {
+
+enum TypeIndex : int32_t {
+  kNone = 0,
+  kInt = 1,
+  kBool = 2,
+  kFloat = 3,
+  kOpaquePtr = 4,
+  kDataType = 5,
+  kDevice = 6,
+  kDLTensorPtr = 7,
+  kSmallStr = 11,
+  kObjectBegin = 64,
+  kShape = 69,
+  kTensor = 70,
+};
+
+struct Any {
+  int32_t type_index = kNone;
+  uint32_t padding = 0;
+  union {
+    int64_t integer = 0;
+    void* pointer;
+  };
+};
+
+struct Tensor {  // DLTensor
+  void* data;
+  struct {
+    int32_t type, id;
+  } device;
+  int32_t ndim;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+
+// What the head of every object is; a tensor object has a DLTensor behind it.
+struct Object {
+  uint64_t references;
+  int32_t type_index;
+  uint32_t padding;
+  void* deleter;
+};
+
+using Function = int (*)(void* self, const Any* arguments, int32_t count, Any* result);
+
+}  // namespace ffi
+
+class FfiCall final : public Step {
+ public:
+  struct Argument {
+    ffi::Any value{};         // but for tensors and the stream
+    bool is_stream = false;
+    bool is_tensor = false;
+    Pointer pointer{};        // of a tensor
+    ffi::Tensor tensor{};
+    std::vector<int64_t> shape{};
+    std::vector<int64_t> strides{};
+  };
+
+  // `handle`: of the function object, which the plan keeps alive.
+  FfiCall(uint64_t handle, std::vector<Argument> arguments);
+
+  void run(Replay& replay) const override;
+  void describe(Fingerprint& fingerprint) const override;
+  std::string text() const override { return "call a tvm-ffi function"; }
+  void visit(const Visitor& visitor) const override;
+  bool is_launch() const noexcept override { return true; }
+  size_t bytes() const noexcept override;
+
+ private:
+  void* handle_;
+  std::vector<Argument> arguments_;
+  size_t tensors_ = 0;
+};
+
+// Calls a tvm-ffi function by its handle.
+int call_ffi(void* handle, const ffi::Any* arguments, int32_t count, ffi::Any* result);
+
+// --------------------------------------------------------------------------- other ops
+
+// A call of another op, through the dispatcher as the impl made it.
+class BoxedCall final : public Step {
+ public:
+  // A tensor that the op returned in memory of its own.
+  struct Result {
+    int32_t memory;
+    int32_t output;
+    int32_t item = -1;  // of a list
+    std::vector<int64_t> sizes{};
+    std::vector<int64_t> strides{};
+  };
+
+  BoxedCall(c10::OperatorHandle op, std::vector<Operand> inputs, std::vector<Result> results)
+      : op_(std::move(op)), inputs_(std::move(inputs)), results_(std::move(results)) {}
+
+  void run(Replay& replay) const override;
+  void describe(Fingerprint& fingerprint) const override;
+  std::string text() const override;
+  void visit(const Visitor& visitor) const override;
+  size_t bytes() const noexcept override;
+
+ private:
+  c10::OperatorHandle op_;
+  std::vector<Operand> inputs_;
+  std::vector<Result> results_;
+};
+
+}  // namespace opgraft
