@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opgraft.control import disable, disabled, enable, native, overrides
     from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
     from opgraft.explanation import Explanation, explain
+    from opgraft.plan.warm import warmup
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
     from opgraft.router.shadow import shadow
@@ -49,6 +50,7 @@ __all__ = [
     "trace",
     "triton_utils",
     "verify",
+    "warmup",
     "when",
 ]
 
@@ -72,6 +74,7 @@ _HOMES = {
     "shadow": "router.shadow",
     "trace": "tracing",
     "verify": "verification",
+    "warmup": "plan.warm",
 }
 
 

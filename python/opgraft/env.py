@@ -5,6 +5,7 @@
 `OPGRAFT_PACKS`    which packs `import torch` activates: `opgraft-kernels,mine`; `none` or an empty
                    value: none of them; not set: every pack that is installed.
 `OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
+`OPGRAFT_PLANS`    `0`: nothing is recorded as a launch plan; every hit runs in Python.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
 `OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
 `OPGRAFT_SHADOW`   `0.01`: compare this share of hits with native; `0.01:quarantine` or `:raise`
@@ -21,6 +22,7 @@ import math
 import os
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
 _LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
 
 
@@ -72,6 +74,11 @@ def packs() -> frozenset[str] | None:
 def wants_python_router() -> bool:
     """Whether `OPGRAFT_ROUTER=python` asks for the router in Python where there is a core, too."""
     return os.environ.get("OPGRAFT_ROUTER", "").strip().lower() == "python"
+
+
+def plans() -> bool:
+    """Whether launch plans are recorded: always, but with `OPGRAFT_PLANS=0`."""
+    return os.environ.get("OPGRAFT_PLANS", "").strip().lower() not in _FALSE
 
 
 def strict() -> bool:

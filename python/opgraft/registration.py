@@ -37,6 +37,7 @@ def register_op_override(
     compile: CompilePolicy = "auto",
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     launch_plan: bool = False,
+    unplanned: Condition | None = None,
     samples: Callable[[torch.device], Iterable[Any]] | None = None,
 ) -> Override:
     """Register an implementation for one op at one dispatch key.
@@ -76,7 +77,11 @@ def register_op_override(
             all of the op's arguments, `backward(ctx, *grads)` with a gradient or None for each.
             Left out, the op keeps its derivative, and its backward op can be overridden as well.
         launch_plan: the author declares `impl` a pure function of its arguments' metadata, so that
-            its launches may be recorded and replayed.
+            what it does for one kind of call may be recorded and replayed with no Python; see
+            docs/plans.md.
+        unplanned: with `launch_plan`, a :mod:`opgraft.when` expression: which of the calls that
+            `cond` wants are worth `impl` in Python while no plan replays them. The others run the
+            native kernel until they have a plan. Default: all of them.
         samples: calls for `opgraft.verify` to test it on, beside those of PyTorch's own tests: a
             function of a device that yields the op's arguments, each time as a tuple, or as a dict
             by name.
@@ -108,6 +113,7 @@ def register_op_override(
     takes_keyset = cond is None and not unconditional_override
     check_accepts(impl, op, what="impl", leading=["DispatchKeySet"] if takes_keyset else [])
     _check_condition(cond, op, unconditional_override)
+    _check_unplanned(unplanned, op, launch_plan)
     owner = packs.owner()
     pack = owner.name if owner else None
     on_error = on_error or ("fallback" if pack else "raise")
@@ -136,9 +142,14 @@ def register_op_override(
         compile=compile,
         autograd=autograd,
         launch_plan=launch_plan,
+        unplanned=unplanned,
         samples=samples,
         unavailable=_unavailable(dsl, owner),
     )
+    if launch_plan:
+        from opgraft.plan.plans import for_override
+
+        override.plans = for_override(override)
     _install(override, replace=name is not None)
     return override
 
@@ -192,6 +203,28 @@ def _check_condition(cond: object, op: Op, unconditional_override: bool) -> None
         raise RegistrationError(f"cond for {op.name} is {cond!r}, a number: compare it with one")
     else:
         check_accepts(cond, op, what="cond")  # type: ignore[arg-type]
+
+
+def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
+    if unplanned is None:
+        return
+    if not launch_plan:
+        raise RegistrationError(
+            f"unplanned= for {op.name} says when launch plans are not needed: it wants "
+            "launch_plan=True; put it into cond otherwise"
+        )
+    if not isinstance(unplanned, Condition):
+        raise RegistrationError(
+            f"unplanned= for {op.name} is {unplanned!r}: give an expression of opgraft.when"
+        )
+    from opgraft.program import compile_condition
+
+    _check_condition(unplanned, op, unconditional_override=False)
+    if compile_condition(unplanned, op) is None:
+        raise RegistrationError(
+            f"unplanned= for {op.name}: {unplanned!r} needs Python to be decided; compare with "
+            "constants of 64 bits"
+        )
 
 
 def _check_choice(parameter: str, value: str, choices: Any) -> None:

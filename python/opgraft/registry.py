@@ -93,6 +93,7 @@ class Override:
         autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
         launch_plan: bool = False,
         samples: Callable[..., Iterable[Any]] | None = None,
+        unplanned: Condition | None = None,
         unavailable: str | None = None,
     ) -> None:
         self.name = name
@@ -112,6 +113,12 @@ class Override:
         self.launch_plan = launch_plan
         #: Calls to verify it on, for a device: arguments as tuples, or as dicts by name.
         self.samples = samples
+        #: Which of the calls that `cond` wants are worth `impl` in Python, where no launch plan
+        #: replays them; None: all of them.
+        self.unplanned = unplanned
+        #: Its launch plans (`opgraft.plan.plans.Plans`): their keys, hits and bytes; None where it
+        #: can have none.
+        self.plans: Any = None
         #: Why it can never run here (its DSL is missing); None where it can.
         self.unavailable = unavailable
         self.removed = False
@@ -193,18 +200,36 @@ class Override:
         """Take it out of its chain; calls that are running it finish. Removing twice is fine."""
         registry.remove(self)
 
+    @property
+    def condition(self) -> Condition | Callable[..., Any] | None:
+        """What calls are compared with: `cond`, and where there can be no plans `unplanned` too."""
+        if self.plans is not None or self.unplanned is None:
+            return self.cond
+        if self.cond is None:
+            return self.unplanned
+        if isinstance(self.cond, Condition):
+            return self.cond & self.unplanned
+        cond, unplanned, op = self.cond, self.unplanned, self.operator
+
+        def both(*args: Any, **kwargs: Any) -> bool:
+            return unplanned.holds(op.bind(args, kwargs).named) and bool(cond(*args, **kwargs))
+
+        return both
+
     def wants(self, call: Call) -> bool:
         """Whether the condition holds for a call."""
-        if self.cond is None:
+        condition = self.condition
+        if condition is None:
             return True
-        if isinstance(self.cond, Condition):
-            return self.cond.holds(call.named)
-        return bool(self.cond(*call.args, **call.kwargs))
+        if isinstance(condition, Condition):
+            return condition.holds(call.named)
+        return bool(condition(*call.args, **call.kwargs))
 
     def declines(self, call: Call) -> Failure | None:
         """The part of the condition that declines a call; None where it wants it."""
-        if isinstance(self.cond, Condition):
-            return self.cond.failure(call.named)
+        condition = self.condition
+        if isinstance(condition, Condition):
+            return condition.failure(call.named)
         if self.wants(call):
             return None
         return Failure(f"cond {getattr(self.cond, '__qualname__', self.cond)!s}", "returned false")

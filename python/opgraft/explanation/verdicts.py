@@ -32,6 +32,8 @@ class Verdict:
     reason: str = ""
     #: The part of the condition that did not hold, and the values that it saw.
     failure: Failure | None = None
+    #: Of one that takes the call and may have launch plans: by one, or in Python, and why.
+    plan: str = ""
 
     @property
     def takes(self) -> bool:
@@ -49,10 +51,12 @@ class Verdict:
             "reason": self.reason,
             "part": self.failure.part if self.failure else None,
             "saw": self.failure.saw if self.failure else None,
+            "plan": self.plan or None,
         }
 
     def __str__(self) -> str:
-        return f"{label(self.override)}: {'takes it' if self.takes else self.reason}"
+        takes = f"takes it, {self.plan}" if self.plan else "takes it"
+        return f"{label(self.override)}: {takes if self.takes else self.reason}"
 
 
 def label(override: Override) -> str:
@@ -86,9 +90,14 @@ def _judge_alone(override: Override, call: Call, *, kept: bool) -> Verdict:
     except Exception as error:  # a condition in Python: what a call would raise, told instead
         reason = f"its condition raises {type(error).__name__}: {error}"
         return Verdict(override, "declines", reason)
-    if decline is None:
+    if decline is not None:
+        return _declined(override, decline, failure)
+    if override.plans is None:
         return Verdict(override, "takes")
-    return _declined(override, decline, failure)
+    takes, plan = override.plans.outlook(call)
+    if takes:
+        return Verdict(override, "takes", plan=plan)
+    return Verdict(override, "declines", f"declines: it would run {plan}")
 
 
 def _declined(override: Override, decline: Decline, failure: Failure | None) -> Verdict:

@@ -8,7 +8,8 @@ callables, and what happens after an impl raised. Each of these is the Python ro
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -73,6 +74,7 @@ class CompiledRouter(PythonRouter):
         )
         self.native = CompiledNative(self._router)
         self.is_composite = self._router.is_composite
+        self._recorded = _Recorded()
         # By override, while it is in the chain: the core's half keeps the Python half alive.
         self._halves: dict[Override, Any] = {}
         # And what stands in for it, published while shadow mode is on.
@@ -84,6 +86,10 @@ class CompiledRouter(PythonRouter):
         """Route to what is active in the chain now."""
         for override in [o for o in self._halves if o not in chain.members]:
             del self._halves[override]
+            _drop_plans(override)
+        for override in chain.members:
+            if override not in chain.active:
+                _drop_plans(override)
         settings = shadow.current()
         self._shadowed = {}
         halves = [self._half(override) for override in chain.active]
@@ -116,12 +122,14 @@ class CompiledRouter(PythonRouter):
             checked_hits=contract.CHECKED_HITS,
             who=contract.who(override),
         )
+        if override.plans is not None:
+            self._plan(override, half)
         nodes = None
-        if isinstance(override.cond, when.Condition):
-            nodes = compile_condition(override.cond, override.operator)
+        if isinstance(override.condition, when.Condition):
+            nodes = compile_condition(override.condition, override.operator)
         if nodes is not None:
             half.set_condition(nodes)
-        elif override.cond is not None:
+        elif override.condition is not None:
             half.ask_python()
         if override.quarantined:  # by signatures that the core does not know
             half.ask_python()
@@ -136,6 +144,20 @@ class CompiledRouter(PythonRouter):
             rate=rate,
         )
         return self._shadowed[override]
+
+    def _plan(self, override: Override, half: Any) -> None:
+        unplanned = None
+        if override.unplanned is not None:
+            unplanned = compile_condition(override.unplanned, override.operator)
+        half.set_plans(
+            self._router,
+            override,
+            override.plans.table,
+            self._record_hit,
+            unplanned=unplanned,
+            takes_keyset=override.takes_keyset,
+            writes=override.operator.mutates,
+        )
 
     # What the core asks.
 
@@ -170,6 +192,36 @@ class CompiledRouter(PythonRouter):
             return self._hit(override, keyset, Call(self.chain.op, values))
         finally:
             self._mind_quarantine(override, values)
+
+    def _record_hit(
+        self,
+        override: Override,
+        keyset: torch.DispatchKeySet,
+        values: tuple[Any, ...],
+        key: Any,
+    ) -> Any:
+        """A hit that is recorded as a launch plan."""
+        call = Call(self.chain.op, values)
+        recording = override.plans.begin(self._router, call, key)
+        outer, self._recorded.recording = self._recorded.recording, recording
+        try:
+            result = self._hit(override, keyset, call)
+        finally:
+            self._recorded.recording = outer
+            self._mind_quarantine(override)
+        override.plans.end(recording, result)
+        return result
+
+    def _invoke(self, override: Override, leading: tuple[Any, ...], call: Call) -> Any:
+        recording = self._recorded.recording
+        if recording is None or recording.call is not call:
+            return super()._invoke(override, leading, call)
+        with recording.watching():
+            return super()._invoke(override, leading, call)
+
+    def _is_check_due(self, override: Override, key: Hashable) -> bool:
+        # What is recorded is replayed unchecked.
+        return self._recorded.recording is not None or super()._is_check_due(override, key)
 
     def _recover(
         self,
@@ -225,6 +277,17 @@ def _decliner() -> Any:
     half = _core.Override({}, _core.Counter(), _core.Counter(), _core.Counter())
     half.set_condition(_NEVER)
     return half
+
+
+class _Recorded(threading.local):
+    """What this thread records."""
+
+    recording: Any = None
+
+
+def _drop_plans(override: Override) -> None:
+    if override.plans is not None:
+        override.plans.clear()
 
 
 def _never() -> bool:

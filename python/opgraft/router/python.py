@@ -149,7 +149,7 @@ class PythonRouter:
             device.guard(where),
             self._profiled(override),
         ):
-            result = self._impl(override)(*leading, *call.args, **call.kwargs)
+            result = self._invoke(override, leading, call)
         contract.outputs(override, result)
         if frame.ended_in_native(result):
             override._fallbacks.add()
@@ -179,11 +179,17 @@ class PythonRouter:
     def _profiled(self, override: Override) -> AbstractContextManager[object]:
         return profile.record(override)
 
+    def _invoke(self, override: Override, leading: tuple[Any, ...], call: Call) -> Any:
+        return self._impl(override)(*leading, *call.args, **call.kwargs)
+
+    def _is_check_due(self, override: Override, key: Hashable) -> bool:
+        return contract.is_due(override, key)
+
     def _check(
         self, override: Override, keyset: torch.DispatchKeySet, call: Call, result: Any
     ) -> None:
         key = signature(call)
-        if not contract.is_due(override, key):
+        if not self._is_check_due(override, key):
             return
 
         def run_native() -> Any:

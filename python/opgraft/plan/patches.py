@@ -1,0 +1,60 @@
+"""Replacing methods of a DSL's classes while something is being recorded, and only then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Patches:
+    """Methods that are replaced as long as any thread records.
+
+    A replacement is called on every thread, so it must do what the original does where its own
+    thread records nothing; `current` is what this thread records, or None.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._originals: list[tuple[type, str, Any]] = []
+        self._local = threading.local()
+
+    @property
+    def current(self) -> Any:
+        return getattr(self._local, "recording", None)
+
+    @contextmanager
+    def applied(
+        self, recording: Any, replacements: Callable[[], dict[tuple[type, str], Any]]
+    ) -> Iterator[None]:
+        """While this lasts, this thread records `recording`.
+
+        Args:
+            recording: what `current` is on this thread.
+            replacements: makes the replacements, by class and method; called by the first user.
+        """
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._apply(replacements())
+        self._local.recording = recording
+        try:
+            yield
+        finally:
+            self._local.recording = None
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._restore()
+
+    def _apply(self, replacements: dict[tuple[type, str], Any]) -> None:
+        for (owner, name), replacement in replacements.items():
+            self._originals.append((owner, name, owner.__dict__[name]))
+            setattr(owner, name, replacement)
+
+    def _restore(self) -> None:
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals.clear()

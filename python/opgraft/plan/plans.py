@@ -1,0 +1,274 @@
+"""The launch plans of one override: what there is, what was refused, and whether more may come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opgraft import _core, env
+from opgraft.registry import Override
+from opgraft.schema import Call
+
+if TYPE_CHECKING:
+    from opgraft.plan.recording import Recording
+
+log = logging.getLogger(__name__)
+
+#: Plans of one override. The one that was replayed least since the last one went makes room.
+MAX_PLANS = 256
+#: Recordings of one override that are free: two for each of its plans.
+FREE_RECORDINGS = 2 * MAX_PLANS
+#: Replays that earn one more recording. One takes about a millisecond and a replay saves from two
+#: microseconds up: shapes that go on changing then cost less than a tenth of what is saved.
+REPLAYS_PER_RECORDING = 1024
+#: Runs of one key in which two equal recordings have to be found: the first ones of an autotuned
+#: kernel differ from those that follow.
+MAX_ATTEMPTS = 4
+#: Keys that are refused before the override is given up, if none could ever be recorded.
+MAX_REFUSALS = 16
+#: Keys that were recorded once and wait for their second recording.
+MAX_CANDIDATES = 64
+
+
+class PlanInfo:
+    """One plan: the calls that it is for, and what it does."""
+
+    def __init__(self, key: str, hits: int, bytes: int, steps: str) -> None:
+        #: The calls' metadata, such as `"input bfloat16[64, 1024], normalized_shape [1024]"`.
+        self.key = key
+        #: How often it was replayed.
+        self.hits = hits
+        #: Host memory that the plan itself takes. It owns no device memory.
+        self.bytes = bytes
+        #: What a replay does, step by step.
+        self.steps = steps
+
+    def __repr__(self) -> str:
+        return f"<plan for {self.key}: {self.hits} hits, {self.bytes} bytes; {self.steps}>"
+
+
+class _Candidate:
+    """A key that is being recorded."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.plan: Any = None
+        self.refusal = ""
+
+
+class Plans:
+    """The launch plans of an override. Iterating gives a :class:`PlanInfo` for each."""
+
+    def __init__(self, override: Override, core: Any) -> None:
+        self.override = override
+        #: The core's half, which calls read.
+        self.table = core.PlanTable(
+            plans=MAX_PLANS,
+            free_recordings=FREE_RECORDINGS,
+            replays_per_recording=REPLAYS_PER_RECORDING,
+            refusals=MAX_REFUSALS,
+        )
+        self._core = core
+        self._candidates: dict[Any, _Candidate] = {}
+        #: Why calls of a key run in Python, by the key as :class:`PlanInfo` has it.
+        self.refusals: dict[str, str] = {}
+        self._said_stopped = False
+
+    def __len__(self) -> int:
+        return len(self.table.entries())
+
+    def __iter__(self) -> Iterator[PlanInfo]:
+        for entry in self.table.entries():
+            yield PlanInfo(entry.key, entry.hits, entry.bytes, entry.steps)
+
+    def __repr__(self) -> str:
+        return f"<Plans of {self.override.name!r}: {self.summary()}>"
+
+    @property
+    def hits(self) -> int:
+        """Replays of the plans that there are."""
+        return sum(plan.hits for plan in self)
+
+    @property
+    def bytes(self) -> int:
+        """Host memory of the plans that there are."""
+        return sum(plan.bytes for plan in self)
+
+    @property
+    def recordings(self) -> int:
+        """Runs of the impl that were recorded, since the plans were last dropped."""
+        return int(self.table.recordings)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing more is recorded: shapes changed too often, or nothing could be."""
+        return bool(self.table.stopped or self.table.given_up)
+
+    def clear(self) -> None:
+        """Drop every plan; calls that replay one finish. What comes later is recorded anew."""
+        self.table.clear()
+        self._candidates.clear()
+        self._said_stopped = False
+
+    def summary(self) -> str:
+        """One line for people: how many plans, what was refused and why."""
+        parts = [f"{len(self)} plans, {self.hits} replays, {self.bytes} bytes"]
+        if self.refusals:
+            reason = next(reversed(self.refusals.values()))
+            parts.append(f"{len(self.refusals)} kinds of calls run in Python: {reason}")
+        if self.table.given_up:
+            parts.append("given up")
+        elif self.table.stopped:
+            parts.append("stopped recording, its calls' shapes change too often")
+        return "; ".join(parts)
+
+    def outlook(self, call: Call) -> tuple[bool, str]:
+        """What becomes of a call that the override's condition wants.
+
+        Returns:
+            Whether the override takes it, in Python or by a plan; and how, or why not, for people.
+        """
+        label = describe(call)
+        if any(plan.key == label for plan in self):
+            return True, "by a launch plan"
+        unplanned = self.override.unplanned
+        in_python = unplanned is None or unplanned.holds(call.named)
+        only = f", and only {unplanned!r} is worth running in Python" if not in_python else ""
+        reason = self.refusals.get(label)
+        if reason is None and self.table.given_up:
+            reason = "none of the override's calls could be"
+        if reason is not None:
+            return in_python, f"in Python: no launch plan can be recorded, {reason}{only}"
+        if self.table.stopped:
+            return (
+                unplanned is not None and in_python,
+                "in Python: it has no launch plan, and recording has stopped, since the calls' "
+                f"shapes change too often{only}",
+            )
+        return in_python, f"in Python until its launch plan is recorded{only}"
+
+    # What the router asks.
+
+    def begin(self, router: Any, call: Call, key: Any) -> Recording:
+        """Start recording a call of a key that has no plan.
+
+        Args:
+            router: the core's router.
+            call: the arguments.
+            key: the core's `PlanKey` of the call.
+        """
+        from opgraft.plan.recording import Recording
+        from opgraft.router import device
+
+        self.table.count_recording()
+        where = device.of(call) or torch.device("cpu")
+        return Recording(self._core, router, call, key, where, self.table.generation)
+
+    def end(self, recording: Recording, result: Any) -> None:
+        """A recorded run is over: install its plan if it equals the one before.
+
+        Args:
+            recording: what :meth:`begin` returned.
+            result: what the impl returned.
+        """
+        candidate = self._candidate(recording.key)
+        candidate.attempts += 1
+        plan = recording.finish(result)
+        if plan is None:
+            candidate.refusal = recording.refusal
+        elif candidate.plan is None or candidate.plan.fingerprint != plan.fingerprint:
+            candidate.plan = plan
+            candidate.refusal = "two runs with the same metadata did different things"
+        else:
+            self._candidates.pop(recording.key, None)
+            if not self._install(recording, plan, result):
+                return
+            candidate.refusal = ""
+        if candidate.refusal and candidate.attempts >= MAX_ATTEMPTS:
+            self._refuse(recording, candidate.refusal)
+        self._say_stopped()
+
+    def _candidate(self, key: Any) -> _Candidate:
+        candidate = self._candidates.pop(key, None) or _Candidate()
+        while len(self._candidates) >= MAX_CANDIDATES:
+            # Oldest first; `pop` with a default, because another thread may be here as well.
+            self._candidates.pop(next(iter(self._candidates), key), None)
+        self._candidates[key] = candidate
+        return candidate
+
+    def _install(self, recording: Recording, plan: Any, result: Any) -> bool:
+        mutates = self.override.operator.mutates
+        if not mutates and (difference := recording.verify(plan, result)):
+            self._refuse(recording, difference)
+            return False
+        label = describe(recording.call)
+        self.table.install(recording.key, plan, label, recording.generation)
+        log.debug("%s: recorded a launch plan for %s: %s", self.override.name, label, plan)
+        return True
+
+    def _refuse(self, recording: Recording, reason: str) -> None:
+        self._candidates.pop(recording.key, None)
+        self.table.refuse(recording.key)
+        said = reason in self.refusals.values()
+        if len(self.refusals) < MAX_PLANS:
+            self.refusals[describe(recording.call)] = reason
+        if not said:
+            log.debug(
+                "%s: calls with %s run in Python, no launch plan can be recorded: %s",
+                self.override.name,
+                describe(recording.call),
+                reason,
+            )
+        if self.table.given_up:
+            log.info(
+                "%s: given up recording launch plans, every call runs in Python: %s",
+                self.override.name,
+                reason,
+            )
+
+    def _say_stopped(self) -> None:
+        if not self.table.stopped or self._said_stopped:
+            return
+        self._said_stopped = True
+        log.info(
+            "%s: stopped recording launch plans after %d recordings: its calls' shapes change too "
+            "often; more are recorded as those that there are get replayed",
+            self.override.name,
+            self.recordings,
+        )
+
+
+def for_override(override: Override) -> Plans | None:
+    """The plans of an override that asks for them; None where there can be none here.
+
+    There are none without `launch_plan=True`, with `OPGRAFT_PLANS=0`, without the compiled core.
+    """
+    if not override.launch_plan or override.unavailable or not env.plans():
+        return None
+    core = _core.in_use()
+    return None if core is None else Plans(override, core)
+
+
+def describe(call: Call) -> str:
+    """A call's metadata for people.
+
+    >>> import torch
+    >>> from opgraft.schema import resolve
+    >>> describe(resolve("aten::_softmax").bind((torch.ones(2, 3), -1, False), {}))
+    'self float32[2, 3], dim -1, half_to_float False'
+    """
+    return ", ".join(f"{name} {_describe(value)}" for name, value in call.named.items())
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
+        device = "" if value.device.type == "cpu" else f" {value.device}"
+        return f"{dtype}{list(value.shape)}{strides}{device}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_describe, value))}]"
+    return str(value)
