@@ -187,7 +187,7 @@ def _backward_rows_kernel(
             dx_ptrs = dx_ptr + (row * hidden)[:, None] + col[None, :]
             tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DW:
-        partial = tl.sum(dw, axis=0)
+        partial = tl.sum(dw, axis=0).to(partial_ptr.dtype.element_ty)
         tl.store(partial_ptr + program.to(tl.int64) * hidden + col, partial, mask=in_row)
 
 
@@ -505,7 +505,8 @@ def _plan_backward(
         tile = _backward_tile(hidden, itemsize)
         tiles = ceil_div(rows, tile.rows)
         programs = min(multiprocessors * tile.per_sm, tiles)
-        partial = partial_sums(programs)
+        # A single program's sums are dw itself, which saves small calls a launch.
+        partial = dw if programs == 1 else partial_sums(programs)
         launches = [
             Launch(
                 _backward_rows_kernel,
@@ -572,7 +573,7 @@ def _plan_backward(
                     tile.num_warps,
                 )
             )
-    if dw is not None:
+    if dw is not None and partial is not dw:
         assert partial is not None
         launches.append(plan_sum(partial, dw))
     return launches
@@ -594,6 +595,8 @@ def configurations(multiprocessors: int = 132) -> Iterator[Launch]:
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, has_weight=False)
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, need_dx=False)
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, need_dw=False)
+    for hidden in (128, 4096):
+        yield from _configuration(torch.bfloat16, hidden, multiprocessors, rows=1)
     # More than the programs that run at once can hold of one row.
     yield from _configuration(torch.bfloat16, 1 << 22, multiprocessors)
 
@@ -605,8 +608,8 @@ def _configuration(
     has_weight: bool = True,
     need_dx: bool = True,
     need_dw: bool = True,
+    rows: int = 1024,
 ) -> Iterator[Launch]:
-    rows = 1024
     x = torch.empty(rows, hidden, dtype=dtype, device="meta")
     weight = torch.empty(hidden, dtype=dtype, device="meta") if has_weight else None
     rstd = torch.empty(rows, 1, dtype=torch.float32, device="meta")
