@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _cache, cli, packs, when
+from opgraft import _cache, _core, cli, packs, when
 from opgraft.cli import arguments, doctor, facts, new
 from opgraft.cli.arguments import ArgumentError, Options
 from opgraft.explanation import Kernel, Neighbours
@@ -21,6 +21,7 @@ from opgraft.schema import resolve
 from tests import ops
 
 Capture = pytest.CaptureFixture[str]
+COMMANDS = ["list", "explain", "doctor", "verify", "run", "warmup", "new", "build"]
 
 
 def register(**keywords: Any) -> opgraft.Override:
@@ -41,11 +42,11 @@ def run_json(capsys: Capture, *words: str, status: int = 0) -> Any:
 def test_help_names_every_command(capsys: Capture) -> None:
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("list", "explain", "doctor", "run", "new", "build", "verify"):
+    for command in COMMANDS:
         assert f"  {command} " in printed
 
 
-@pytest.mark.parametrize("command", ["list", "explain", "doctor", "run", "new", "build", "verify"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_json(command: str, capsys: Capture) -> None:
     assert cli.main([command, "-h"]) == 0
     assert "--json" in capsys.readouterr().out
@@ -462,11 +463,13 @@ def test_explain_of_what_is_no_call(
 # ----------------------------------------------------------------------------------------- run
 
 
-def run_script(tmp_path: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    tmp_path: Path, text: str, *words: str, command: str = "run"
+) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(text)
     (tmp_path / "beside.py").write_text("value = 'found'\n")
-    command = [sys.executable, "-m", "opgraft", "run", *words]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command_line = [sys.executable, "-m", "opgraft", command, *words]
+    return subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True)
 
 
 REGISTERS = """
@@ -518,7 +521,7 @@ def test_run_ends_as_the_script_ends_and_prints_the_table_all_the_same(
     assert done.returncode == status, done.stderr
     assert message in done.stderr
     assert "opgraft trace" in done.stderr
-    assert "opgraft/cli/run.py" not in done.stderr  # the script's own frames only
+    assert "opgraft/cli" not in done.stderr  # the script's own frames only
     assert "runpy" not in done.stderr
 
 
@@ -527,9 +530,48 @@ def test_run_of_a_module(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "['-q']\n")
 
 
-def test_run_of_what_is_not_there(capsys: Capture) -> None:
-    assert cli.main(["run", "no-such-script.py"]) == 2
+@pytest.mark.parametrize("command", ["run", "warmup"])
+def test_run_of_what_is_not_there(command: str, capsys: Capture) -> None:
+    assert cli.main([command, "no-such-script.py"]) == 2
     assert "there is no file 'no-such-script.py'" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------- warmup
+
+PLANNED = """
+import sys, torch, opgraft
+from opgraft.plan import testing
+def impl(self, dim, half_to_float):
+    out = torch.empty_like(self)
+    testing.scale(self, out, 2.0)
+    return out
+opgraft.register_op_override(
+    "aten", "_softmax", "CPU", impl, unconditional_override=True, launch_plan=True, name="mine")
+for _ in range(int(sys.argv[1])):
+    torch.softmax(torch.zeros(2, 4), -1)
+"""
+
+
+@pytest.mark.skipif(_core.in_use() is None, reason="launch plans need the compiled core")
+def test_warmup_prints_what_ran_and_what_was_recorded(tmp_path: Path) -> None:
+    done = run_script(tmp_path, PLANNED, "script.py", "5", command="warmup")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "mine: 5 hits; 1 plan, 2 replays" in done.stderr
+
+
+@pytest.mark.skipif(_core.in_use() is None, reason="launch plans need the compiled core")
+def test_warmup_writes_json_to_a_file_and_ends_as_the_script_does(tmp_path: Path) -> None:
+    text = f"{PLANNED}\nsys.exit(3)\n"
+    done = run_script(
+        tmp_path, text, "--json", "-o", "plans.json", "script.py", "4", command="warmup"
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    (found,) = json.loads((tmp_path / "plans.json").read_text())["overrides"]
+    assert (found["name"], found["op"], found["hits"]) == ("mine", "aten::_softmax", 4)
+    (plan,) = found["plans"]["plans"]
+    assert plan["key"] == "self float32[2, 4], dim -1, half_to_float False"
+    assert plan["hits"] == 1
+    assert (found["plans"]["refusals"], found["plans"]["stopped"]) == ({}, False)
 
 
 # ----------------------------------------------------------------------------------------- new
@@ -579,6 +621,6 @@ def test_new_into_another_folder(tmp_path: Path, capsys: Capture) -> None:
 def test_build_with_json_says_where_the_core_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr("opgraft._core.status", lambda: opgraft._core.CoreStatus(True, "m"))
+    monkeypatch.setattr("opgraft._core.status", lambda: _core.CoreStatus(True, "m"))
     monkeypatch.setattr("opgraft._core.load", lambda: os)
     assert run_json(capsys, "build") == {"torch": str(torch.__version__), "core": os.__file__}

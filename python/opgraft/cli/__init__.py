@@ -2,7 +2,8 @@
 
 Exit status: 0, it was done; 1, it was not (the core cannot be built, a name is taken), or something
 that is installed does not work (`doctor`) or is wrong (`verify`); 2, the command line is wrong; 3,
-what should be verified cannot be here. `run` ends with the status of the program that it ran.
+what should be verified cannot be here. `run` and `warmup` end with the status of the program that
+they ran.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import click
 
 from opgraft import _metadata
-from opgraft.cli import build, doctor, explain, listing, new, run, verify
+from opgraft.cli import build, doctor, explain, listing, new, run, verify, warmup
 
 __all__ = ["main"]
 
@@ -29,6 +30,7 @@ for _command in (
     doctor.command,
     verify.command,
     run.command,
+    warmup.command,
     new.command,
     build.command,
 ):

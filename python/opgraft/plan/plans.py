@@ -46,6 +46,10 @@ class PlanInfo:
         #: What a replay does, step by step.
         self.steps = steps
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines: what `json` can write."""
+        return {"key": self.key, "hits": self.hits, "bytes": self.bytes, "steps": self.steps}
+
     def __repr__(self) -> str:
         return f"<plan for {self.key}: {self.hits} hits, {self.bytes} bytes; {self.steps}>"
 
@@ -113,12 +117,22 @@ class Plans:
         self._candidates.clear()
         self._said_stopped = False
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines: what `json` can write."""
+        return {
+            "plans": [plan.as_dict() for plan in self],
+            "refusals": dict(self.refusals),
+            "recordings": self.recordings,
+            "stopped": self.stopped,
+        }
+
     def summary(self) -> str:
         """One line for people: how many plans, what was refused and why."""
-        parts = [f"{len(self)} plans, {self.hits} replays, {self.bytes} bytes"]
+        parts = [f"{_many(len(self), 'plan')}, {_many(self.hits, 'replay')}, {self.bytes} bytes"]
         if self.refusals:
             reason = next(reversed(self.refusals.values()))
-            parts.append(f"{len(self.refusals)} kinds of calls run in Python: {reason}")
+            kinds = _many(len(self.refusals), "kind")
+            parts.append(f"{kinds} of calls without one, the last because: {reason}")
         if self.table.given_up:
             parts.append("given up")
         elif self.table.stopped:
@@ -250,6 +264,10 @@ def for_override(override: Override) -> Plans | None:
         return None
     core = _core.in_use()
     return None if core is None else Plans(override, core)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def describe(call: Call) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -20,19 +18,47 @@ _RUNS = 1 + MAX_ATTEMPTS
 
 
 @dataclass(frozen=True)
-class WarmUp:
-    """What a warm-up made. Prints as a short report."""
+class Warmed:
+    """An override that ran during a warm-up."""
 
-    #: The overrides that ran, with the hits that they had and the plans that there are now.
-    overrides: tuple[tuple[Override, int, str], ...]
+    override: Override
+    #: Runs of it during the warm-up.
+    hits: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines: what `json` can write."""
+        override = self.override
+        return {
+            "name": override.name,
+            "op": override.op,
+            "dispatch_key": override.dispatch_key,
+            "dsl": override.dsl,
+            "pack": override.pack,
+            "hits": self.hits,
+            "plans": None if override.plans is None else override.plans.as_dict(),
+        }
 
     def __str__(self) -> str:
-        if not self.overrides:
-            return "no override ran"
-        return "\n".join(
-            f"{override.name}: {hits} hits" + (f"; {plans}" if plans else "")
-            for override, hits, plans in self.overrides
-        )
+        plans = self.override.plans
+        tail = "no launch plans" if plans is None else plans.summary()
+        return f"{self.override.name}: {self.hits} hits; {tail}"
+
+
+class WarmUp:
+    """The overrides that ran during a warm-up. Prints as a short report; iterates over them."""
+
+    def __init__(self) -> None:
+        self.overrides: tuple[Warmed, ...] = ()
+
+    def __iter__(self) -> Iterator[Warmed]:
+        return iter(self.overrides)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for machines: what `json` can write."""
+        return {"overrides": [each.as_dict() for each in self.overrides]}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.overrides)) or "no override ran"
 
 
 def warmup(
@@ -61,45 +87,26 @@ def warmup(
     """
     is_function = callable(op) and not isinstance(op, (OpOverload, OpOverloadPacket))
     function: Any = op if is_function else resolve(op).overload  # type: ignore[arg-type]
+    with watching() as report:
+        for _ in range(_RUNS):
+            function(*args, **kwargs)
+    return report
+
+
+@contextmanager
+def watching() -> Iterator[WarmUp]:
+    """Tells at its end which overrides ran while it lasted."""
     before = _hits()
-    for _ in range(_RUNS):
-        function(*args, **kwargs)
-    return _report(before)
-
-
-def warmup_script(path: str | Path, arguments: Sequence[str] = ()) -> WarmUp:
-    """Run a script as its own program, to compile the kernels that it needs ahead.
-
-    What it compiles stays in the DSLs' caches on disk, for the next process. Launch plans belong
-    to their process, so what is told of them is what a run of the script would have: how many, and
-    what cannot be recorded.
-
-    Args:
-        path: the script.
-        arguments: its command line.
-
-    Returns:
-        The overrides that ran.
-    """
-    argv, path0 = sys.argv, sys.path[0]
-    before = _hits()
-    sys.argv = [str(path), *arguments]
-    sys.path[0] = str(Path(path).resolve().parent)
+    report = WarmUp()
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        yield report
     finally:
-        sys.argv, sys.path[0] = argv, path0
-    return _report(before)
+        report.overrides = tuple(
+            Warmed(override, more)
+            for override, hits in _hits().items()
+            if (more := hits - before.get(override, 0))
+        )
 
 
 def _hits() -> dict[Override, int]:
     return {override: override.hits for override in registry.overrides(Selector())}
-
-
-def _report(before: dict[Override, int]) -> WarmUp:
-    ran = []
-    for override, hits in _hits().items():
-        if more := hits - before.get(override, 0):
-            plans = "" if override.plans is None else override.plans.summary()
-            ran.append((override, more, plans))
-    return WarmUp(tuple(ran))
