@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
+#include <iterator>
 
 namespace opgraft {
 
@@ -457,7 +457,9 @@ const PlanEntry* PlanTable::find(const PlanKey& key) const noexcept {
   for (uint64_t slot = key.hash() & snapshot.mask;; slot = (slot + 1) & snapshot.mask) {
     const auto& [hash, entry] = snapshot.slots[slot];
     if (entry == nullptr) return nullptr;
-    if (hash == key.hash() && key == entry->key) return entry;
+    if (hash == key.hash() && key == entry->key) {
+      return C10_LIKELY(!entry->plan->is_inherited()) ? entry : nullptr;
+    }
   }
 }
 
@@ -489,7 +491,11 @@ bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, st
     const auto known = std::find_if(entries_.begin(), entries_.end(), [&](const auto& other) {
       return other->hash == key.hash() && key == other->key;
     });
-    if (known != entries_.end()) return true;  // another thread was faster
+    if (known != entries_.end()) {
+      if (!(*known)->plan->is_inherited()) return true;  // another thread was faster
+      garbage.entries.push_back(std::move(*known));
+      entries_.erase(known);
+    }
     if (entries_.size() >= limits_.plans) garbage.entries.push_back(evict());
     entries_.push_back(std::move(entry));
     any_.store(true, std::memory_order_relaxed);
@@ -539,7 +545,10 @@ void PlanTable::clear() {
 
 std::vector<std::shared_ptr<const PlanEntry>> PlanTable::entries() const {
   const std::lock_guard<std::mutex> guard(mutex_);
-  return entries_;
+  std::vector<std::shared_ptr<const PlanEntry>> own;
+  std::copy_if(entries_.begin(), entries_.end(), std::back_inserter(own),
+               [](const auto& entry) { return !entry->plan->is_inherited(); });
+  return own;
 }
 
 const PlanTable::Snapshot* PlanTable::publish() {

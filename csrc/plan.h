@@ -200,6 +200,10 @@ class Replay {
   c10::SmallVector<Memory, 6> memories_;
 };
 
+// How many forks lie between the first process and this one. What was recorded before a fork belongs to
+// the parent: its device contexts do not survive one.
+inline std::atomic<uint32_t> forks{0};
+
 class Plan {
  public:
   // `keep`: what must live as long as the plan does (compiled kernels), a Python object.
@@ -215,6 +219,10 @@ class Plan {
   size_t bytes() const noexcept;
   // Whether it must not be replayed while Triton's launch hooks are set.
   bool watches_hooks() const noexcept { return watches_hooks_; }
+  // Whether it was made by a process that this one was forked from.
+  bool is_inherited() const noexcept {
+    return forks_ != forks.load(std::memory_order_relaxed);
+  }
 
  private:
   struct Scheduled {
@@ -229,6 +237,7 @@ class Plan {
   std::vector<Operand> outputs_;
   size_t memories_;
   bool watches_hooks_;
+  uint32_t forks_ = forks.load(std::memory_order_relaxed);
   PythonRef keep_;
   std::string fingerprint_;
 };
@@ -263,6 +272,7 @@ class PlanTable {
   explicit PlanTable(PlanLimits limits);
   ~PlanTable();
 
+  // Null where there is none of this process.
   const PlanEntry* find(const PlanKey& key) const noexcept;
 
   // What to do about a call whose key has no plan.

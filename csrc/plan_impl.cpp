@@ -1,6 +1,7 @@
 #include "plan_impl.h"
 
 #include <ATen/Context.h>
+#include <pthread.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
@@ -295,9 +296,32 @@ void scale_kernel(void** parameters, int32_t) {
   for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(factor * x[i]);
 }
 
+// Whether a call's arguments can be a plan's key. Stand-ins for tensors are taken to be such as can.
+bool has_plan_key(const py::tuple& values, const std::string& name, const std::string& overload) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  torch::jit::Stack stack;
+  Signature(op.schema()).push_arguments(values, stack);
+  const auto stands_in = [](const c10::IValue& value) {
+    return value.isTensor() && (value.toTensor().unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+                                value.toTensor().key_set().has(c10::DispatchKey::Python));
+  };
+  for (const c10::IValue& value : stack) {
+    if (stands_in(value)) return true;
+    if (!value.isList()) continue;
+    const auto items = value.toListRef();
+    if (std::any_of(items.begin(), items.end(), stands_in)) return true;
+  }
+  const Call call{op, c10::DispatchKeySet(), stack, stack.size()};
+  return PlanKey().read(call, /*takes_keyset=*/false);
+}
+
 }  // namespace
 
 void bind_plans(py::module_& core) {
+  pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+
+  core.def("has_plan_key", &has_plan_key, py::arg("values"), py::arg("name"), py::arg("overload"));
+
   py::class_<PlanKey>(core, "PlanKey", "What a plan is for: a call's metadata, as numbers.")
       .def("__hash__", &PlanKey::hash)
       .def("__eq__", [](const PlanKey& self, const PlanKey& other) {

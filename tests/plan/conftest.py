@@ -51,9 +51,9 @@ def warm(override: opgraft.Override, x: torch.Tensor, runs: int = 3) -> None:
     assert len(override.plans) == 1, override.plans.refusals
 
 
-def replays(override: opgraft.Override, call: Callable[[], Any]) -> Any:
-    """What a call returns that must be replayed, with no Python."""
+def replays(override: opgraft.Override, call: Callable[[], Any], times: int = 1) -> Any:
+    """What a call returns, which must be replayed so many times, with no Python."""
     before = override.plans.hits
     result = call()
-    assert override.plans.hits == before + 1, override.plans
+    assert override.plans.hits == before + times, override.plans
     return result

@@ -152,6 +152,9 @@ class Plans:
         in_python = unplanned is None or unplanned.holds(call.named)
         only = f", and only {unplanned!r} is worth running in Python" if not in_python else ""
         reason = self.refusals.get(label)
+        schema = call.op.overload._schema
+        if not self._core.has_plan_key(call.values, schema.name, schema.overload_name):
+            reason = "an argument is of a kind that a plan's key cannot hold, or there are too many"
         if reason is None and self.table.given_up:
             reason = "none of the override's calls could be"
         if reason is not None:
