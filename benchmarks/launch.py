@@ -1,8 +1,9 @@
 """What a call costs on the host: native, an override in Python, and one that is a launch plan.
 
-    python benchmarks/launch.py              # needs a CUDA device; about two minutes
+    python benchmarks/launch.py              # with a CUDA device; about two minutes
     python benchmarks/launch.py --crossover  # from which size on which of them is faster
-    python benchmarks/launch.py --smoke      # seconds, without one: does this script work?
+    python benchmarks/launch.py              # without one: the router's own part of it all
+    python benchmarks/launch.py --smoke      # seconds, with or without: does this script work?
 
 Host microseconds of a call, in bursts that do not wait for the device, at sizes at which the host
 is the bottleneck. The contenders:
@@ -25,6 +26,9 @@ the same round. "Beside Python": while another thread of the process spins in Py
 At last a training step of a small model in the style of Llama (8 layers, hidden 1024, 128 tokens,
 eager): stock, and with the packs as they are shipped.
 
+Without a CUDA device nothing is launched: the impl makes LayerNorm's allocations and calls a small
+C function for each, which leaves what the router, the key, the table and a replay take.
+
 `--crossover` measures RMSNorm over sizes instead: a call in a loop of calls, whatever it waits for,
 the host or the device; and the device's time alone, in a CUDA graph.
 """
@@ -33,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
 import multiprocessing
@@ -221,9 +226,14 @@ def pack_impls() -> dict[str, Any]:
 def plain_layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: float
 ) -> tuple[torch.Tensor, ...]:
-    variance, mean = torch.var_mean(input, -1, correction=0, keepdim=True)
-    rstd = (variance + eps).rsqrt()
-    return (input - mean) * rstd * weight + bias, mean, rstd
+    """LayerNorm's allocations, each filled by a launch of the C function that tests launch."""
+    from opgraft.plan import testing
+
+    statistics = [*input.shape[:-1], 1]
+    outputs = torch.empty_like(input), input.new_empty(statistics), input.new_empty(statistics)
+    for output in outputs:
+        testing.scale(input.flatten()[: output.numel()], output, 2.0)
+    return outputs
 
 
 class Library(Contender):
@@ -683,11 +693,11 @@ def measure(rounds: int, calls: int, steps: int) -> tuple[Measured, list[str]]:
                         measured.add(state, Cell(case, "C++, beside Python"), sample)
     training = {"native": processes["native"], "packs": processes["opgraft"]}
     training["packs"].ask("use_packs")
-    for _ in range(rounds):
+    for _ in range(rounds if steps else 0):
         for name, process in training.items():
             sample = process.ask("train", steps) * 1e3
             measured.add(name, Cell("training step", "Python"), sample)
-    plans = training["packs"].ask("plans")
+    plans = training["packs"].ask("plans") if steps else []
     for process in processes.values():
         process.end()
     return measured, plans
@@ -818,21 +828,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--crossover", action="store_true", help="over sizes of RMSNorm")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args(arguments)
-    if not GPU and not options.smoke:
-        raise SystemExit("needs a CUDA device; --smoke tries the script out without one")
+    if not GPU and options.crossover:
+        raise SystemExit("--crossover needs a CUDA device")
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a kernel that replaces one is meant to
     if options.crossover:
-        import triton
-
         path = _common.save(
             "launch_crossover",
             torch.cuda.get_device_name(),
             crossover(CALLS),
-            versions={"triton": triton.__version__},
+            versions={"triton": importlib.metadata.version("triton")},
         )
         print("written to", path)
         return
-    rounds, calls, steps = (1, 3, 1) if options.smoke else (options.rounds, CALLS, 10)
+    # Without a GPU a burst need not fit into a queue, and no pack runs in the training step.
+    rounds, calls, steps = options.rounds, CALLS if GPU else 20 * CALLS, 10 if GPU else 0
+    if options.smoke:
+        rounds, calls, steps = 1, 3, 1
     measured, plans = measure(rounds, calls, steps)
     print(table(measured))
     print(*plans, sep="\n")
@@ -840,13 +851,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         print(f"{row.what:44}{row.goal:>9}  {row.measured:>8}  {'met' if row.met else 'NOT MET'}")
     if not options.smoke:
-        import triton
-
         path = _common.save(
             "launch",
-            torch.cuda.get_device_name(),
+            torch.cuda.get_device_name() if GPU else _common.cpu_name(),
             records(measured),
-            versions={"triton": triton.__version__},
+            versions={"triton": importlib.metadata.version("triton")},
             goals=[row._asdict() for row in rows],
             plans=plans,
         )
