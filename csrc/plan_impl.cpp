@@ -379,6 +379,8 @@ void bind_plans(py::module_& core) {
       .def("start", &Recorder::start)
       .def("stop", &Recorder::stop)
       .def("refuse", &Recorder::refuse)
+      .def("watch_hooks", &Recorder::watch_hooks,
+           "The plan is not to be replayed while Triton's launch hooks are set.")
       .def_property_readonly("refusal", &Recorder::refusal)
       .def_property_readonly("inside_op", &Recorder::inside_op)
       .def_property_readonly("device", &Recorder::device)
@@ -386,16 +388,15 @@ void bind_plans(py::module_& core) {
           "cuda_launch",
           [](Recorder& self, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads,
              uint32_t shared, uint32_t cluster, bool cooperative, bool dependent,
-             const std::vector<py::tuple>& parameters, std::string name, bool watches_hooks) {
+             const std::vector<py::tuple>& parameters, std::string name) {
             auto filled = to_parameters(self, parameters);
-            if (watches_hooks) self.watch_hooks();
             self.add(std::make_unique<CudaLaunch>(
                 function, CudaLaunchShape{grid, threads, shared, cluster, cooperative, dependent},
                 std::move(filled), std::move(name)));
           },
           py::arg("function"), py::arg("grid"), py::arg("threads"), py::arg("shared"),
           py::arg("cluster"), py::arg("cooperative"), py::arg("dependent"), py::arg("parameters"),
-          py::arg("name"), py::arg("watches_hooks"))
+          py::arg("name"))
       .def(
           "function_call",
           [](Recorder& self, uint64_t function, const std::vector<py::tuple>& parameters,

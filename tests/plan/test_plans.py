@@ -21,7 +21,7 @@ import torch
 import opgraft
 from opgraft import _core, when
 from opgraft.errors import ContractError, RegistrationError
-from opgraft.plan import plans, testing
+from opgraft.plan import plans, testing, triton_launches
 from opgraft.plan.plans import Plans
 from tests.plan.conftest import doubled, replays, warm
 
@@ -909,6 +909,37 @@ def test_no_replay_while_uninitialised_memory_is_to_be_filled(register: Register
     finally:
         torch.use_deterministic_algorithms(False)
     replays(override, lambda: softmax(x))
+
+
+def test_no_replay_while_launch_hooks_of_triton_are_set(register: Register) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    core = _core.in_use()
+    assert core is not None
+
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        if (recorder := core.current_recorder()) is not None:
+            triton_launches._watch_hooks()  # as a Triton launch does
+            recorder.watch_hooks()
+        return doubled(self, dim, half_to_float)
+
+    def hook(metadata: Any) -> None:
+        raise AssertionError("nothing is launched by Triton")
+
+    override = register(impl)
+    x = torch.randn(4, 8)
+    warm(override, x)
+    replays(override, lambda: softmax(x))
+    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        chain.add(hook)
+        try:
+            assert torch.equal(replays(override, lambda: softmax(x), times=0), 2 * x)
+        finally:
+            chain.remove(hook)
+        replays(override, lambda: softmax(x))
+    with knobs.runtime.scope():
+        knobs.runtime.launch_exit_hook = hook  # another than the chain of hooks that was there
+        replays(override, lambda: softmax(x), times=0)
+    assert torch.equal(replays(override, lambda: softmax(x)), 2 * x)
 
 
 def test_an_op_inside_a_plan_that_raises(register: Register) -> None:

@@ -55,12 +55,18 @@ class Recorder:
     def __init__(self, recorder: Any) -> None:
         self.recorder = recorder
         self.launches: list[dict[str, Any]] = []
+        self.watches_hooks = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.recorder, name)
 
+    def watch_hooks(self) -> None:
+        self.recorder.watch_hooks()
+        self.watches_hooks = True
+
     def cuda_launch(self, **launch: Any) -> None:
         self.recorder.cuda_launch(**launch)
+        launch["watches_hooks"] = self.watches_hooks
         launch["parameters"] = [list(map(plain, each)) for each in launch["parameters"]]
         self.launches.append(launch)
 

@@ -141,6 +141,7 @@ def _record(
     parameters = list(_parameters(kernel, announced.arguments, grid))
     _check_sizes(function, parameters)
     _watch_hooks()
+    recording.recorder.watch_hooks()
     recording.recorder.cuda_launch(
         function=function,
         grid=grid,
@@ -151,7 +152,6 @@ def _record(
         dependent=bool(metadata.launch_pdl),
         parameters=[parameter.description for parameter in parameters],
         name=metadata.name,
-        watches_hooks=True,
     )
 
 
