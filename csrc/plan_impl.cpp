@@ -81,6 +81,7 @@ PlannedImpl::PlannedImpl(std::unique_ptr<Impl> impl, Options options)
     : impl_(std::move(impl)), options_(std::move(options)) {}
 
 bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) {
+  if (is_quarantined(call)) return false;
   PlanKey key;
   if (C10_UNLIKELY(fills_memory()) || !key.read(call, options_.takes_keyset)) {
     return run_unplanned(override, call, device, true);

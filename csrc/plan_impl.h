@@ -32,6 +32,8 @@ class PlannedImpl final : public Impl {
 
   bool run(const Override& override, Call& call, c10::Device device) override;
   bool wants(const Override& override, Call& call) override { return impl_->wants(override, call); }
+  bool quarantine(const Call& call) override { return impl_->quarantine(call); }
+  bool is_quarantined(const Call& call) override { return impl_->is_quarantined(call); }
 
  private:
   enum class Replayed { Yes, NoPlan, NotWhileHooked };

@@ -283,6 +283,11 @@ bool Recorder::check_inputs(const c10::OperatorHandle& op) {
     refuse("it calls " + name + ", which is not one of PyTorch's own ops");
     return false;
   }
+  if (op.operator_name().name == schema_.name() &&
+      op.operator_name().overload_name == schema_.overload_name()) {
+    refuse("it calls " + name + " itself, which is the native kernel inside it");
+    return false;
+  }
   if (reads_key(op)) return true;
   for (const auto& [tag, reason] : {
            std::pair(at::Tag::nondeterministic_seeded, ", which takes random numbers"),

@@ -303,12 +303,14 @@ bool PythonImpl::quarantine(const Call& call) {
   return true;
 }
 
+// What failed costs other calls of the op no Python.
+bool PythonImpl::is_quarantined(const Call& call) {
+  return C10_UNLIKELY(failed_.load(std::memory_order_acquire)) &&
+         failed_kinds_.count(kind_of(call)) > 0;
+}
+
 bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
-  // What failed costs other calls of the op no Python.
-  if (C10_UNLIKELY(failed_.load(std::memory_order_acquire)) &&
-      failed_kinds_.count(kind_of(call)) > 0) {
-    return false;
-  }
+  if (is_quarantined(call)) return false;
   const Router::InPython here;
   if (!here.allowed()) return false;
   const WithGil gil;

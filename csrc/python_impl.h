@@ -144,6 +144,7 @@ class PythonImpl final : public Impl {
   bool run(const Override& override, Call& call, c10::Device device) override;
   bool wants(const Override& override, Call& call) override;
   bool quarantine(const Call& call) override;
+  bool is_quarantined(const Call& call) override;
 
  private:
   std::vector<c10::IValue> call_first(const Call& call) const;

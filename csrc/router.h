@@ -52,6 +52,7 @@ class Impl {
 
   // From now on it declines calls of this kind, as it failed for one. False: it cannot tell kinds apart.
   virtual bool quarantine(const Call&) { return false; }
+  virtual bool is_quarantined(const Call&) { return false; }
 };
 
 // An impl in C++: a boxed function that replaces the arguments on the stack by results.

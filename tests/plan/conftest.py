@@ -13,7 +13,6 @@ import opgraft
 from opgraft import _core
 from opgraft.plan import testing
 
-
 HERE = Path(__file__).parent
 
 

@@ -474,6 +474,10 @@ def with_a_launch_nobody_sees(self: torch.Tensor, dim: int, half_to_float: bool)
     return out
 
 
+def with_the_native_kernel(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    return torch._softmax(self, dim, half_to_float)
+
+
 def with_a_temporary(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     half, out = torch.empty_like(self), torch.empty_like(self)
     testing.scale(self, half, 0.5)
@@ -515,6 +519,7 @@ def library() -> Any:
         (with_a_launch_nobody_sees, "is not what Python computed"),
         (with_other_things_every_time, "did different things"),
         (with_an_op_of_a_library, "not one of PyTorch's own ops"),
+        (with_the_native_kernel, "aten::_softmax itself"),
     ],
 )
 def test_a_refusal_runs_in_python_and_says_why(

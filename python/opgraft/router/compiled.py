@@ -208,7 +208,7 @@ class CompiledRouter(PythonRouter):
             result = self._hit(override, keyset, call)
         finally:
             self._recorded.recording = outer
-            self._mind_quarantine(override)
+            self._mind_quarantine(override, values)
         override.plans.end(recording, result)
         return result
 
