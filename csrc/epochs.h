@@ -72,8 +72,10 @@ class Epochs {
       const std::lock_guard<std::mutex> guard(mutex_);
       const uint64_t now = epoch_.fetch_add(1, std::memory_order_seq_cst) + 1;
       retired_.emplace_back(now, std::move(free));
-      // Without the fence, who reads what cannot be told: nothing is freed until there is one again.
-      uint64_t oldest = !writers_fence_ || fence_readers() ? now : 0;
+      // Where no thread ever read, none has to pass a fence: who begins now has waited for the mutex, and
+      // loads what the writer published. Without the fence, who reads what cannot be told: nothing is
+      // freed until there is one again.
+      uint64_t oldest = slots_.empty() || !writers_fence_ || fence_readers() ? now : 0;
       for (const auto* slot : slots_) {
         const uint64_t began = slot->began.load(std::memory_order_seq_cst);
         if (began != kIdle && began < oldest) oldest = began;
@@ -112,14 +114,25 @@ class Epochs {
   static Slot& slot();
   Slot& claim();
 
-  static bool membarrier(int command) noexcept {
-    return syscall(SYS_membarrier, command, /*flags=*/0, /*cpu=*/0) == 0;
+  static long membarrier(int command) noexcept {
+    return syscall(SYS_membarrier, command, /*flags=*/0, /*cpu=*/0);
   }
-  static bool fence_readers() noexcept { return membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED); }
+  static bool can_fence() noexcept {
+    constexpr long needed =
+        MEMBARRIER_CMD_PRIVATE_EXPEDITED | MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED;
+    const long known = membarrier(MEMBARRIER_CMD_QUERY);
+    return known >= 0 && (known & needed) == needed;
+  }
+  static bool fence_readers() noexcept {
+    // When it is first needed: in a process of several threads asking takes 7 ms, which `import torch`
+    // would wait for.
+    static const bool asked = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) == 0;
+    return asked && membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED) == 0;
+  }
 
-  // Whether the writer makes readers pass a fence; a process asks for this once. Not on kernels before
-  // 4.14, nor where a sandbox forbids it.
-  static inline const bool writers_fence_ = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED);
+  // Whether the writer makes readers pass a fence. Not on kernels before 4.14, nor where a sandbox
+  // forbids it.
+  static inline const bool writers_fence_ = can_fence();
   static inline std::atomic<uint64_t> epoch_{1};
   std::mutex mutex_;
   std::vector<Slot*> slots_;
