@@ -6,6 +6,8 @@
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
 #   make wheel        a wheel with a core for each torch, in dist/; fetches them, some hundred MB each, for their
 #                     headers           TORCHES="2.13.0 2.15.0"
+#   make cutedsl      CuteDSL and FlashAttention-4, beside the environment: tests then compile their kernels, which
+#                     needs no GPU; 60 MB, NVIDIA's licence
 #   make clean        what was built, and the caches; `make distclean` removes the environment too
 #
 # PYTHON=python3.12 picks the interpreter, TORCH="torch==2.13.0" the torch to install where the interpreter has
@@ -26,7 +28,12 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 # One stamp for each step that succeeded: the next call skips it, and repeats what failed.
 STAMPS := $(VENV)/stamps
 
-.PHONY: quickstart test lint types bench wheel clean distclean
+# What the kernels were measured with.
+CUTEDSL ?= nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-cutlass-dsl-libs-core==4.8.1 \
+	nvidia-cutlass-dsl-libs-cu12==4.8.1 cuda-bindings cuda-pathfinder protobuf apache-tvm-ffi==0.1.15.post2 \
+	flash-attn-4==4.0.0b36 quack-kernels==0.6.5 einops
+
+.PHONY: quickstart test lint types bench wheel cutedsl clean distclean
 .NOTPARALLEL:
 
 quickstart: $(STAMPS)/install
@@ -104,6 +111,13 @@ $(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) ke
 $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/bench: $(STAMPS)/install
 	@echo "== installing what $(@F) needs"
 	@$(PIP) 'opgraft[$(@F)]'
+	@touch $@
+
+# Not into the environment: tests are to see what a machine without CuteDSL sees. --no-deps, since torch is there.
+cutedsl: $(STAMPS)/cutedsl
+$(STAMPS)/cutedsl: $(STAMPS)/test
+	@echo "== installing CuteDSL into $(VENV)/cutedsl"
+	@$(PIP) --no-deps --only-binary :all: --upgrade --target $(VENV)/cutedsl $(CUTEDSL)
 	@touch $@
 
 clean:
