@@ -113,11 +113,10 @@ def test_a_pack_is_loaded_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):  # loading again replaces
         packs.load("opgraft-kernels")
     loaded = opgraft.overrides(pack="opgraft-kernels")
-    assert {override.op for override in loaded} == {
-        "aten::_fused_rms_norm",
-        "aten::_fused_rms_norm_backward",
+    assert {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"} <= {
+        override.op for override in loaded
     }
-    assert len(loaded) == 2
+    assert len(loaded) == len({override.name for override in loaded})
     assert {override.on_error for override in loaded} == {"fallback"}
 
 

@@ -19,6 +19,7 @@ from opgraft import when
 from opgraft.explanation import neighbours
 from tests import ops
 
+ROOT = Path(__file__).resolve().parents[1]
 # An op of one test each: a router goes in once, and what is before us must be there by then.
 OPS = {
     "third party": ("sinh", "cosh"),
@@ -201,8 +202,6 @@ def flash_attention_impl() -> Iterator[list[int]]:
     FA4's own go to CUDA keys and import CuteDSL; this one goes to the CPU's op.
     """
     attention = torch.nn.attention
-    if not hasattr(attention, "activate_flash_attention_impl"):
-        pytest.skip("this torch has no flash attention implementations to choose from")
     calls: list[int] = []
 
     def kernel(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,7 +224,23 @@ def flash_attention_impl() -> Iterator[list[int]]:
         attention.restore_flash_attention_impl(_raise_warn=False)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "activate_flash_attention_impl"),
+    reason="this torch has no flash attention implementations to choose from",
+)
 def test_a_flash_attention_impl_before_and_after_us() -> None:
+    # In a process where no test has put a router at that op yet: nothing is before it then.
+    program = "from tests import test_neighbours as t; t.check_flash_attention_impls()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_flash_attention_impls() -> None:
     def impl(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full_like(query, 100), logsumexp(query)
 

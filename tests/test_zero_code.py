@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("triton", "cutlass", "tvm_ffi", "torch._inductor", "torch._dynamo", "packaging.specifiers")
 NOT_NEEDED_TO_REGISTER = (
     *("cli", "control", "tracing", "explanation", "verification", "wrapped_number"),
-    *("cutedsl_utils", "router.saved_calls"),
+    "router.saved_calls",
 )
 # A user's script. What comes after it is the test's.
 SCRIPT = """
