@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def compile_condition(condition: when.Condition, op: Op) -> list[Node] | None:
     """
     compiler = _Compiler(op)
     try:
-        _add(condition, compiler)
+        compiler.add(condition)
     except NotCompilable:
         return None
     return compiler.nodes
@@ -46,8 +46,15 @@ def compile_condition(condition: when.Condition, op: Op) -> list[Node] | None:
 class _Compiler:
     def __init__(self, op: Op) -> None:
         self.nodes: list[Node] = []
-        self.kinds = {argument.name: argument.kind for argument in op.arguments}
-        self._index = {argument.name: i for i, argument in enumerate(op.arguments)}
+        self.kinds = op.kinds
+        self._index = op.index
+
+    def add(self, part: when.Expression) -> int:
+        """Add a part with all it is made of; returns its index."""
+        add = _ADD.get(type(part))
+        if add is None:
+            raise NotCompilable(repr(part))
+        return add(self, part)
 
     def emit(
         self,
@@ -60,8 +67,8 @@ class _Compiler:
         children: tuple[when.Expression, ...] = (),
         places: tuple[when.TensorName, ...] = (),
     ) -> int:
-        indices = [_add(child, self) for child in children]
-        places_ = [self.place(each) for each in places]
+        indices = list(map(self.add, children)) if children else []
+        places_ = list(map(self.place, places)) if places else []
         self.nodes.append((code, place, integer, real, constant, indices, places_))
         return len(self.nodes) - 1
 
@@ -71,39 +78,27 @@ class _Compiler:
         return (self._index[tensor.name], tensor.index, True)
 
 
-@singledispatch
-def _add(part: when.Expression, compiler: _Compiler) -> int:
-    """Add a part with all it is made of; returns its index."""
-    raise NotCompilable(repr(part))
-
-
-@_add.register(when._All)
-def _(part: when._All, compiler: _Compiler) -> int:
+def _all(compiler: _Compiler, part: when._All) -> int:
     return compiler.emit("all", children=part.parts)
 
 
-@_add.register(when._Any)
-def _(part: when._Any, compiler: _Compiler) -> int:
+def _any(compiler: _Compiler, part: when._Any) -> int:
     return compiler.emit("any", children=part.parts)
 
 
-@_add.register(when._Not)
-def _(part: when._Not, compiler: _Compiler) -> int:
+def _not(compiler: _Compiler, part: when._Not) -> int:
     return compiler.emit("not", children=(part.part,))
 
 
-@_add.register(when._IsNone)
-def _(part: when._IsNone, compiler: _Compiler) -> int:
+def _is_none(compiler: _Compiler, part: when._IsNone) -> int:
     return compiler.emit("is_none", place=compiler.place(part.name))
 
 
-@_add.register(when._Same)
-def _(part: when._Same, compiler: _Compiler) -> int:
+def _same(compiler: _Compiler, part: when._Same) -> int:
     return compiler.emit(f"same_{part.attribute}", places=part.tensors)
 
 
-@_add.register(when._TensorCondition)
-def _(part: when._TensorCondition, compiler: _Compiler) -> int:
+def _tensor_condition(compiler: _Compiler, part: when._TensorCondition) -> int:
     place = compiler.place(part.tensor)
     if part.function == "aligned":
         return compiler.emit("aligned", place=place, integer=_int64(part.options[0]))
@@ -114,12 +109,10 @@ def _(part: when._TensorCondition, compiler: _Compiler) -> int:
     return compiler.emit(part.function, place=place, constant=constant)
 
 
-@_add.register(when._Comparison)
-def _(part: when._Comparison, compiler: _Compiler) -> int:
-    types = {side.type(compiler.kinds) for side in (part.left, part.right)}
-    if types <= {"int", "number", "capability"}:
-        return compiler.emit(part.symbol, children=(part.left, part.right))
+def _comparison(compiler: _Compiler, part: when._Comparison) -> int:
     left, right = part.left, part.right
+    if left.type(compiler.kinds) in _NUMBERS and right.type(compiler.kinds) in _NUMBERS:
+        return compiler.emit(part.symbol, children=(left, right))
     if not isinstance(left, (when._Value, when._Item)) or not isinstance(right, when._Constant):
         raise NotCompilable(repr(part))
     code = "same_value" if part.symbol == "==" else "other_value"
@@ -127,40 +120,55 @@ def _(part: when._Comparison, compiler: _Compiler) -> int:
     return compiler.emit(code, place=place, constant=right.constant)
 
 
-@_add.register(when._Arithmetic)
-def _(part: when._Arithmetic, compiler: _Compiler) -> int:
+_NUMBERS = frozenset({"int", "number", "capability"})
+
+
+def _arithmetic(compiler: _Compiler, part: when._Arithmetic) -> int:
     return compiler.emit(part.symbol, children=(part.left, part.right))
 
 
-@_add.register(when._TensorNumber)
-def _(part: when._TensorNumber, compiler: _Compiler) -> int:
+def _tensor_number(compiler: _Compiler, part: when._TensorNumber) -> int:
     dim = 0 if part.dim is None else _int64(part.dim)
     return compiler.emit(part.function, place=compiler.place(part.tensor), integer=dim)
 
 
-@_add.register(when._Length)
-def _(part: when._Length, compiler: _Compiler) -> int:
+def _length(compiler: _Compiler, part: when._Length) -> int:
     return compiler.emit("length", place=compiler.place(part.name))
 
 
-@_add.register(when._Item)
-def _(part: when._Item, compiler: _Compiler) -> int:
+def _item(compiler: _Compiler, part: when._Item) -> int:
     return compiler.emit("item", place=compiler.place(part))
 
 
-@_add.register(when._Value)
-def _(part: when._Value, compiler: _Compiler) -> int:
+def _value(compiler: _Compiler, part: when._Value) -> int:
     return compiler.emit("value", place=compiler.place(part.name))
 
 
-@_add.register(when._Constant)
-def _(part: when._Constant, compiler: _Compiler) -> int:
+def _constant(compiler: _Compiler, part: when._Constant) -> int:
     constant = part.constant
     if isinstance(constant, tuple):
         return compiler.emit("integer", integer=pack_capability(constant))
     if isinstance(constant, int):
         return compiler.emit("integer", integer=_int64(int(constant)))
     return compiler.emit("real", real=constant)
+
+
+# Not `functools.singledispatch`, which takes longer to find the function than that takes to run.
+_ADD: dict[type, Callable[[_Compiler, Any], int]] = {
+    when._All: _all,
+    when._Any: _any,
+    when._Not: _not,
+    when._IsNone: _is_none,
+    when._Same: _same,
+    when._TensorCondition: _tensor_condition,
+    when._Comparison: _comparison,
+    when._Arithmetic: _arithmetic,
+    when._TensorNumber: _tensor_number,
+    when._Length: _length,
+    when._Item: _item,
+    when._Value: _value,
+    when._Constant: _constant,
+}
 
 
 def pack_capability(capability: tuple[int, ...]) -> int:

@@ -196,7 +196,7 @@ def _check_condition(cond: object, op: Op, unconditional_override: bool) -> None
         )
     if isinstance(cond, Condition):
         try:
-            cond.check({argument.name: argument.kind for argument in op.arguments})
+            cond.check(op.kinds)
         except ExpressionError as error:
             raise RegistrationError(f"cond for {op.name}: {error}") from None
     elif isinstance(cond, Expression):

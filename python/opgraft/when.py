@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -195,10 +195,10 @@ class Condition(Expression):
         raise NotImplementedError
 
     def __and__(self, other: Condition) -> Condition:
-        return _All((*_parts(_All, self), *_parts(_All, _condition(other))))
+        return _All(_parts(_All, self) + _parts(_All, _condition(other)))
 
     def __or__(self, other: Condition) -> Condition:
-        return _Any((*_parts(_Any, self), *_parts(_Any, _condition(other))))
+        return _Any(_parts(_Any, self) + _parts(_Any, _condition(other)))
 
     def __invert__(self) -> Condition:
         return _Not(self)
@@ -407,7 +407,9 @@ class _Constant(Number):
         pass
 
     def type(self, kinds: Mapping[str, str]) -> str:
-        return next(name for types, name in _CONSTANTS if isinstance(self.constant, types))
+        if (exact := _CONSTANTS.get(type(self.constant))) is not None:
+            return exact
+        return next(name for kind, name in _CONSTANTS.items() if isinstance(self.constant, kind))
 
     @property
     def precedence(self) -> int:  # type: ignore[override]
@@ -422,17 +424,18 @@ class _Constant(Number):
 
 
 # What a constant may be, and its type; a schema calls the torch types by the same names.
-_CONSTANTS: tuple[tuple[Any, str], ...] = (
-    (bool, "number"),
-    (int, "int"),
-    (float, "number"),
-    (tuple, "capability"),
-    (str, "str"),
-    (torch.dtype, "ScalarType"),
-    (torch.layout, "Layout"),
-    (torch.device, "Device"),
-    (torch.memory_format, "MemoryFormat"),
-)
+_CONSTANTS: dict[type, str] = {
+    bool: "number",
+    int: "int",
+    float: "number",
+    tuple: "capability",
+    str: "str",
+    torch.dtype: "ScalarType",
+    torch.layout: "Layout",
+    torch.device: "Device",
+    torch.memory_format: "MemoryFormat",
+}
+_CONSTANT_TYPES = tuple(_CONSTANTS)
 
 
 _ARITHMETIC: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
@@ -529,7 +532,8 @@ class _Comparison(Condition):
     def check(self, kinds: Mapping[str, str]) -> None:
         self.left.check(kinds)
         self.right.check(kinds)
-        left, right = (_NUMERIC.get(s.type(kinds), s.type(kinds)) for s in (self.left, self.right))
+        left, right = self.left.type(kinds), self.right.type(kinds)
+        left, right = _NUMERIC.get(left, left), _NUMERIC.get(right, right)
         if left != right:
             raise ExpressionError(f"{self!r} compares a {left} with a {right}")
         if self.symbol not in ("==", "!=") and left not in _ORDERED:
@@ -567,7 +571,7 @@ def _compare(symbol: str, left: Number, right: object) -> Condition:
 
 def _check_constant(symbol: str, left: Number, right: object) -> None:
     """Refuse what no schema could make right; the rest is checked against the schema."""
-    if not isinstance(right, tuple(types for types, _ in _CONSTANTS)):
+    if not isinstance(right, _CONSTANT_TYPES):
         raise TypeError(f"{left!r} {symbol} {right!r}: not a value that an argument can have")
     if isinstance(left, _TensorNumber) and left.function == "device_capability":
         if not isinstance(right, tuple):
@@ -778,8 +782,8 @@ class _Not(Condition):
         return f"~{self._inner(self.part)}"
 
 
-def _parts(kind: type[_All] | type[_Any], part: Condition) -> Iterator[Condition]:
-    yield from part.parts if isinstance(part, kind) else (part,)
+def _parts(kind: type[_All] | type[_Any], part: Condition) -> tuple[Condition, ...]:
+    return part.parts if isinstance(part, kind) else (part,)
 
 
 def _condition(part: object) -> Condition:
