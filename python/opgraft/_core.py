@@ -18,6 +18,7 @@ import sys
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +30,7 @@ __all__ = ["CoreStatus", "in_use", "load", "module_name", "status"]
 _log = logging.getLogger("opgraft")
 
 
-class CoreStatus:
+class CoreStatus(NamedTuple):
     """What there is of a compiled core.
 
     Attributes:
@@ -38,13 +39,9 @@ class CoreStatus:
         reason: why there is none, with what to do about it; empty where there is one.
     """
 
-    # No named tuple, which takes longer to make than all else that this module does.
-    __slots__ = ("built", "module", "reason")
-
-    def __init__(self, built: bool, module: str, reason: str = "") -> None:
-        self.built = built
-        self.module = module
-        self.reason = reason
+    built: bool
+    module: str
+    reason: str = ""
 
     def __str__(self) -> str:
         return f"compiled core: {self.module if self.built else f'none ({self.reason})'}"

@@ -16,7 +16,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable
 from functools import cache, partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,37 +29,18 @@ __all__ = ["condition", "register"]
 log = logging.getLogger(__name__)
 
 
-class _Op:
-    """An attention op, and what is particular about its arguments.
+class _Op(NamedTuple):
+    """An attention op, and what is particular about its arguments."""
 
-    Attributes:
-        name: in `torch.ops.aten`.
-        impl: of its overrides.
-        is_backward: whether it is a backward op.
-        heads: the heads' dimension: 1 in [batch, heads, length, dim], 2 in [batch, length, heads,
-            dim].
-        is_top_left: whether causal is aligned at the top left where lengths differ. The kernels
-            align it at the bottom right.
-        grad_out: what the gradient of the output is called.
-    """
-
-    # No named tuple: `import torch` makes this class, and that would be half of this module's time.
-    def __init__(
-        self,
-        name: str,
-        impl: Callable[..., Any],
-        is_backward: bool = False,
-        *,
-        heads: int = 1,
-        is_top_left: bool = True,
-        grad_out: str = "grad_out",
-    ) -> None:
-        self.name = name
-        self.impl = impl
-        self.is_backward = is_backward
-        self.heads = heads
-        self.is_top_left = is_top_left
-        self.grad_out = grad_out
+    name: str
+    impl: Callable[..., Any]
+    is_backward: bool = False
+    # The heads' dimension: [batch, heads, length, dim], or [batch, length, heads, dim].
+    heads: int = 1
+    # Whether causal is aligned at the top left where lengths differ. The kernels align it at the
+    # bottom right.
+    is_top_left: bool = True
+    grad_out: str = "grad_out"
 
     @property
     def tensors(self) -> tuple[str, ...]:
