@@ -239,7 +239,8 @@ def test_attention_is_opaque_under_auto(cpp_wrapper: bool) -> None:
         hits = sum(override.hits for override in hit)
         with opgraft.disabled():
             torch.testing.assert_close(got, attend(x), rtol=2e-2, atol=2e-2)
-    assert hits == 1
+    # Its C++ wrapper takes no op of ours that returns a number, as these return sequence lengths.
+    assert hits == (0 if cpp_wrapper else 1)
 
 
 class Norm(nn.Module):

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft import symbolic
-from opgraft.pt2 import opaque, tracing
+from opgraft.pt2 import exports, opaque, tracing
 from opgraft.registry import CompilePolicy, Override, registry
 from opgraft.router import device
 from opgraft.schema import Call, Op
@@ -21,6 +21,7 @@ from opgraft.when import Condition
 Action = Literal["opaque", "traced", "left"]
 
 _NONE = type(None)
+_NUMBERS = (torch.IntType, torch.FloatType, torch.BoolType, torch.NumberType)
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,26 @@ def _action(
         if traces:
             return _trace(override, call, outcomes)
         why = "it is not traced here"
-    obstacle = opaque.why_not(call.op)
+    obstacle = opaque.why_not(call.op) or _wrapper_obstacle(call.op)
     if obstacle is not None:
         return "left", f"{override.name} cannot be opaque: {obstacle}"
     when = "takes every call" if outcomes == symbolic.HOLDS else "is asked at run time"
     return "opaque", f"{override.name} {when}: {why}"
+
+
+def _wrapper_obstacle(op: Op) -> str | None:
+    """Why Inductor's C++ wrapper cannot hold an op's opaque one; None where it can or is not used.
+
+    It declares every output of an op that it has no C function for as a tensor, and then does not
+    compile where one is a number (torch 2.11 to 2.15): the attention ops return sequence lengths.
+    An exported program goes through code of its own, which can.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if config is None or not config.cpp_wrapper or exports.are_asked_for():
+        return None
+    if not any(isinstance(each.type, _NUMBERS) for each in op.returns):
+        return None
+    return "Inductor's cpp_wrapper cannot call it: it returns a number"
 
 
 def _trace(override: Override, call: Call, outcomes: Outcomes) -> tuple[Action, str]:
