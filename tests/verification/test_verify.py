@@ -483,8 +483,11 @@ def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # FlashAttention-4 alone compiles for minutes, on one core
 def test_the_first_party_pack_passes_on_a_gpu() -> None:
-    done = command("opgraft-kernels", "--json", TRITON_INTERPRET="0")
+    jobs = str(min(12, os.cpu_count() or 1))
+    done = command("opgraft-kernels", "--json", "--jobs", jobs, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     overrides = json.loads(done.stdout)["overrides"]
     assert overrides and {override["dispatch_key"] for override in overrides} == {"CUDA"}
@@ -513,6 +516,31 @@ def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) ->
         "aten::_softmax", "--import", "mine", *quick, PYTHONPATH=f"{ROOT}:{tmp_path}"
     ).stdout
     assert "wrong strides" in table and "FAILED strides" in table and "call.check" in table
+
+
+def test_overrides_verified_in_processes_of_their_own(tmp_path: Path) -> None:
+    """One of them crashes: that is its failure, and the others' reports are there."""
+    (tmp_path / "mine.py").write_text(
+        "import os, opgraft\n"
+        "from tests.verification.broken import *\n"
+        "register('right'); register('wrong strides')\n"
+        "opgraft.register_op_override('aten', 'relu', 'CPU', lambda self: os.abort(),\n"
+        "                             unconditional_override=True, name='crashes')\n"
+    )
+    done = command(
+        *("--import", "mine", "--check", "hit", "--check", "strides", "--dispatch-key", "CPU"),
+        *("--no-opinfo", "--json", "--jobs", "2", "--junit", str(tmp_path / "report.xml")),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        OPGRAFT_PACKS="none",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {each["name"]: each for each in json.loads(done.stdout)["overrides"]}
+    assert found["right"]["verdict"] == "passed" and found["right"]["hits"] > 0
+    assert found["right"]["checks"]["strides"]["samples"] > 0
+    assert found["wrong strides"]["failures"][0]["check"] == "strides"
+    (failure,) = found["crashes"]["failures"]
+    assert failure["check"] == "process" and "died of SIGABRT" in failure["message"]
+    assert len(ElementTree.parse(tmp_path / "report.xml").getroot()) == 3
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments() -> None:

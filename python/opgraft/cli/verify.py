@@ -6,17 +6,21 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 import opgraft
+from opgraft import verification
 from opgraft.cli import output
+from opgraft.verification.apart import verify_apart
 from opgraft.verification.report import Report
 
 
 @click.command("verify")
 @click.argument("what", required=False, metavar="[PACK|OP]")
 @click.option("--dispatch-key", help="Only at this key, such as CUDA.")
+@click.option("--op", help="Only overrides of this op, where PACK is given.")
 @click.option("--name", help="Only the override of this name.")
 @click.option("--dsl", help="Only overrides of this DSL.")
 @click.option(
@@ -32,11 +36,15 @@ from opgraft.verification.report import Report
 @click.option("--max-samples", default=120, show_default=True, help="For each override.")
 @click.option("--opinfo/--no-opinfo", default=True, help="With PyTorch's own samples.")
 @click.option("--compile", is_flag=True, help="Under torch.compile, too: seconds for each.")
+@click.option(
+    "--jobs", default=1, show_default=True, type=click.IntRange(min=1), help="Processes at a time."
+)
 @click.option("--junit", type=click.Path(dir_okay=False), help="A file for JUnit XML.")
 @output.json_option
 def command(
     what: str | None,
     dispatch_key: str | None,
+    op: str | None,
     name: str | None,
     dsl: str | None,
     modules: tuple[str, ...],
@@ -46,6 +54,7 @@ def command(
     max_samples: int,
     opinfo: bool,
     compile: bool,
+    jobs: int,
     junit: str | None,
     as_json: bool,
 ) -> int:
@@ -55,25 +64,36 @@ def command(
     of PyTorch's own tests, on the pack's, and on samples made from each override's condition, on
     both sides of every boundary. The exit status is 0 if everything passed, 1 if something failed,
     3 if something could not be verified here.
+
+    With --jobs above 1 each override has a process of its own, so that what one does to the device
+    or to the process does not reach the others.
     """
     for module in modules:
         _import(module)
     if what is None or "::" in what:
         opgraft.packs.activate()
+    selection: dict[str, Any] = {"op": op, "dispatch_key": dispatch_key, "name": name, "dsl": dsl}
+    terms: dict[str, Any] = {
+        "k": k,
+        "seed": seed,
+        "max_samples": max_samples,
+        "opinfo": opinfo,
+        "compile": compile,
+    }
     try:
-        report = opgraft.verify(
-            what,
-            dispatch_key=dispatch_key,
-            name=name,
-            dsl=dsl,
-            checks=checks or None,
-            k=k,
-            seed=seed,
-            max_samples=max_samples,
-            opinfo=opinfo,
-            compile=compile,
-            progress=not as_json,
-        )
+        if jobs == 1:
+            report = opgraft.verify(
+                what, **selection, **terms, checks=checks or None, progress=not as_json
+            )
+        else:
+            verification.check_names(checks)
+            chosen = verification.select(what, pack=None, **selection)
+            arguments = [*_repeated("--import", modules), *_repeated("--check", checks)]
+            arguments += [] if what is None else [what]
+            arguments += [f"--k={k}", f"--seed={seed}", f"--max-samples={max_samples}"]
+            arguments += ["--opinfo" if opinfo else "--no-opinfo"]
+            arguments += ["--compile"] if compile else []
+            report = verify_apart(chosen, arguments, jobs, k=k, seed=seed)
     except opgraft.RegistrationError as error:
         raise click.UsageError(str(error)) from error
     if junit is not None:
@@ -83,6 +103,10 @@ def command(
     else:
         _print(report)
     return report.exit_code
+
+
+def _repeated(option: str, values: tuple[str, ...]) -> list[str]:
+    return [f"{option}={value}" for value in values]
 
 
 def _import(module: str) -> None:

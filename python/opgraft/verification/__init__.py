@@ -78,14 +78,9 @@ def verify(
     """
     from opgraft.verification import report as reports
     from opgraft.verification import runner
-    from opgraft.verification.checks import CHECKS
 
-    unknown = sorted(set(checks or ()) - set(CHECKS))
-    if unknown:
-        raise RegistrationError(
-            f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}"
-        )
-    overrides = _select(what, dsl=dsl, op=op, dispatch_key=dispatch_key, pack=pack, name=name)
+    check_names(checks or ())
+    overrides = select(what, dsl=dsl, op=op, dispatch_key=dispatch_key, pack=pack, name=name)
     options = runner.Options(
         k=k,
         seed=seed,
@@ -126,7 +121,7 @@ def sample(
     """
     from opgraft.verification import reproduction
 
-    found = _select(None, dsl=None, op=op, dispatch_key=dispatch_key, pack=pack, name=name)
+    found = select(None, dsl=None, op=op, dispatch_key=dispatch_key, pack=pack, name=name)
     if len(found) != 1:
         raise RegistrationError(
             f"{len(found)} overrides match op={op!r}, dispatch_key={dispatch_key!r}, "
@@ -135,7 +130,19 @@ def sample(
     return reproduction.reproduce(found[0], sample_id, seed=seed, k=k)
 
 
-def _select(what: Any, **keywords: Any) -> list[Override]:
+def check_names(checks: Collection[str]) -> None:
+    """Raise for a name that is no check's."""
+    from opgraft.verification.checks import CHECKS
+
+    unknown = sorted(set(checks) - set(CHECKS))
+    if unknown:
+        raise RegistrationError(
+            f"there is no check {unknown[0]!r}: choose from {', '.join(CHECKS)}"
+        )
+
+
+def select(what: Any, **keywords: Any) -> list[Override]:
+    """The overrides that :func:`verify` is asked for; a pack that is named is loaded."""
     from opgraft import packs
     from opgraft.control import overrides
 

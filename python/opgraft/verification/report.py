@@ -73,6 +73,17 @@ class OverrideReport:
             return "failed"
         return "not run" if self.skipped else "passed"
 
+    @classmethod
+    def of_dict(cls, found: dict[str, Any]) -> OverrideReport:
+        """One of those that :meth:`Report.as_dict` has."""
+        of_checks = {
+            name: Check(check["name"], check["samples"], check["failures"], check["reason"])
+            for name, check in found["checks"].items()
+        }
+        given = {key: value for key, value in found.items() if key != "verdict"}
+        failures = [Failure(**failure) for failure in found["failures"]]
+        return cls(**(given | {"checks": of_checks, "failures": failures}))
+
 
 @dataclass
 class Report:
