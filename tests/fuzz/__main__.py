@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 CHUNK = 1000
+#: Of programs of a chunk which stock PyTorch itself does not outlive.
+MAX_DEATHS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,11 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--without", type=int, action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.here:
         from tests.fuzz import campaign
 
-        result = campaign.run(options.seed, options.programs, options.device)
+        try:
+            result = campaign.run(options.seed, options.programs, options.device, options.without)
+        except campaign.StockDied as died:
+            print(died, file=sys.stderr)
+            print(json.dumps({"died": died.seed}), flush=True)
+            os._exit(0)  # the device's memory cannot be given back any more
         print(json.dumps(result.as_dict()))
         return 0
     seed = random.randrange(10**9) if options.seed is None else options.seed
@@ -63,10 +71,13 @@ def _run(seed: int, options: argparse.Namespace) -> int:
     return 1 if total.failures else 0
 
 
-def _chunk(seed: int, count: int, device: str) -> dict[str, Any] | str:
+def _chunk(
+    seed: int, count: int, device: str, without: tuple[int, ...] = ()
+) -> dict[str, Any] | str:
     """The result of some programs in a process of their own, which may crash."""
     command = [sys.executable, "-m", "tests.fuzz", "--here", "--device", device]
     command += ["--seed", str(seed), "--programs", str(count)]
+    command += [f"--without={each}" for each in without]
     done = subprocess.run(
         command,
         # cuBLAS's own condition for results that do not differ from run to run.
@@ -78,6 +89,10 @@ def _chunk(seed: int, count: int, device: str) -> dict[str, Any] | str:
     )
     if done.returncode == 0:
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        if "died" in result and len(without) < MAX_DEATHS:
+            return _chunk(seed, count, device, (*without, result["died"]))
+        if "died" in result:
+            return f"stock PyTorch itself leaves the device unusable: seeds {without}"
         return result
     if done.returncode < 0:
         return f"the process died of {signal.Signals(-done.returncode).name}"
