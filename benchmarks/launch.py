@@ -304,10 +304,10 @@ class Opgraft(Contender):
         native = self._opgraft.native(f"aten::{op}")
         known: dict[tuple[int, ...], list[Any]] = {}
 
-        def impl(*args: Any) -> Any:
+        def impl(*args: Any, **kwargs: Any) -> Any:
             shape = tuple(args[0].shape)
             if shape not in known:
-                known[shape] = list(native(*args))
+                known[shape] = list(native(*args, **kwargs))
             return tuple(
                 torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=DEVICE)
                 if isinstance(each, torch.Tensor)
