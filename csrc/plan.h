@@ -304,6 +304,10 @@ class PlanTable {
   uint64_t recordings() const noexcept { return recordings_.load(std::memory_order_relaxed); }
   bool stopped() const noexcept;
   bool given_up() const noexcept { return given_up_.load(std::memory_order_relaxed); }
+  // Whether Python runs what has no plan, also where the author finds that it does not pay: for those
+  // who want to see every call run.
+  bool runs_all() const noexcept { return runs_all_.load(std::memory_order_relaxed); }
+  void run_all(bool all) noexcept { runs_all_.store(all, std::memory_order_relaxed); }
   std::vector<std::shared_ptr<const PlanEntry>> entries() const;
 
  private:
@@ -333,6 +337,7 @@ class PlanTable {
   std::atomic<uint64_t> generation_{0};
   std::atomic<uint32_t> refusals_{0};
   std::atomic<bool> given_up_{false};
+  std::atomic<bool> runs_all_{false};
   std::atomic<bool> any_{false};  // a plan was installed once
   // Only threads that hold the GIL take it, and none gives the GIL up while it has it.
   mutable std::mutex mutex_;

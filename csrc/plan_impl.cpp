@@ -16,12 +16,9 @@ namespace opgraft {
 
 namespace {
 
-// Uninitialised memory is to be filled, which `torch.empty` does and a replay does not.
-bool fills_memory() {
-  const auto& context = at::globalContext();
-  return C10_UNLIKELY(context.deterministicAlgorithms()) &&
-         context.deterministicFillUninitializedMemory();
-}
+// Uninitialised memory is to be filled, which `torch.empty` does and a replay does not; and an impl may
+// have another way to a deterministic result.
+bool is_to_be_deterministic() { return at::globalContext().deterministicAlgorithms(); }
 
 // --------------------------------------------------------------------------- Triton's launch hooks
 
@@ -83,7 +80,7 @@ PlannedImpl::PlannedImpl(std::unique_ptr<Impl> impl, Options options)
 bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) {
   if (is_quarantined(call)) return false;
   PlanKey key;
-  if (C10_UNLIKELY(fills_memory()) || !key.read(call, options_.takes_keyset)) {
+  if (C10_UNLIKELY(is_to_be_deterministic()) || !key.read(call, options_.takes_keyset)) {
     return run_unplanned(override, call, device, true);
   }
   try {
@@ -126,7 +123,8 @@ PlannedImpl::Replayed PlannedImpl::replay(const Override& override, Call& call,
 
 bool PlannedImpl::run_unplanned(const Override& override, Call& call, c10::Device device,
                                 bool in_python) {
-  if (!in_python || (options_.unplanned && !options_.unplanned->holds(call.view().data()))) {
+  const bool pays = in_python && (!options_.unplanned || options_.unplanned->holds(call.view().data()));
+  if (!pays && !options_.table->runs_all()) {
     override.misses->add();
     return false;
   }
@@ -368,6 +366,7 @@ void bind_plans(py::module_& core) {
       .def_property_readonly("recordings", &PlanTable::recordings)
       .def_property_readonly("stopped", &PlanTable::stopped)
       .def_property_readonly("given_up", &PlanTable::given_up)
+      .def_property("runs_all", &PlanTable::runs_all, &PlanTable::run_all)
       .def("entries", [](const PlanTable& self) {
         std::vector<std::shared_ptr<PlanEntry>> entries;
         for (const auto& entry : self.entries()) {

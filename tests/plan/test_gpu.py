@@ -369,6 +369,74 @@ def test_rms_norm_of_the_pack_by_plans(
         assert (result.double() - reference).abs().max() <= 2 * own + floor
 
 
+def shipped_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def shipped_layer_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, weight, EPS)
+
+
+def attention(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    q = x.view(2, 2048, 16, 128).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q * weight[0], q, is_causal=True)
+
+
+def flash_attention(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return attention(x, weight)
+
+
+@pytest.mark.parametrize("function", [shipped_rms_norm, shipped_layer_norm])
+@pytest.mark.parametrize("rows", [1, 64, 4096])
+def test_shipped_norms_are_replayed(
+    pack: dict[str, opgraft.Override], function: Callable[..., Any], rows: int
+) -> None:
+    hit = replayed(pack, function, (rows, 1024))
+    name = function.__name__.removeprefix("shipped_")
+    assert hit == {f"opgraft_kernels.{name}.{way}" for way in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("function", [attention, flash_attention])
+def test_shipped_attention_is_replayed(
+    pack: dict[str, opgraft.Override], function: Callable[..., Any]
+) -> None:
+    hit = replayed(pack, function, (2 * 2048 * 16, 128))
+    attention = {name for name in hit if ".attention." in name}
+    assert len(attention) == 2 and any(name.endswith("_backward") for name in attention), hit
+    if "opgraft_kernels.attention.cutedsl.scaled_dot_product_cudnn_attention" in pack:
+        assert all(".cutedsl." in name for name in attention)
+
+
+def replayed(
+    pack: dict[str, opgraft.Override], function: Callable[..., Any], shape: tuple[int, ...]
+) -> set[str]:
+    """The overrides whose plans a training step of a function replays; checks its results."""
+
+    def train(dtype: torch.dtype, function: Callable[..., Any] = function) -> list[torch.Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype).view(out.shape))]
+
+    torch.manual_seed(0)
+    x, weight = inputs(*shape)
+    grad = torch.randn_like(x)
+    for _ in range(8):
+        train(torch.bfloat16)
+    before = {name: override.plans.hits for name, override in pack.items()}
+    mine = train(torch.bfloat16)
+    hit = {name for name, override in pack.items() if override.plans.hits > before[name]}
+    with opgraft.disabled():
+        native = train(torch.bfloat16)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            exact = train(torch.float32, attention if function is flash_attention else function)
+    for result, its, reference in zip(mine, native, exact, strict=True):
+        floor = torch.finfo(torch.bfloat16).eps * reference.abs().max() / 4
+        own = (its - reference).abs().max()
+        assert (result - reference).abs().max() <= 2 * own + floor
+    return hit
+
+
 # ------------------------------------------------------------------ everything at once
 
 

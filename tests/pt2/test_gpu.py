@@ -243,6 +243,33 @@ def test_attention_is_opaque_under_auto(cpp_wrapper: bool) -> None:
     assert hits == (0 if cpp_wrapper else 1)
 
 
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_an_aotinductor_package_that_holds_attention(tmp_path: Path) -> None:
+    """Its op returns sequence lengths, too."""
+    hit = []
+    for op in ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"):
+        native = getattr(torch.ops.aten, op).default
+        hit.append(
+            opgraft.register_op_override("aten", op, "CUDA", native, unconditional_override=True)
+        )
+    x = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), opgraft.pt2.export_overrides():
+        program = torch.export.export(Attention(), (x,))
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "attention.pt2")
+        )
+    loaded = torch._inductor.aoti_load_package(path)
+    before = sum(override.hits for override in hit)
+    got = loaded(x)
+    assert sum(override.hits for override in hit) - before == 1
+    with opgraft.disabled():
+        torch.testing.assert_close(got, Attention()(x), rtol=2e-2, atol=2e-2)
+
+
 class Norm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return norm(x)

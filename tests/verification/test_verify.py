@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import packs, when
+from opgraft import _core, packs, when
 from opgraft.errors import RegistrationError
+from opgraft.plan import recording
 from opgraft.verification import opinfo
 from opgraft.verification.checks import CHECKS
 from opgraft.verification.report import Report
@@ -435,6 +436,52 @@ def test_the_users_random_state_and_modes_stay() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.is_grad_enabled()
+
+
+def planned(impl: Any, **keywords: Any) -> opgraft.Override:
+    return opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", impl),
+        cond=when.dtype("self", torch.float32) & (when.numel("self") > 0),
+        launch_plan=True,
+        **keywords,
+    )
+
+
+needs_plans = pytest.mark.skipif(_core.in_use() is None, reason="launch plans are the core's")
+
+
+@needs_plans
+@pytest.mark.parametrize("unplanned", [None, when.numel("self") > 10**9], ids=str)
+def test_replays_of_launch_plans_are_verified_too(unplanned: Any) -> None:
+    """So is the impl in Python, where it does not pay to run it without a plan."""
+
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        weights = (self - self.amax(dim, keepdim=True)).exp()
+        return (weights / weights.sum(dim, keepdim=True)).contiguous()
+
+    override = planned(impl, unplanned=unplanned)
+    report = opgraft.verify(override, max_samples=20, opinfo=False)
+    assert report.ok, str(report)
+    (found,) = report.overrides
+    assert found.checks["replay"].samples > 0 and found.hits > 5
+    assert override.plans is not None and override.plans.hits > 0
+    before = override.hits
+    torch.softmax(torch.randn(77, 3), -1)
+    assert override.hits - before == (1 if unplanned is None else 0)  # as it was
+
+
+@needs_plans
+def test_a_wrong_replay_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        out = torch.empty_like(self, memory_format=torch.contiguous_format)
+        out.numpy()[...] = 0  # nobody can record that
+        out.numpy()[...] += broken.right(self, dim, half_to_float).numpy()
+        return out
+
+    monkeypatch.setattr(recording, "agree", lambda one, other: True)
+    report = opgraft.verify(planned(impl), max_samples=20, opinfo=False)
+    failures = [failure for failure in report.failures if failure.check == "replay"]
+    assert failures and "replayed from a launch plan, output 0 has" in failures[0].message
 
 
 def test_without_torchs_internal_tests_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ from opgraft.verification.samples import Sample, functional_of, run, tensors_of
 
 #: Draws of a call's values over which errors are taken, where one alone is above the bound.
 _DRAWS = 12
+#: Calls after which a launch plan is there: one to see that the call comes again, two recordings,
+#: and some that an autotuned kernel needs to settle.
+_RUNS_TO_A_PLAN = 8
 #: Arguments this many times larger than an output make it a reduction of them.
 _TERMS = 16
 #: Storages up to this size are compared as a whole, around the tensor too.
@@ -201,9 +204,23 @@ def alone(override: Override) -> Iterator[None]:
     with _scopes([Selector(**_given(each)) for each in others], override):
         stated, override.on_error = override.on_error, "raise"
         try:
-            yield
+            with _run_all(override):
+                yield
         finally:
             override.on_error = stated
+
+
+@contextmanager
+def _run_all(override: Override) -> Iterator[None]:
+    """While this lasts, Python runs what has no launch plan, whether it pays or not."""
+    if override.plans is None:
+        yield
+        return
+    override.plans.table.runs_all = True
+    try:
+        yield
+    finally:
+        override.plans.table.runs_all = False
 
 
 def _given(override: Override) -> dict[str, str]:
@@ -895,6 +912,31 @@ def check_threads(seen: Observation) -> None:
         raise Failed(f"with {len(workers)} threads: {problems[0]}")
 
 
+def check_replay(seen: Observation) -> None:
+    """Replayed from a launch plan, a call gives what the other checks ask of a hit."""
+    _needs_plain_hit(seen)
+    plans = seen.subject.override.plans
+    if plans is None:
+        raise NotApplicable("it has no launch plans")
+    before = plans.hits
+    for _ in range(_RUNS_TO_A_PLAN):
+        again = _again(seen)
+        if again.mine.error is not None:
+            raise Failed(f"called again, it raised {again.mine.error!r}")
+        if plans.hits > before:
+            break
+    else:
+        reasons = "; ".join(dict.fromkeys(plans.refusals.values()))
+        raise NotApplicable(f"no launch plan was recorded: {reasons or plans}")
+    for check in (check_dtype, check_shape, check_strides, check_aliasing, check_values):
+        try:
+            check(again)
+        except NotApplicable:
+            pass
+        except Failed as failed:
+            raise Failed(f"replayed from a launch plan, {failed}") from None
+
+
 @contextmanager
 def alone_on_this_thread(override: Override) -> Iterator[None]:
     """As :func:`alone`, on a thread of our own; errors are being raised already."""
@@ -1146,6 +1188,7 @@ SOME: dict[str, Check] = {
     "opcheck": check_opcheck,
     "autocast": check_autocast,
     "threads": check_threads,
+    "replay": check_replay,
     "compile": check_compile,
     "side_stream": check_side_stream,
     "cuda_graph": check_cuda_graph,

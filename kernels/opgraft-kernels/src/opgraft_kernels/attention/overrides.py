@@ -368,6 +368,9 @@ def _register(op: _Op, kernels: str, dispatch_key: str) -> Override:
         cond=_condition(op, kernels, dispatch_key),
         name=f"opgraft_kernels.attention.{kernels.removesuffix('_kernels')}.{op.name.lstrip('_')}",
         priority=1 if is_cutedsl else 0,
+        # The interpreter launches nothing that could be recorded. Under deterministic algorithms,
+        # the one thing besides its arguments that an impl asks about, nothing is replayed.
+        launch_plan=dispatch_key != "CPU",
     )
 
 

@@ -92,11 +92,13 @@ def _valid_backward() -> Any:
     )
 
 
-# On the GPU these kernels are faster than ATen's from the smallest sizes on, but a Triton launch
-# from Python costs the host more. Where native takes less time on the GPU than a hit takes on the
-# host, a loop of such calls gets slower. On an H200 (`benchmarks/layer_norm.py --crossover`,
-# bfloat16, compiled router) a hit took 34 us end to end forward and 62 us backward. Native's took
-# 57 to 80 us forward at 2**25 elements and hidden 1024 to 16384, 66 to 115 us backward at 2**24 ...
+# On the GPU these kernels are faster than ATen's from the smallest sizes on (backward at hidden
+# 1024: from 2**20 elements), and a launch plan costs the host less than native does. But a Triton
+# launch from Python costs it more: where native takes less time on the GPU than a hit takes on the
+# host, a loop of such calls gets slower. So what is below runs by a launch plan or not at all. On
+# an H200 (`benchmarks/layer_norm.py --crossover`, bfloat16, compiled router) a hit took 34 us end
+# to end forward and 62 us backward. Native's took 57 to 80 us forward at 2**25 elements and hidden
+# 1024 to 16384, 66 to 115 us backward at 2**24 ...
 _FORWARD_CROSSOVER, _BACKWARD_CROSSOVER = 2**25, 2**24
 # ... except for rows so narrow or so wide that ATen's kernels are slow: at hidden 128, 70 us
 # forward at 2**23 elements and 300 us backward; at 65536, 72 us forward at 2**20.
@@ -108,7 +110,7 @@ _WIDE, _WIDE_CROSSOVER = 65536, 2**20
 _CPU_ROWS = 64
 
 
-def _device_condition(dispatch_key: str, pays: Any) -> Any:
+def _device_condition(dispatch_key: str) -> Any:
     if dispatch_key == "CPU":
         # Native keeps mean and rstd of 16-bit inputs in 16 bits on the CPU, the kernels do not; and
         # the interpreter computes on the bits of bfloat16 and returns garbage without a word.
@@ -120,29 +122,35 @@ def _device_condition(dispatch_key: str, pays: Any) -> Any:
         when.dtype("input", torch.float32, torch.float16, torch.bfloat16)
         # bfloat16 and asynchronous copies to shared memory begin with Ampere.
         & (when.device_capability("input") >= (8, 0))
-        # Below, the host would be the bottleneck.
-        & pays
+    )
+
+
+def _forward_pays() -> Any:
+    """Which forwards are worth a launch from Python: below, the host would be the bottleneck."""
+    hidden, elements = when.size("input", -1), when.numel("input")
+    return (
+        (elements >= _FORWARD_CROSSOVER)
+        | ((elements >= _NARROW_CROSSOVER) & (hidden <= _NARROW))
+        | ((elements >= _WIDE_CROSSOVER) & (hidden >= _WIDE))
+    )
+
+
+def _backward_pays() -> Any:
+    """As `_forward_pays`, of backwards."""
+    hidden, elements = when.size("input", -1), when.numel("input")
+    return (elements >= _BACKWARD_CROSSOVER) | (
+        (elements >= _NARROW_CROSSOVER) & (hidden <= _NARROW)
     )
 
 
 def forward_condition(dispatch_key: str) -> Any:
     """Which calls of ``aten::native_layer_norm`` the forward takes at `dispatch_key`."""
-    hidden, elements = when.size("input", -1), when.numel("input")
-    pays = (
-        (elements >= _FORWARD_CROSSOVER)
-        | ((elements >= _NARROW_CROSSOVER) & (hidden <= _NARROW))
-        | ((elements >= _WIDE_CROSSOVER) & (hidden >= _WIDE))
-    )
-    return _device_condition(dispatch_key, pays) & _valid()
+    return _device_condition(dispatch_key) & _valid()
 
 
 def backward_condition(dispatch_key: str) -> Any:
     """Which calls of ``aten::native_layer_norm_backward`` the backward takes at `dispatch_key`."""
-    hidden, elements = when.size("input", -1), when.numel("input")
-    pays = (elements >= _BACKWARD_CROSSOVER) | (
-        (elements >= _NARROW_CROSSOVER) & (hidden <= _NARROW)
-    )
-    return _device_condition(dispatch_key, pays) & _valid_backward()
+    return _device_condition(dispatch_key) & _valid_backward()
 
 
 def register(dispatch_key: str) -> list[Override]:
@@ -151,6 +159,11 @@ def register(dispatch_key: str) -> list[Override]:
     Returns:
         The two overrides, the forward's first.
     """
+
+    def plans(pays: Any) -> dict[str, Any]:
+        # The interpreter launches nothing that could be recorded.
+        return {} if dispatch_key == "CPU" else {"launch_plan": True, "unplanned": pays}
+
     return [
         triton_utils.register_op_override(
             "aten",
@@ -159,6 +172,7 @@ def register(dispatch_key: str) -> list[Override]:
             _forward,
             cond=forward_condition(dispatch_key),
             name="opgraft_kernels.layer_norm.forward",
+            **plans(_forward_pays()),
         ),
         triton_utils.register_op_override(
             "aten",
@@ -167,5 +181,6 @@ def register(dispatch_key: str) -> list[Override]:
             _backward,
             cond=backward_condition(dispatch_key),
             name="opgraft_kernels.layer_norm.backward",
+            **plans(_backward_pays()),
         ),
     ]

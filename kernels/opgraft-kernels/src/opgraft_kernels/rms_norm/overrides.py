@@ -90,8 +90,10 @@ def _valid_backward() -> Any:
 
 
 # On the GPU these kernels are faster than ATen's from the smallest size that was measured (forward,
-# 2**18 elements; backward, from 2**20), but a Triton launch from Python costs the host more. Where
-# native takes less time on the GPU than a hit takes on the host, a loop of such calls gets slower.
+# 2**18 elements; backward, from 2**20), and a launch plan costs the host less than native does.
+# But a Triton launch from Python costs it more: where native takes less time on the GPU than a hit
+# takes on the host, a loop of such calls gets slower. So what is below runs by a launch plan or not
+# at all.
 # On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16, compiled router) a hit took 40 us end
 # to end forward and 74 us backward with the host at its fastest, 115 and 165 us at its slowest.
 # Native's took 45 us (hidden 4096) to 61 us (16384) forward and 114 to 181 us backward at 2**25
@@ -112,20 +114,19 @@ def _device_condition(dispatch_key: str) -> Any:
         return when.dtype("input", torch.float32, torch.float16) & (
             when.numel("input") // when.size("input", -1) >= _CPU_ROWS
         )
-    hidden = when.size("input", -1)
     return (
         # float64 is ATen's: the kernels compute in float32.
         when.dtype("input", torch.float32, torch.float16, torch.bfloat16)
         # bfloat16 and asynchronous copies to shared memory begin with Ampere.
         & (when.device_capability("input") >= (8, 0))
-        # Below, the host would be the bottleneck.
-        & (
-            (when.numel("input") >= _CROSSOVER)
-            | (
-                (when.numel("input") >= _EXTREME_CROSSOVER)
-                & ((hidden <= _NARROW) | (hidden >= _WIDE))
-            )
-        )
+    )
+
+
+def _unplanned_condition() -> Any:
+    """Which calls are worth a launch from Python: below, the host would be the bottleneck."""
+    hidden = when.size("input", -1)
+    return (when.numel("input") >= _CROSSOVER) | (
+        (when.numel("input") >= _EXTREME_CROSSOVER) & ((hidden <= _NARROW) | (hidden >= _WIDE))
     )
 
 
@@ -169,6 +170,10 @@ def register(dispatch_key: str) -> list[Override]:
     Returns:
         The overrides: forward and backward in Triton, and on CUDA the forward in CuteDSL.
     """
+    # The interpreter launches nothing that could be recorded.
+    plans: dict[str, Any] = (
+        {} if dispatch_key == "CPU" else {"launch_plan": True, "unplanned": _unplanned_condition()}
+    )
     overrides = [
         triton_utils.register_op_override(
             "aten",
@@ -177,6 +182,7 @@ def register(dispatch_key: str) -> list[Override]:
             _forward,
             cond=forward_condition(dispatch_key),
             name="opgraft_kernels.rms_norm.forward",
+            **plans,
         ),
         triton_utils.register_op_override(
             "aten",
@@ -185,6 +191,7 @@ def register(dispatch_key: str) -> list[Override]:
             _backward,
             cond=backward_condition(dispatch_key),
             name="opgraft_kernels.rms_norm.backward",
+            **plans,
         ),
     ]
     if dispatch_key == "CUDA":
@@ -197,6 +204,7 @@ def register(dispatch_key: str) -> list[Override]:
                 cond=cluster_condition(),
                 name="opgraft_kernels.rms_norm.forward_by_cluster",
                 priority=1,
+                launch_plan=True,
             )
         )
     return overrides
