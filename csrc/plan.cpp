@@ -192,6 +192,8 @@ void Fingerprint::add(const View& view) {
   add(view.strides);
 }
 
+// Not by printing it: libraries that bring a C++ runtime of their own, as CuteDSL's does, take its
+// streams with them, and printing a number then crashes (seen on torch 2.11 with FlashAttention-4).
 void Fingerprint::add(const c10::IValue& constant) {
   add(constant.tagKind());
   if (constant.isTensor()) {  // a number that an op got as a tensor
@@ -202,10 +204,20 @@ void Fingerprint::add(const c10::IValue& constant) {
     for (const c10::IValue& item : constant.toListRef()) add(item);
   } else if (constant.isDouble()) {
     add(bits(constant.toDouble()));
-  } else {
-    std::ostringstream text;
-    text << constant;
-    add(text.str());
+  } else if (constant.isComplexDouble()) {
+    add(bits(constant.toComplexDouble().real()));
+    add(bits(constant.toComplexDouble().imag()));
+  } else if (constant.isInt()) {  // an enumeration of torch's, too
+    add(static_cast<uint64_t>(constant.toInt()));
+  } else if (constant.isBool()) {
+    add(static_cast<uint64_t>(constant.toBool()));
+  } else if (constant.isString()) {
+    add(constant.toStringRef());
+  } else if (constant.isDevice()) {
+    add(static_cast<uint64_t>(constant.toDevice().type()));
+    add(static_cast<uint64_t>(constant.toDevice().index()));
+  } else if (constant.isPtrType()) {  // nothing that anybody could tell from another but by itself
+    add(reinterpret_cast<uint64_t>(constant.internalToPointer()));
   }
 }
 

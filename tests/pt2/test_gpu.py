@@ -248,8 +248,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
-def test_an_aotinductor_package_that_holds_attention(tmp_path: Path) -> None:
-    """Its op returns sequence lengths, too."""
+def test_an_aotinductor_package_with_attention_has_the_native_one(tmp_path: Path) -> None:
+    """Inductor's C++ wrapper takes no op of ours that returns numbers."""
     hit = []
     for op in ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"):
         native = getattr(torch.ops.aten, op).default
@@ -265,7 +265,7 @@ def test_an_aotinductor_package_that_holds_attention(tmp_path: Path) -> None:
     loaded = torch._inductor.aoti_load_package(path)
     before = sum(override.hits for override in hit)
     got = loaded(x)
-    assert sum(override.hits for override in hit) - before == 1
+    assert sum(override.hits for override in hit) == before
     with opgraft.disabled():
         torch.testing.assert_close(got, Attention()(x), rtol=2e-2, atol=2e-2)
 

@@ -93,7 +93,14 @@ def command(
             arguments += [f"--k={k}", f"--seed={seed}", f"--max-samples={max_samples}"]
             arguments += ["--opinfo" if opinfo else "--no-opinfo"]
             arguments += ["--compile"] if compile else []
-            report = verify_apart(chosen, arguments, jobs, k=k, seed=seed)
+            report = verify_apart(
+                chosen,
+                arguments,
+                jobs,
+                k=k,
+                seed=seed,
+                tell=lambda line: click.echo(line, err=True),
+            )
     except opgraft.RegistrationError as error:
         raise click.UsageError(str(error)) from error
     if junit is not None:

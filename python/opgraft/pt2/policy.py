@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft import symbolic
-from opgraft.pt2 import exports, opaque, tracing
+from opgraft.pt2 import opaque, tracing
 from opgraft.registry import CompilePolicy, Override, registry
 from opgraft.router import device
 from opgraft.schema import Call, Op
@@ -103,10 +103,13 @@ def _wrapper_obstacle(op: Op) -> str | None:
 
     It declares every output of an op that it has no C function for as a tensor, and then does not
     compile where one is a number (torch 2.11 to 2.15): the attention ops return sequence lengths.
-    An exported program goes through code of its own, which can.
+    An AOTInductor package, which it makes, too, takes no tensor of theirs that is undefined.
     """
     config = sys.modules.get("torch._inductor.config")
-    if config is None or not config.cpp_wrapper or exports.are_asked_for():
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if config is None or virtualized is None:
+        return None
+    if not config.cpp_wrapper and not virtualized.V.aot_compilation:
         return None
     if not any(isinstance(each.type, _NUMBERS) for each in op.returns):
         return None

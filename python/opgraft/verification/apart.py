@@ -10,7 +10,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,13 @@ _LAST_LINES = 12
 
 
 def verify_apart(
-    overrides: Sequence[Override], arguments: Sequence[str], jobs: int, *, k: float, seed: int
+    overrides: Sequence[Override],
+    arguments: Sequence[str],
+    jobs: int,
+    *,
+    k: float,
+    seed: int,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Verify overrides by `opgraft verify`, each in a process of its own.
 
@@ -32,12 +38,19 @@ def verify_apart(
         arguments: of the command, for what must be registered and on which terms.
         jobs: how many processes at a time.
         k, seed: as in the arguments.
+        tell: told of each override that is done.
 
     Returns:
         As of :func:`opgraft.verify`; of a process that died it says so as a failure.
     """
+
+    def verify(override: Override) -> OverrideReport:
+        report = _verify(override, arguments)
+        tell(f"{report.name}: {report.verdict}, {report.seconds:.0f} s")
+        return report
+
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda override: _verify(override, arguments), overrides))
+        found = list(pool.map(verify, overrides))
     nothing = "" if found else "no override is registered that matches"
     return Report(found, k, seed, environment(), nothing)
 
