@@ -189,6 +189,9 @@ class Tile(NamedTuple):
 MIN_BLOCK = 16
 # Rows of up to this many bytes are held whole by one program: 32 warps at 32 bytes a thread.
 WHOLE_ROW_BYTES = 32 * 1024
+# Of up to this many elements one program makes all of a backward: it takes the GPU no longer than
+# several and a second launch that adds up their sums, and the host half as long.
+ALONE = 2**15
 # Rows of up to this many bytes are read again by a forward, out of L1: two of
 # them fit into it.
 L1_ROW_BYTES = 64 * 1024

@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from opgraft_kernels.rows import (
+    ALONE,
     L1_ROW_BYTES,
     MIN_BLOCK,
     WHOLE_ROW_BYTES,
@@ -505,6 +506,8 @@ def _plan_backward(
         tile = _backward_tile(hidden, itemsize)
         tiles = ceil_div(rows, tile.rows)
         programs = min(multiprocessors * tile.per_sm, tiles)
+        if rows * hidden <= ALONE:
+            programs = 1
         # A single program's sums are dw itself, which saves small calls a launch.
         partial = dw if programs == 1 else partial_sums(programs)
         launches = [
