@@ -303,10 +303,12 @@ class Opgraft(Contender):
     def _allocating(self, op: str) -> Any:
         """An impl that returns outputs as native's, uninitialised."""
         native = self._opgraft.native(f"aten::{op}")
-        known: dict[tuple[int, ...], list[Any]] = {}
+        known: dict[Any, list[Any]] = {}
 
         def impl(*args: Any, **kwargs: Any) -> Any:
-            shape = tuple(args[0].shape)
+            # What an output is like depends on the other arguments, too: whether there is one.
+            others = [str(value) for value in args if not isinstance(value, torch.Tensor)]
+            shape = (*args[0].shape, *others)
             if shape not in known:
                 known[shape] = list(native(*args, **kwargs))
             return tuple(
@@ -526,19 +528,28 @@ class Worker:
         cells = []
         for case in self.cases.values():
             callers = self.contender.callers(case, state)
-            for call in callers.values():
-                for _ in range(6):
-                    call()
+            try:
+                problem = self._warm_up(case, state, callers)
+            except Exception as error:
+                problem = repr(error)
+            if problem:
+                print(f"left out: {case.label}, {state}: {problem}", flush=True)
+                continue
             if callers and not isinstance(self.contender, Peers):
-                for _ in range(6):
-                    self._cpp.burst(*case.cpp, 1)
-                if problem := self.contender.problem(case, state):
-                    print(f"left out: {case.label}, {state}: {problem}", flush=True)
-                    continue
                 cells.append(Cell(case.label, "C++"))
             cells += [Cell(case.label, caller) for caller in callers]
         synchronize()
         return cells
+
+    def _warm_up(self, case: Case, state: str, callers: dict[str, Call]) -> str:
+        for call in callers.values():
+            for _ in range(6):
+                call()
+        if not callers or isinstance(self.contender, Peers):
+            return ""
+        for _ in range(6):
+            self._cpp.burst(*case.cpp, 1)
+        return self.contender.problem(case, state)
 
     def time(self, cell: Cell) -> float:
         """Host microseconds of a call."""

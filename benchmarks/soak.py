@@ -130,8 +130,12 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def train(steps: int, device: str, memory: Memory) -> list[float]:
-    """Train a model from the same start on the same batches; returns the loss of each step."""
+def train(steps: int, device: str, memory: Memory, seconds: float) -> list[float]:
+    """Train a model from the same start on the same batches; returns the loss of each step.
+
+    Stops after so many seconds, if that is before so many steps.
+    """
+    until = time.perf_counter() + seconds
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -145,7 +149,9 @@ def train(steps: int, device: str, memory: Memory) -> list[float]:
         optimizer.step()
         losses[step] = loss.detach()
         memory.look(step)
-    return losses.tolist()
+        if time.perf_counter() > until:
+            break
+    return losses[: step + 1].tolist()
 
 
 # ---------------------------------------------------------------------------------- overrides
@@ -212,17 +218,23 @@ def own_rounding(device: str) -> list[opgraft.Override]:
     ]
     if device == "cpu":
         return registered
-    from opgraft_kernels.rms_norm import overrides as kernels
+    from opgraft_kernels.layer_norm import overrides as layer_norm
+    from opgraft_kernels.rms_norm import overrides as rms_norm
 
-    # What `register` has in its conditions beside these is from which size on they pay.
-    forward, backward = kernels._valid(), kernels._valid_backward()
+    # As the pack registers them, but that every call is worth a launch from Python.
     for op, impl, cond in (
-        ("_fused_rms_norm", kernels._forward, forward),
-        ("_fused_rms_norm_backward", kernels._backward, backward),
+        ("_fused_rms_norm", rms_norm._forward, rms_norm._valid()),
+        ("_fused_rms_norm_backward", rms_norm._backward, rms_norm._valid_backward()),
+        ("native_layer_norm", layer_norm._forward, layer_norm._valid()),
+        ("native_layer_norm_backward", layer_norm._backward, layer_norm._valid_backward()),
     ):
         registered.append(
             opgraft.register_op_override(
-                "aten", op, key, impl, cond=cond, name=f"triton {op}", dsl="triton"
+                *("aten", op, key, impl),
+                cond=cond,
+                launch_plan=True,
+                name=f"triton {op}",
+                dsl="triton",
             )
         )
     return registered
@@ -323,18 +335,20 @@ def grafted(kind: str, device: str) -> Iterator[tuple[list[opgraft.Override], To
         registry.reset()
 
 
-def run(kind: str, steps: int, device: str) -> tuple[dict[str, Any], list[float]]:
+def run(
+    kind: str, steps: int, device: str, limit: float = math.inf
+) -> tuple[dict[str, Any], list[float]]:
     """One run, and what is to be said of it."""
     memory = Memory(steps, device)
     start = time.perf_counter()
     with grafted(kind, device) as (overrides, toggling):
-        losses = train(steps, device, memory)
+        losses = train(steps, device, memory, limit)
         seconds = time.perf_counter() - start
     record: dict[str, Any] = {
         "run": kind,
-        "steps": steps,
+        "steps": len(losses),
         "seconds": round(seconds, 1),
-        "steps_per_second": round(steps / seconds, 1),
+        "steps_per_second": round(len(losses) / seconds, 1),
         "loss": [round(each, 6) for each in windows(losses)],
         "host_growth_bytes": memory.growth("host"),
         "memory": memory.samples,
@@ -381,6 +395,8 @@ def problems(record: dict[str, Any], losses: list[float], stock: list[float]) ->
     for each in record["overrides"]:
         if each["mismatches"] or each["quarantined"]:
             found.append(f"{each['name']}: {each['mismatches']} mismatches in shadow mode")
+    count = min(len(losses), len(stock))
+    losses, stock = losses[:count], stock[:count]
     differing = sum(one != other for one, other in zip(losses, stock, strict=True))
     record["losses_that_differ"] = differing
     pairs = zip(windows(losses), windows(stock), strict=True)
@@ -397,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30_000, help="of each run")
     parser.add_argument("--runs", nargs="+", choices=["exact", "kernels"], help="beside stock")
     parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, of each run")
     parser.add_argument("--smoke", action="store_true", help="40 steps, nothing is saved")
     options = parser.parse_args(arguments)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -406,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)  # the sums of several threads differ from run to run
     records, wrong, stock = [], 0, []
     for kind in ("stock", *(options.runs or ("exact", "kernels"))):
-        record, losses = run(kind, steps, device)
+        record, losses = run(kind, steps, device, options.seconds)
         stock = stock or losses
         record["problems"] = problems(record, losses, stock)
         wrong += len(record["problems"])
