@@ -66,11 +66,17 @@ def test_layer_norm_fits(capability: int) -> None:
 
 # -------------------------------------------------------------------------------------- CuteDSL
 
+# Functions that differ in their tiles alone would overwrite each other's files.
 _COMPILE_CUTEDSL = """
-import torch
+import os, pathlib
 from opgraft_kernels.{package} import cutedsl_kernels as kernels
-for kind in kernels.kinds():
+folder = pathlib.Path(os.environ["CUTE_DSL_DUMP_DIR"])
+for number, kind in enumerate(kernels.kinds()):
     kernels.compile_kind(kind)
+    (folder / str(number)).mkdir()
+    for file in folder.glob("*.cubin"):
+        file.rename(folder / str(number) / file.name)
+    print(kind)
 """
 
 
@@ -102,11 +108,34 @@ def test_cutedsl_fits(package: str, cutedsl: list[str], tmp_path: Path) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    cubins = list(tmp_path.glob("*.cubin"))
-    assert cubins
+    cubins = list(tmp_path.glob("*/*.cubin"))
+    assert len(cubins) == len(done.stdout.splitlines()) > 0
     for cubin in cubins:
         for name, number in _resources(cubin):
             assert (name, number) in (("STACK", 0), ("LOCAL", 0)), cubin
+
+
+_COUNT_SHARED_MEMORY = """
+from opgraft_kernels.clusters.exchange import OTHER_FORWARD_TILES
+from opgraft_kernels.rms_norm import cutedsl_kernels as rms_norm
+for kernels in (rms_norm,):
+    for tile in (*kernels.FORWARD_TILES.values(), *OTHER_FORWARD_TILES):
+        weights = 0 if tile.stages == 1 else 2
+        print(tile.per_sm, tile.shared_memory(tile.stages + weights, sums=2))
+"""
+
+
+def test_cutedsl_tiles_fit_into_shared_memory(cutedsl: list[str]) -> None:
+    """As often as a multiprocessor is to hold them; 1024 bytes of each block are the system's."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, cutedsl))}
+    command = [sys.executable, "-c", _COUNT_SHARED_MEMORY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert lines
+    for per_sm, size in lines:
+        assert size <= SHARED_MEMORY[90]
+        assert per_sm * (size + 1024) <= 228 * 1024
 
 
 def _resources(cubin: Path) -> list[tuple[str, int]]:

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 
 from opgraft import Override, cutedsl_utils, triton_utils, when
+from opgraft_kernels.clusters.conditions import for_clusters
 
-__all__ = ["backward_condition", "forward_condition", "register"]
+__all__ = [
+    "backward_condition",
+    "cluster_condition",
+    "forward_condition",
+    "register",
+]
 
 
 def _forward(
@@ -140,25 +146,9 @@ def backward_condition(dispatch_key: str) -> Any:
     return _device_condition(dispatch_key) & _valid_backward()
 
 
-# Rows that a cluster of Hopper's blocks shares, for which Triton has no reduction. Of shorter ones
-# Triton's kernel holds half in a block; other widths do not fill the blocks.
-_CLUSTER_ROWS = (65536, 131072)
-
-
 def cluster_condition() -> Any:
     """Which calls of ``aten::_fused_rms_norm`` the forward over clusters takes."""
-    hidden = when.size("input", -1)
-    return (
-        ((hidden == _CLUSTER_ROWS[0]) | (hidden == _CLUSTER_ROWS[1]))
-        & (when.numel("input") >= _EXTREME_CROSSOVER)
-        & (when.device_capability("input") == (9, 0))
-        & when.dtype("input", torch.float16, torch.bfloat16)
-        # Loads of 16 bytes.
-        & when.is_contiguous("input")
-        & when.aligned("input", 16)
-        & (when.is_none("weight") | (when.is_contiguous("weight") & when.aligned("weight", 16)))
-        & _valid()
-    )
+    return for_clusters(_EXTREME_CROSSOVER, ["input"], ["weight"]) & _valid()
 
 
 def register(dispatch_key: str) -> list[Override]:

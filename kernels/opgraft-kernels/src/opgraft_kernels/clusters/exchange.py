@@ -1,0 +1,285 @@
+"""How the blocks of a cluster share a row: slices, loads, and sums over the cluster.
+
+Triton cannot reduce over the blocks of a cluster. Here every block of a cluster holds a slice of a
+row in shared memory, fetched there without passing through registers. Each of a block's warps
+writes its share of a sum into the memory of every block of the cluster, and every block adds up
+what it was sent, in the same order as the others: so a row is read once, and all agree on the bits
+of its sums.
+
+A thread reads of a slice what it fetched itself, so that no thread waits for another but in an
+exchange of sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+__all__ = [
+    "DTYPES",
+    "OTHER_FORWARD_TILES",
+    "VECTOR",
+    "WARP",
+    "Exchange",
+    "Loads",
+    "Tile",
+    "await_loads",
+    "by_vector",
+    "fetch_atom",
+    "gather_shares",
+    "launch_options",
+    "open_exchange",
+    "reopen_slot",
+    "send_shares",
+    "start_loads",
+    "store_vector",
+    "warp_sum",
+]
+
+DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+WARP = 32
+# Elements of 16 bits in a load of 16 bytes.
+VECTOR = 8
+
+
+class Tile(NamedTuple):
+    """A block's slice of a row: `threads` x `vectors` loads of 16 bytes, one of `cluster`."""
+
+    threads: int
+    vectors: int
+    cluster: int  # up to 16: above 8 a launch is not portable, but Hopper takes it
+    per_sm: int  # how many blocks a multiprocessor is to hold: no more registers than that allows
+    stages: int = 1  # slices in a block's memory, where clusters walk over rows: all but one ahead
+    # In a forward: a slice is fetched by one bulk copy, and stores mark y as first to be evicted.
+    bulk: bool = False
+    streaming: bool = False
+
+    @property
+    def slice(self) -> int:
+        return self.threads * self.vectors * VECTOR
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def hidden(self) -> int:
+        return self.slice * self.cluster
+
+    def shared_memory(self, slices: int, sums: int) -> int:
+        """Bytes that a block has of slices and of shares of `sums` at once, barriers included."""
+        return slices * self.slice * 2 + sums * (4 * self.cluster * self.warps + 8) + 8
+
+
+# The ways to run a forward that no norm has chosen, for `benchmarks/rms_norm.py --tiles`.
+OTHER_FORWARD_TILES = (
+    Tile(512, 2, 16, 2, 4),
+    Tile(512, 4, 8, 4, bulk=True),
+    Tile(512, 4, 8, 4, streaming=True),
+)
+
+
+def launch_options(tile: Tile) -> dict[str, Any]:
+    """How a kernel's blocks are launched; the grid and the stream are the caller's."""
+    return {
+        "block": [tile.threads, 1, 1],
+        "cluster": [tile.cluster, 1, 1],
+        "min_blocks_per_mp": tile.per_sm,
+        "preferred_smem_carveout": 100,  # percent: nothing here is read twice through L1
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# In kernels
+# --------------------------------------------------------------------------------------------------
+
+
+def by_vector(row: Any) -> Any:
+    """The vectors of a row, of a slice, of weights, by index: ``[None, index]``."""
+    return cute.logical_divide(row, cute.make_layout(VECTOR))
+
+
+def fetch_atom(dtype: Any) -> Any:
+    """A copy of one vector to shared memory that nobody waits for, past L1."""
+    return cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
+        dtype,
+        num_bits_per_copy=dtype.width * VECTOR,
+    )
+
+
+def warp_sum(value: Any) -> Any:
+    return cute.arch.warp_reduction(value, lambda a, b: a + b)
+
+
+class Loads:
+    """Slices of rows on their way into shared memory, for forwards, and where they lie."""
+
+    def __init__(self, allocator: Any, tile: Tile, dtype: Any) -> None:
+        self.tile, self.dtype = tile, dtype
+        layout = cute.make_layout((tile.slice * tile.stages,))
+        own = allocator.allocate_tensor(dtype, layout, byte_alignment=128)
+        self.held, self.start = by_vector(own), own.iterator
+        self.arrived = allocator.allocate_array(Int64, num_elems=1) if tile.bulk else None
+
+
+@cute.jit
+def start_loads(loads: Loads, x: cute.Tensor, row: Int32, step: Any, thread: Int32, rank: Int32):
+    """Fetches a block's slice of `row`: a thread its own vectors, unless by one bulk copy.
+
+    Where clusters walk over rows there may be no such row.
+    """
+    tile = loads.tile
+    if cutlass.const_expr(tile.bulk):
+        if thread == 0:
+            cute.arch.mbarrier_init(loads.arrived, 1)
+            cute.arch.mbarrier_init_fence()
+            size = tile.slice * 2
+            cute.arch.mbarrier_arrive_and_expect_tx(loads.arrived, size)
+            source = x[row, None].iterator + rank * tile.slice
+            _bulk_copy(loads.start, source, size, loads.arrived)
+        cute.arch.sync_threads()  # the barrier is there to be waited for
+    else:
+        if cutlass.const_expr(tile.stages == 1):
+            _fetch(loads, x, row, step, thread, rank)
+        else:
+            if row < x.shape[0]:
+                _fetch(loads, x, row, step, thread, rank)
+        cute.arch.cp_async_commit_group()
+
+
+def _fetch(loads: Loads, x: Any, row: Any, step: Any, thread: Any, rank: Any) -> None:
+    tile = loads.tile
+    fetch = fetch_atom(loads.dtype)
+    vectors = by_vector(x[row, None])
+    first = rank * (tile.threads * tile.vectors) + thread
+    at = (step % tile.stages) * (tile.threads * tile.vectors) + thread
+    for i in range(tile.vectors):
+        j = i * tile.threads
+        cute.copy(fetch, vectors[None, first + j], loads.held[None, at + j])
+
+
+def await_loads(loads: Loads) -> None:
+    """Waits for the oldest of the loads, one of `stages`."""
+    if loads.tile.bulk:
+        cute.arch.mbarrier_wait(loads.arrived, 0)
+    else:
+        cute.arch.cp_async_wait_group(loads.tile.stages - 1)
+
+
+def _bulk_copy(target: Any, source: Any, size: int, barrier: Any) -> None:
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[
+            Int32(target.toint()),
+            Int64(source.toint()),
+            Int32(size),
+            Int32(barrier.toint()),
+        ],
+    )
+
+
+def store_vector(tile: Tile, row: Any, at: Any, values: Any) -> None:
+    """Writes one vector of y."""
+    if not tile.streaming:
+        row[None, at].store(values)
+        return
+    own = cute.make_rmem_tensor((VECTOR,), row.element_type)
+    own.store(values)
+    streaming = cute.make_copy_atom(
+        cute.nvgpu.CopyR2GOp(),
+        row.element_type,
+        num_bits_per_copy=row.element_type.width * VECTOR,
+        store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
+    )
+    cute.copy(streaming, own, row[None, at])
+
+
+class Exchange:
+    """Memory for sums over a cluster, `numbers` at a time.
+
+    There are `slots` for the shares of a sum, each with a barrier. Functions below, not methods: a
+    loop would have to carry what a method may change.
+    """
+
+    def __init__(self, allocator: Any, tile: Tile, slots: int = 1, numbers: int = 1) -> None:
+        self.tile, self.slots, self.numbers = tile, slots, numbers
+        self.shares_a_row = tile.cluster * tile.warps
+        self.shares = allocator.allocate_tensor(
+            Float32, cute.make_layout((slots * numbers * self.shares_a_row,)), byte_alignment=16
+        )
+        self.arrived = allocator.allocate_array(Int64, num_elems=slots)
+
+
+@cute.jit
+def open_exchange(exchange: Exchange, thread: Int32):
+    """Nobody may send before all blocks of the cluster were here: `cluster_wait` says so."""
+    if thread == 0:
+        for slot in cutlass.range_constexpr(exchange.slots):
+            cute.arch.mbarrier_init(exchange.arrived + slot, 1)
+        cute.arch.mbarrier_init_fence()
+        for slot in cutlass.range_constexpr(exchange.slots):
+            _expect(exchange, slot)
+    cute.arch.cluster_arrive_relaxed()
+
+
+def _start(exchange: Exchange, slot: Any, number: int) -> Any:
+    """Of a slot's shares of one of its sums, the first's index."""
+    return (slot * exchange.numbers + number) * exchange.shares_a_row
+
+
+def _expect(exchange: Exchange, slot: Any) -> None:
+    # All shares of the row arrive in this block's memory, its own among them.
+    size = exchange.shares_a_row * exchange.numbers * 4
+    cute.arch.mbarrier_arrive_and_expect_tx(exchange.arrived + slot, size)
+
+
+@cute.jit
+def send_shares(exchange: Exchange, slot: Any, shares: Any, thread: Int32, rank: Int32):
+    """Sends a warp's shares to every block."""
+    tile = exchange.tile
+    warp, lane = thread // WARP, thread % WARP
+    if lane < tile.cluster:
+        for number in cutlass.range_constexpr(exchange.numbers):
+            own = _start(exchange, slot, number) + (rank * tile.warps + warp)
+            _send(shares[number], exchange.shares.iterator + own, exchange.arrived + slot, lane)
+
+
+@cute.jit
+def gather_shares(exchange: Exchange, slot: Any, phase: Any, thread: Int32):
+    """The sums over the cluster, once all shares are there."""
+    lane = thread % WARP
+    cute.arch.mbarrier_wait(exchange.arrived + slot, phase)
+    totals = []
+    for number in cutlass.range_constexpr(exchange.numbers):
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(-(-exchange.shares_a_row // WARP)):
+            if lane + i * WARP < exchange.shares_a_row:
+                total += exchange.shares[_start(exchange, slot, number) + lane + i * WARP]
+        totals.append(warp_sum(total))
+    return totals
+
+
+@cute.jit
+def reopen_slot(exchange: Exchange, slot: Any, thread: Int32):
+    """Lets shares into a slot again whose last ones arrived."""
+    if thread == 0:
+        _expect(exchange, slot)
+
+
+def _send(value: Any, slot: Any, barrier: Any, rank: Any) -> None:
+    """Writes to the same `slot` of another block of the cluster, and tells that block's barrier."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[
+            Int32(cute.arch.map_dsmem_ptr(slot, rank).toint()),
+            value,
+            Int32(cute.arch.map_dsmem_ptr(barrier, rank).toint()),
+        ],
+    )
