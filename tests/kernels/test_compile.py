@@ -91,7 +91,7 @@ def cutedsl() -> list[str]:
     pytest.skip("needs CuteDSL and FlashAttention-4: make cutedsl")
 
 
-@pytest.mark.parametrize("package", ["attention", "rms_norm"])
+@pytest.mark.parametrize("package", ["attention", "rms_norm", "layer_norm"])
 def test_cutedsl_fits(package: str, cutedsl: list[str], tmp_path: Path) -> None:
     """For sm_90a alone: the kernels are Hopper's."""
     environment = {
@@ -118,7 +118,8 @@ def test_cutedsl_fits(package: str, cutedsl: list[str], tmp_path: Path) -> None:
 _COUNT_SHARED_MEMORY = """
 from opgraft_kernels.clusters.exchange import OTHER_FORWARD_TILES
 from opgraft_kernels.rms_norm import cutedsl_kernels as rms_norm
-for kernels in (rms_norm,):
+from opgraft_kernels.layer_norm import cutedsl_kernels as layer_norm
+for kernels in (rms_norm, layer_norm):
     for tile in (*kernels.FORWARD_TILES.values(), *OTHER_FORWARD_TILES):
         weights = 0 if tile.stages == 1 else 2
         print(tile.per_sm, tile.shared_memory(tile.stages + weights, sums=2))

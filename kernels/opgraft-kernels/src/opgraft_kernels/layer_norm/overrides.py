@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
-from opgraft import Override, triton_utils, when
+from opgraft import Override, cutedsl_utils, triton_utils, when
+from opgraft_kernels.clusters.conditions import for_clusters
 
-__all__ = ["backward_condition", "forward_condition", "register"]
+__all__ = [
+    "backward_condition",
+    "cluster_condition",
+    "forward_condition",
+    "register",
+]
 
 
 def _forward(
@@ -24,6 +30,18 @@ def _forward(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from .triton_kernels import layer_norm_forward
+
+    return layer_norm_forward(input, normalized_shape, weight, bias, eps)
+
+
+def _forward_by_cluster(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .cutedsl_kernels import layer_norm_forward
 
     return layer_norm_forward(input, normalized_shape, weight, bias, eps)
 
@@ -153,18 +171,23 @@ def backward_condition(dispatch_key: str) -> Any:
     return _device_condition(dispatch_key) & _valid_backward()
 
 
+def cluster_condition() -> Any:
+    """Which calls of ``aten::native_layer_norm`` the forward over clusters takes."""
+    return for_clusters(_WIDE_CROSSOVER, ["input"], ["weight", "bias"]) & _valid()
+
+
 def register(dispatch_key: str) -> list[Override]:
     """Register forward and backward at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
 
     Returns:
-        The two overrides, the forward's first.
+        The overrides: forward and backward in Triton, and on CUDA the forward in CuteDSL.
     """
 
     def plans(pays: Any) -> dict[str, Any]:
         # The interpreter launches nothing that could be recorded.
         return {} if dispatch_key == "CPU" else {"launch_plan": True, "unplanned": pays}
 
-    return [
+    overrides = [
         triton_utils.register_op_override(
             "aten",
             "native_layer_norm",
@@ -184,3 +207,17 @@ def register(dispatch_key: str) -> list[Override]:
             **plans(_backward_pays()),
         ),
     ]
+    if dispatch_key == "CUDA":
+        overrides.append(
+            cutedsl_utils.register_op_override(
+                "aten",
+                "native_layer_norm",
+                dispatch_key,
+                _forward_by_cluster,
+                cond=cluster_condition(),
+                name="opgraft_kernels.layer_norm.forward_by_cluster",
+                priority=1,
+                launch_plan=True,
+            )
+        )
+    return overrides
