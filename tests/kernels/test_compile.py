@@ -123,6 +123,8 @@ for kernels in (rms_norm, layer_norm):
     for tile in (*kernels.FORWARD_TILES.values(), *OTHER_FORWARD_TILES):
         weights = 0 if tile.stages == 1 else 2
         print(tile.per_sm, tile.shared_memory(tile.stages + weights, sums=2))
+    for tile in kernels.BACKWARD_TILES.values():
+        print(tile.per_sm, tile.shared_memory(2 * tile.stages, sums=4))
 """
 
 

@@ -15,6 +15,7 @@ from opgraft import Override, cutedsl_utils, triton_utils, when
 from opgraft_kernels.clusters.conditions import for_clusters
 
 __all__ = [
+    "backward_cluster_condition",
     "backward_condition",
     "cluster_condition",
     "forward_condition",
@@ -57,6 +58,23 @@ def _backward(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     from .triton_kernels import layer_norm_backward
+
+    return layer_norm_backward(
+        grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask
+    )
+
+
+def _backward_by_cluster(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    from .cutedsl_kernels import layer_norm_backward
 
     return layer_norm_backward(
         grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask
@@ -176,11 +194,23 @@ def cluster_condition() -> Any:
     return for_clusters(_WIDE_CROSSOVER, ["input"], ["weight", "bias"]) & _valid()
 
 
+def backward_cluster_condition() -> Any:
+    """Which calls of ``aten::native_layer_norm_backward`` the backward over clusters takes."""
+    numbers = ["mean", "rstd"]
+    return (
+        # The bias isn't read.
+        for_clusters(_BACKWARD_CROSSOVER, ["input", "grad_out"], ["weight"], numbers)
+        # It is what the kernel reads a row for.
+        & (when.item("output_mask", 0) == 1)
+        & _valid_backward()
+    )
+
+
 def register(dispatch_key: str) -> list[Override]:
     """Register forward and backward at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
 
     Returns:
-        The overrides: forward and backward in Triton, and on CUDA the forward in CuteDSL.
+        The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
 
     def plans(pays: Any) -> dict[str, Any]:
@@ -208,16 +238,25 @@ def register(dispatch_key: str) -> list[Override]:
         ),
     ]
     if dispatch_key == "CUDA":
-        overrides.append(
+        overrides += [
             cutedsl_utils.register_op_override(
                 "aten",
-                "native_layer_norm",
+                op,
                 dispatch_key,
-                _forward_by_cluster,
-                cond=cluster_condition(),
-                name="opgraft_kernels.layer_norm.forward_by_cluster",
+                impl,
+                cond=condition,
+                name=f"opgraft_kernels.layer_norm.{direction}_by_cluster",
                 priority=1,
                 launch_plan=True,
             )
-        )
+            for op, impl, condition, direction in (
+                ("native_layer_norm", _forward_by_cluster, cluster_condition(), "forward"),
+                (
+                    "native_layer_norm_backward",
+                    _backward_by_cluster,
+                    backward_cluster_condition(),
+                    "backward",
+                ),
+            )
+        ]
     return overrides

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from opgraft_kernels.clusters.backward import BackwardKind, compile_backward, norm_backward
 from opgraft_kernels.clusters.compiling import Functions
 from opgraft_kernels.clusters.exchange import DTYPES, OTHER_FORWARD_TILES, Tile
 from opgraft_kernels.clusters.forward import ForwardKind, compile_forward, norm_forward
 
 __all__ = [
+    "BACKWARD_TILES",
     "FORWARD_TILES",
     "compile_kind",
     "kinds",
+    "rms_norm_backward",
     "rms_norm_forward",
 ]
 
 # The fastest of those tried on an H200, by the width of the rows.
 FORWARD_TILES = {tile.hidden: tile for tile in (Tile(512, 4, 4, 4), Tile(512, 4, 8, 4))}
+# Most of a multiprocessor's registers hold dw: it runs one block, which loads two rows ahead.
+BACKWARD_TILES = {tile.hidden: tile for tile in (Tile(512, 4, 4, 1, 3), Tile(512, 4, 8, 1, 3))}
 
 
-def kinds() -> Iterator[ForwardKind]:
+def kinds() -> Iterator[ForwardKind | BackwardKind]:
     """Functions that there are, most of them, to be compiled for any Hopper GPU."""
     for tile in FORWARD_TILES.values():
         for dtype in DTYPES:
@@ -29,10 +34,19 @@ def kinds() -> Iterator[ForwardKind]:
         yield ForwardKind(torch.bfloat16, tile, False, False, False, None)
     for tile in OTHER_FORWARD_TILES:
         yield ForwardKind(torch.bfloat16, tile, True, False, False, None)
+    for tile in BACKWARD_TILES.values():
+        for dtype in DTYPES:
+            yield BackwardKind(dtype, tile, True, False, True, False, None)
+        yield BackwardKind(torch.bfloat16, tile, True, False, False, False, None)
+        yield BackwardKind(torch.bfloat16, tile, False, False, False, False, None)
 
 
-_functions = Functions(compile_forward)
-compile_kind = compile_forward
+def compile_kind(kind: ForwardKind | BackwardKind) -> Callable[..., None]:
+    """Compile the function for `kind`; needs no GPU where ``CUTE_DSL_ARCH`` names one."""
+    return compile_backward(kind) if isinstance(kind, BackwardKind) else compile_forward(kind)
+
+
+_functions = Functions(compile_kind)
 
 
 def rms_norm_forward(
@@ -61,3 +75,37 @@ def rms_norm_forward(
     tile = FORWARD_TILES[normalized_shape[0]]
     output, _, rstd = norm_forward(tile, _functions, input, weight, None, eps, has_mean=False)
     return output, rstd
+
+
+def rms_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of `rms_norm_forward` with respect to ``input`` and ``weight``.
+
+    The signature, the formula and the results are those of ``aten::_fused_rms_norm_backward``.
+    ``grad_weight`` is summed in float32 in a fixed order: the same bits on every run on one kind
+    of device.
+
+    Args:
+        grad_out: the shape and dtype of ``input``, contiguous, 16 bytes aligned.
+        input: as in the forward.
+        normalized_shape: as in the forward.
+        rstd: what the forward returned, float32, one value a row, contiguous.
+        weight: as in the forward.
+        output_mask: which of the two gradients is wanted; that of ``input`` always is.
+
+    Returns:
+        ``grad_input``, like ``input``, and ``grad_weight``, like ``weight``; None for
+        ``grad_weight`` where it is masked off or there is no weight.
+    """
+    needs_dw = bool(output_mask[1]) and weight is not None
+    dx, dw, _ = norm_backward(
+        BACKWARD_TILES[normalized_shape[0]], _functions,
+        grad_out, input, weight, None, rstd, needs_dw, False,
+    )  # fmt: skip
+    return dx, dw

@@ -15,6 +15,7 @@ from opgraft import Override, cutedsl_utils, triton_utils, when
 from opgraft_kernels.clusters.conditions import for_clusters
 
 __all__ = [
+    "backward_cluster_condition",
     "backward_condition",
     "cluster_condition",
     "forward_condition",
@@ -53,6 +54,19 @@ def _backward(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     from .triton_kernels import rms_norm_backward
+
+    return rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask)
+
+
+def _backward_by_cluster(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    from .cutedsl_kernels import rms_norm_backward
 
     return rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask)
 
@@ -151,6 +165,16 @@ def cluster_condition() -> Any:
     return for_clusters(_EXTREME_CROSSOVER, ["input"], ["weight"]) & _valid()
 
 
+def backward_cluster_condition() -> Any:
+    """Which calls of ``aten::_fused_rms_norm_backward`` the backward over clusters takes."""
+    return (
+        for_clusters(_EXTREME_CROSSOVER, ["input", "grad_out"], ["weight"], ["rstd"])
+        # It is what the kernel reads a row for.
+        & (when.item("output_mask", 0) == 1)
+        & _valid_backward()
+    )
+
+
 def register(dispatch_key: str) -> list[Override]:
     """Register forward and backward at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
 
@@ -158,7 +182,7 @@ def register(dispatch_key: str) -> list[Override]:
     so is its derivative. The op itself, which has no native kernel there, then works when called.
 
     Returns:
-        The overrides: forward and backward in Triton, and on CUDA the forward in CuteDSL.
+        The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
     # The interpreter launches nothing that could be recorded.
     plans: dict[str, Any] = (
@@ -185,16 +209,25 @@ def register(dispatch_key: str) -> list[Override]:
         ),
     ]
     if dispatch_key == "CUDA":
-        overrides.append(
+        overrides += [
             cutedsl_utils.register_op_override(
                 "aten",
-                "_fused_rms_norm",
+                op,
                 dispatch_key,
-                _forward_by_cluster,
-                cond=cluster_condition(),
-                name="opgraft_kernels.rms_norm.forward_by_cluster",
+                impl,
+                cond=condition,
+                name=f"opgraft_kernels.rms_norm.{direction}_by_cluster",
                 priority=1,
                 launch_plan=True,
             )
-        )
+            for op, impl, condition, direction in (
+                ("_fused_rms_norm", _forward_by_cluster, cluster_condition(), "forward"),
+                (
+                    "_fused_rms_norm_backward",
+                    _backward_by_cluster,
+                    backward_cluster_condition(),
+                    "backward",
+                ),
+            )
+        ]
     return overrides
