@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import opgraft
 import opgraft_kernels
-from opgraft import _core, when
+from opgraft import _core, cutedsl_utils, when
 from opgraft.plan import plans
 
 if not torch.cuda.is_available():
@@ -397,6 +397,18 @@ def test_shipped_norms_are_replayed(
     hit = replayed(pack, function, (rows, 1024))
     name = function.__name__.removeprefix("shipped_")
     assert hit == {f"opgraft_kernels.{name}.{way}" for way in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("function", [shipped_rms_norm, shipped_layer_norm])
+@pytest.mark.parametrize("hidden", [65536, 131072])
+def test_shipped_norms_over_clusters_are_replayed(
+    pack: dict[str, opgraft.Override], function: Callable[..., Any], hidden: int
+) -> None:
+    if not cutedsl_utils.runtime_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper and CuteDSL")
+    hit = replayed(pack, function, (2**24 // hidden, hidden))
+    name = function.__name__.removeprefix("shipped_")
+    assert hit == {f"opgraft_kernels.{name}.{way}_by_cluster" for way in ("forward", "backward")}
 
 
 @pytest.mark.parametrize("function", [attention, flash_attention])
