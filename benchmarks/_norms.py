@@ -12,6 +12,7 @@ bandwidth is the kernels' own, whatever they cost on the host.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,12 @@ from _gpu import Call, end_to_end_time, gpu_times
 import opgraft
 from opgraft import Override
 
-SIZES = [(32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384), (4096, 32768), (1024, 131072)]
+SIZES = [
+    *((32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)),
+    *((4096, 32768), (2048, 65536), (1024, 131072)),
+]
+# Of the rows that the kernels over clusters take.
+CLUSTER_WIDTHS = (65536, 131072)
 EPS = 1e-6
 INPUT_SETS = 3
 
@@ -42,6 +48,7 @@ class Norm(NamedTuple):
     native: Both
     through_op: Both
     impls: Both
+    clusters: Callable[[], Both]  # the CuteDSL kernels, imported by the call
     register: Callable[[str], list[Override]]
     impl_functions: tuple[Callable[..., Any], Callable[..., Any]]
     peers: dict[str, Callable[[], Both]]
@@ -51,9 +58,9 @@ class Norm(NamedTuple):
 
 
 def _contestants(norm: Norm) -> dict[str, Both]:
-    """By name: native, the override, and the peers that can be imported."""
-    found = {"native": norm.native, "opgraft": norm.through_op}
-    for name, load in norm.peers.items():
+    """By name: native, what opgraft routes to, its kernels, and the peers that can be imported."""
+    found = {"native": norm.native, "opgraft": norm.through_op, "triton": norm.impls}
+    for name, load in {"cluster": norm.clusters, **norm.peers}.items():
         try:
             found[name] = load()
         except ImportError as error:
@@ -111,8 +118,8 @@ def bandwidth(norm: Norm, sizes: Sequence[tuple[int, int]], rounds: int) -> list
 
 
 def _runs(name: str, call: Call) -> bool:
-    """Whether a peer supports the size."""
-    if name in ("native", "opgraft"):
+    """Whether a peer, or the kernels over clusters, supports the size."""
+    if name in ("native", "opgraft", "triton"):
         return True
     try:
         call()
@@ -197,6 +204,120 @@ def crossover(norm: Norm, rounds: int) -> list[dict[str, Any]]:
     return records
 
 
+# ------------------------------------------------------------------------------------ clusters
+
+
+def clusters(norm: Norm, rounds: int) -> list[dict[str, Any]]:
+    """Native, the Triton kernels and those over clusters, called directly, at the sizes that the
+    latter's conditions choose from."""
+    contenders = {"native": norm.native, "triton": norm.impls, "cluster": norm.clusters()}
+    records: list[dict[str, Any]] = []
+    for direction, name in enumerate(("forward", "backward")):
+        for hidden in CLUSTER_WIDTHS:
+            for log2 in range(hidden.bit_length() - 1, 28):
+                i = norm.make_inputs(2**log2 // hidden, hidden, torch.bfloat16, "cuda")
+                timings = {
+                    who: _time(lambda i=i, f=functions[direction]: f(i), rounds)  # type: ignore[misc]
+                    for who, functions in contenders.items()
+                }
+                records.append(
+                    {
+                        "direction": name,
+                        "hidden": hidden,
+                        "log2_elements": log2,
+                        **{f"{who}_us": each._asdict() for who, each in timings.items()},
+                    }
+                )
+                print(
+                    f"{name:8} {2**log2 // hidden:5} x {hidden:6} (2**{log2}) | GPU, end to end us"
+                    + "".join(
+                        f" | {who} {t.gpu:6.1f} {t.end_to_end:6.1f}" for who, t in timings.items()
+                    ),
+                    flush=True,
+                )
+    return records
+
+
+# Threads, vectors a thread, blocks that a multiprocessor is to hold: slices of 4096 to 32768
+# elements. The width of the rows gives the cluster, which has 2 to 16 blocks.
+_FORWARD_SHAPES = [
+    *((1024, 2, 2), (1024, 4, 2), (512, 2, 4), (512, 4, 3), (512, 4, 4), (512, 8, 2), (512, 8, 3)),
+    *((256, 2, 8), (256, 4, 6), (256, 4, 8), (256, 8, 4), (256, 8, 5), (256, 8, 6), (256, 16, 3)),
+    *((128, 8, 8), (128, 8, 12), (128, 16, 6)),
+    # And rows that a block holds, the one it works at included, where clusters walk over rows.
+    *((1024, 1, 2, 4), (1024, 2, 1, 4), (512, 2, 2, 2), (512, 2, 2, 3), (512, 2, 2, 4)),
+    *((512, 4, 1, 3), (512, 4, 1, 4), (256, 4, 3, 2), (256, 4, 2, 3), (256, 4, 2, 4)),
+    *((512, 2, 3, 2), (256, 2, 4, 3), (256, 2, 4, 4), (256, 8, 1, 4)),
+]
+_BACKWARD_SHAPES = [
+    *((1024, 1, 1, 4), (1024, 1, 1, 6), (1024, 2, 1, 2), (1024, 2, 1, 3)),
+    *((512, 4, 1, 2), (512, 4, 1, 3), (512, 2, 2, 2), (512, 2, 2, 3), (512, 2, 1, 4)),
+    *((256, 4, 2, 2), (256, 4, 2, 3), (256, 2, 4, 2), (256, 2, 4, 3), (256, 8, 1, 3)),
+]
+_STREAMING_SHAPES = {(512, 4, 4), (256, 8, 6), (512, 2, 2, 4)}
+_MAX_CLUSTER = 16
+
+
+def _tiles(direction: int, hidden: int) -> list[Any]:
+    from opgraft_kernels.clusters.exchange import VECTOR, Tile
+
+    found = []
+    for shape in (_FORWARD_SHAPES, _BACKWARD_SHAPES)[direction]:
+        threads, vectors, *more = shape
+        cluster = hidden // (threads * vectors * VECTOR)
+        if 2 <= cluster <= _MAX_CLUSTER:
+            tile = Tile(threads, vectors, cluster, *more)
+            found.append(tile)
+            if direction == 0 and tile.stages == 1:
+                found.append(tile._replace(bulk=True))
+            if direction == 0 and shape in _STREAMING_SHAPES:
+                found.append(tile._replace(streaming=True))
+    return found
+
+
+def tiles(norm: Norm, rounds: int) -> list[dict[str, Any]]:
+    """GB/s of the kernels over clusters by tile, the fastest first; wrong results are left out."""
+    functions = norm.clusters()
+    module = importlib.import_module(f"opgraft_kernels.{norm.name}.cutedsl_kernels")
+    records: list[dict[str, Any]] = []
+    for direction, tables in enumerate((module.FORWARD_TILES, module.BACKWARD_TILES)):
+        for hidden in CLUSTER_WIDTHS:
+            chosen = tables[hidden]
+            rows = 2**27 // hidden
+            inputs = [
+                norm.make_inputs(rows, hidden, torch.bfloat16, "cuda") for _ in range(INPUT_SETS)
+            ]
+            expected = norm.native[direction](inputs[0])
+            elements = (2 + direction) * rows * hidden
+            contenders: dict[Any, Sequence[Call]] = {"copy": _copies(elements, torch.bfloat16)}
+            for tile in dict.fromkeys([chosen, *_tiles(direction, hidden)]):
+
+                def call(i: Any, tile: Any = tile, tables: Any = tables, d: int = direction) -> Any:
+                    tables[tile.hidden] = tile
+                    return functions[d](i)
+
+                try:
+                    torch.testing.assert_close(call(inputs[0]), expected, rtol=0.05, atol=0.5)
+                except Exception as error:
+                    print(f"without {tile}: {str(error).splitlines()[0]}", file=sys.stderr)
+                    torch.cuda.synchronize()
+                else:
+                    contenders[tile] = [lambda i=i, c=call: c(i) for i in inputs]  # type: ignore[misc]
+            times = gpu_times(contenders, rounds)
+            tables[hidden] = chosen
+            name = ("forward", "backward")[direction]
+            for tile in sorted(times, key=lambda each: times[each]):
+                gbps = elements * 2 / times[tile] / 1e6
+                mark = " (chosen)" if tile == chosen else ""
+                print(f"{name:8} {rows:5} x {hidden:6} {gbps:5.0f} GB/s {tile}{mark}", flush=True)
+                entry = {"name": "copy"} if tile == "copy" else dict(tile._asdict())
+                records.append(
+                    {"direction": name, "rows": rows, "hidden": hidden, "gbps": gbps, **entry}
+                )
+            torch.cuda.empty_cache()
+    return records
+
+
 # ------------------------------------------------------------------------------------- results
 
 
@@ -250,6 +371,8 @@ def main(norm: Norm, doc: str | None, arguments: Sequence[str] | None = None) ->
     parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
     parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
     parser.add_argument("--crossover", action="store_true", help="measure sizes around it")
+    parser.add_argument("--clusters", action="store_true", help="Triton against CuteDSL")
+    parser.add_argument("--tiles", action="store_true", help="CuteDSL by tile")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args(arguments)
     if options.smoke:
@@ -259,6 +382,12 @@ def main(norm: Norm, doc: str | None, arguments: Sequence[str] | None = None) ->
     elif options.crossover:
         records = crossover(norm, min(options.rounds, 7))
         print("written to", save(f"{norm.name}_crossover", records))
+    elif options.clusters:
+        records = clusters(norm, min(options.rounds, 7))
+        print("written to", save(f"{norm.name}_clusters", records))
+    elif options.tiles:
+        records = tiles(norm, options.rounds)
+        print("written to", save(f"{norm.name}_tiles", records))
     else:
         records = bandwidth(norm, SIZES, options.rounds)
         path = save(norm.name, records)

@@ -2,6 +2,8 @@
 
     python benchmarks/layer_norm.py              # bandwidth at the sizes of language models
     python benchmarks/layer_norm.py --crossover  # from which size the override pays, host included
+    python benchmarks/layer_norm.py --clusters   # rows that clusters share: CuteDSL against Triton
+    python benchmarks/layer_norm.py --tiles      # the same, CuteDSL by tile: what to choose
     python benchmarks/layer_norm.py --smoke      # tiny, without a GPU: does this script work?
 
 benchmarks/_norms.py says what is measured, and how.
@@ -53,6 +55,14 @@ def make_inputs(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Inpu
     return Inputs(x, weight, bias, torch.randn_like(x), mean, rstd)
 
 
+def _clusters() -> Both:
+    module = importlib.import_module("opgraft_kernels.layer_norm.cutedsl_kernels")
+    return (
+        lambda i: module.layer_norm_forward(*i.forward),
+        lambda i: module.layer_norm_backward(*i.backward),
+    )
+
+
 def _quack() -> Both:
     module = importlib.import_module("quack.rmsnorm")
 
@@ -100,6 +110,7 @@ LAYER_NORM = Norm(
         lambda i: layer_norm_overrides._forward(*i.forward),
         lambda i: layer_norm_overrides._backward(*i.backward),
     ),
+    clusters=_clusters,
     register=layer_norm_overrides.register,
     impl_functions=(layer_norm_overrides._forward, layer_norm_overrides._backward),
     peers={"quack": _quack, "liger": _liger},

@@ -2,6 +2,8 @@
 
     python benchmarks/rms_norm.py              # bandwidth at the sizes of language models
     python benchmarks/rms_norm.py --crossover  # from which size the override pays, host included
+    python benchmarks/rms_norm.py --clusters   # rows that clusters share: CuteDSL against Triton
+    python benchmarks/rms_norm.py --tiles      # the same, CuteDSL by tile: what to choose
     python benchmarks/rms_norm.py --smoke      # tiny, without a GPU: does this script work?
 
 benchmarks/_norms.py says what is measured, and how.
@@ -47,6 +49,14 @@ def make_inputs(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Inpu
     weight = torch.randn(hidden, dtype=dtype, device=device)
     _, rstd = opgraft.native(FORWARD)(x, [hidden], weight, EPS)
     return Inputs(x, weight, torch.randn_like(x), rstd)
+
+
+def _clusters() -> Both:
+    module = importlib.import_module("opgraft_kernels.rms_norm.cutedsl_kernels")
+    return (
+        lambda i: module.rms_norm_forward(*i.forward),
+        lambda i: module.rms_norm_backward(*i.backward),
+    )
 
 
 def _quack() -> Both:
@@ -99,6 +109,7 @@ RMS_NORM = Norm(
         lambda i: rms_norm_overrides._forward(*i.forward),
         lambda i: rms_norm_overrides._backward(*i.backward),
     ),
+    clusters=_clusters,
     register=rms_norm_overrides.register,
     impl_functions=(rms_norm_overrides._forward, rms_norm_overrides._backward),
     peers={"quack": _quack, "liger": _liger},
