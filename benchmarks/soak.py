@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py              # 30,000 steps of each run, on the GPU if there is one
     python benchmarks/soak.py --steps 500  # shorter
+    python benchmarks/soak.py --apart      # its runs at the same time, in processes of their own
     python benchmarks/soak.py --smoke      # 40 steps, nothing is saved: does this script work?
 
 A small transformer learns from batches of random shapes, the same in every run:
@@ -23,11 +24,13 @@ import contextlib
 import faulthandler
 import gc
 import math
+import multiprocessing
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +374,28 @@ def run(
     return record, losses
 
 
+def runs(
+    kinds: Sequence[str], steps: int, device: str, limit: float, *, apart: bool
+) -> Iterator[tuple[dict[str, Any], list[float]]]:
+    """One run after another; `apart`: each in a process of its own, all at the same time."""
+    if not apart:
+        for kind in kinds:
+            yield run(kind, steps, device, limit)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(kinds), context, initializer=prepare, initargs=(device,)) as pool:
+        futures = [pool.submit(run, kind, steps, device, limit) for kind in kinds]
+        for future in futures:
+            yield future.result()
+
+
+def prepare(device: str) -> None:
+    """Make a process fit for a run."""
+    faulthandler.enable()
+    if device == "cpu":
+        torch.set_num_threads(1)  # the sums of several threads differ from run to run
+
+
 def windows(losses: Sequence[float]) -> list[float]:
     """Mean losses."""
     parts = [losses[start : start + WINDOW] for start in range(0, len(losses), WINDOW)]
@@ -414,16 +439,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", nargs="+", choices=["exact", "kernels"], help="beside stock")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--seconds", type=float, default=math.inf, help="at most, of each run")
+    parser.add_argument("--apart", action="store_true", help="in processes, all at the same time")
     parser.add_argument("--smoke", action="store_true", help="40 steps, nothing is saved")
     options = parser.parse_args(arguments)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     steps = 40 if options.smoke else options.steps
-    faulthandler.enable()
-    if device == "cpu":
-        torch.set_num_threads(1)  # the sums of several threads differ from run to run
+    prepare(device)
     records, wrong, stock = [], 0, []
-    for kind in ("stock", *(options.runs or ("exact", "kernels"))):
-        record, losses = run(kind, steps, device, options.seconds)
+    kinds = ("stock", *(options.runs or ("exact", "kernels")))
+    for record, losses in runs(kinds, steps, device, options.seconds, apart=options.apart):
         stock = stock or losses
         record["problems"] = problems(record, losses, stock)
         wrong += len(record["problems"])
