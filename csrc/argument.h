@@ -137,6 +137,7 @@ class Argument {
   double real() const noexcept { return real_; }
   double imaginary() const noexcept { return imaginary_; }
   size_t size() const noexcept { return size_; }
+  std::string_view text() const noexcept { return {static_cast<const char*>(data_), size_}; }
 
   // Whether it is a list that may hold tensors.
   bool may_hold_tensors() const noexcept {
@@ -199,8 +200,6 @@ class Argument {
   static Argument list(Items items, c10::ArrayRef<T> value) noexcept {
     return many(Kind::List, value.data(), value.size(), items);
   }
-
-  std::string_view text() const noexcept { return {static_cast<const char*>(data_), size_}; }
 
   Kind kind_ = Kind::None;
   Items items_ = Items::Values;

@@ -218,6 +218,7 @@ void set_plans(Override& self, const RouterHandle& router, py::object override,
   options.takes_keyset = takes_keyset;
   options.writes = writes;
   self.impl = std::make_unique<PlannedImpl>(std::move(self.impl), std::move(options));
+  self.answers_early = true;
 }
 
 std::shared_ptr<Recorder> make_recorder(const RouterHandle& router, const py::tuple& values,
@@ -238,12 +239,12 @@ py::object replay_plan(const RouterHandle& router, const Plan& plan, const py::t
                        bool poisons) {
   torch::jit::Stack stack;
   router.signature->push_arguments(values, stack);
-  Call call{router.router->op(), c10::DispatchKeySet(), stack, router.router->arguments()};
+  torch::jit::Stack results;
   {
     const py::gil_scoped_release release;
-    plan.replay(call, poisons);
+    plan.replay(view(stack).data(), results, poisons);
   }
-  return router.signature->pop_results(stack);
+  return router.signature->pop_results(results);
 }
 
 Selector to_selector(const py::dict& fields) {

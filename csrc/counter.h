@@ -14,15 +14,15 @@ class Counter {
  public:
   void add() noexcept { add(shard()); }
 
-  // `shard`: what `shard()` gave this thread, for whoever adds to several counters in a row.
-  void add(unsigned shard) noexcept {
+  // `shard`: what `shard()` gave this thread, for whoever adds to several counters in a row. Returns what
+  // that shard has now.
+  uint64_t add(unsigned shard) noexcept {
     std::atomic<uint64_t>& count = shards_[shard].count;
-    if (C10_LIKELY(shard != kShared)) {
-      // Nobody else writes it.
-      count.store(count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    } else {
-      count.fetch_add(1, std::memory_order_relaxed);
-    }
+    if (C10_UNLIKELY(shard == kShared)) return count.fetch_add(1, std::memory_order_relaxed) + 1;
+    // Nobody else writes it.
+    const uint64_t now = count.load(std::memory_order_relaxed) + 1;
+    count.store(now, std::memory_order_relaxed);
+    return now;
   }
 
   // The calling thread's: its own as long as it lives, or the one that is left for the threads that find

@@ -29,10 +29,6 @@ uint64_t bits(double value) {
   return result;
 }
 
-bool is_undefined(const c10::TensorImpl& tensor) {
-  return &tensor == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton());
-}
-
 }  // namespace
 
 inline uint64_t* PlanKey::room(size_t count) noexcept {
@@ -43,11 +39,6 @@ inline uint64_t* PlanKey::room(size_t count) noexcept {
 }
 
 bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
-  if (is_undefined(tensor)) {
-    auto* word = room(1);
-    if (word != nullptr) *word = tagged(KeyTag::None, 1);
-    return word != nullptr;
-  }
   const auto sizes = tensor.sizes();
   const size_t rank = sizes.size();
   const c10::Device device = tensor.device();
@@ -83,66 +74,75 @@ bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
   return true;
 }
 
-bool PlanKey::add(const c10::IValue& value) noexcept {
-  if (value.isTensor()) return add(*value.unsafeToTensorImpl());
-  if (value.isList()) {
-    const auto items = value.toListRef();
-    auto* head = room(1);
-    if (head == nullptr) return false;
-    *head = tagged(KeyTag::List, items.size());
-    for (const c10::IValue& item : items) {
-      if (!add(item)) return false;
+bool PlanKey::add(const Argument& argument) noexcept {
+  using Kind = Argument::Kind;
+  switch (argument.kind()) {
+    case Kind::Tensor:
+      return add(*argument.tensor());
+    case Kind::List: {
+      auto* head = room(1);
+      if (head == nullptr) return false;
+      *head = tagged(KeyTag::List, argument.size());
+      for (size_t i = 0; i < argument.size(); ++i) {
+        if (!add(argument.item(i))) return false;
+      }
+      return true;
     }
-    return true;
+    case Kind::Text: {
+      const std::string_view text = argument.text();
+      const size_t count = (text.size() + sizeof(uint64_t) - 1) / sizeof(uint64_t);
+      auto* words = room(1 + count);
+      if (words == nullptr) return false;
+      words[0] = tagged(KeyTag::String, text.size());
+      std::fill_n(words + 1, count, 0);
+      std::memcpy(words + 1, text.data(), text.size());
+      return true;
+    }
+    case Kind::Other:
+      return false;
+    default:
+      break;
   }
-  if (value.isString()) {
-    const std::string& text = value.toStringRef();
-    const size_t count = (text.size() + sizeof(uint64_t) - 1) / sizeof(uint64_t);
-    auto* words = room(1 + count);
-    if (words == nullptr) return false;
-    words[0] = tagged(KeyTag::String, text.size());
-    std::fill_n(words + 1, count, 0);
-    std::memcpy(words + 1, text.data(), text.size());
-    return true;
-  }
-  const bool is_complex = value.isComplexDouble();
-  auto* words = room(is_complex ? 3 : 2);
+  auto* words = room(argument.kind() == Kind::Complex ? 3 : 2);
   if (words == nullptr) return false;
   words[1] = 0;
-  if (value.isInt()) {
-    words[0] = tagged(KeyTag::Integer, 0);
-    words[1] = static_cast<uint64_t>(value.toInt());
-  } else if (value.isNone()) {
-    words[0] = tagged(KeyTag::None, 0);
-  } else if (value.isBool()) {
-    words[0] = tagged(KeyTag::Boolean, value.toBool() ? 1 : 0);
-  } else if (value.isDouble()) {
-    words[0] = tagged(KeyTag::Real, 0);
-    words[1] = bits(value.toDouble());
-  } else if (is_complex) {
-    const auto number = value.toComplexDouble();
-    words[0] = tagged(KeyTag::Complex, 0);
-    words[1] = bits(number.real());
-    words[2] = bits(number.imag());
-  } else if (value.isDevice()) {
-    const c10::Device device = value.toDevice();
-    words[0] = tagged(KeyTag::Device, static_cast<uint8_t>(device.type()));
-    words[1] = static_cast<uint8_t>(device.index());
-  } else {
-    return false;
+  switch (argument.kind()) {
+    case Kind::Integer:
+      words[0] = tagged(KeyTag::Integer, 0);
+      words[1] = static_cast<uint64_t>(argument.integer());
+      break;
+    case Kind::Bool:
+      words[0] = tagged(KeyTag::Boolean, argument.integer() != 0 ? 1 : 0);
+      break;
+    case Kind::Real:
+      words[0] = tagged(KeyTag::Real, 0);
+      words[1] = bits(argument.real());
+      break;
+    case Kind::Complex:
+      words[0] = tagged(KeyTag::Complex, 0);
+      words[1] = bits(argument.real());
+      words[2] = bits(argument.imaginary());
+      break;
+    case Kind::Device:
+      words[0] = tagged(KeyTag::Device, 0);
+      words[1] = static_cast<uint64_t>(argument.integer());
+      break;
+    default:
+      words[0] = tagged(KeyTag::None, 0);
+      break;
   }
   return true;
 }
 
-bool PlanKey::read(const Call& call, bool takes_keyset) noexcept {
+bool PlanKey::read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset) noexcept {
   const auto thread = c10::impl::tls_local_dispatch_key_set();
   auto* words = room(4);
   words[0] = thread.included_.raw_repr();
   words[1] = thread.excluded_.raw_repr();
   words[2] = c10::GradMode::is_enabled() ? 1 : 0;
-  words[3] = takes_keyset ? call.keyset.raw_repr() : 0;
-  for (const c10::IValue* value = call.begin(); value != call.end(); ++value) {
-    if (!add(*value)) return false;
+  words[3] = keyset.raw_repr();
+  for (const Argument& argument : arguments) {
+    if (!add(argument)) return false;
   }
   // Two chains, because a multiplication takes longer than the next one has to wait.
   uint64_t even = 0x9E3779B97F4A7C15ull;
@@ -307,8 +307,7 @@ char* Replay::address(const Pointer& pointer) {
       return nullptr;
     case Pointer::Base::Argument: {
       // As Python's `data_ptr()` does: it makes a copy-on-write tensor real.
-      auto* tensor = argument(pointer.leaf).unsafeToTensorImpl();
-      return static_cast<char*>(tensor->mutable_data()) + pointer.offset;
+      return static_cast<char*>(argument(pointer.leaf)->mutable_data()) + pointer.offset;
     }
     case Pointer::Base::Memory:
       return memory(pointer.memory).address + pointer.offset;
@@ -321,7 +320,7 @@ at::Tensor Replay::tensor(const View& view) {
   int64_t offset = view.pointer.offset;
   c10::Storage storage;
   if (view.pointer.base == Pointer::Base::Argument) {
-    const auto* tensor = argument(view.pointer.leaf).unsafeToTensorImpl();
+    const auto* tensor = argument(view.pointer.leaf);
     storage = tensor->storage();
     offset += tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
   } else {
@@ -346,7 +345,8 @@ c10::IValue Replay::value(const Operand& operand) {
     case Operand::Kind::Constant:
       return operand.constant;
     case Operand::Kind::Argument:
-      return argument(operand.leaf);
+      return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+          argument(operand.leaf)));
     case Operand::Kind::Result:
       return memory(operand.memory).result;
     case Operand::Kind::View:
@@ -409,17 +409,15 @@ void Plan::schedule(std::vector<std::unique_ptr<Step>> steps) {
   }
 }
 
-void Plan::replay(Call& call, bool poisons) const {
-  Replay replay(call.begin(), device_, memories_, poisons);
+void Plan::replay(const Argument* arguments, torch::jit::Stack& results, bool poisons) const {
+  Replay replay(arguments, device_, memories_, poisons);
   for (const Scheduled& each : steps_) {
     each.step->run(replay);
     // As early as the impl would at best: a later allocation may reuse it, in the stream's order.
     for (const int32_t memory : each.releases) replay.memory(memory) = Memory();
   }
-  c10::SmallVector<c10::IValue, 4> results;
+  results.reserve(results.size() + outputs_.size());
   for (const Operand& output : outputs_) results.push_back(replay.value(output));
-  torch::jit::drop(call.stack, call.arguments);
-  for (c10::IValue& result : results) call.stack.push_back(std::move(result));
 }
 
 std::string Plan::text() const {
@@ -456,7 +454,9 @@ struct PlanTable::Seen {
 };
 
 PlanTable::PlanTable(PlanLimits limits)
-    : limits_(limits), snapshot_(new Snapshot{1, {{0, nullptr}, {0, nullptr}}}),
+    : limits_(limits),
+      review_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)),
+      snapshot_(new Snapshot{1, {{0, nullptr}, {0, nullptr}}}),
       seen_(std::make_unique<Seen>()) {}
 
 PlanTable::~PlanTable() {
@@ -475,18 +475,24 @@ const PlanEntry* PlanTable::find(const PlanKey& key) const noexcept {
   }
 }
 
-PlanTable::Next PlanTable::next(const PlanKey& key) noexcept {
+PlanTable::Next PlanTable::foresee(const PlanKey& key) const noexcept {
   if (given_up() || seen_->refused.count(key.hash()) > 0) return Next::Refused;
   if (stopped()) return Next::Stopped;
-  if (seen_->seen.count(key.hash()) > 0) return Next::Record;
-  seen_->seen.add(key.hash());
-  return Next::Wait;
+  return seen_->seen.count(key.hash()) > 0 ? Next::Record : Next::Wait;
 }
 
-bool PlanTable::stopped() const noexcept {
+PlanTable::Next PlanTable::next(const PlanKey& key) noexcept {
+  const Next next = foresee(key);
+  if (next == Next::Wait) seen_->seen.add(key.hash());
+  return next;
+}
+
+void PlanTable::review() noexcept {
   const uint64_t recordings = this->recordings();
-  if (recordings < limits_.free_recordings) return false;
-  return recordings - limits_.free_recordings >= replays_.total() / limits_.replays_per_recording;
+  const uint64_t earned = replays_.total() / limits_.replays_per_recording;
+  stopped_.store(recordings >= limits_.free_recordings &&
+                     recordings - limits_.free_recordings >= earned,
+                 std::memory_order_relaxed);
 }
 
 bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, std::string label,
@@ -547,6 +553,7 @@ void PlanTable::clear() {
     const std::lock_guard<std::mutex> guard(mutex_);
     generation_.fetch_add(1, std::memory_order_relaxed);
     recordings_.store(replays_.total() / limits_.replays_per_recording, std::memory_order_relaxed);
+    review();
     if (entries_.empty()) return;
     garbage.entries = std::move(entries_);
     entries_.clear();

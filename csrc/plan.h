@@ -36,8 +36,9 @@ namespace opgraft {
 // inference mode) and grad mode.
 class PlanKey {
  public:
-  // False where an argument has no number (a generator), or there are too many.
-  bool read(const Call& call, bool takes_keyset) noexcept;
+  // False where an argument has no number (a generator), or there are too many. `keyset`: where the impl
+  // gets it.
+  bool read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset = {}) noexcept;
 
   uint64_t hash() const noexcept { return hash_; }
   size_t size() const noexcept { return size_; }
@@ -49,7 +50,7 @@ class PlanKey {
 
   // Room for `count` words, or null where there is none: then the key is of no use.
   uint64_t* room(size_t count) noexcept;
-  bool add(const c10::IValue& value) noexcept;
+  bool add(const Argument& argument) noexcept;
   bool add(const c10::TensorImpl& tensor) noexcept;
 
   uint64_t hash_ = 0;
@@ -171,7 +172,7 @@ class LaunchError : public c10::Error {
 // A plan that is being replayed for a call.
 class Replay {
  public:
-  Replay(const c10::IValue* arguments, c10::Device device, size_t memories, bool poisons)
+  Replay(const Argument* arguments, c10::Device device, size_t memories, bool poisons)
       : arguments_(arguments), device_(device), poisons_(poisons) {
     memories_.resize(memories);
   }
@@ -188,12 +189,13 @@ class Replay {
   at::Tensor tensor(const View& view);
 
  private:
-  const c10::IValue& argument(Leaf leaf) const {
-    const c10::IValue& value = arguments_[leaf.argument];
-    return leaf.item < 0 ? value : value.toListRef()[static_cast<size_t>(leaf.item)];
+  c10::TensorImpl* argument(Leaf leaf) const {
+    const Argument& value = arguments_[leaf.argument];
+    const Argument leaf_of = leaf.item < 0 ? value : value.item(static_cast<size_t>(leaf.item));
+    return const_cast<c10::TensorImpl*>(leaf_of.tensor());
   }
 
-  const c10::IValue* arguments_;
+  const Argument* arguments_;
   c10::Device device_;
   bool poisons_;
   std::optional<void*> stream_;
@@ -210,8 +212,8 @@ class Plan {
   Plan(c10::Device device, std::vector<std::unique_ptr<Step>> steps, std::vector<Operand> outputs,
        size_t memories, bool watches_hooks, PythonRef keep);
 
-  // Replaces the call's arguments on the stack by the results.
-  void replay(Call& call, bool poisons = false) const;
+  // Adds the results to a stack.
+  void replay(const Argument* arguments, torch::jit::Stack& results, bool poisons = false) const;
 
   const std::string& fingerprint() const noexcept { return fingerprint_; }
   std::string text() const;
@@ -283,15 +285,22 @@ class PlanTable {
     Stopped,  // no more recordings for now
   };
   Next next(const PlanKey& key) noexcept;
+  // The same, and the key stays as unknown as it was.
+  Next foresee(const PlanKey& key) const noexcept;
 
-  void count_replay(const PlanEntry& entry) const noexcept {
+  void count_replay(const PlanEntry& entry) noexcept {
     const unsigned shard = Counter::shard();
     entry.replays.add(shard);
-    replays_.add(shard);
+    const uint64_t count = replays_.add(shard);
+    // Replays earn recordings; adding all shards up for every call would cost as much as the rest.
+    if (C10_UNLIKELY(stopped()) && count % review_every_ == 0) review();
   }
 
   // Of the Python side, which holds the GIL.
-  void count_recording() noexcept { recordings_.fetch_add(1, std::memory_order_relaxed); }
+  void count_recording() noexcept {
+    recordings_.fetch_add(1, std::memory_order_relaxed);
+    review();
+  }
   // False where the table was cleared since `generation`.
   bool install(const PlanKey& key, std::shared_ptr<const Plan> plan, std::string label,
                uint64_t generation);
@@ -302,7 +311,7 @@ class PlanTable {
   void clear();
   uint64_t generation() const noexcept { return generation_.load(std::memory_order_relaxed); }
   uint64_t recordings() const noexcept { return recordings_.load(std::memory_order_relaxed); }
-  bool stopped() const noexcept;
+  bool stopped() const noexcept { return stopped_.load(std::memory_order_relaxed); }
   bool given_up() const noexcept { return given_up_.load(std::memory_order_relaxed); }
   // Whether Python runs what has no plan, also where the author finds that it does not pay: for those
   // who want to see every call run.
@@ -324,6 +333,9 @@ class PlanTable {
     std::unique_ptr<const Snapshot> snapshot;
   };
 
+  // Whether recordings are used up, from now on.
+  void review() noexcept;
+
   // Under the lock; returns the snapshot that was replaced.
   const Snapshot* publish();
   std::shared_ptr<const PlanEntry> evict();
@@ -336,6 +348,8 @@ class PlanTable {
   std::atomic<uint64_t> recordings_{0};
   std::atomic<uint64_t> generation_{0};
   std::atomic<uint32_t> refusals_{0};
+  std::atomic<bool> stopped_{false};
+  const uint64_t review_every_;
   std::atomic<bool> given_up_{false};
   std::atomic<bool> runs_all_{false};
   std::atomic<bool> any_{false};  // a plan was installed once

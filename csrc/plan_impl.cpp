@@ -80,7 +80,8 @@ PlannedImpl::PlannedImpl(std::unique_ptr<Impl> impl, Options options)
 bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) {
   if (is_quarantined(call)) return false;
   PlanKey key;
-  if (C10_UNLIKELY(is_to_be_deterministic()) || !key.read(call, options_.takes_keyset)) {
+  const auto keyset = options_.takes_keyset ? call.keyset : c10::DispatchKeySet();
+  if (C10_UNLIKELY(is_to_be_deterministic()) || !key.read(call.view(), keyset)) {
     return run_unplanned(override, call, device, true);
   }
   try {
@@ -115,16 +116,60 @@ PlannedImpl::Replayed PlannedImpl::replay(const Override& override, Call& call,
   const PlanEntry* entry = options_.table->find(key);
   if (entry == nullptr) return Replayed::NoPlan;
   if (entry->plan->watches_hooks() && launch_hooks_are_set()) return Replayed::NotWhileHooked;
-  entry->plan->replay(call);
-  override.hits->add();
-  options_.table->count_replay(*entry);
+  torch::jit::Stack results;
+  entry->plan->replay(call.view().data(), results);
+  torch::jit::drop(call.stack, call.arguments);
+  for (c10::IValue& result : results) call.stack.push_back(std::move(result));
+  replayed(override, *entry);
   return Replayed::Yes;
+}
+
+void PlannedImpl::replayed(const Override& override, const PlanEntry& entry) const {
+  override.hits->add();
+  options_.table->count_replay(entry);
+}
+
+// What a call that is replayed, and one that is to run natively, do not need: boxes for the arguments, a
+// list of who else may want it.
+Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument> arguments) {
+  if (is_to_be_deterministic() || options_.takes_keyset || impl_->has_quarantined()) return {};
+  PlanKey key;
+  if (!key.read(arguments)) return {};
+  if (const PlanEntry* entry = options_.table->find(key)) {
+    if (entry->plan->watches_hooks() && launch_hooks_are_set()) return {};
+    return {Early::Kind::Replays, entry};
+  }
+  const auto next = options_.table->foresee(key);
+  if (next == PlanTable::Next::Record) return {};
+  const bool in_python = next != PlanTable::Next::Stopped || options_.unplanned.has_value();
+  if (pays(arguments.data(), in_python)) return {};
+  options_.table->next(key);  // by now it was seen
+  override.misses->add();
+  return {Early::Kind::Declines};
+}
+
+// False where the launch failed: then the call goes the long way, where that is seen to.
+bool PlannedImpl::replay_early(const Override& override, const PlanEntry& entry,
+                               const Argument* arguments, torch::jit::Stack& results) {
+  try {
+    entry.plan->replay(arguments, results);
+  } catch (const LaunchError&) {
+    if (options_.writes) throw;
+    results.clear();
+    return false;
+  }
+  replayed(override, entry);
+  return true;
+}
+
+bool PlannedImpl::pays(const Argument* arguments, bool in_python) const {
+  if (options_.table->runs_all()) return true;
+  return in_python && (!options_.unplanned || options_.unplanned->holds(arguments));
 }
 
 bool PlannedImpl::run_unplanned(const Override& override, Call& call, c10::Device device,
                                 bool in_python) {
-  const bool pays = in_python && (!options_.unplanned || options_.unplanned->holds(call.view().data()));
-  if (!pays && !options_.table->runs_all()) {
+  if (!pays(call.view().data(), in_python)) {
     override.misses->add();
     return false;
   }
@@ -310,8 +355,7 @@ bool has_plan_key(const py::tuple& values, const std::string& name, const std::s
     const auto items = value.toListRef();
     if (std::any_of(items.begin(), items.end(), stands_in)) return true;
   }
-  const Call call{op, c10::DispatchKeySet(), stack, stack.size()};
-  return PlanKey().read(call, /*takes_keyset=*/false);
+  return PlanKey().read(view(stack));
 }
 
 }  // namespace

@@ -31,15 +31,22 @@ class PlannedImpl final : public Impl {
   PlannedImpl(std::unique_ptr<Impl> impl, Options options);
 
   bool run(const Override& override, Call& call, c10::Device device) override;
+  Early early(const Override& override, c10::ArrayRef<Argument> arguments) override;
+  bool replay_early(const Override& override, const PlanEntry& entry, const Argument* arguments,
+                    torch::jit::Stack& results) override;
   bool wants(const Override& override, Call& call) override { return impl_->wants(override, call); }
   bool quarantine(const Call& call) override { return impl_->quarantine(call); }
   bool is_quarantined(const Call& call) override { return impl_->is_quarantined(call); }
+  bool has_quarantined() override { return impl_->has_quarantined(); }
 
  private:
   enum class Replayed { Yes, NoPlan, NotWhileHooked };
 
   Replayed replay(const Override& override, Call& call, const PlanKey& key);
   bool run_unplanned(const Override& override, Call& call, c10::Device device, bool in_python);
+  // Whether a call that has no plan is to run in Python; `in_python`: where that would pay.
+  bool pays(const Argument* arguments, bool in_python) const;
+  void replayed(const Override& override, const PlanEntry& entry) const;
   bool record(const Override& override, Call& call, c10::Device device, const PlanKey& key);
 
   std::unique_ptr<Impl> impl_;

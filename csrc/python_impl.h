@@ -145,6 +145,7 @@ class PythonImpl final : public Impl {
   bool wants(const Override& override, Call& call) override;
   bool quarantine(const Call& call) override;
   bool is_quarantined(const Call& call) override;
+  bool has_quarantined() override { return failed_.load(std::memory_order_acquire); }
 
  private:
   std::vector<c10::IValue> call_first(const Call& call) const;

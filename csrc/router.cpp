@@ -242,7 +242,11 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
     if (C10_UNLIKELY(scoped) && Scope::is_off(override.identity)) continue;
     const bool asks = override.asks.load(std::memory_order_relaxed);
     if (C10_UNLIKELY(asks || override.condition.holds(arguments))) {
-      return taken(*chain, index, /*holds=*/!asks, device);
+      if (asks || observed || !override.answers_early) {  // an observer is told who ran
+        return taken(*chain, index, /*holds=*/!asks, device);
+      }
+      if (auto found = taken_early(*chain, index, arguments, device)) return found;
+      continue;
     }
     override.misses->add(shard);
   }
@@ -274,13 +278,40 @@ std::unique_ptr<Pending> Router::taken(const Chain& chain, size_t first, bool ho
   return found;
 }
 
+std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
+                                             const Argument* arguments, c10::Device device) const {
+  const Override& override = *chain[index];
+  using Kind = Impl::Early::Kind;
+  // A profiler is told on the long way.
+  if (C10_UNLIKELY(at::hasCallbacks())) return taken(chain, index, /*holds=*/true, device);
+  const auto early = override.impl->early(override, {arguments, arguments_});
+  if (early.kind == Kind::Declines) return nullptr;
+  if (early.kind == Kind::Replays) {
+    const Frame frame(this);
+    const c10::OptionalDeviceGuard guard(
+        device.is_cpu() ? std::optional<c10::Device>() : std::optional<c10::Device>(device));
+    auto found = std::make_unique<Pending>();
+    if (override.impl->replay_early(override, *early.entry, arguments, found->results)) {
+      found->done = true;
+      if (C10_UNLIKELY(frame.ended_in_native(found->results, outputs_))) override.fallbacks->add();
+      return found;
+    }
+  }
+  return taken(chain, index, /*holds=*/true, device);
+}
+
 void Router::count_misses(const Chain& chain) {
   for (const auto& override : chain) {
     if (!Scope::is_off(override->identity)) override->misses->add();
   }
 }
 
-void Router::finish(const Pending& pending, Call& call) {
+void Router::finish(Pending& pending, Call& call) {
+  if (pending.done) {
+    torch::jit::drop(call.stack, call.arguments);
+    for (c10::IValue& result : pending.results) call.stack.push_back(std::move(result));
+    return;
+  }
   if (C10_UNLIKELY(pending.observed)) {
     observer_->observe(call, /*kept=*/false, [&] { route(call, /*observed=*/true); });
     return;

@@ -24,6 +24,7 @@
 namespace opgraft {
 
 class Override;
+struct PlanEntry;
 
 // One call as the router sees it: the arguments are the last ones of the stack.
 struct Call {
@@ -53,6 +54,19 @@ class Impl {
   // From now on it declines calls of this kind, as it failed for one. False: it cannot tell kinds apart.
   virtual bool quarantine(const Call&) { return false; }
   virtual bool is_quarantined(const Call&) { return false; }
+  virtual bool has_quarantined() { return false; }
+
+  // What an impl that answers early makes of a call before that is boxed. Inside of an epoch.
+  struct Early {
+    enum class Kind : uint8_t { Unknown, Declines, Replays };
+    Kind kind = Kind::Unknown;
+    const PlanEntry* entry = nullptr;  // what is replayed
+  };
+  virtual Early early(const Override&, c10::ArrayRef<Argument>) { return {}; }
+  // Adds the results to an empty stack; false where it could not, and nothing happened.
+  virtual bool replay_early(const Override&, const PlanEntry&, const Argument*, torch::jit::Stack&) {
+    return false;
+  }
 };
 
 // An impl in C++: a boxed function that replaces the arguments on the stack by results.
@@ -73,6 +87,7 @@ class alignas(64) Override {
  public:
   // What every call reads comes first, in one cache line.
   std::atomic<bool> asks{false};  // the impl must be asked: a condition in Python, a quarantine
+  bool answers_early = false;     // the impl may know what to do before a call is boxed
   std::shared_ptr<Counter> misses;
   Condition condition;  // every call's, unless it is set
   std::shared_ptr<Counter> hits, fallbacks;
@@ -116,6 +131,8 @@ class NativeKernel {
 
 // A call that the native kernel may not be all there is to: who may want it.
 struct Pending {
+  bool done = false;      // somebody did, and these are the results
+  torch::jit::Stack results;
   bool bypassed = false;  // nobody does: this thread said so, and wants to know what native returns
   bool observed = false;  // the observer is to be told of the call, and whoever wants it asked then
   bool holds = false;     // the condition of the first one does
@@ -144,7 +161,7 @@ class alignas(64) Router {
                                                 bool observed = false) const;
 
   // Runs who takes the call, or the native kernel: results replace the arguments on the stack.
-  void finish(const Pending& pending, Call& call);
+  void finish(Pending& pending, Call& call);
 
   const NativeKernel& native() const noexcept { return native_; }
   bool is_composite() const noexcept { return composite_.has_value(); }
@@ -185,6 +202,10 @@ class alignas(64) Router {
   C10_NOINLINE static std::unique_ptr<Pending> taken(const Chain& chain, size_t first, bool holds,
                                                      c10::Device device);
   C10_NOINLINE static void count_misses(const Chain& chain);
+  // Null where the override declines.
+  C10_NOINLINE std::unique_ptr<Pending> taken_early(const Chain& chain, size_t index,
+                                                    const Argument* arguments,
+                                                    c10::Device device) const;
   void route(Call& call, bool observed);
   bool try_rest(const Pending& pending, Call& call);
   bool takes(const Override& override, Call& call);

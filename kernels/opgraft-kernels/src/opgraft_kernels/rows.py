@@ -191,7 +191,7 @@ MIN_BLOCK = 16
 WHOLE_ROW_BYTES = 32 * 1024
 # Of up to this many elements one program makes all of a backward: it takes the GPU no longer than
 # several and a second launch that adds up their sums, and the host half as long.
-ALONE = 2**15
+ALONE = 2**16
 # Rows of up to this many bytes are read again by a forward, out of L1: two of
 # them fit into it.
 L1_ROW_BYTES = 64 * 1024
