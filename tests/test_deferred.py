@@ -298,6 +298,33 @@ def test_threads_that_come_at_once_are_all_hits_and_activate_once(
     assert run(environment, program, put_pack(code, SOFTMAX))[0]["hits"] == {"softmax": 24}
 
 
+@pytest.mark.slow
+def test_threads_that_wait_for_each_other_go_on(
+    environment: Environment, put_pack: Any, tmp_path: Path
+) -> None:
+    """One imports a module that calls an op; the other activates a pack that imports the module."""
+    (tmp_path / "shared.py").write_text(
+        "import time, torch\ntime.sleep(1)\ntorch.softmax(torch.ones(2, 2), -1)\n"
+    )
+    code = """
+        def register():
+            import time
+            time.sleep(1)
+            import shared
+            put("_softmax", softmax)
+    """
+    program = """
+        import threading, time
+        thread = threading.Thread(target=__import__, args=("shared",))
+        thread.start()
+        time.sleep(0.5)
+        torch.softmax(x, -1)
+        thread.join()
+        assert "shared" in sys.modules
+    """
+    assert run(environment, program, put_pack(code, SOFTMAX))[0]["hits"] == {"softmax": 1}
+
+
 def test_a_pack_that_calls_its_op_while_it_registers(
     environment: Environment, put_pack: Any
 ) -> None:
@@ -569,6 +596,32 @@ def test_a_declaration_that_cannot_be_meant_is_reported_and_activates_at_once(
     found, err = run(environment, "torch.softmax(x, -1)", put_pack("", declared, key=key), head)
     assert found["hits"] == {"softmax": 1}
     assert said in err
+
+
+def test_torch_looking_for_backends_again_changes_nothing(
+    environment: Environment, put_pack: Any
+) -> None:
+    program = """
+        torch._import_device_backends()
+        torch.softmax(x, -1)
+        torch._import_device_backends()
+        torch.softmax(x, -1)
+    """
+    assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"softmax": 2}
+
+
+def test_where_a_program_has_registered_before(environment: Environment, put_pack: Any) -> None:
+    program = """
+        import opgraft
+        opgraft.register_op_override("aten", "_softmax", "CPU",
+            lambda self, dim, half: self, cond=lambda self, dim, half: False, name="own")
+        torch._import_device_backends()
+        assert is_active()
+        torch.softmax(x, -1)
+    """
+    variables = put_pack("", SOFTMAX) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    found, _ = run(environment, program, variables)
+    assert (found["hits"], found["misses"]["own"]) == ({"own": 0, "softmax": 1}, 1)
 
 
 # ------------------------------------------------------------------ declarations that are not true

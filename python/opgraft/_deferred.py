@@ -140,7 +140,7 @@ def settle() -> bool:
     finally:
         with _lock:
             _runner = None
-        _ended.set()
+            _ended.set()
     return not _waits
 
 
@@ -227,7 +227,7 @@ def _after_fork_in_child() -> None:
         return
     _runner, _ended = None, threading.Event()
     log.warning(
-        "opgraft: this process was forked while another thread activated packs; it has none"
+        "opgraft: this process was forked while another thread activated packs, and lacks some"
     )
     _give_up()
 

@@ -103,7 +103,7 @@ def activate_or_defer() -> None:
     """
     global _activated
     wanted = [pack for pack in _unique() if _is_wanted(pack)]
-    if not wanted or not _can_wait(wanted):
+    if _activated or not wanted or not _can_wait(wanted):
         activate()
         return
     from opgraft import _deferred
@@ -119,6 +119,8 @@ def activate_or_defer() -> None:
 def _can_wait(wanted: list[Pack]) -> bool:
     # In Triton's interpreter packs register at the CPU key what they declare elsewhere.
     if env.interprets_triton() or env.wants_python_router():
+        return False
+    if "opgraft.registry" in sys.modules:  # somebody has registered, and routers may be in
         return False
     if any(pack.ops is None for pack in wanted) or _without_core() is not None:
         return False
