@@ -1,6 +1,7 @@
 // The bindings of the compiled core. TORCH_EXTENSION_NAME, which the build defines, names the torch that
 // this is for: _C_torch2_13.
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/ops/add.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Layout.h>
@@ -152,23 +153,39 @@ int64_t look_capability_up(c10::DeviceIndex index) {
 struct RouterHandle {
   std::shared_ptr<Router> router;
   std::shared_ptr<const Signature> signature;
+  PythonObserver* observer;  // the router's, which is kept for good
   std::shared_ptr<const PythonHooks> hooks;
 };
 
-RouterHandle install(const std::string& name, const std::string& overload, const std::string& key,
-                     py::object takes, py::object first, py::object recover, py::object capturing,
-                     py::object error, py::object observe) {
+RouterHandle install(const std::string& name, const std::string& overload, const std::string& key) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   auto signature = std::make_shared<const Signature>(op.schema());
+  auto owned = std::make_unique<PythonObserver>(signature);
+  auto* observer = owned.get();
+  auto router = Router::install(name, overload, key, std::move(owned));
+  return {std::move(router), std::move(signature), observer, nullptr};
+}
+
+void set_hooks(RouterHandle& self, py::object takes, py::object first, py::object recover,
+               py::object capturing, py::object error, py::object observe) {
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
   hooks->first = PythonRef(std::move(first));
   hooks->recover = PythonRef(std::move(recover));
   hooks->capturing = PythonRef(std::move(capturing));
   hooks->error = PythonRef(std::move(error));
-  auto observer = std::make_unique<PythonObserver>(std::move(observe), signature);
-  auto router = Router::install(name, overload, key, std::move(observer));
-  return {std::move(router), std::move(signature), std::move(hooks)};
+  self.hooks = std::move(hooks);
+  self.observer->set(PythonRef(std::move(observe)));
+}
+
+// What stands in a chain for overrides that `arrived` registers; it returns whether they are there.
+std::shared_ptr<Override> make_placeholder(py::object arrived) {
+  auto override = std::make_shared<Override>();
+  override->misses = std::make_shared<Counter>();  // of calls that no override may take
+  override->impl = std::make_unique<Placeholder>(std::move(arrived));
+  override->is_placeholder = true;
+  override->asks.store(true);
+  return override;
 }
 
 bool quarantine(Override& self, const RouterHandle& router, const py::tuple& values) {
@@ -361,6 +378,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   py::class_<Override, std::shared_ptr<Override>>(core, "Override")
       .def(py::init(&make_override), py::arg("identity"), py::arg("hits"), py::arg("misses"),
            py::arg("fallbacks"))
+      .def_static("placeholder", &make_placeholder, py::arg("arrived"),
+                  "Stands for overrides that `arrived()` registers, once a call comes by.")
       .def(
           "set_condition",
           [](Override& self, const std::vector<NodeTuple>& nodes) {
@@ -397,9 +416,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            "Let its impl be recorded and replayed.");
 
   py::class_<RouterHandle>(core, "Router")
-      .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"),
-           py::arg("takes"), py::arg("first"), py::arg("recover"), py::arg("capturing"),
-           py::arg("error"), py::arg("observe"))
+      .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))
+      .def("set_hooks", &set_hooks, py::arg("takes"), py::arg("first"), py::arg("recover"),
+           py::arg("capturing"), py::arg("error"), py::arg("observe"),
+           "What its overrides ask in Python; before the first of them is made.")
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {
              self.router->publish(Chain(chain.begin(), chain.end()));
@@ -444,6 +464,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
         }
         self.publish(std::move(conditions));
       });
+
+  core.def(
+      "unstash",
+      [](const std::string& key) {
+        if (at::impl::ThreadLocalPythonObjects::contains(key)) {
+          at::impl::ThreadLocalPythonObjects::erase(key);
+        }
+      },
+      py::arg("key"), "Takes an object out of torch's thread-local state, for which Python has no way.");
 
   core.def("stand_for", &stand_for, py::arg("name"), py::arg("overload"), py::arg("origin"),
            py::arg("origin_overload"),

@@ -32,6 +32,7 @@ PythonRef PythonObserver::begin(const Call& call, bool kept) const {
   const Router::InPython here;
   if (!here.allowed()) return {};
   const WithGil gil;
+  if (!begin_.get()) return {};  // nothing is registered there yet
   const auto values = signature_->to_python(call.begin());
   auto function = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
       begin_.get().ptr(), values.ptr(), kept ? Py_True : Py_False, nullptr));

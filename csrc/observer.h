@@ -10,10 +10,13 @@ namespace opgraft {
 
 class PythonObserver final : public Observer {
  public:
+  explicit PythonObserver(std::shared_ptr<const Signature> signature)
+      : signature_(std::move(signature)) {}
+
   // `begin(values, kept)` is called before a call is routed and returns a function `end`, or None;
   // `end(ran, fell_back, raised, seconds)` after it. `ran`: (pack, name) of the override; None: native.
-  PythonObserver(py::object begin, std::shared_ptr<const Signature> signature)
-      : begin_(std::move(begin)), signature_(std::move(signature)) {}
+  // Needs the GIL, as does whoever calls it.
+  void set(PythonRef begin) { begin_ = std::move(begin); }
 
   void observe(Call& call, bool kept, const std::function<void()>& route) override;
 

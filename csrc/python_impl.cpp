@@ -399,4 +399,15 @@ py::object PythonImpl::vectorcall(const Call& call) const {
                           signature_->keyword_names().ptr()));
 }
 
+// --------------------------------------------------------------------------- Placeholder
+
+bool Placeholder::wants(const Override&, Call&) {
+  const Router::InPython here;
+  if (!here.allowed()) return false;
+  const WithGil gil;
+  PyObject* answer = PyObject_CallNoArgs(arrived_.get().ptr());
+  if (answer == nullptr) throw_python_error();
+  return py::reinterpret_steal<py::object>(answer).ptr() == Py_True;
+}
+
 }  // namespace opgraft

@@ -168,4 +168,18 @@ class PythonImpl final : public Impl {
   KeyTable<4096> ran_;      // exact calls on an accelerator: nothing is compiled for them any more
 };
 
+// Stands for overrides that are registered once a call comes by.
+class Placeholder final : public Impl {
+ public:
+  explicit Placeholder(py::object arrived) : arrived_(std::move(arrived)) {}
+
+  bool run(const Override&, Call&, c10::Device) override { return false; }
+  // Whether they are in the chain now: asks Python, which registers them. On any thread, so what Python
+  // does there must not depend on it.
+  bool wants(const Override& override, Call& call) override;
+
+ private:
+  PythonRef arrived_;
+};
+
 }  // namespace opgraft

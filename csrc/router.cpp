@@ -216,7 +216,7 @@ void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyse
 
 void Router::route(Call& call, bool observed) {
   if (const auto found = pending(call.view().data(), observed)) {
-    finish(*found, call);
+    finish(*found, call, observed);
   } else {
     native_.call(call.op, call.keyset, &call.stack);
   }
@@ -306,7 +306,7 @@ void Router::count_misses(const Chain& chain) {
   }
 }
 
-void Router::finish(Pending& pending, Call& call) {
+void Router::finish(Pending& pending, Call& call, bool observed) {
   if (pending.done) {
     torch::jit::drop(call.stack, call.arguments);
     for (c10::IValue& result : pending.results) call.stack.push_back(std::move(result));
@@ -316,17 +316,22 @@ void Router::finish(Pending& pending, Call& call) {
     observer_->observe(call, /*kept=*/false, [&] { route(call, /*observed=*/true); });
     return;
   }
-  if (!pending.bypassed && try_rest(pending, call)) return;
+  if (!pending.bypassed && try_rest(pending, call, observed)) return;
   native_.call(call.op, call.keyset, &call.stack);
   if (pending.bypassed) Frame::note_native(this, call.stack, outputs_);
 }
 
 // Where an impl declines after all, the ones behind it are asked.
-bool Router::try_rest(const Pending& pending, Call& call) {
+bool Router::try_rest(const Pending& pending, Call& call, bool observed) {
   bool holds = pending.holds;
   for (const auto& override : pending.rest) {
     const bool known = std::exchange(holds, false);
     if (!known && Scope::is_off(override->identity)) continue;
+    if (C10_UNLIKELY(override->is_placeholder)) {
+      if (!override->impl->wants(*override, call)) continue;
+      route(call, observed);  // as if it had come now: counted once, by those who stand there now
+      return true;
+    }
     if ((known || takes(*override, call)) && run(*override, call, pending.device)) return true;
   }
   return false;

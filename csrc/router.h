@@ -94,6 +94,9 @@ class alignas(64) Override {
   std::unique_ptr<Impl> impl;
   Selector identity;
   std::string label;  // what a profile shows
+  // Stands for overrides that are registered once a call comes by: whoever is asked (`Impl::wants`) says
+  // whether the chain is another one by then, and the call is routed anew.
+  bool is_placeholder = false;
 };
 
 using Chain = std::vector<std::shared_ptr<const Override>>;
@@ -161,7 +164,8 @@ class alignas(64) Router {
                                                 bool observed = false) const;
 
   // Runs who takes the call, or the native kernel: results replace the arguments on the stack.
-  void finish(Pending& pending, Call& call);
+  // `observed`: the call is being told to the observer already.
+  void finish(Pending& pending, Call& call, bool observed = false);
 
   const NativeKernel& native() const noexcept { return native_; }
   bool is_composite() const noexcept { return composite_.has_value(); }
@@ -207,7 +211,7 @@ class alignas(64) Router {
                                                     const Argument* arguments,
                                                     c10::Device device) const;
   void route(Call& call, bool observed);
-  bool try_rest(const Pending& pending, Call& call);
+  bool try_rest(const Pending& pending, Call& call, bool observed);
   bool takes(const Override& override, Call& call);
   bool run(const Override& override, Call& call, c10::Device device);
 

@@ -438,3 +438,35 @@ def test_results_of_an_override_are_pickled_like_any_tensor() -> None:
     result = torch.softmax(torch.randn(3, 4, requires_grad=True), -1)
     again = pickle.loads(pickle.dumps(result.detach()))
     assert torch.equal(again, result) and override.hits == 1
+
+
+# ------------------------------------------------------------------ threads that end
+
+
+def test_threads_that_end_with_the_process_leave_nothing_to_free() -> None:
+    """What stays in torch's thread-local state is freed with the GIL, once the thread has ended."""
+    program = """
+        import threading, opgraft, torch
+        from opgraft.router import observers
+        from tests import ops
+        override = opgraft.register_op_override(
+            "aten", "_softmax", "CPU", ops.softmax, unconditional_override=True)
+        kept = []
+        def call():
+            torch.softmax(torch.randn(4, 8), -1)  # a first hit, which is compared with native
+            with opgraft.disabled(dsl="triton"), opgraft.trace():
+                assert torch._C._is_key_in_tls("opgraft.disabled")
+                torch.softmax(torch.randn(4, 8), -1)
+            with opgraft.disabled(), opgraft.disabled(dsl="triton"):
+                pass
+            keys = ("opgraft.disabled", "opgraft.probe", observers._KEY)
+            kept.append([key for key in keys if torch._C._is_key_in_tls(key)])
+        threads = [threading.Thread(target=call) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(kept, override.hits)
+    """
+    if _core.in_use() is None:
+        pytest.skip("only the core can take something out of torch's thread-local state")
+    for _ in range(3):
+        assert run(program) == f"{[[]] * 8} 16\n"

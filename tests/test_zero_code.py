@@ -69,6 +69,13 @@ def test_a_script_that_only_imports_torch_is_routed(environment: Environment) ->
     assert found["packs"] == {"opgraft-kernels": ["active", ""]}
 
 
+def test_a_script_that_needs_none_of_its_ops_imports_no_pack(environment: Environment) -> None:
+    found = report(environment, SCRIPT)
+    assert found["packs"] == {"opgraft-kernels": ["active", ""]}
+    imported = ("opgraft_kernels", "opgraft.registration", "opgraft.registry", "opgraft.when")
+    assert not [name for name in found["modules"] if name.startswith(imported)]
+
+
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [

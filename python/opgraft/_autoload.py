@@ -22,7 +22,7 @@ def activate() -> None:
         with _no_collections():
             from opgraft import packs
 
-            packs.activate()
+            packs.activate_or_defer()
     except Exception as error:
         log = logging.getLogger("opgraft")
         log.warning("opgraft: packs are not activated: %s: %s", type(error).__name__, error)

@@ -11,6 +11,7 @@ each torch. Two cores cannot be tried in turn, as they define the same types.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import logging
@@ -25,7 +26,7 @@ import torch
 from opgraft import _cache, env
 from opgraft._build import module_name, release
 
-__all__ = ["CoreStatus", "in_use", "load", "module_name", "status"]
+__all__ = ["CoreStatus", "in_use", "load", "module_name", "shut_down_at_exit", "status"]
 
 _log = logging.getLogger("opgraft")
 
@@ -56,6 +57,12 @@ def load() -> ModuleType | None:
 def in_use() -> ModuleType | None:
     """The core that routes calls in this process; None where Python does."""
     return None if env.wants_python_router() else load()
+
+
+@cache
+def shut_down_at_exit(core: ModuleType) -> None:
+    """Let no call ask Python any more once the interpreter is on its way out."""
+    atexit.register(core.shut_down)
 
 
 def status() -> CoreStatus:

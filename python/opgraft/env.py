@@ -76,6 +76,12 @@ def wants_python_router() -> bool:
     return os.environ.get("OPGRAFT_ROUTER", "").strip().lower() == "python"
 
 
+def interprets_triton() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU: `TRITON_INTERPRET=1`."""
+    # Triton's own words for it.
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
 def plans() -> bool:
     """Whether launch plans are recorded: always, but with `OPGRAFT_PLANS=0`."""
     return os.environ.get("OPGRAFT_PLANS", "").strip().lower() not in _FALSE

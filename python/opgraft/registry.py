@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from opgraft import counter, env
+from opgraft import _deferred, counter, env
 from opgraft._lock import fork_safe_lock
 from opgraft.errors import RegistrationError
 from opgraft.schema import Call, Op
@@ -254,12 +254,18 @@ class Chain:
 
 
 class Registry:
-    """All chains and rules of the process."""
+    """All chains and rules of the process.
+
+    Whoever looks at it, or changes it, finds the packs in it that `import torch` left for later.
+    """
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._chains: dict[tuple[str, str], Chain] = {}
-        self._rules: tuple[Rule, ...] = ()
+        self._rules: tuple[Rule, ...] = tuple(
+            Rule(False, Selector(**keywords), origin="OPGRAFT_DISABLE")
+            for keywords in env.initially_disabled()
+        )
         self._sequence = itertools.count()
         self._watchers: tuple[Callable[[Chain], None], ...] = ()
 
@@ -276,6 +282,7 @@ class Registry:
             replace: an override of the same owner (pack, or the user) with the same name goes.
                 Otherwise the name is made unique in the chain.
         """
+        _deferred.settle()
         with self._lock:
             chain = self.chain(override.operator, override.dispatch_key)
             namesakes = [o for o in chain.members if o.name == override.name]
@@ -304,6 +311,7 @@ class Registry:
 
     def chain(self, op: Op, dispatch_key: str) -> Chain:
         """The chain of an op at a key, made on first use; there is one for ever."""
+        _deferred.settle()
         with self._lock:
             key = (op.name, dispatch_key)
             if key not in self._chains:
@@ -312,9 +320,11 @@ class Registry:
 
     def find(self, op: Op, dispatch_key: str) -> Chain | None:
         """The chain of an op at a key, if anybody asked for it before."""
+        _deferred.settle()
         return self._chains.get((op.name, dispatch_key))
 
     def chains(self) -> Iterator[Chain]:
+        _deferred.settle()
         with self._lock:
             chains = list(self._chains.values())
         return iter(chains)
@@ -326,6 +336,7 @@ class Registry:
 
     def add_rule(self, rule: Rule) -> None:
         """Append a rule; earlier ones that it fully overrides go, so toggling never piles up."""
+        _deferred.settle()
         with self._lock:
             kept = (r for r in self._rules if not rule.selector.covers(r.selector))
             self._rules = (*kept, rule)
@@ -337,6 +348,7 @@ class Registry:
 
     def reset(self) -> None:
         """Remove every override and rule; routers stay installed, with nothing to route to."""
+        _deferred.settle()
         with self._lock:
             for override in self.overrides(Selector()):
                 self.remove(override)
@@ -344,6 +356,7 @@ class Registry:
 
     def republish(self) -> None:
         """Tell every router of its chain again, for what else it depends on."""
+        _deferred.settle()
         with self._lock:
             for chain in self._chains.values():
                 self._publish(chain, chain.members)
@@ -379,5 +392,3 @@ def selector_from(keywords: Mapping[str, Any], *, normalise_op: Callable[[Any], 
 
 #: The process's registry.
 registry = Registry()
-for _keywords in env.initially_disabled():
-    registry.add_rule(Rule(False, Selector(**_keywords), origin="OPGRAFT_DISABLE"))

@@ -12,14 +12,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from opgraft._keys import BACKEND_KEYS
 from opgraft.errors import RegistrationError
-
-#: Dense backends: the keys at which a native kernel lives below autograd and autocast. An override
-#: belongs there, because everything above (derivatives, casting, functorch) then goes on working.
-BACKEND_KEYS = (
-    *("CPU", "CUDA", "HIP", "XLA", "MPS", "IPU", "XPU", "HPU", "VE", "Lazy", "MTIA", "MAIA"),
-    *("PrivateUse1", "PrivateUse2", "PrivateUse3"),
-)
 
 
 class Argument:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from opgraft import _dsl_utils
+from opgraft import _dsl_utils, env
 from opgraft.dsl import TRITON
 from opgraft.registry import Override
 
@@ -59,8 +58,7 @@ def interpreted() -> bool:
     >>> isinstance(interpreted(), bool)
     True
     """
-    # Triton's own words for it.
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+    return env.interprets_triton()
 
 
 def runtime_version() -> str | None:

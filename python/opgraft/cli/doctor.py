@@ -168,6 +168,12 @@ def _packs() -> Iterator[Check]:
         if status.state == "active":
             count = len(overrides(pack=pack.name))
             yield Check("packs", "ok", f"{about}: active, {count} overrides")
+            mend = f"report it to {pack.distribution}'s authors"
+            for text in packs.misdeclared(pack):
+                yield Check("packs", "problem", f"{about}: it {text}", mend)
+            if names := packs.unregistered(pack):
+                text = f"{about}: it declares, and does not override here: {', '.join(names)}"
+                yield Check("packs", "note", text)
         elif status.state == "inactive":
             yield Check("packs", "note", f"{about}: not active: {status.reason}")
         elif status.state == "unmet":

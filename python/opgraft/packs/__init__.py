@@ -5,11 +5,23 @@ nothing and registers through the public API. What it registers belongs to the p
 the user's own overrides and falls back to the native kernel when it fails.
 
 `import torch` activates every pack that is installed (:mod:`opgraft._autoload`); `OPGRAFT_PACKS`
-says which.
+says which. Where all of them say in their metadata which ops they override, in the groups
+`opgraft.ops.KEY`, the first call of one of these does (:mod:`opgraft._deferred`).
 """
 
 from opgraft.packs.discovery import GROUP, Pack, installed
-from opgraft.packs.loading import Owner, Status, activate, load, owner, owning, statuses
+from opgraft.packs.loading import (
+    Owner,
+    Status,
+    activate,
+    activate_or_defer,
+    load,
+    misdeclared,
+    owner,
+    owning,
+    statuses,
+    unregistered,
+)
 
 __all__ = [
     "GROUP",
@@ -17,9 +29,12 @@ __all__ = [
     "Pack",
     "Status",
     "activate",
+    "activate_or_defer",
     "installed",
     "load",
+    "misdeclared",
     "owner",
     "owning",
     "statuses",
+    "unregistered",
 ]

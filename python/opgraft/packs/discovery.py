@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import metadata
 
 from opgraft import _metadata
+from opgraft._keys import BACKEND_KEYS
 
 log = logging.getLogger(__name__)
 
 GROUP = "opgraft.packs"
+#: Before a dispatch key: the group in which a distribution says which ops its packs override there.
+OPS = "opgraft.ops."
 
 
 class Pack:
@@ -23,6 +26,8 @@ class Pack:
         distribution: the distribution's name.
         version: the distribution's version.
         requires: what the distribution needs, as its metadata says it (`Requires-Dist`).
+        ops: which ops it overrides at which dispatch keys, as its metadata says it; None where that
+            says nothing, or what cannot be meant.
     """
 
     def __init__(
@@ -32,12 +37,14 @@ class Pack:
         distribution: str,
         version: str,
         requires: tuple[str, ...],
+        ops: frozenset[tuple[str, str]] | None = None,
     ) -> None:
         self.name = name
         self.entry = entry
         self.distribution = distribution
         self.version = version
         self.requires = requires
+        self.ops = ops
 
     def __str__(self) -> str:
         return f"pack {self.name!r} ({self.distribution} {self.version})"
@@ -78,7 +85,9 @@ def scan() -> tuple[Pack, ...]:
 
 def _packs(distribution: metadata.Distribution) -> Iterator[Pack]:
     headers = _metadata.headers(distribution)
-    for entry in distribution.entry_points:
+    entries = tuple(distribution.entry_points)
+    ops = _ops(entries)
+    for entry in entries:
         if entry.group == GROUP:
             yield Pack(
                 entry.name,
@@ -86,4 +95,24 @@ def _packs(distribution: metadata.Distribution) -> Iterator[Pack]:
                 next(iter(headers.get("name", [])), ""),
                 next(iter(headers.get("version", [])), ""),
                 tuple(headers.get("requires-dist", [])),
+                ops,
             )
+
+
+def _ops(entries: Iterable[metadata.EntryPoint]) -> frozenset[tuple[str, str]] | None:
+    """What a distribution declares: `softmax = "aten:_softmax"` in the group `opgraft.ops.CUDA`."""
+    found = set()
+    for entry in entries:
+        if not entry.group.startswith(OPS):
+            continue
+        key = entry.group.removeprefix(OPS)
+        namespace, _, op = entry.value.partition(":")
+        if key not in BACKEND_KEYS or not namespace or not op or ":" in op:
+            log.warning(
+                "opgraft: the entry point %r = %r in the group %r declares no op: give it as "
+                "namespace:op, in a group that ends in a backend's dispatch key, such as %sCUDA",
+                *(entry.name, entry.value, entry.group, OPS),
+            )
+            return None
+        found.add((f"{namespace}::{op.removesuffix('.default')}", key))
+    return frozenset(found) or None

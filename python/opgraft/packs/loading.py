@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from opgraft import env
@@ -94,6 +95,52 @@ def owning(name: str, requires: tuple[str, ...] = ()) -> Iterator[None]:
         _loading.reset(token)
 
 
+def activate_or_defer() -> None:
+    """What `import torch` does: activate packs, or keep the place for what they will register.
+
+    The latter takes a third of the time. It needs to know which ops the packs override, so it is
+    done where all of them say it, and a compiled core routes.
+    """
+    global _activated
+    wanted = [pack for pack in _unique() if _is_wanted(pack)]
+    if _activated or not wanted or not _can_wait(wanted):
+        activate()
+        return
+    from opgraft import _deferred
+
+    _report(wanted)
+    _activated = True
+    ops = {each for pack in wanted for each in pack.ops or ()}
+    _deferred.keep_places({each for each in ops if _deferred.exists(each[0])}, _activate_late)
+    if _deferred.waits():
+        log.info("opgraft: waiting for a call: %s", ", ".join(map(str, wanted)))
+
+
+def _can_wait(wanted: list[Pack]) -> bool:
+    # In Triton's interpreter packs register at the CPU key what they declare elsewhere.
+    if env.interprets_triton() or env.wants_python_router():
+        return False
+    if "opgraft.registry" in sys.modules:  # somebody has registered, and routers may be in
+        return False
+    if any(pack.ops is None for pack in wanted) or _without_core() is not None:
+        return False
+    from opgraft import _deferred
+
+    # An op of torch that is not there is one of another torch; another one may be defined later.
+    ops = {op for pack in wanted for op, _ in pack.ops or ()}
+    return all(op.startswith("aten::") or _deferred.exists(op) for op in ops)
+
+
+def _activate_late() -> bool:
+    """Activate packs that were waiting; false where one of them, or opgraft, is half imported."""
+    packages = {"opgraft", *(_package(pack) for pack in _unique() if _is_wanted(pack))}
+    if (name := next(_half_imported(packages), None)) is not None:
+        log.debug("packs wait on: %s is being imported", name)
+        return False
+    activate()
+    return True
+
+
 def activate() -> list[Status]:
     """Load every pack that is installed and that `OPGRAFT_PACKS` does not leave out.
 
@@ -108,6 +155,7 @@ def activate() -> list[Status]:
     True
     """
     global _activated
+    _settle()
     again, _activated = _activated, True
     if env.installs_nothing():
         return statuses()
@@ -142,6 +190,7 @@ def load(name: str) -> None:
     Traceback (most recent call last):
     opgraft.errors.RegistrationError: there is no pack 'no-such-pack' ...
     """
+    _settle()
     if name not in discovery.installed():
         discovery.scan.cache_clear()  # it may have been installed since
     pack = next((pack for pack in _unique() if pack.name == name), None)
@@ -157,9 +206,58 @@ def statuses() -> list[Status]:
     >>> [status.reason for status in statuses() if status.state == "failed"]
     []
     """
+    _settle()
     known = [_statuses.get(pack.name) or _inactive(pack) for pack in _unique()]
     doubles = [Status(pack, "failed", reason) for pack, reason in _doubles()]
     return sorted(known + doubles, key=lambda status: status.pack.name)
+
+
+def misdeclared(pack: Pack) -> list[str]:
+    """What an active pack registered that its metadata should have said, or should not have.
+
+    A text each; none for a pack whose metadata declares nothing.
+    """
+    # In Triton's interpreter packs register at another key, and wait for nothing.
+    if pack.ops is None or env.interprets_triton():
+        return []
+    found = []
+    for override in _overrides(pack):
+        if (override.op, override.dispatch_key) not in pack.ops:
+            group = f"{discovery.OPS}{override.dispatch_key}"
+            value = override.op.replace("::", ":", 1)
+            found.append(
+                f"overrides {override.op} and does not declare it: name it in the entry-point "
+                f'group "{group}" as "{value}", or a call of it does not activate the pack'
+            )
+        elif override.autograd is not None:
+            found.append(
+                f"declares {override.op}, whose override has autograd=: such a pack must be there "
+                "before the first call, so let it declare no ops"
+            )
+    return list(dict.fromkeys(found))
+
+
+def unregistered(pack: Pack) -> list[str]:
+    """The ops that an active pack declares and registered nothing for, which is no mistake.
+
+    They may be another torch's or another DSL's; until the pack is active, they activate it.
+    """
+    if env.interprets_triton():
+        return []
+    registered = {(override.op, override.dispatch_key) for override in _overrides(pack)}
+    missing = sorted((pack.ops or frozenset()) - registered)
+    return [f"{op} at {dispatch_key}" for op, dispatch_key in missing]
+
+
+def _settle() -> None:
+    """Activate packs that wait, if any do."""
+    if (deferred := _deferral()) is not None:
+        deferred.settle()
+
+
+def _deferral() -> ModuleType | None:
+    # It imports what nobody needs whose packs do not wait.
+    return sys.modules.get("opgraft._deferred")
 
 
 def _load_or_report(pack: Pack) -> None:
@@ -206,18 +304,31 @@ def _register(pack: Pack) -> None:
             raise RegistrationError(f"{pack} tried to end the process: {error!r}") from error
         raise
     _statuses[pack.name] = Status(pack, "active")
+    for text in misdeclared(pack):
+        log.warning("opgraft: %s %s", pack, text)
+    if names := unregistered(pack):
+        log.info("opgraft: %s declares, and does not override here: %s", pack, ", ".join(names))
 
 
 def _hint(pack: Pack) -> str:
     """What to do where a pack failed because a part of it was being imported: by importing torch,
     which activates packs, it came to be asked for what it did not have yet.
     """
-    package = pack.entry.module.partition(".")[0]
+    name = next(_half_imported({_package(pack)}), None)
+    return f" ({name} was being imported when torch was: import torch before it)" if name else ""
+
+
+def _package(pack: Pack) -> str:
+    return pack.entry.module.partition(".")[0]
+
+
+def _half_imported(packages: set[str]) -> Iterator[str]:
+    """The modules of some packages that are being imported at this moment."""
     for name, module in list(sys.modules.items()):
-        inside = name == package or name.startswith(f"{package}.")
-        if inside and getattr(getattr(module, "__spec__", None), "_initializing", False):
-            return f" ({name} was being imported when torch was: import torch before it)"
-    return ""
+        if name.partition(".")[0] in packages and getattr(
+            getattr(module, "__spec__", None), "_initializing", False
+        ):
+            yield name
 
 
 def _registering_function(pack: Pack) -> Callable[[], object]:
@@ -291,6 +402,8 @@ def _inactive(pack: Pack) -> Status:
         return Status(pack, "inactive", "OPGRAFT_DISABLE=1")
     if not _is_wanted(pack):
         return Status(pack, "inactive", "OPGRAFT_PACKS leaves it out")
+    if (deferred := _deferral()) is not None and deferred.waits():
+        return Status(pack, "inactive", "it waits for a call of one of its ops")
     if _activated and (obstacle := _without_core()):
         return Status(pack, "unmet", obstacle)
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":

@@ -7,7 +7,6 @@ callables, and what happens after an impl raised. Each of these is the Python ro
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 
-from opgraft import when
+from opgraft import _deferred, when
+from opgraft._core import shut_down_at_exit
 from opgraft.errors import ContractError
 from opgraft.program import Node, compile_condition, pack_capability
 from opgraft.registry import Chain, Override
@@ -35,7 +35,7 @@ def use(core: Any) -> None:
     global _core
     if _core is None:
         core.set_capability_lookup(_capability)
-        atexit.register(core.shut_down)
+        shut_down_at_exit(core)
     _core = core
 
 
@@ -61,10 +61,10 @@ class CompiledRouter(PythonRouter):
 
     def _install(self, chain: Chain) -> None:
         schema = chain.op.overload._schema
-        self._router = _core.Router(
-            schema.name,
-            schema.overload_name,
-            chain.dispatch_key,
+        place = _deferred.take(chain.op.name, chain.dispatch_key)
+        self._kept_a_place = place is not None
+        self._router = place or _core.Router(schema.name, schema.overload_name, chain.dispatch_key)
+        self._router.set_hooks(
             takes=self._takes_values,
             first=self._first_hit,
             recover=self._recover,
@@ -99,6 +99,8 @@ class CompiledRouter(PythonRouter):
             # The core looks no further than an empty chain, and observers want to know of calls
             # that find every override switched off.
             halves = [_decliner()]
+        if self._kept_a_place and (placeholder := _deferred.placeholder()) is not None:
+            halves.insert(0, placeholder)  # calls wait until packs are registered as a whole
         self._router.publish(halves)
 
     def _half(self, override: Override) -> Any:

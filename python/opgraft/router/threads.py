@@ -26,6 +26,7 @@ from opgraft.registry import Chain, Override, Selector
 from opgraft.schema import Op
 
 _SCOPE_KEY = "opgraft.disabled"
+_PROBE_KEY = "opgraft.probe"
 
 #: Matches every override.
 EVERYTHING = Selector()
@@ -130,9 +131,23 @@ def scope_of(override: Override) -> str:
 
 def stash(key: str, value: tuple[Any, ...]) -> None:
     """Keep `value` for this thread and for the autograd engine's in backwards that it starts."""
+    if not value and _unstash(key):
+        return
     if _stash_steals():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
+
+
+def _unstash(key: str) -> bool:
+    """Take what is kept out of the thread's state; false where there is no way to.
+
+    A thread that ends with an object there asks for the GIL to free it, after it was joined. Where
+    Python has come to its end by then, that ends the process by SIGABRT.
+    """
+    core = _core.in_use()
+    if core is not None:
+        core.unstash(key)
+    return core is not None
 
 
 def stashed(key: str) -> tuple[Any, ...]:
@@ -146,10 +161,11 @@ def _stash_steals() -> bool:
     """Whether torch's stash drops a reference that it never took, as torch 2.11's does."""
     probe = (object(),)
     before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls(f"{_SCOPE_KEY}.probe", probe)
+    torch._C._stash_obj_in_tls(_PROBE_KEY, probe)
     stole = sys.getrefcount(probe) == before
     if stole:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    _unstash(_PROBE_KEY)
     return stole
 
 

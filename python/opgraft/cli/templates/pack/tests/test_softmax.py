@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import opgraft
 import pytest
@@ -95,3 +96,13 @@ def test_registering_imports_no_triton() -> None:
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0
+
+
+def test_pyproject_declares_the_ops(override: opgraft.Override) -> None:
+    """Or a call of one that it does not declare would not activate the pack."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
+    file = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    groups = tomllib.loads(file.read_text())["project"]["entry-points"]
+    declared = groups["opgraft.ops.CUDA"].values()
+    assert override.op.replace("::", ":", 1) in declared
+    assert override.autograd is None, "with autograd= a pack must declare nothing: docs/packs.md"

@@ -1,0 +1,736 @@
+"""Packs that declare their ops wait for a call: what keeps their place, and what activates them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._environment import Environment
+from opgraft import _core
+
+pytestmark = pytest.mark.skipif(
+    _core.load() is None, reason="without a compiled core packs are not activated"
+)
+
+# Ordinary torch ops at the CPU key, so that what is hit can be told without a GPU.
+PACK = """
+import opgraft
+def softmax(self, dim, half_to_float):
+    weights = (self - self.amax(dim, keepdim=True)).exp()
+    return weights / weights.sum(dim, keepdim=True)
+def softmax_backward(grad_output, output, dim, input_dtype):
+    return output * (grad_output - (grad_output * output).sum(dim, keepdim=True))
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    r = (input.square().mean(-1, keepdim=True) + (eps or 1e-6)).rsqrt()
+    return input * r, r
+def put(symbol, impl, **keywords):
+    opgraft.register_op_override("aten", symbol, "CPU", impl, name=impl.__name__,
+        **({"unconditional_override": True} | keywords))
+def register():
+    put("_softmax", softmax)
+"""
+SOFTMAX = 'softmax = "aten:_softmax"'
+# What a program begins with, and what it says at its end.
+HEAD = """
+import json, sys, torch
+x = torch.randn(4, 8)
+def is_active(): return "the_pack" in sys.modules
+assert not is_active()
+"""
+TAIL = """
+import opgraft
+print(json.dumps({
+    "hits": {o.name: o.hits for o in opgraft.overrides()},
+    "misses": {o.name: o.misses for o in opgraft.overrides()},
+    "packs": {s.pack.name: [s.state, s.reason] for s in opgraft.packs.statuses()},
+}))
+"""
+
+
+@pytest.fixture
+def put_pack(tmp_path: Path) -> Any:
+    """Puts a pack where programs find it; returns the environment variables of these."""
+
+    def put(
+        code: str = "",
+        *declared: str,
+        name: str = "the-pack",
+        key: str = "CPU",
+        needs: str = "",
+        body: str = PACK,
+    ) -> dict[str, str]:
+        module = name.replace("-", "_")
+        (tmp_path / f"{module}.py").write_text(body + textwrap.dedent(code))
+        info = tmp_path / f"{module}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: 1\n{needs}")
+        entries = f"[opgraft.packs]\n{name} = {module}:register\n"
+        if declared:
+            lines = "\n".join(line.replace('"', "") for line in declared)
+            entries += f"\n[opgraft.ops.{key}]\n{lines}\n"
+        (info / "entry_points.txt").write_text(entries)
+        return {"PYTHONPATH": str(tmp_path), "OPGRAFT_PACKS": "the-pack,other-pack"}
+
+    return put
+
+
+def run(
+    environment: Environment, program: str, variables: dict[str, str], head: str = HEAD
+) -> tuple[dict[str, Any], str]:
+    """What a program says at its end, and what it wrote to stderr."""
+    done = environment.program(head + textwrap.dedent(program) + TAIL, **variables)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    kept = [line for line in done.stderr.splitlines() if "none that is installed" not in line]
+    return result, "\n".join(line for line in kept if "names what is not installed" not in line)
+
+
+ACTIVE = {"the-pack": ["active", ""]}
+
+
+def active(found: dict[str, Any]) -> bool:
+    return bool(found["packs"]["the-pack"] == ["active", ""])
+
+
+# ------------------------------------------------------------------ the call that activates
+
+
+def test_the_first_call_activates_and_is_a_hit(environment: Environment, put_pack: Any) -> None:
+    program = """
+        ours = ("opgraft.registration", "opgraft.registry", "opgraft.when", "opgraft.router")
+        assert not [name for name in sys.modules if name in ours]
+        torch.relu(x)
+        assert not is_active()
+        y = torch.softmax(x, -1)
+        assert is_active()
+        torch.testing.assert_close(y.sum(-1), torch.ones(4))
+        opgraft_before = sys.modules["opgraft.registry"].registry
+        (override,) = [o for c in opgraft_before._chains.values() for o in c.members]
+        assert (override.hits, override.misses) == (1, 0)
+        torch.softmax(x, -1)
+    """
+    found, err = run(environment, program, put_pack("", SOFTMAX))
+    assert found["hits"] == {"softmax": 2}
+    assert active(found)
+    assert err == ""
+
+
+def test_a_call_that_the_condition_declines_is_one_miss(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        def register():
+            from opgraft import when
+            put("_softmax", softmax, unconditional_override=False,
+                cond=when.size("self", -1) > 100)
+    """
+    found, _ = run(environment, "y = torch.softmax(x, -1)", put_pack(code, SOFTMAX))
+    assert (found["hits"], found["misses"]) == ({"softmax": 0}, {"softmax": 1})
+
+
+def test_impls_that_decide_for_themselves_and_plans_are_reached(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        def decides(keyset, self, dim, half_to_float):
+            import torch
+            return torch.ops.aten._softmax.default(self, dim, half_to_float)
+        def register():
+            put("_softmax", decides, unconditional_override=False)
+    """
+    program = """
+        torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))
+        import opgraft
+        assert [o.fallbacks for o in opgraft.overrides()] == [1]
+    """
+    found, _ = run(environment, program, put_pack(code, SOFTMAX))
+    assert found["hits"] == {"decides": 1}
+
+
+def test_backward_in_the_engines_thread_activates(environment: Environment, put_pack: Any) -> None:
+    code = "\ndef register(): put('_softmax_backward_data', softmax_backward)"
+    program = """
+        x.requires_grad_()
+        y = torch.softmax(x, -1)
+        assert not is_active()
+        (y * torch.arange(8.)).sum().backward()
+        y.detach_()
+        g = torch.arange(8.)
+        torch.testing.assert_close(x.grad, y * (g - (g * y).sum(-1, keepdim=True)))
+    """
+    variables = put_pack(code, 'b = "aten:_softmax_backward_data"')
+    assert run(environment, program, variables)[0]["hits"] == {"softmax_backward": 1}
+
+
+def test_a_call_of_a_thread_that_python_never_saw(environment: Environment, put_pack: Any) -> None:
+    program = """
+        core = sys.modules["opgraft._C_torch" + "_".join(torch.__version__.split(".")[:2])]
+        core.call_on_a_thread("aten::_softmax", "", [x], (-1, False), 1)
+        assert is_active()
+    """
+    assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"softmax": 1}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "torch.inference_mode()",
+        "torch.no_grad()",
+        "torch.device('meta')",
+        "torch.autocast('cpu')",
+        "FakeTensorMode()",
+    ],
+)
+def test_a_pack_sees_nothing_of_the_call_that_activates_it(
+    environment: Environment, put_pack: Any, how: str
+) -> None:
+    code = """
+        import torch
+        scale = torch.nn.Parameter(torch.ones(2, 2))
+        product = scale @ scale
+        assert type(product) is torch.Tensor and product.requires_grad
+        assert not scale.is_inference() and scale.device.type == "cpu"
+        assert product.dtype is torch.float32
+        def register():
+            put("_softmax", softmax)
+    """
+    program = f"""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with {how}:
+            y = torch.softmax(x if "Fake" not in {how!r} else torch.empty(2, 2), -1)
+        assert is_active()
+        torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))
+    """
+    found, err = run(environment, program, put_pack(code, SOFTMAX))
+    assert (found["hits"]["softmax"], err) == (1 if "Fake" in how else 2, "")
+
+
+def test_composite_ops_keep_their_derivative_and_the_others_activate(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = "\ndef register(): put('_fused_rms_norm', rms_norm)"
+    program = """
+        import torch.nn.functional as F
+        x.requires_grad_()
+        F.rms_norm(x, (8,)).sum().backward()
+        assert x.grad is not None and not is_active()
+        with torch.no_grad():
+            F.rms_norm(x, (8,))
+        x.grad = None
+        F.rms_norm(x, (8,)).sum().backward()
+        assert x.grad is not None
+    """
+    found, _ = run(environment, program, put_pack(code, 'r = "aten:_fused_rms_norm"'))
+    assert found["hits"] == {"rms_norm": 1}
+
+
+def test_calls_that_no_override_may_take_activate_nothing(
+    environment: Environment, put_pack: Any
+) -> None:
+    program = """
+        torch.softmax(torch.empty(4, 8, device="meta"), -1)
+        assert not is_active()
+        import opgraft
+        with opgraft.disabled():
+            torch.softmax(x, -1)
+        opgraft.native("aten::_softmax")(x, -1, False)
+        assert not is_active()
+    """
+    assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"softmax": 0}
+
+
+@pytest.mark.gpu
+def test_the_first_call_while_a_cuda_graph_is_captured(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        def register():
+            opgraft.register_op_override("aten", "_softmax", "CUDA", softmax,
+                unconditional_override=True, name="softmax")
+    """
+    program = """
+        x = x.cuda()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = torch.softmax(x, -1)
+        assert is_active()
+        graph.replay()
+        torch.testing.assert_close(y, torch.softmax(x, -1))
+    """
+    variables = put_pack(code, SOFTMAX, key="CUDA")
+    # Nothing that has not run before runs in a capture.
+    assert run(environment, program, variables)[0]["hits"] == {"softmax": 1}
+
+
+# ------------------------------------------------------------------ threads, forks, the end
+
+
+def test_threads_that_come_at_once_are_all_hits_and_activate_once(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        import time
+        times = 0
+        def register():
+            global times
+            times += 1
+            put("_softmax", softmax)
+            time.sleep(0.3)
+    """
+    program = """
+        import threading
+        start = threading.Barrier(8)
+        def call():
+            start.wait()
+            for _ in range(3):
+                torch.softmax(x, -1)
+        threads = [threading.Thread(target=call) for _ in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert sys.modules["the_pack"].times == 1
+    """
+    assert run(environment, program, put_pack(code, SOFTMAX))[0]["hits"] == {"softmax": 24}
+
+
+@pytest.mark.slow
+def test_threads_that_wait_for_each_other_go_on(
+    environment: Environment, put_pack: Any, tmp_path: Path
+) -> None:
+    """One imports a module that calls an op; the other activates a pack that imports the module."""
+    (tmp_path / "shared.py").write_text(
+        "import time, torch\ntime.sleep(1)\ntorch.softmax(torch.ones(2, 2), -1)\n"
+    )
+    code = """
+        def register():
+            import time
+            time.sleep(1)
+            import shared
+            put("_softmax", softmax)
+    """
+    program = """
+        import threading, time
+        thread = threading.Thread(target=__import__, args=("shared",))
+        thread.start()
+        time.sleep(0.5)
+        torch.softmax(x, -1)
+        thread.join()
+        assert "shared" in sys.modules
+    """
+    assert run(environment, program, put_pack(code, SOFTMAX))[0]["hits"] == {"softmax": 1}
+
+
+def test_a_pack_that_calls_its_op_while_it_registers(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        def register():
+            import threading, torch
+            torch.softmax(torch.ones(2, 2), -1)
+            put("_softmax", softmax)
+            torch.softmax(torch.ones(2, 2), -1)
+    """
+    found, err = run(environment, "torch.softmax(x, -1)", put_pack(code, SOFTMAX))
+    assert (found["hits"], err) == ({"softmax": 2}, "")
+
+
+def test_a_child_that_is_forked_before_the_first_call(
+    environment: Environment, put_pack: Any
+) -> None:
+    program = """
+        import os
+        def forked():
+            child = os.fork()
+            if child == 0:
+                torch.softmax(x, -1)
+                import opgraft
+                os._exit([o.hits for o in opgraft.overrides()] != [1])
+            return os.waitpid(child, 0)[1]
+        assert forked() == 0
+        assert not is_active()
+        torch.softmax(x, -1)
+    """
+    assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"softmax": 1}
+
+
+@pytest.mark.parametrize(("seconds", "hits"), [(0.5, [1]), (30, [])])
+def test_a_child_that_is_forked_while_another_thread_activates(
+    environment: Environment, put_pack: Any, seconds: float, hits: list[int]
+) -> None:
+    code = f"""
+        import time
+        def register():
+            put("_softmax", softmax)
+            time.sleep({seconds})
+            put("_softmax", softmax)
+    """
+    program = """
+        import os, threading, time
+        thread = threading.Thread(target=torch.softmax, args=(x, -1), daemon=True)
+        thread.start()
+        while not is_active() or not hasattr(sys.modules["the_pack"], "register"):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        child = os.fork()
+        if child == 0:
+            y = torch.softmax(x, -1)
+            torch.testing.assert_close(y.sum(-1), torch.ones(4))
+            os._exit(7)
+        assert os.waitpid(child, 0)[1] >> 8 == 7
+        os._exit(0)
+    """
+    done = environment.program(HEAD + textwrap.dedent(program), **put_pack(code, SOFTMAX))
+    assert done.returncode == 0, done.stderr
+    assert ("forked while another thread" in done.stderr) == (not hits)
+
+
+def test_ctrl_c_while_it_activates_ends_the_call_alone(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        def register():
+            put("_softmax", softmax)
+            raise KeyboardInterrupt
+    """
+    program = """
+        try:
+            torch.softmax(x, -1)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise SystemExit("no")
+        torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))
+    """
+    found, _ = run(environment, program, put_pack(code, SOFTMAX))
+    assert found["packs"]["the-pack"][0] == "failed"
+    assert found["hits"] == {}
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "import atexit; atexit.register(lambda: torch.softmax(x, -1))",
+        "class Late:\n    def __del__(self): torch.softmax(x, -1)\nlate = Late(); sys.late = late",
+    ],
+)
+def test_a_program_that_ends_before_any_call(
+    environment: Environment, put_pack: Any, end: str
+) -> None:
+    done = environment.program(HEAD + end, **put_pack("", SOFTMAX))
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr
+
+
+# ------------------------------------------------------------------ who looks at what is registered
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        "import opgraft; assert [o.name for o in opgraft.overrides()] == ['softmax']",
+        "from opgraft import packs; assert packs.statuses()[-1].state == 'active'",
+        "from opgraft import packs; packs.activate()",
+        "from opgraft import packs; packs.load('the-pack')",
+        "import opgraft; opgraft.enable(dsl='triton')",
+        "import opgraft; opgraft.explain('aten::_softmax', x, -1, False)",
+        "import opgraft.registration\n"
+        "opgraft.registration.register_op_override('aten', 'relu', 'CPU', torch.clone)",
+        "from opgraft.registry import registry; list(registry.chains())",
+        "import opgraft\nwith opgraft.shadow(0.5): pass",
+        "import opgraft\nwith opgraft.trace(): pass",
+        "import torch._dynamo",
+        "import torch._inductor.codecache",
+        "torch.compile(lambda x: x + 1, backend='eager')(x)",
+        "import torch.export._trace",
+    ],
+)
+def test_whoever_looks_or_changes_something_finds_them(
+    environment: Environment, put_pack: Any, look: str
+) -> None:
+    done = environment.program(f"{HEAD}{look}\nassert is_active()", **put_pack("", SOFTMAX))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_users_own_come_first_and_rules_hold(environment: Environment, put_pack: Any) -> None:
+    program = """
+        import opgraft
+        opgraft.register_op_override("aten", "_softmax", "CPU",
+            lambda self, dim, half: torch.zeros_like(self).fill_(1 / 8),
+            cond=lambda self, dim, half: self.shape[0] == 1, name="own")
+        opgraft.disable(pack="the-pack")
+        torch.softmax(x, -1)
+        opgraft.enable()
+        torch.softmax(x, -1)
+        assert [o.name for o in opgraft.overrides()] == ["own", "softmax"]
+    """
+    assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"own": 0, "softmax": 1}
+
+
+def test_compiled_graphs_hold_them(environment: Environment, put_pack: Any) -> None:
+    code = "\ndef register(): put('_softmax', softmax, compile='opaque')"
+    program = """
+        graphs = []
+        def keep(graph, _):
+            graphs.append(graph.code)
+            return graph.forward
+        from torch._dynamo.backends.common import aot_autograd
+        f = torch.compile(lambda x: torch.softmax(x, -1), backend=aot_autograd(fw_compiler=keep))
+        f(x)
+        assert "opgraft.aten___softmax" in graphs[0], graphs
+    """
+    assert run(environment, program, put_pack(code, SOFTMAX))[0]["hits"] == {"softmax": 1}
+
+
+def test_the_keys_of_the_compilers_caches_hold_them(
+    environment: Environment, put_pack: Any
+) -> None:
+    program = """
+        import torch._inductor.codecache
+        from opgraft.pt2 import caches
+        assert caches.are_salted() and caches.registry_state()
+    """
+    assert active(run(environment, program, put_pack("", SOFTMAX))[0])
+
+
+@pytest.mark.parametrize(
+    "early",
+    [
+        "torch.softmax(torch.ones(2, 2), -1)",
+        "import torch._dynamo",
+        "import opgraft; early = opgraft.overrides()",
+        "import opgraft; opgraft.register_op_override('aten', '_softmax', 'CPU',"
+        " lambda self, dim, half: self, cond=lambda self, dim, half: False, name='own')",
+    ],
+)
+def test_a_pack_that_a_program_is_importing_waits_until_it_is_whole(
+    environment: Environment, put_pack: Any, early: str
+) -> None:
+    variables = put_pack("", SOFTMAX, body=f"import torch\n{early}\n{PACK}")
+    program = """
+        import the_pack
+        torch.softmax(x, -1)
+    """
+    found, err = run(environment, program, variables)
+    assert found["hits"]["softmax"] == 1
+    assert active(found)
+    assert err == ""
+
+
+# ------------------------------------------------------------------ when packs do not wait
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"TRITON_INTERPRET": "1"}, {"OPGRAFT_ROUTER": "python"}],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_where_packs_are_active_at_once(
+    environment: Environment, put_pack: Any, variables: dict[str, str]
+) -> None:
+    head = HEAD.replace("assert not", "assert")
+    variables = put_pack("", SOFTMAX) | variables
+    found, _ = run(environment, "torch.softmax(x, -1)", variables, head)
+    assert found["hits"] == {"softmax": 1}
+
+
+@pytest.mark.parametrize("variables", [{"OPGRAFT_DISABLE": "1"}, {"OPGRAFT_PACKS": "none"}])
+def test_every_switch_makes_it_stock(
+    environment: Environment, put_pack: Any, variables: dict[str, str]
+) -> None:
+    variables = put_pack("", SOFTMAX) | variables
+    program = """
+        torch.softmax(x, -1)
+        assert not [name for name in sys.modules if name.startswith("opgraft._C_")]
+    """
+    found, _ = run(environment, program, variables)
+    assert found["hits"] == {}
+    assert found["packs"]["the-pack"][0] == "inactive"
+
+
+def test_a_disabled_pack_is_activated_and_not_hit(environment: Environment, put_pack: Any) -> None:
+    variables = put_pack("", SOFTMAX) | {"OPGRAFT_DISABLE": "pack:the-pack"}
+    found, _ = run(environment, "torch.softmax(x, -1)", variables)
+    assert (found["hits"], active(found)) == ({"softmax": 0}, True)
+
+
+def test_without_a_core_one_line_says_so(
+    environment: Environment, put_pack: Any, tmp_path: Path
+) -> None:
+    without = shutil.ignore_patterns("_C_torch*")
+    shutil.copytree(environment.packages / "opgraft", tmp_path / "opgraft", ignore=without)
+    variables = put_pack("", SOFTMAX) | {"OPGRAFT_CACHE": str(tmp_path / "cache")}
+    found, err = run(environment, "torch.softmax(x, -1)", variables)
+    assert found["hits"] == {}
+    assert err.startswith("opgraft: packs are installed and not active (the-pack): no compiled")
+    assert len(err.splitlines()) == 1
+
+
+def test_one_pack_that_declares_nothing_activates_all_at_once(
+    environment: Environment, put_pack: Any
+) -> None:
+    put_pack("", name="other-pack", body="def register(): pass")
+    head = HEAD.replace("assert not", "assert")
+    found, _ = run(environment, "torch.softmax(x, -1)", put_pack("", SOFTMAX), head)
+    assert found["hits"] == {"softmax": 1}
+
+
+@pytest.mark.parametrize(
+    ("declared", "key", "said"),
+    [
+        ('x = "aten"', "CPU", "declares no op"),
+        (SOFTMAX, "AutogradCPU", "declares no op"),
+        (SOFTMAX, "Nowhere", "declares no op"),
+        ('x = "no_such_library:op"', "CPU", "overrides aten::_softmax and does not declare it"),
+    ],
+)
+def test_a_declaration_that_cannot_be_meant_is_reported_and_activates_at_once(
+    environment: Environment, put_pack: Any, declared: str, key: str, said: str
+) -> None:
+    head = HEAD.replace("assert not", "assert")
+    found, err = run(environment, "torch.softmax(x, -1)", put_pack("", declared, key=key), head)
+    assert found["hits"] == {"softmax": 1}
+    assert said in err
+
+
+def test_torch_looking_for_backends_again_changes_nothing(
+    environment: Environment, put_pack: Any
+) -> None:
+    program = """
+        torch._import_device_backends()
+        torch.softmax(x, -1)
+        torch._import_device_backends()
+        torch.softmax(x, -1)
+    """
+    assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"softmax": 2}
+
+
+def test_where_a_program_has_registered_before(environment: Environment, put_pack: Any) -> None:
+    program = """
+        import opgraft
+        opgraft.register_op_override("aten", "_softmax", "CPU",
+            lambda self, dim, half: self, cond=lambda self, dim, half: False, name="own")
+        torch._import_device_backends()
+        assert is_active()
+        torch.softmax(x, -1)
+    """
+    variables = put_pack("", SOFTMAX) | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    found, _ = run(environment, program, variables)
+    assert (found["hits"], found["misses"]["own"]) == ({"own": 0, "softmax": 1}, 1)
+
+
+# ------------------------------------------------------------------ declarations that are not true
+
+
+def test_ops_that_this_torch_does_not_have_are_nothing_to_wait_for(
+    environment: Environment, put_pack: Any
+) -> None:
+    variables = put_pack("", SOFTMAX, 'n = "aten:no_such_op"', 'm = "aten:mul.NoSuch"')
+    found, err = run(environment, "torch.softmax(x, -1)", variables)
+    assert (found["hits"], err) == ({"softmax": 1}, "")
+    done = environment.run("opgraft", "doctor", "--json", **variables)
+    notes = [c["text"] for c in json.loads(done.stdout)["checks"] if c["level"] == "note"]
+    missing = "aten::mul.NoSuch at CPU, aten::no_such_op at CPU"
+    assert f"the-pack 1: it declares, and does not override here: {missing}" in notes
+
+
+def test_an_op_that_is_declared_and_not_registered_runs_native(
+    environment: Environment, put_pack: Any
+) -> None:
+    variables = put_pack("", SOFTMAX, 'r = "aten:relu"', 'm = "aten:mul.Tensor"')
+    program = """
+        torch.testing.assert_close(torch.relu(x), x.clamp(min=0))
+        assert is_active()
+        torch.mul(x, x)
+        torch.softmax(x, -1)
+        import opgraft
+        override = opgraft.register_op_override("aten", "relu", "CPU", torch.clone,
+            unconditional_override=True, name="own")
+        assert torch.relu(x) is not x and override.hits == 1
+        override.remove()
+        assert "native" in str(opgraft.explain("aten::relu", x))
+    """
+    assert run(environment, program, variables)[0]["hits"] == {"softmax": 1}
+
+
+def test_what_is_registered_and_not_declared_works_once_active_and_is_reported(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        def relu(self): return self.clamp(min=0)
+        def register():
+            put("_softmax", softmax)
+            put("relu", relu)
+    """
+    program = """
+        torch.relu(x)
+        assert not is_active()
+        torch.softmax(x, -1)
+        torch.relu(x)
+    """
+    variables = put_pack(code, SOFTMAX)
+    found, err = run(environment, program, variables)
+    assert found["hits"] == {"softmax": 1, "relu": 1}
+    (line,) = err.splitlines()
+    assert "pack 'the-pack' (the-pack 1) overrides aten::relu and does not declare it" in line
+    assert 'in the entry-point group "opgraft.ops.CPU" as "aten:relu"' in line
+    done = environment.run("opgraft", "doctor", "--json", **variables)
+    problems = [c["text"] for c in json.loads(done.stdout)["checks"] if c["level"] == "problem"]
+    assert any("overrides aten::relu and does not declare it" in text for text in problems)
+
+
+def test_an_override_with_a_derivative_of_its_own_cannot_wait(
+    environment: Environment, put_pack: Any
+) -> None:
+    code = """
+        def setup(ctx, inputs, output): ctx.save_for_backward(output)
+        def backward(ctx, grad):
+            (y,) = ctx.saved_tensors
+            return y * (grad - (grad * y).sum(-1, keepdim=True)), None, None
+        def register():
+            put("_softmax", softmax, autograd=(setup, backward))
+    """
+    program = """
+        torch.softmax(x.requires_grad_(), -1).sum().backward()
+        torch.testing.assert_close(x.grad, torch.zeros_like(x))
+    """
+    found, err = run(environment, program, put_pack(code, SOFTMAX))
+    assert found["hits"] == {"softmax": 1}
+    assert "whose override has autograd=" in err
+
+
+def test_a_pack_for_another_torch_is_left_out(environment: Environment, put_pack: Any) -> None:
+    variables = put_pack("", SOFTMAX, needs="Requires-Dist: torch>=99\n")
+    program = """
+        torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))
+        assert not is_active()
+        torch.softmax(x, -1)
+    """
+    found, err = run(environment, program, variables)
+    assert (found["hits"], found["packs"]["the-pack"][0]) == ({}, "unmet")
+    (line,) = err.splitlines()
+    assert "is left out: needs torch>=99" in line
+
+
+def test_a_pack_that_fails_is_left_out_and_the_other_one_takes_the_call(
+    environment: Environment, put_pack: Any
+) -> None:
+    put_pack("\ndef register(): put('_softmax', softmax)", SOFTMAX, name="other-pack")
+    variables = put_pack("def register(): 1 / 0", SOFTMAX, body="")
+    program = "torch.softmax(x, -1); torch.softmax(x, -1)"
+    found, err = run(environment, program, variables)
+    assert found["hits"] == {"softmax": 2}
+    (line,) = err.splitlines()
+    assert "pack 'the-pack' (the-pack 1) is left out: ZeroDivisionError" in line
+
+
+def test_a_dsl_that_is_missing_runs_native(environment: Environment, put_pack: Any) -> None:
+    needs = 'Requires-Dist: no-such-dsl; extra == "mine"\n'
+    code = "\ndef register(): put('_softmax', softmax, dsl='mine')"
+    program = "torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))"
+    found, err = run(environment, program, put_pack(code, SOFTMAX, needs=needs))
+    assert (found["hits"], active(found), err) == ({"softmax": 0}, True, "")
