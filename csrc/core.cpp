@@ -1,7 +1,6 @@
 // The bindings of the compiled core. TORCH_EXTENSION_NAME, which the build defines, names the torch that
 // this is for: _C_torch2_13.
 
-#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/ops/add.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Layout.h>
@@ -30,6 +29,7 @@
 #include "router.h"
 #include "shadow.h"
 #include "threads.h"
+#include "torch_private.h"
 
 namespace {
 
@@ -465,14 +465,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
         self.publish(std::move(conditions));
       });
 
-  core.def(
-      "unstash",
-      [](const std::string& key) {
-        if (at::impl::ThreadLocalPythonObjects::contains(key)) {
-          at::impl::ThreadLocalPythonObjects::erase(key);
-        }
-      },
-      py::arg("key"), "Takes an object out of torch's thread-local state, for which Python has no way.");
+  core.def("unstash", &erase_python_object, py::arg("key"),
+           "Takes an object out of torch's thread-local state, for which Python has no way.");
 
   core.def("stand_for", &stand_for, py::arg("name"), py::arg("overload"), py::arg("origin"),
            py::arg("origin_overload"),

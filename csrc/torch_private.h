@@ -4,10 +4,14 @@
 // Should a later torch rename one, this does not compile.
 #pragma once
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <torch/version.h>
 
+#include <memory>
+#include <string>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 
 namespace opgraft {
@@ -39,7 +43,29 @@ struct Safe {
 template struct Reveal<Safe, &c10::SafeKernelFunction::kernel_>;
 #endif
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+struct PythonObjects {
+  using type = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObject>>
+      at::impl::ThreadLocalPythonObjects::*;
+  friend type member(PythonObjects);
+};
+template struct Reveal<PythonObjects, &at::impl::ThreadLocalPythonObjects::obj_dict_>;
+#endif
+
 }  // namespace torch_private
+
+// Takes an object out of torch's thread-local state.
+inline void erase_python_object(const std::string& key) {
+  using Objects = at::impl::ThreadLocalPythonObjects;
+  if (!Objects::contains(key)) return;
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+  Objects state = Objects::get_state();
+  (state.*member(torch_private::PythonObjects{})).erase(key);
+  Objects::set_state(std::move(state));
+#else
+  Objects::erase(key);
+#endif
+}
 
 // A copy of the kernel inside a SafeKernelFunction, which itself refuses to be called once whoever
 // registered the kernel deregisters it.
