@@ -113,15 +113,22 @@ def _valid_backward() -> Any:
 # 2**18 elements; backward, from 2**20), and a launch plan costs the host less than native does.
 # But a Triton launch from Python costs it more: where native takes less time on the GPU than a hit
 # takes on the host, a loop of such calls gets slower. So what is below runs by a launch plan or not
-# at all.
-# On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16, compiled router) a hit took 40 us end
-# to end forward and 74 us backward with the host at its fastest, 115 and 165 us at its slowest.
-# Native's took 45 us (hidden 4096) to 61 us (16384) forward and 114 to 181 us backward at 2**25
-# elements, half that at 2**24 ...
+# at all: by one, a call in a loop took 5.5 to 6.2 us forward where native's took 6.5 to 9.1 (rows
+# of up to 4096), and 5.5 to 9.8 us backward where native's took 10.1 to 15, from 2**12 elements on
+# (`benchmarks/launch.py --crossover`). On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16,
+# compiled router) a hit in Python took 40 us end to end forward and 74 us backward with the host at
+# its fastest, 115 and 165 us at its slowest. Native's took 45 us (hidden 4096) to 61 us (16384)
+# forward and 114 to 181 us backward at 2**25 elements, half that at 2**24 ...
 _CROSSOVER = 2**25
 # ... except for rows so narrow or so wide that ATen's kernels are slow: at 2**24 elements 85 us
 # forward and 127 us backward at hidden 128, 116 us and 168 us at 65536, more at 131072.
 _NARROW, _WIDE, _EXTREME_CROSSOVER = 128, 65536, 2**24
+
+# Over clusters, likewise (`benchmarks/rms_norm.py --clusters`), on the GPU: the forward took 4 us
+# where Triton's took 6 and native's 47 for one row, 134 against 143 and 222 at 2**27 elements, and
+# from Python 17 to 33 us end to end. The backward is Triton's equal at 65536 and beats it at
+# 131072, from 2**24 elements (39 us against 42) to 2**27 (207 against 226).
+_CLUSTER_FORWARD, _CLUSTER_BACKWARD = 2**16, 2**24
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
@@ -162,13 +169,13 @@ def backward_condition(dispatch_key: str) -> Any:
 
 def cluster_condition() -> Any:
     """Which calls of ``aten::_fused_rms_norm`` the forward over clusters takes."""
-    return for_clusters(_EXTREME_CROSSOVER, ["input"], ["weight"]) & _valid()
+    return for_clusters(_CLUSTER_FORWARD, ["input"], ["weight"]) & _valid()
 
 
 def backward_cluster_condition() -> Any:
     """Which calls of ``aten::_fused_rms_norm_backward`` the backward over clusters takes."""
     return (
-        for_clusters(_EXTREME_CROSSOVER, ["input", "grad_out"], ["weight"], ["rstd"])
+        for_clusters(_CLUSTER_BACKWARD, ["input", "grad_out"], ["weight"], ["rstd"])
         # It is what the kernel reads a row for.
         & (when.item("output_mask", 0) == 1)
         & _valid_backward()
