@@ -124,6 +124,8 @@ def test_tests_that_documents_name_exist() -> None:
 
 @pytest.mark.parametrize("document", having("python"), ids=names)
 def test_python(document: Path, tmp_path: Path, fake_modules: None) -> None:
+    if document.name == "plans.md" and _core.in_use() is None:
+        pytest.skip("launch plans are the core's")
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for block in to_run(document, "python"):
         file = tmp_path / f"{document.stem}_{block.line}.py"  # Triton reads a kernel's source

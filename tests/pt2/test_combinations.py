@@ -162,21 +162,23 @@ def test_an_op_that_inductor_calls_as_it_is_under_auto(cpp_wrapper: bool) -> Non
     check(run, attend, attention, 1, torch.randn(2, 2, 4, 8))
 
 
-@pytest.mark.parametrize("cpp_wrapper", [False, True])
-def test_an_op_that_returns_numbers_is_left_to_the_cpp_wrapper(cpp_wrapper: bool) -> None:
+@pytest.mark.parametrize("wrapper", ["python", "cpp", "aot"])
+def test_an_op_that_returns_numbers_is_left_to_the_cpp_wrapper(wrapper: str) -> None:
     """Such an op that is not its own would not compile: `RAIIAtenTensorHandle 256;`."""
     import torch._inductor.lowering
     from torch._inductor import config
+    from torch._inductor.virtualized import V
 
     op = resolve("aten::_scaled_dot_product_cudnn_attention")
     opgraft.register_op_override(
         *op.name.split("::"), "CUDA", op.overload, unconditional_override=True
     )
-    with FakeTensorMode(), config.patch(cpp_wrapper=cpp_wrapper):
+    aot = V.set_aot_compilation(wrapper == "aot")
+    with FakeTensorMode(), config.patch(cpp_wrapper=wrapper == "cpp"), aot:
         q = torch.empty(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
         decision = policy.decide(op.bind((q, q, q, None, False), {}))
-    assert decision.action == ("left" if cpp_wrapper else "opaque"), decision
-    assert ("returns a number" in decision.reason) == cpp_wrapper
+    assert decision.action == ("opaque" if wrapper == "python" else "left"), decision
+    assert ("returns a number" in decision.reason) == (wrapper != "python")
 
 
 def test_auto_leaves_inductor_what_it_has_code_for() -> None:
