@@ -20,6 +20,7 @@ from opgraft.errors import RegistrationError
 from opgraft.plan import recording
 from opgraft.verification import opinfo
 from opgraft.verification.checks import CHECKS
+from opgraft.verification.reference import errors
 from opgraft.verification.report import Report
 from tests.verification import broken
 
@@ -436,6 +437,23 @@ def test_the_users_random_state_and_modes_stay() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "problem"),
+    [
+        ("inf", "nan", None),  # a matter of the order of a sum's terms
+        ("nan", "-inf", None),
+        ("inf", "-inf", r"\+inf in 1 places, native has 0"),
+        ("1", "nan", "NaN in 0 places, native has 1"),
+        ("inf", "1", r"\+inf in 1 places, native has 0"),
+    ],
+)
+def test_where_results_are_not_finite(mine: str, theirs: str, problem: str | None) -> None:
+    one, other = (torch.tensor([float(each), 2.0]) for each in (mine, theirs))
+    _, found = errors(one, other, other)
+    assert (found is None) == (problem is None)
+    assert problem is None or re.match(problem, found or "")
 
 
 def planned(impl: Any, **keywords: Any) -> opgraft.Override:
