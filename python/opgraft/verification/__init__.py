@@ -76,7 +76,6 @@ def verify(
     (True, True)
     >>> override.remove()
     """
-    from opgraft.verification import report as reports
     from opgraft.verification import runner
 
     check_names(checks or ())
@@ -91,8 +90,7 @@ def verify(
         compile=compile,
     )
     results = runner.verify_all(overrides, options, progress=progress)
-    nothing = "" if overrides else "no override is registered that matches"
-    return reports.Report(results, k, seed, runner.environment(), nothing)
+    return runner.report_of(results, k, seed)
 
 
 def sample(

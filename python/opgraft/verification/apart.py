@@ -16,7 +16,7 @@ from typing import Any
 
 from opgraft.registry import Override
 from opgraft.verification.report import Failure, OverrideReport, Report
-from opgraft.verification.runner import environment
+from opgraft.verification.runner import report_of
 
 #: Of what a process that died wrote, what is told.
 _LAST_LINES = 12
@@ -50,9 +50,7 @@ def verify_apart(
         return report
 
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(verify, overrides))
-    nothing = "" if found else "no override is registered that matches"
-    return Report(found, k, seed, environment(), nothing)
+        return report_of(list(pool.map(verify, overrides)), k, seed)
 
 
 def _verify(override: Override, arguments: Sequence[str]) -> OverrideReport:

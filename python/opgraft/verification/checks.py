@@ -6,7 +6,6 @@ Each check is a function of an observed call. It returns where the call is as it
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from opgraft import env
 from opgraft.errors import ContractError
 from opgraft.registry import Override
 from opgraft.router import contract, threads
@@ -949,9 +949,7 @@ def alone_on_this_thread(override: Override) -> Iterator[None]:
 
 def interprets(override: Override) -> bool:
     """Whether the override's kernels run in Triton's interpreter here."""
-    words = ("1", "true", "yes", "on", "y")
-    wanted = os.environ.get("TRITON_INTERPRET", "").lower() in words
-    return wanted and override.dsl == "triton"
+    return env.interprets_triton() and override.dsl == "triton"
 
 
 def check_front(seen: Observation) -> None:

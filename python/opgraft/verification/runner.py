@@ -17,7 +17,7 @@ from opgraft.registry import Override
 from opgraft.verification import checks, opinfo, sources
 from opgraft.verification.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
 from opgraft.verification.checks import CHECKS, EACH, ONCE, SLOW, SOME, Failed, NotApplicable
-from opgraft.verification.report import Check, Failure, OverrideReport
+from opgraft.verification.report import Check, Failure, OverrideReport, Report
 from opgraft.verification.samples import Place, Sample, layouts, tensors_of
 from opgraft.when import Condition
 
@@ -425,6 +425,12 @@ def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
     with Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task("", total=None, override="")
         yield lambda name, step: shown.update(task, advance=1, override=name, description=step[:60])
+
+
+def report_of(overrides: list[OverrideReport], k: float, seed: int) -> Report:
+    """The report of a verification that ran here."""
+    nothing = "" if overrides else "no override is registered that matches"
+    return Report(overrides, k, seed, environment(), nothing)
 
 
 def environment() -> dict[str, str]:
