@@ -4,5 +4,5 @@ Triton cannot reduce over the blocks of a cluster. Here every block of a cluster
 row in shared memory, and the blocks exchange their shares of the row's sums: so a row is read once.
 
 Every width is a function of its own; the number of rows and their distance are run-time values.
-`conditions` alone imports no DSL.
+`conditions` and `overrides` alone import no DSL.
 """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from opgraft_kernels.clusters.backward import BackwardKind, compile_backward, norm_backward
+from opgraft_kernels.clusters.backward import BackwardKind, norm_backward
 from opgraft_kernels.clusters.compiling import Functions
 from opgraft_kernels.clusters.exchange import OTHER_FORWARD_TILES, Tile
-from opgraft_kernels.clusters.forward import ForwardKind, compile_forward, norm_forward
+from opgraft_kernels.clusters.forward import ForwardKind, norm_forward
+from opgraft_kernels.clusters.kinds import Kind, compile_kind
 
 __all__ = [
     "BACKWARD_TILES",
@@ -27,7 +28,7 @@ BACKWARD_TILES = {tile.hidden: tile for tile in (Tile(512, 4, 4, 1, 3), Tile(512
 _PARAMETERS = ((True, True), (True, False), (False, True), (False, False))
 
 
-def kinds() -> Iterator[ForwardKind | BackwardKind]:
+def kinds() -> Iterator[Kind]:
     """Functions that there are, most of them, to be compiled for any Hopper GPU."""
     for tile in FORWARD_TILES.values():
         for has_weight, has_bias in _PARAMETERS:
@@ -41,11 +42,6 @@ def kinds() -> Iterator[ForwardKind | BackwardKind]:
         yield BackwardKind(torch.bfloat16, tile, False, True, False, True, None)
         yield BackwardKind(torch.bfloat16, tile, False, True, False, False, None)
         yield BackwardKind(torch.float16, tile, True, True, True, True, None)
-
-
-def compile_kind(kind: ForwardKind | BackwardKind) -> Callable[..., None]:
-    """Compile the function for `kind`; needs no GPU where ``CUTE_DSL_ARCH`` names one."""
-    return compile_backward(kind) if isinstance(kind, BackwardKind) else compile_forward(kind)
 
 
 _functions = Functions(compile_kind)

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from opgraft import Override, cutedsl_utils, triton_utils, when
+from opgraft import Override, triton_utils, when
 from opgraft_kernels.clusters.conditions import for_clusters
+from opgraft_kernels.clusters.overrides import OverClusters
+from opgraft_kernels.clusters.overrides import register as register_over_clusters
 
 __all__ = [
     "backward_cluster_condition",
@@ -244,25 +246,11 @@ def register(dispatch_key: str) -> list[Override]:
         ),
     ]
     if dispatch_key == "CUDA":
-        overrides += [
-            cutedsl_utils.register_op_override(
-                "aten",
-                op,
-                dispatch_key,
-                impl,
-                cond=condition,
-                name=f"opgraft_kernels.layer_norm.{direction}_by_cluster",
-                priority=1,
-                launch_plan=True,
-            )
-            for op, impl, condition, direction in (
-                ("native_layer_norm", _forward_by_cluster, cluster_condition(), "forward"),
-                (
-                    "native_layer_norm_backward",
-                    _backward_by_cluster,
-                    backward_cluster_condition(),
-                    "backward",
-                ),
-            )
-        ]
+        overrides += register_over_clusters(
+            "layer_norm",
+            OverClusters("native_layer_norm", _forward_by_cluster, cluster_condition()),
+            OverClusters(
+                "native_layer_norm_backward", _backward_by_cluster, backward_cluster_condition()
+            ),
+        )
     return overrides

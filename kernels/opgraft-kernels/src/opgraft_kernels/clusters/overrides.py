@@ -1,0 +1,41 @@
+"""Registers what runs over clusters. Imports no DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from opgraft import Override, cutedsl_utils
+
+__all__ = ["OverClusters", "register"]
+
+
+class OverClusters(NamedTuple):
+    """One direction of a norm: its op in `aten`, and what takes which of the op's calls."""
+
+    op: str
+    impl: Callable[..., Any]
+    condition: Any
+
+
+def register(norm: str, forward: OverClusters, backward: OverClusters) -> list[Override]:
+    """Register both directions of a norm at CUDA, before its Triton kernels.
+
+    Args:
+        norm: the name of its folder.
+        forward: what takes the forward op's calls.
+        backward: what takes the backward op's.
+    """
+    return [
+        cutedsl_utils.register_op_override(
+            "aten",
+            each.op,
+            "CUDA",
+            each.impl,
+            cond=each.condition,
+            name=f"opgraft_kernels.{norm}.{direction}_by_cluster",
+            priority=1,
+            launch_plan=True,
+        )
+        for direction, each in (("forward", forward), ("backward", backward))
+    ]
