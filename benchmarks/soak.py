@@ -27,6 +27,7 @@ import math
 import multiprocessing
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -273,7 +274,7 @@ class Toggling:
             self._disable, self._scope, self._register, self._calls,
         ]  # fmt: skip
         try:
-            while not self._stop.wait(0.002):
+            while not self._stop.wait(0.01):  # long enough for launch plans to be recorded between
                 actions[index % len(actions)](rng)
                 self.toggles[index] += 1
         except Exception as error:
@@ -392,6 +393,8 @@ def runs(
 def prepare(device: str) -> None:
     """Make a process fit for a run."""
     faulthandler.enable()
+    # Each op lets go of the GIL, and would wait 5 ms to have it back from each thread that toggles.
+    sys.setswitchinterval(1e-4)
     if device == "cpu":
         torch.set_num_threads(1)  # the sums of several threads differ from run to run
 

@@ -10,12 +10,14 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 from opgraft.registry import Override
-from opgraft.verification.report import Failure, OverrideReport, Report
+from opgraft.verification.report import Check, Failure, OverrideReport, Report
 from opgraft.verification.runner import report_of
 
 #: Of what a process that died wrote, what is told.
@@ -33,46 +35,106 @@ def verify_apart(
 ) -> Report:
     """Verify overrides by `opgraft verify`, each in a process of its own.
 
+    SIGINT and SIGTERM end the processes: what is not done then is reported as not run.
+
     Args:
         overrides: what to verify.
         arguments: of the command, for what must be registered and on which terms.
         jobs: how many processes at a time.
         k, seed: as in the arguments.
-        tell: told of each override that is done.
+        tell: told of each override that is done, and of its failures.
 
     Returns:
         As of :func:`opgraft.verify`; of a process that died it says so as a failure.
     """
+    processes = _Processes()
 
     def verify(override: Override) -> OverrideReport:
-        report = _verify(override, arguments)
+        report = _verify(override, arguments, processes)
         tell(f"{report.name}: {report.verdict}, {report.seconds:.0f} s")
+        for failure in report.failures:  # now: what is still to come may take minutes
+            tell(f"  {failure}".replace("\n", "\n  "))
         return report
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return report_of(list(pool.map(verify, overrides)), k, seed)
+    with ThreadPoolExecutor(jobs) as pool, _sigterm_interrupts():
+        futures = [pool.submit(verify, override) for override in overrides]
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            processes.end()
+        return report_of([future.result() for future in futures], k, seed)
 
 
-def _verify(override: Override, arguments: Sequence[str]) -> OverrideReport:
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM (a time limit's) is as good as Ctrl-C; only the main thread may ask for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Processes:
+    """Those that are running, to be ended all at once."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = threading.Event()
+
+    def run(self, command: Sequence[str]) -> tuple[subprocess.Popen[str], str, str] | None:
+        """A process that is done and what it wrote; None if it was not let finish."""
+        if self._ended.is_set():
+            return None
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+            self._running.add(process)
+            if self._ended.is_set():  # in between
+                process.terminate()
+            out, err = process.communicate()
+            self._running.discard(process)
+        return None if self._ended.is_set() else (process, out, err)
+
+    def end(self) -> None:
+        self._ended.set()
+        for process in list(self._running):
+            process.terminate()
+
+
+def _verify(override: Override, arguments: Sequence[str], processes: _Processes) -> OverrideReport:
     command = [sys.executable, "-m", "opgraft", "verify", *arguments, "--json"]
     command += ["--op", override.op, "--dispatch-key", override.dispatch_key]
     command += ["--name", override.name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    start = time.perf_counter()
+    done = processes.run(command)
+    if done is None:
+        report = _empty(override)
+        report.skipped = "interrupted before it was done"
+        return report
+    process, out, err = done
     try:
-        (found,) = json.loads(done.stdout)["overrides"]
+        (found,) = json.loads(out)["overrides"]
     except (ValueError, KeyError):
-        return _died(override, done, command)
+        report = _died(override, process.returncode, err, command)
+        report.seconds = time.perf_counter() - start
+        return report
     return OverrideReport.of_dict(found)
 
 
-def _died(override: Override, done: Any, command: Sequence[str]) -> OverrideReport:
-    how = f"ended with {done.returncode}"
-    if done.returncode < 0:
-        how = f"died of {signal.Signals(-done.returncode).name}"
-    last = "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
-    message = f"the process that verified it {how}:\n{last}"
-    report = OverrideReport(
+def _empty(override: Override) -> OverrideReport:
+    return OverrideReport(
         override.name, override.op, override.dispatch_key, override.dsl, override.pack
     )
+
+
+def _died(override: Override, code: int, err: str, command: Sequence[str]) -> OverrideReport:
+    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    last = "\n".join(err.splitlines()[-_LAST_LINES:])
+    message = f"the process that verified it {how}:\n{last}"
+    report = _empty(override)
+    report.checks["process"] = Check("process", failures=1)
     report.failures.append(Failure("process", "", message, " ".join(command)))
     return report

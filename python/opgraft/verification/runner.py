@@ -320,7 +320,8 @@ class _Run:
         for seen in self._taken:
             call = seen.mine.call
             huge = "huge-strides" in seen.sample.layouts.values()
-            if seen.mine.error is None and not huge and all(t.numel() for t in call.tensors()):
+            usable = seen.mine.error is None and not huge and not seen.refused
+            if usable and all(t.numel() for t in call.tensors()):
                 by_dtype.setdefault(_main_dtype(seen.mine.call), []).append(seen)
         return [
             sorted(each, key=lambda seen: sum(t.numel() for t in seen.mine.call.tensors()))[
