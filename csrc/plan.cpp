@@ -475,17 +475,13 @@ const PlanEntry* PlanTable::find(const PlanKey& key) const noexcept {
   }
 }
 
-PlanTable::Next PlanTable::foresee(const PlanKey& key) const noexcept {
+PlanTable::Next PlanTable::next(const PlanKey& key) const noexcept {
   if (given_up() || seen_->refused.count(key.hash()) > 0) return Next::Refused;
   if (stopped()) return Next::Stopped;
   return seen_->seen.count(key.hash()) > 0 ? Next::Record : Next::Wait;
 }
 
-PlanTable::Next PlanTable::next(const PlanKey& key) noexcept {
-  const Next next = foresee(key);
-  if (next == Next::Wait) seen_->seen.add(key.hash());
-  return next;
-}
+void PlanTable::note(const PlanKey& key) noexcept { seen_->seen.add(key.hash()); }
 
 void PlanTable::review() noexcept {
   const uint64_t recordings = this->recordings();
@@ -552,7 +548,12 @@ void PlanTable::clear() {
   {
     const std::lock_guard<std::mutex> guard(mutex_);
     generation_.fetch_add(1, std::memory_order_relaxed);
-    recordings_.store(replays_.total() / limits_.replays_per_recording, std::memory_order_relaxed);
+    const auto now = std::chrono::steady_clock::now();
+    if (!refilled_ || now - *refilled_ >= limits_.refill) {
+      refilled_ = now;
+      recordings_.store(replays_.total() / limits_.replays_per_recording,
+                        std::memory_order_relaxed);
+    }
     review();
     if (entries_.empty()) return;
     garbage.entries = std::move(entries_);

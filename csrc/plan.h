@@ -12,6 +12,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -265,10 +266,11 @@ struct PlanLimits {
   uint64_t free_recordings = 512;
   uint64_t replays_per_recording = 1024;
   uint32_t refusals = 16;  // keys refused, none ever recorded: the override is given up
+  std::chrono::seconds refill{10};  // the least time between two clearings that give free ones back
 };
 
 // An override's plans by key. Bounded: the one that was used least since the last eviction goes.
-// `find`, inside an epoch, and `next` take no lock and allocate nothing.
+// `find`, inside an epoch, `next` and `note` take no lock and allocate nothing.
 class PlanTable {
  public:
   explicit PlanTable(PlanLimits limits);
@@ -284,9 +286,9 @@ class PlanTable {
     Refused,  // it cannot be recorded
     Stopped,  // no more recordings for now
   };
-  Next next(const PlanKey& key) noexcept;
-  // The same, and the key stays as unknown as it was.
-  Next foresee(const PlanKey& key) const noexcept;
+  Next next(const PlanKey& key) const noexcept;
+  // From now on the key was seen.
+  void note(const PlanKey& key) noexcept;
 
   void count_replay(const PlanEntry& entry) noexcept {
     const unsigned shard = Counter::shard();
@@ -307,7 +309,8 @@ class PlanTable {
   void refuse(const PlanKey& key);
   // Takes a plan out that failed, for good.
   void drop(const PlanKey& key);
-  // Forgets everything; what is being recorded meanwhile is not installed.
+  // Forgets everything; what is being recorded meanwhile is not installed. Free recordings come back, if
+  // they did not just before: who switches an override all the time would record all the time.
   void clear();
   uint64_t generation() const noexcept { return generation_.load(std::memory_order_relaxed); }
   uint64_t recordings() const noexcept { return recordings_.load(std::memory_order_relaxed); }
@@ -353,6 +356,7 @@ class PlanTable {
   std::atomic<bool> given_up_{false};
   std::atomic<bool> runs_all_{false};
   std::atomic<bool> any_{false};  // a plan was installed once
+  std::optional<std::chrono::steady_clock::time_point> refilled_;  // under the lock, as what follows
   // Only threads that hold the GIL take it, and none gives the GIL up while it has it.
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<const PlanEntry>> entries_;

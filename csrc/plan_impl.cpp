@@ -98,16 +98,10 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
     options_.table->drop(key);
     if (options_.writes) throw;
   }
-  switch (options_.table->next(key)) {
-    case PlanTable::Next::Record:
-      return record(override, call, device, key);
-    case PlanTable::Next::Stopped:
-      return run_unplanned(override, call, device, options_.unplanned.has_value());
-    case PlanTable::Next::Wait:
-    case PlanTable::Next::Refused:
-      break;
-  }
-  return run_unplanned(override, call, device, true);
+  const auto next = options_.table->next(key);
+  if (next == PlanTable::Next::Record) return record(override, call, device, key);
+  if (next == PlanTable::Next::Wait) options_.table->note(key);
+  return run_unplanned(override, call, device, may_run_in_python(next));
 }
 
 PlannedImpl::Replayed PlannedImpl::replay(const Override& override, Call& call,
@@ -118,8 +112,7 @@ PlannedImpl::Replayed PlannedImpl::replay(const Override& override, Call& call,
   if (entry->plan->watches_hooks() && launch_hooks_are_set()) return Replayed::NotWhileHooked;
   torch::jit::Stack results;
   entry->plan->replay(call.view().data(), results);
-  torch::jit::drop(call.stack, call.arguments);
-  for (c10::IValue& result : results) call.stack.push_back(std::move(result));
+  call.answer(results);
   replayed(override, *entry);
   return Replayed::Yes;
 }
@@ -139,11 +132,10 @@ Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument>
     if (entry->plan->watches_hooks() && launch_hooks_are_set()) return {};
     return {Early::Kind::Replays, entry};
   }
-  const auto next = options_.table->foresee(key);
+  const auto next = options_.table->next(key);
   if (next == PlanTable::Next::Record) return {};
-  const bool in_python = next != PlanTable::Next::Stopped || options_.unplanned.has_value();
-  if (pays(arguments.data(), in_python)) return {};
-  options_.table->next(key);  // by now it was seen
+  if (pays(arguments.data(), may_run_in_python(next))) return {};  // and then it is seen
+  if (next == PlanTable::Next::Wait) options_.table->note(key);
   override.misses->add();
   return {Early::Kind::Declines};
 }
@@ -160,6 +152,11 @@ bool PlannedImpl::replay_early(const Override& override, const PlanEntry& entry,
   }
   replayed(override, entry);
   return true;
+}
+
+// Past so many recordings an impl in Python is only worth what its author says.
+bool PlannedImpl::may_run_in_python(PlanTable::Next next) const {
+  return next != PlanTable::Next::Stopped || options_.unplanned.has_value();
 }
 
 bool PlannedImpl::pays(const Argument* arguments, bool in_python) const {
@@ -196,8 +193,7 @@ bool PlannedImpl::record(const Override& override, Call& call, c10::Device devic
       token.ptr(), nullptr));
   if (!result) throw_python_error();
   auto results = options_.signature->to_results(result, "a recorded impl");
-  torch::jit::drop(call.stack, call.arguments);
-  for (auto& value : results) call.stack.push_back(std::move(value));
+  call.answer(results);
   return true;
 }
 

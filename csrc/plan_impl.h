@@ -44,6 +44,7 @@ class PlannedImpl final : public Impl {
 
   Replayed replay(const Override& override, Call& call, const PlanKey& key);
   bool run_unplanned(const Override& override, Call& call, c10::Device device, bool in_python);
+  bool may_run_in_python(PlanTable::Next next) const;
   // Whether a call that has no plan is to run in Python; `in_python`: where that would pay.
   bool pays(const Argument* arguments, bool in_python) const;
   void replayed(const Override& override, const PlanEntry& entry) const;

@@ -331,8 +331,7 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
   const bool first = !capturing && checked_.count(kind) < checked_hits_;
   if (!first) override.hits->add();  // a first hit is counted by Python
   auto results = first ? call_first(call) : call_function(call, capturing);
-  torch::jit::drop(call.stack, call.arguments);
-  for (auto& value : results) call.stack.push_back(std::move(value));
+  call.answer(results);
   if (first) checked_.add(kind);
   if (accelerated && !capturing && ran_.count(exact) == 0) ran_.add(exact);
   return true;

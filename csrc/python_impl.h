@@ -118,7 +118,9 @@ class KeyTable {
     key |= 1;
     for (size_t probe = 0; probe < kProbes; ++probe) {
       const Entry& entry = entries_[(key / 2 + probe) % Size];
-      if (entry.key.load(std::memory_order_relaxed) == key) return &entry;
+      const uint64_t found = entry.key.load(std::memory_order_relaxed);
+      if (found == key) return &entry;
+      if (found == 0) return nullptr;  // a place is never vacated: it would have been taken
     }
     return nullptr;
   }

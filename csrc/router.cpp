@@ -308,8 +308,7 @@ void Router::count_misses(const Chain& chain) {
 
 void Router::finish(Pending& pending, Call& call, bool observed) {
   if (pending.done) {
-    torch::jit::drop(call.stack, call.arguments);
-    for (c10::IValue& result : pending.results) call.stack.push_back(std::move(result));
+    call.answer(pending.results);
     return;
   }
   if (C10_UNLIKELY(pending.observed)) {

@@ -38,6 +38,13 @@ struct Call {
   const c10::IValue* begin() const { return stack.data() + stack.size() - arguments; }
   const c10::IValue* end() const { return stack.data() + stack.size(); }
   Arguments view() const { return opgraft::view(c10::ArrayRef<c10::IValue>(begin(), end())); }
+
+  // Puts results in the arguments' place.
+  template <class Results>
+  void answer(Results&& results) {
+    torch::jit::drop(stack, arguments);
+    for (c10::IValue& result : results) stack.push_back(std::move(result));
+  }
 };
 
 // What an override runs: replaces the call's arguments on the stack by its results.

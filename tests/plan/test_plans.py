@@ -707,6 +707,29 @@ def test_replays_earn_more_recordings(register: Register) -> None:
     assert torch.equal(replays(override, lambda: softmax(x)), 2 * x)
 
 
+@pytest.mark.usefixtures("small_tables")
+def test_switching_off_and_on_gives_free_recordings_back_but_not_all_the_time(
+    register: Register,
+) -> None:
+    override = register()
+
+    def use_up(rows: int) -> None:
+        for size in range(1, 12):
+            for _ in range(3):
+                softmax(torch.randn(rows, size))
+
+    use_up(1)
+    assert override.plans.stopped
+    opgraft.disable(name=override.name)
+    opgraft.enable(name=override.name)
+    assert not override.plans.stopped
+    use_up(2)
+    assert override.plans.stopped
+    opgraft.disable(name=override.name)
+    opgraft.enable(name=override.name)
+    assert override.plans.stopped
+
+
 # ------------------------------------------------------------------ unplanned
 
 
