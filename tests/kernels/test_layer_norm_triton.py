@@ -189,6 +189,15 @@ def test_no_rows(device: torch.device) -> None:
     assert ours.dw is not None and torch.equal(ours.dw, torch.zeros(16, device=device))
 
 
+def test_rows_of_one_element_have_a_gradient_of_zero(device: torch.device) -> None:
+    """Where a fused multiply-add left what rounding took off its product, times 1 / sqrt(eps)."""
+    x, g = (torch.randn(257, 1, device=device)[1:] for _ in range(2))
+    weight, bias = torch.randn(1, device=device), torch.randn(1, device=device)
+    _, mean, rstd = layer_norm_forward(x, [1], weight, bias, 1e-5)
+    dx, _, _ = layer_norm_backward(g, x, [1], mean, rstd, weight, bias, [True, True, True])
+    assert dx is not None and torch.equal(dx, torch.zeros_like(dx))
+
+
 @pytest.mark.parametrize(("rows", "hidden"), [(300, 40), (40, 3000), (7, 9000)])
 def test_parameter_gradients_have_the_same_bits(
     rows: int, hidden: int, device: torch.device

@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "gather_shares",
     "load_if",
+    "meet",
     "multiprocessors",
     "plan_sum",
     "power_of_2",
@@ -36,6 +37,8 @@ __all__ = [
     "split_rows",
     "store_if",
     "sum_partials_kernel",
+    "sum_together",
+    "together_constexprs",
 ]
 
 
@@ -69,9 +72,27 @@ def sum_partials_kernel(
 ):
     """The sum of `partials` rows of partial sums, always in the same order; of two such matrices,
     one after the other in memory, where there is another sum to write."""
+    sum_block(
+        partial_ptr, sum_ptr, other_sum_ptr, partials, hidden, steps, tl.program_id(0), ROWS, BLOCK
+    )
+
+
+@triton.jit
+def sum_block(
+    partial_ptr,
+    sum_ptr,
+    other_sum_ptr,
+    partials,
+    hidden,
+    steps,
+    index,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK columns of the sums that `sum_partials_kernel` is for, the `index`-th."""
     blocks = tl.cdiv(hidden, BLOCK)
-    matrix = tl.program_id(0) // blocks
-    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    matrix = index // blocks
+    col = (index % blocks) * BLOCK + tl.arange(0, BLOCK)
     in_row = col < hidden
     first_row = matrix * partials
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -79,11 +100,78 @@ def sum_partials_kernel(
         row = step * ROWS + tl.arange(0, ROWS)
         mask = (row < partials)[:, None] & in_row[None, :]
         ptrs = partial_ptr + ((first_row + row).to(tl.int64) * hidden)[:, None] + col[None, :]
-        total += tl.load(ptrs, mask=mask, other=0.0)
+        # Past L1, which knows nothing of what other programs of the same launch wrote.
+        total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     result = tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + col, result, mask=in_row & (matrix == 0))
     if other_sum_ptr is not None:
         tl.store(other_sum_ptr + col, result, mask=in_row & (matrix == 1))
+
+
+@triton.jit
+def sum_together(
+    partial_ptr,
+    sum_ptr,
+    other_sum_ptr,
+    hidden,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `sum_partials_kernel` after the launch, by the programs that wrote a partial sum each.
+
+    They meet first, so the launch must be cooperative.
+    """
+    grid_barrier()
+    programs = tl.num_programs(0)
+    blocks = tl.cdiv(hidden, BLOCK)
+    if other_sum_ptr is not None:
+        blocks *= 2
+    steps = tl.cdiv(programs, ROWS)
+    for index in range(tl.program_id(0), blocks, programs):
+        sum_block(partial_ptr, sum_ptr, other_sum_ptr, programs, hidden, steps, index, ROWS, BLOCK)
+
+
+@triton.jit
+def grid_barrier():
+    """Waits until all programs of a cooperative launch are here; then all see what each wrote.
+
+    They count in the word that the driver has for each cooperative launch (its address is in two
+    of the launch's registers), as the grid group of CUDA's cooperative groups does: it needs no
+    memory that was zeroed. The first program's share makes the sum of all shares 2**31, so that
+    the highest bit flips when the last one comes, whatever the word held before.
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred skips;
+        .reg .b32 low, high, share, before, now, index;
+        .reg .b64 word;
+        bar.sync 0;
+        mov.u32 index, %tid.x;
+        setp.ne.u32 skips, index, 0;
+        @skips bra meet;
+        mov.u32 low, %envreg2;
+        mov.u32 high, %envreg1;
+        mov.b64 word, {low, high};
+        mov.u32 share, %nctaid.x;
+        sub.u32 share, 0x80000001, share;
+        setp.ne.u32 skips, $1, 0;
+        @skips mov.u32 share, 1;
+        atom.add.release.gpu.u32 before, [word + 4], share;
+        wait:
+        ld.acquire.gpu.u32 now, [word + 4];
+        xor.b32 now, now, before;
+        setp.ge.s32 skips, now, 0;
+        @skips bra wait;
+        meet:
+        bar.sync 0;
+        mov.u32 $0, 0;
+        }""",
+        "=r,r",
+        [tl.program_id(0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 # Rows that are too long for one program are split over a group of programs, which walk over rows
@@ -189,11 +277,17 @@ class Tile(NamedTuple):
 MIN_BLOCK = 16
 # Rows of up to this many bytes are held whole by one program: 32 warps at 32 bytes a thread.
 WHOLE_ROW_BYTES = 32 * 1024
-# Of up to this many elements one program makes all of a backward, which spares the launch that
-# adds up the sums of several: by a launch plan it took an H200's host 0.53 of native's time at
-# 64 x 1024, with two launches 0.88 at 512 x 4096 (`benchmarks/launch.py`). What the GPU takes for
-# the largest of these in one program is not measured.
-ALONE = 2**16
+# A backward whose programs leave sums to add up takes two launches, and each costs the host some
+# 3.5 us, which is as long as an H200 takes for half of the work. One launch is enough where one
+# program makes all of it, of up to so many elements: at 2**14 that took the GPU 5.1 us, and two
+# launches 5.7; at 2**16 9.9 to 12, and 5.0 to 6.6. (`benchmarks/launch.py --crossover`:
+# results/launch_crossover_together_nvidia_h200.json, two launches in the file without "together".)
+ALONE = 2**14
+# And where the programs meet and add up the sums themselves, of up to so many elements in rows of
+# up to so many. From 2**18 elements on that took the GPU as long as two launches, or up to 9 %
+# longer, and the host 0.6 of native's time instead of 0.9. Each program adds up as many numbers as
+# a row is long: at rows of 16384 the GPU took 1.4 times as long, or more with fewer programs.
+TOGETHER, TOGETHER_HIDDEN = 2**22, 4096
 # Rows of up to this many bytes are read again by a forward, out of L1: two of
 # them fit into it.
 L1_ROW_BYTES = 64 * 1024
@@ -217,6 +311,19 @@ def multiprocessors(device: torch.device) -> int:
 def _sum_tile(partials: int) -> Tile:
     # Many partial sums want many programs, each with few columns; few are read in one go.
     return Tile(64, 16, 4) if partials > 64 else Tile(32, 64, 4)
+
+
+def meet(rows: int, hidden: int, programs: int) -> bool:
+    """Whether programs that walk over the rows are to add up their sums themselves."""
+    return programs > 1 and rows * hidden <= TOGETHER and hidden <= TOGETHER_HIDDEN
+
+
+def together_constexprs(hidden: int, programs: int, sums: int = 1) -> dict[str, int]:
+    """What `sum_together` adds up at a time: each program its share of all columns in one go, as
+    far as that fits into registers."""
+    rows = min(64, power_of_2(programs))
+    columns = power_of_2(ceil_div(sums * hidden, programs))
+    return {"SUM_ROWS": rows, "SUM_BLOCK": max(16, min(columns, 4096 // rows))}
 
 
 def plan_sum(

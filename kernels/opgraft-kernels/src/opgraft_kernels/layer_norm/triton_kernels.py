@@ -36,6 +36,7 @@ from opgraft_kernels.rows import (
     gather,
     gather_shares,
     load_if,
+    meet,
     multiprocessors,
     plan_sum,
     power_of_2,
@@ -44,6 +45,8 @@ from opgraft_kernels.rows import (
     split_options,
     split_rows,
     store_if,
+    sum_together,
+    together_constexprs,
 )
 
 __all__ = ["configurations", "layer_norm_backward", "layer_norm_forward"]
@@ -158,6 +161,8 @@ def _backward_rows_kernel(
     rstd_ptr,
     dx_ptr,
     partial_ptr,
+    sum_ptr,
+    other_sum_ptr,
     rows,
     hidden,
     g_stride,
@@ -169,9 +174,15 @@ def _backward_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
 ):
     """A program walks over tiles of ROWS whole rows, a grid apart, its share of dw and db in
-    registers."""
+    registers.
+
+    With `sum_ptr` (and `other_sum_ptr`, where both are wanted) the programs add up their shares as
+    well.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
@@ -210,6 +221,8 @@ def _backward_rows_kernel(
         tl.store(
             partial_ptr + partial_row.to(tl.int64) * hidden + col, tl.sum(db, axis=0), mask=in_row
         )
+    if sum_ptr is not None:
+        sum_together(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
 
 
 @triton.jit
@@ -599,16 +612,30 @@ def _plan_backward(
         tiles = ceil_div(rows, tile.rows)
         programs = min(processors * tile.per_sm, tiles)
         partial = partial_sums(programs)
+        together = can_wait and bool(totals) and meet(rows, hidden, programs)
+        to_sum = (*totals, None, None) if together else (None, None)
         launches.append(
             Launch(
                 _backward_rows_kernel,
                 programs,
-                (*inputs, dx, partial, *shape, ceil_div(tiles, programs)),
-                {**flags, "ROWS": tile.rows, "BLOCK": tile.block, "STAGES": tile.stages},
+                (*inputs, dx, partial, *to_sum[:2], *shape, ceil_div(tiles, programs)),
+                {
+                    **flags,
+                    "ROWS": tile.rows,
+                    "BLOCK": tile.block,
+                    "STAGES": tile.stages,
+                    **together_constexprs(hidden, programs, len(totals)),
+                },
                 tile.num_warps,
-                {"maxnreg": tile.registers, "enable_fp_fusion": tile.block > MIN_BLOCK},
+                {
+                    "maxnreg": tile.registers,
+                    "enable_fp_fusion": tile.block > MIN_BLOCK,
+                    "launch_cooperative_grid": together,
+                },
             )
         )
+        if together:
+            return launches
     elif split is not None:
         partial = partial_sums(split.groups)
         words = split.words(x.device, numbers=2)
@@ -681,6 +708,9 @@ def configurations(processors: int = 132) -> Iterator[Launch]:
     for hidden in (32768, 131072):
         yield from _configuration(torch.bfloat16, hidden, processors, can_wait=False)
     yield from _configuration(torch.bfloat16, 131072, processors)
+    # Few programs that add up their sums together, and more than is added up so.
+    yield from _configuration(torch.bfloat16, 4096, processors, rows=8)
+    yield from _configuration(torch.bfloat16, 1024, processors, rows=8192)
 
 
 def _configuration(
@@ -691,8 +721,8 @@ def _configuration(
     has_weight: bool = True,
     has_bias: bool = True,
     can_wait: bool = True,
+    rows: int = 1024,
 ) -> Iterator[Launch]:
-    rows = 1024
     x = torch.empty(rows, hidden, dtype=dtype, device="meta")
     weight = torch.empty(hidden, dtype=dtype, device="meta") if has_weight else None
     bias = torch.empty(hidden, dtype=dtype, device="meta") if has_bias and has_weight else None

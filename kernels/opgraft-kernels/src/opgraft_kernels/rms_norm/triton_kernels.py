@@ -45,6 +45,7 @@ from opgraft_kernels.rows import (
     fold,
     gather,
     load_if,
+    meet,
     multiprocessors,
     plan_sum,
     power_of_2,
@@ -53,6 +54,8 @@ from opgraft_kernels.rows import (
     split_options,
     split_rows,
     store_if,
+    sum_together,
+    together_constexprs,
 )
 
 __all__ = [
@@ -149,6 +152,7 @@ def _backward_rows_kernel(
     rstd_ptr,
     dx_ptr,
     partial_ptr,
+    dw_ptr,
     rows,
     hidden,
     g_stride,
@@ -160,8 +164,13 @@ def _backward_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
 ):
-    """A program walks over tiles of ROWS whole rows, a grid apart, its share of dw in registers."""
+    """A program walks over tiles of ROWS whole rows, a grid apart, its share of dw in registers.
+
+    With `dw_ptr` the programs add up their shares as well.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
@@ -190,6 +199,8 @@ def _backward_rows_kernel(
     if NEED_DW:
         partial = tl.sum(dw, axis=0).to(partial_ptr.dtype.element_ty)
         tl.store(partial_ptr + program.to(tl.int64) * hidden + col, partial, mask=in_row)
+        if dw_ptr is not None:
+            sum_together(partial_ptr, dw_ptr, None, hidden, SUM_ROWS, SUM_BLOCK)
 
 
 @triton.jit
@@ -510,22 +521,29 @@ def _plan_backward(
             programs = 1
         # A single program's sums are dw itself, which saves small calls a launch.
         partial = dw if programs == 1 else partial_sums(programs)
+        together = can_wait and dw is not None and meet(rows, hidden, programs)
         launches = [
             Launch(
                 _backward_rows_kernel,
                 programs,
-                (g, x, weight, rstd, dx, partial, *shape, ceil_div(tiles, programs)),
+                (
+                    *(g, x, weight, rstd, dx, partial, dw if together else None),
+                    *(*shape, ceil_div(tiles, programs)),
+                ),
                 {
                     **flags,
                     "NEED_DX": dx is not None,
                     "ROWS": tile.rows,
                     "BLOCK": tile.block,
                     "STAGES": tile.stages,
+                    **together_constexprs(hidden, programs),
                 },
                 tile.num_warps,
-                {"maxnreg": tile.registers},
+                {"maxnreg": tile.registers, "launch_cooperative_grid": together},
             )
         ]
+        if together:
+            return launches
     else:
         tile = _backward_split(itemsize)
         split = None
@@ -600,6 +618,9 @@ def configurations(multiprocessors: int = 132) -> Iterator[Launch]:
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, need_dw=False)
     for hidden in (128, 4096):
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, rows=1)
+    # Few programs that add up their sums together, and more than is added up so.
+    yield from _configuration(torch.bfloat16, 4096, multiprocessors, rows=8)
+    yield from _configuration(torch.bfloat16, 1024, multiprocessors, rows=8192)
     # More than the programs that run at once can hold of one row.
     yield from _configuration(torch.bfloat16, 1 << 22, multiprocessors)
 
