@@ -499,11 +499,13 @@ def test_threads_streams_changing_shapes_evictions_and_toggling(
     workers = [threading.Thread(target=guarded, args=(index,)) for index in range(threads)]
     for worker in workers:
         worker.start()
-    memory = []
+    memory, recorded = [], 0
     try:
         for _ in range(2):
             while barrier.n_waiting < threads and not errors:
-                time.sleep(0.2)
+                # Fewer calls are for tools that slow them down: a recording must fit in between.
+                time.sleep(0.2 * max(1, 10_000 // CALLS))
+                recorded = max(recorded, override.plans.recordings)
                 opgraft.disable(name="planned")
                 opgraft.enable(name="planned")
             barrier.wait(300)
@@ -517,6 +519,6 @@ def test_threads_streams_changing_shapes_evictions_and_toggling(
         worker.join()
     assert not errors, errors
     assert float(worst.max()) < 1e-3, worst
-    assert override.plans.recordings > 0
+    assert max(recorded, override.plans.recordings) > 0
     assert override.hits > CALLS // 10
     assert abs(memory[1] - memory[0]) <= 2**20, memory
