@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import opgraft
@@ -47,7 +49,7 @@ IMPLS = {
 }
 
 
-def register(name: str) -> opgraft.Override:
+def register(name: str, **keywords: Any) -> opgraft.Override:
     return opgraft.register_op_override(
         "aten",
         "_softmax",
@@ -58,4 +60,5 @@ def register(name: str) -> opgraft.Override:
         & (when.size("self", -1) <= 100)
         & (when.value("half_to_float") == False),  # noqa: E712
         name=name,
+        **keywords,
     )

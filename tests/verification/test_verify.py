@@ -18,10 +18,12 @@ import opgraft
 from opgraft import _core, packs, when
 from opgraft.errors import RegistrationError
 from opgraft.plan import recording
+from opgraft.schema import resolve
 from opgraft.verification import opinfo
-from opgraft.verification.checks import CHECKS
+from opgraft.verification.checks import CHECKS, _differ_by_noise
 from opgraft.verification.reference import errors
 from opgraft.verification.report import Report
+from opgraft.verification.samples import direct, paired
 from tests.verification import broken
 
 ROOT = Path(__file__).parent.parent.parent
@@ -290,6 +292,70 @@ def test_samples_must_be_a_function() -> None:
         )
 
 
+def softmax_samples(device: torch.device) -> Any:
+    for columns in (7, 31, 200):
+        yield torch.randn(3, columns, device=device), -1, False
+
+
+def test_samples_given_for_an_internal_op_are_taken_as_they_are() -> None:
+    """Its kernels trust what their callers pass: nothing is made from them."""
+    override = broken.register("right", samples=softmax_samples)
+    report = opgraft.verify(override, checks=["hit", "miss", "values"], opinfo=False)
+    assert report.ok, str(report)
+    assert report.overrides[0].samples == {"pack": 3}
+    assert (report.overrides[0].hits, report.overrides[0].misses) == (2, 1)
+
+
+def test_samples_of_a_forward_serve_its_backward() -> None:
+    broken.register("right", samples=softmax_samples)
+    backward = opgraft.register_op_override(
+        *("aten", "_softmax_backward_data", "CPU", softmax_backward),
+        cond=when.size("output", -1) <= 100,
+        name="backward",
+    )
+    report = opgraft.verify(backward, checks=["hit", "miss", "values"], opinfo=False)
+    assert report.ok, str(report)
+    assert report.overrides[0].samples == {"pack": 3}
+    assert (report.overrides[0].hits, report.overrides[0].misses) == (2, 1)
+    again = opgraft.verification.sample("for:pack:1", name="backward", op=backward.op)
+    assert again.args[0].shape == (3, 31)
+    again.check("values")
+
+
+def softmax_backward(
+    grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    product = grad_output * output
+    return product - output * product.sum(dim, keepdim=True)
+
+
+def test_a_backward_is_asked_for_the_gradients_of_what_is_there() -> None:
+    forward = resolve("aten::native_layer_norm")
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    source = direct("given", forward, forward.bind((x, [8], weight, None, 1e-5), {}).values)
+    base = paired(resolve("aten::native_layer_norm_backward"), source)
+    assert base is not None
+    assert base.make({}, 0)[-1] == [True, True, False]
+
+
+def test_what_native_refuses_says_nothing_of_an_override(own_op: Any) -> None:
+    """It takes two calls of three, and native one of them."""
+    override = register_scale(
+        cond=when.size("x", -1) >= 5,
+        samples=lambda device: [(torch.randn(2, n, device=device), 2.0, 5) for n in (5, 7, 2)],
+    )
+    report = opgraft.verify(override, checks=QUICK, opinfo=False)
+    assert report.ok, str(report)
+    assert report.overrides[0].checks["strides"].samples > 0
+
+
+def test_no_sample_is_begun_after_so_many_seconds() -> None:
+    report = opgraft.verify(broken.register("right"), checks=["hit"], max_seconds=0)
+    assert report.ok, str(report)
+    assert report.overrides[0].samples == {"opinfo": 1}
+    assert "(max_seconds=)" in str(report)
+
+
 # ------------------------------------------------------------------ boundaries
 
 
@@ -456,6 +522,14 @@ def test_where_results_are_not_finite(mine: str, theirs: str, problem: str | Non
     assert problem is None or re.match(problem, found or "")
 
 
+def test_sums_in_whatever_order_are_told_from_what_is_random() -> None:
+    result = torch.randn(64, dtype=torch.bfloat16)
+    last_place = torch.finfo(torch.bfloat16).eps * float(result.abs().max())
+    assert _differ_by_noise(result + last_place, result)
+    assert not _differ_by_noise(torch.randn(64, dtype=torch.bfloat16), result)
+    assert not _differ_by_noise(torch.full_like(result, torch.nan), result)
+
+
 def planned(impl: Any, **keywords: Any) -> opgraft.Override:
     return opgraft.register_op_override(
         *("aten", "_softmax", "CPU", impl),
@@ -605,7 +679,41 @@ def test_overrides_verified_in_processes_of_their_own(tmp_path: Path) -> None:
     assert found["wrong strides"]["failures"][0]["check"] == "strides"
     (failure,) = found["crashes"]["failures"]
     assert failure["check"] == "process" and "died of SIGABRT" in failure["message"]
-    assert len(ElementTree.parse(tmp_path / "report.xml").getroot()) == 3
+    suites = {
+        suite.get("name"): suite for suite in ElementTree.parse(tmp_path / "report.xml").getroot()
+    }
+    assert len(suites) == 3
+    assert suites["aten::relu at CPU: crashes"].get("failures") == "1"
+
+
+def test_a_time_limit_leaves_what_was_done_by_then(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import time, opgraft\n"
+        "from tests.verification.broken import *\n"
+        "register('right')\n"
+        "opgraft.register_op_override('aten', 'relu', 'CPU', lambda self: time.sleep(600),\n"
+        "                             unconditional_override=True, name='sleeps')\n"
+    )
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "opgraft", "verify", "--import", "mine", "--check", "hit"),
+            *("--no-opinfo", "--json", "--jobs", "2", "--dispatch-key", "CPU"),
+        ],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OPGRAFT_PACKS": "none"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stderr is not None
+    assert next(line for line in process.stderr if "right: passed" in line)
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    found = {each["name"]: each for each in json.loads(out)["overrides"]}
+    assert process.returncode == 3
+    assert found["right"]["verdict"] == "passed"
+    assert found["sleeps"]["verdict"] == "not run"
+    assert "interrupted" in found["sleeps"]["skipped"]
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments() -> None:

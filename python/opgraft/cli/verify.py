@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ from opgraft.verification.report import Report
 @click.option("--k", default=2.0, show_default=True, help="Times native's own error.")
 @click.option("--seed", default=0, show_default=True, help="Of all values.")
 @click.option("--max-samples", default=120, show_default=True, help="For each override.")
+@click.option("--max-seconds", default=math.inf, help="After which no sample is begun, for each.")
 @click.option("--opinfo/--no-opinfo", default=True, help="With PyTorch's own samples.")
 @click.option("--compile", is_flag=True, help="Under torch.compile, too: seconds for each.")
 @click.option(
@@ -52,6 +54,7 @@ def command(
     k: float,
     seed: int,
     max_samples: int,
+    max_seconds: float,
     opinfo: bool,
     compile: bool,
     jobs: int,
@@ -77,6 +80,7 @@ def command(
         "k": k,
         "seed": seed,
         "max_samples": max_samples,
+        "max_seconds": max_seconds,
         "opinfo": opinfo,
         "compile": compile,
     }
@@ -91,6 +95,7 @@ def command(
             arguments = [*_repeated("--import", modules), *_repeated("--check", checks)]
             arguments += [] if what is None else [what]
             arguments += [f"--k={k}", f"--seed={seed}", f"--max-samples={max_samples}"]
+            arguments += [f"--max-seconds={max_seconds}"]
             arguments += ["--opinfo" if opinfo else "--no-opinfo"]
             arguments += ["--compile"] if compile else []
             report = verify_apart(

@@ -6,6 +6,7 @@ before a verification asks for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def verify(
     k: float = 2.0,
     seed: int = 0,
     max_samples: int = 120,
+    max_seconds: float = math.inf,
     max_bytes: int = 2**30,
     opinfo: bool = True,
     compile: bool = False,
@@ -54,6 +56,8 @@ def verify(
         k: an output's largest error may be `k` times native's largest.
         seed: of all values; the same seed makes the same samples.
         max_samples: for each override.
+        max_seconds: for each override, on which no new sample is begun. Samples come in an order of
+            worth; what is checked on a few of them is checked after that.
         max_bytes: no sample has a tensor of about more than this.
         opinfo: use PyTorch's own samples where `torch.testing._internal` can be imported.
         compile: also under `torch.compile`, which takes seconds for each override.
@@ -84,6 +88,7 @@ def verify(
         k=k,
         seed=seed,
         max_samples=max_samples,
+        max_seconds=max_seconds,
         max_bytes=max_bytes,
         only=None if checks is None else frozenset(checks),
         use_opinfo=opinfo,

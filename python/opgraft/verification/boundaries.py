@@ -19,7 +19,16 @@ from opgraft import when
 from opgraft.router import threads
 from opgraft.schema import Call
 from opgraft.verification.reference import copied, native
-from opgraft.verification.samples import EVERY_TENSOR, Base, CannotMake, Edits, Place, Sample, run
+from opgraft.verification.samples import (
+    EVERY_TENSOR,
+    Base,
+    CannotMake,
+    Edits,
+    Place,
+    Sample,
+    is_internal,
+    run,
+)
 
 #: Tried where a condition names others.
 _OTHER_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -99,8 +108,7 @@ class Explorer:
         self._valid: dict[str, bool] = {}
         self._groups: dict[Place, list[Place]] = {}
         self.refusal = ""
-        source = base.source or base
-        self.is_internal = source.op.name.split("::", 1)[1].startswith("_")
+        self.is_internal = is_internal((base.source or base).op)
 
     def sample(self, edits: Edits) -> Sample:
         return Sample(self.base, dict(edits), {}, self._seed)

@@ -7,6 +7,7 @@ be better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -160,33 +161,113 @@ def perturbed(call: Call, seed: int) -> Call:
 
 def _attention(call: Call) -> Outcome:
     """The output of attention, by its formula; the rest of the outputs is each kernel's own."""
+    outs = [_attend(call, where, *_inputs(call, where)) for where in _batches(call)]
+    rest = (None,) * (len(call.op.returns) - 1)
+    return Outcome((torch.cat(outs), *rest), _BY_FORMULA)
+
+
+def _attention_gradients(call: Call) -> Outcome:
+    """The gradients of attention's inputs, through its formula."""
+    name = "grad_out" if "grad_out" in call.named else "grad_out_"
+    found = []
+    for where in _batches(call):
+        inputs = [t.requires_grad_() for t in _inputs(call, where)]
+        with torch.enable_grad():
+            out = _attend(call, where, *inputs)
+        (grad,) = _wide(call, where, name)
+        found.append(torch.autograd.grad(out, inputs, grad))
+    rest = (None,) * (len(call.op.returns) - 3)
+    return Outcome((*map(torch.cat, zip(*found, strict=True)), *rest), _BY_FORMULA)
+
+
+_BY_FORMULA = "attention by its formula in float64"
+
+
+def _batches(call: Call) -> list[slice]:
+    """One after the other: a device may have no room for the scores of all, in float64."""
+    query = call.named["query"]
+    if query.dim() < 4:  # sequences laid end to end
+        return [slice(None)]
+    return [slice(index, index + 1) for index in range(query.size(0))]
+
+
+def _inputs(call: Call, where: slice) -> list[torch.Tensor]:
+    return _wide(call, where, "query", "key", "value")
+
+
+def _wide(call: Call, where: slice, *names: str) -> list[torch.Tensor]:
+    return [call.named[name].detach()[where].double() for name in names]
+
+
+def _attend(
+    call: Call, where: slice, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    if not call.op.name.startswith("aten::_flash_attention"):
+        return _attend_heads_first(call, where, query, key, value)
+    # Lengths before heads.
+    ends = call.named["cum_seq_q"]
+    if ends is None:
+        return _attend_lengths_first(call, where, query, key, value)
+    pairs = zip(_parts(query, ends), _parts(key, call.named["cum_seq_k"]), strict=True)
+    values = _parts(value, call.named["cum_seq_k"])
+    return torch.cat(
+        [
+            _attend_lengths_first(call, where, q[None], k[None], v[None])[0]
+            for (q, k), v in zip(pairs, values, strict=True)
+        ]
+    )
+
+
+def _parts(packed: torch.Tensor, ends: torch.Tensor) -> list[torch.Tensor]:
+    """The sequences that were laid end to end."""
+    return list(packed.split(ends.diff().tolist()))
+
+
+def _attend_lengths_first(call: Call, where: slice, *tensors: torch.Tensor) -> torch.Tensor:
+    return _attend_heads_first(call, where, *(t.transpose(1, 2) for t in tensors)).transpose(1, 2)
+
+
+def _attend_heads_first(
+    call: Call, where: slice, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     named = call.named
-    query, key, value = (named[name].double() for name in ("query", "key", "value"))
     bias = named.get("attn_bias", named.get("attn_mask"))
+    is_causal = named.get("is_causal", False)
+    length_q, length_k = query.size(-2), key.size(-2)
+    if is_causal and length_q != length_k and call.op.name in _BOTTOM_RIGHT:
+        unseen = query.new_full((length_q, length_k), -math.inf)
+        bias, is_causal = unseen.triu(length_k - length_q + 1), False
+    elif bias is not None:
+        bias = (bias if bias.dim() < 4 or bias.size(0) == 1 else bias[where]).double()
     out, _ = torch.ops.aten._scaled_dot_product_attention_math(
-        query,
-        key,
-        value,
-        None if bias is None else bias.double(),
-        0.0,
-        named.get("is_causal", False),
-        None,
+        *(query, key, value, bias, 0.0, is_causal, None),
         scale=named.get("scale"),
         enable_gqa=query.size(1) != key.size(1),
     )
-    rest = (None,) * (len(call.op.returns) - 1)
-    return Outcome((out, *rest), "attention by its formula in float64")
+    return out
 
 
+#: Those that align causal at the bottom right; the formula does at the top left.
+_BOTTOM_RIGHT = frozenset(
+    f"aten::{op}{suffix}"
+    for op, suffixes in (
+        ("_scaled_dot_product_flash_attention", ("", "_backward")),
+        ("_flash_attention", ("_forward", "_backward")),
+    )
+    for suffix in suffixes
+)
+_DENSE_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+)
 #: Ops that have no kernel in float64, or whose kernels make zeros of NaN.
 _REFERENCES: dict[str, Callable[[Call], Outcome]] = {
-    f"aten::_scaled_dot_product_{kind}": _attention
-    for kind in (
-        "flash_attention",
-        "cudnn_attention",
-        "efficient_attention",
-        "flash_attention_for_cpu",
-    )
+    **{f"aten::{op}": _attention for op in _DENSE_ATTENTION},
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_flash_attention_forward": _attention,
+    **{f"aten::{op}_backward": _attention_gradients for op in _DENSE_ATTENTION},
+    "aten::_flash_attention_backward": _attention_gradients,
 }
 
 

@@ -75,6 +75,10 @@ class Base:
     source: Base | None = None
     #: The call of what users call that made it.
     front: Any = None
+    #: Whether its author gave it, or the call that it comes from.
+    is_given: bool = False
+    #: Whether nothing but it is a call that the native kernel can be trusted with.
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,7 @@ def paired(op: Op, source: Base) -> Base | None:
 
     own = _is_gradient if forward_of(op) else source.free.__contains__
     free = frozenset(a.name for a in op.arguments if not a.written and own(a.name))
-    return Base(f"for:{source.id}", op, make, source.places, free, source, source.front)
+    return replace(source, id=f"for:{source.id}", op=op, make=make, free=free, source=source)
 
 
 _Part = Callable[[Call, tuple[Any, ...], torch.Generator], Any]
@@ -251,7 +255,7 @@ def _pairing(op: Op, forward: Op) -> list[_Part] | None:
         elif argument.name == "input_dtype":
             parts.append(_first_dtype)
         elif argument.kind == "List[bool]":
-            parts.append(_constant([True] * max(argument.list_size, 1)))
+            parts.append(_mask_of_given(forward, max(argument.list_size, 1)))
         elif argument.is_tensor and rest:
             parts.append(_output(rest.pop(0)))
         elif not argument.required:
@@ -281,6 +285,18 @@ def _constant(value: Any) -> _Part:
     return lambda call, outputs, generator: list(value) if isinstance(value, list) else value
 
 
+def _mask_of_given(forward: Op, size: int) -> _Part:
+    """Gradients of the forward's first tensors: only of those that are there."""
+    tensors = [argument.name for argument in forward.arguments if "Tensor" in argument.kind]
+    names = tensors[:size]
+
+    def mask(call: Call, outputs: tuple[Any, ...], generator: torch.Generator) -> list[bool]:
+        given = [call.named[name] is not None for name in names]
+        return given + [True] * (size - len(given))
+
+    return mask
+
+
 def _first_dtype(call: Call, outputs: tuple[Any, ...], generator: torch.Generator) -> Any:
     return next(call.tensors()).dtype
 
@@ -301,10 +317,12 @@ def forward_of(op: Op) -> Op | None:
     stem = re.sub(r"_backward(_data)?$", "", name)
     if stem == name or overload:
         return None
-    try:
-        return resolve(stem)
-    except Exception:  # no such op, or it has no default overload
-        return None
+    for forward in (stem, f"{stem}_forward"):  # as `_flash_attention_forward` is called
+        try:
+            return resolve(forward)
+        except Exception:  # no such op, or it has no default overload
+            continue
+    return None
 
 
 def functional_of(op: Op) -> Op | None:
@@ -325,6 +343,15 @@ def functional_of(op: Op) -> Op | None:
             if not sibling.mutates and wanted == [(a.name, a.kind) for a in sibling.arguments]:
                 return sibling
     return None
+
+
+def is_internal(op: Op) -> bool:
+    """Whether torch means an op for its own use: its name begins with an underscore.
+
+    >>> is_internal(resolve("aten::_softmax")), is_internal(resolve("aten::softmax.int"))
+    (True, False)
+    """
+    return op.name.split("::", 1)[1].startswith("_")
 
 
 def run(call: Call) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from opgraft.verification.samples import (
     direct,
     forward_of,
     functional_of,
+    is_internal,
     paired,
     run,
 )
@@ -52,7 +54,7 @@ def bases(
     found = list(pack_bases(override, device, seed))
     other = functional_of(op) or forward_of(op)
     if other is not None:
-        found += _others(other, dtypes, device, seed, use_opinfo, op)
+        found += _others(other, override, dtypes, device, seed, use_opinfo)
     if use_opinfo and opinfo.missing() is None:
         differentiate = "backward" in op.name
         found += _reaching(op, dtypes, device, seed, differentiate=differentiate, far=not found)
@@ -77,7 +79,10 @@ def _find(
     kind, _, rest = base_id.partition(":")
     if kind == "for":
         other = functional_of(op) or forward_of(op)
-        source = None if other is None else _find(other, None, rest, device, seed)
+        if other is None:
+            return None
+        relative = None if override is None else _with_samples(other, override)
+        source = _find(other, relative, rest, device, seed)
         return None if source is None else paired(op, source)
     if kind == "pack" and override is not None:
         found: Iterable[Base] = pack_bases(override, device, seed)
@@ -134,7 +139,10 @@ def pack_bases(override: Override, device: torch.device, seed: int) -> Iterator[
                 f"sample {index} of override {override.name!r} is a {type(sample).__name__}: give "
                 "the op's arguments as a tuple, or by name as a dict"
             )
-        yield direct(f"pack:{index}", override.operator, call.values)
+        # Kernels of internal ops trust what their callers pass, and crash on what is not right.
+        fixed = is_internal(override.operator)
+        base = direct(f"pack:{index}", override.operator, call.values, fixed=fixed)
+        yield replace(base, is_given=True, is_fixed=fixed)
 
 
 # ------------------------------------------------------------------ of OpInfo
@@ -218,15 +226,33 @@ def _varied(found: list[Base]) -> list[Base]:
     return [base for row in itertools.zip_longest(*kinds.values()) for base in row if base]
 
 
+def _with_samples(other: Op, override: Override) -> Override | None:
+    """The override of another op that came with samples, by the same pack in the same DSL."""
+    from opgraft.registry import Selector, registry
+
+    for each in registry.overrides(Selector(op=other.name, dispatch_key=override.dispatch_key)):
+        alike = each.pack == override.pack and each.dsl == override.dsl
+        if each.samples is not None and alike:
+            return each
+    return None
+
+
 def _others(
     other: Op,
+    override: Override,
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     seed: int,
     use_opinfo: bool,
-    op: Op,
 ) -> Iterator[Base]:
     """Bases by way of the forward op, or of the functional op that a variant belongs to."""
+    op = override.operator
+    relative = _with_samples(other, override)
+    given = [] if relative is None else list(pack_bases(relative, device, seed))
+    for source in given:
+        base = paired(op, source)
+        if base is not None:
+            yield base
     found: list[Base] = []
     if use_opinfo and opinfo.missing() is None:
         backward = forward_of(op) is not None
@@ -235,7 +261,8 @@ def _others(
             found = list(_reaching(other, dtypes, device, seed, differentiate=True, far=False))
         if not found:  # ... unless it is composed of other ops there.
             found = list(_reaching(other, dtypes, device, seed, differentiate=False))
-    found = found or list(guessed_bases(other, dtypes, device))
+    if not found and not given:
+        found = list(guessed_bases(other, dtypes, device))
     for source in found:
         base = paired(op, source)
         if base is not None:

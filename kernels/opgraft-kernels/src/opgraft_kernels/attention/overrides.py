@@ -368,10 +368,20 @@ def _register(op: _Op, kernels: str, dispatch_key: str) -> Override:
         cond=_condition(op, kernels, dispatch_key),
         name=f"opgraft_kernels.attention.{kernels.removesuffix('_kernels')}.{op.name.lstrip('_')}",
         priority=1 if is_cutedsl else 0,
+        samples=_samples(op) if dispatch_key == "CUDA" and not op.is_backward else None,
         # The interpreter launches nothing that could be recorded. Under deterministic algorithms,
         # the one thing besides its arguments that an impl asks about, nothing is replayed.
         launch_plan=dispatch_key != "CPU",
     )
+
+
+def _samples(op: _Op) -> Callable[[torch.device], Iterable[dict[str, Any]]]:
+    def samples(device: torch.device) -> Iterable[dict[str, Any]]:
+        from .samples import samples
+
+        return samples(op.arguments, device, heads_first=op.heads == 1)
+
+    return samples
 
 
 def _impl(op: _Op, kernels: str) -> Callable[..., Any]:

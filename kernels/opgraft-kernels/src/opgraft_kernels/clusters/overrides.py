@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+import torch
 
 from opgraft import Override, cutedsl_utils
 
@@ -36,6 +38,16 @@ def register(norm: str, forward: OverClusters, backward: OverClusters) -> list[O
             name=f"opgraft_kernels.{norm}.{direction}_by_cluster",
             priority=1,
             launch_plan=True,
+            samples=_samples(norm) if each is forward else None,
         )
         for direction, each in (("forward", forward), ("backward", backward))
     ]
+
+
+def _samples(norm: str) -> Callable[[torch.device], Iterable[dict[str, Any]]]:
+    def samples(device: torch.device) -> Iterable[dict[str, Any]]:
+        from .samples import samples
+
+        return samples(norm == "layer_norm", device)
+
+    return samples
