@@ -284,9 +284,10 @@ WHOLE_ROW_BYTES = 32 * 1024
 # results/launch_crossover_together_nvidia_h200.json, two launches in the file without "together".)
 ALONE = 2**14
 # And where the programs meet and add up the sums themselves, of up to so many elements in rows of
-# up to so many. From 2**18 elements on that took the GPU as long as two launches, or up to 9 %
-# longer, and the host 0.6 of native's time instead of 0.9. Each program adds up as many numbers as
-# a row is long: at rows of 16384 the GPU took 1.4 times as long, or more with fewer programs.
+# up to so many: the host then takes 0.6 of native's time and not 0.9. With 128 programs and more
+# the GPU took as long as with two launches, or up to 9 % longer; 64 x 4096 took it 1.46 times as
+# long, by two goes for each program, which is one by now. With fewer than 64 it is not measured.
+# Each program adds up as many numbers as a row is long: at 16384 the GPU took 1.4 times as long.
 TOGETHER, TOGETHER_HIDDEN = 2**22, 4096
 # Rows of up to this many bytes are read again by a forward, out of L1: two of
 # them fit into it.
@@ -318,12 +319,19 @@ def meet(rows: int, hidden: int, programs: int) -> bool:
     return programs > 1 and rows * hidden <= TOGETHER and hidden <= TOGETHER_HIDDEN
 
 
-def together_constexprs(hidden: int, programs: int, sums: int = 1) -> dict[str, int]:
-    """What `sum_together` adds up at a time: each program its share of all columns in one go, as
-    far as that fits into registers."""
-    rows = min(64, power_of_2(programs))
-    columns = power_of_2(ceil_div(sums * hidden, programs))
-    return {"SUM_ROWS": rows, "SUM_BLOCK": max(16, min(columns, 4096 // rows))}
+def together_constexprs(hidden: int, programs: int, together: bool) -> dict[str, int]:
+    """What `sum_together` adds up at a time: about each program's share of the columns.
+
+    Three kinds for all numbers of programs, and with them of rows: there are few to compile.
+    """
+    if not together:
+        return {"SUM_ROWS": 1, "SUM_BLOCK": 1}
+    rows = 64 if programs >= 32 else 16
+    share = 128 if programs >= 128 else rows
+    return {
+        "SUM_ROWS": rows,
+        "SUM_BLOCK": max(16, min(power_of_2(ceil_div(hidden, share)), 4096 // rows)),
+    }
 
 
 def plan_sum(

@@ -624,7 +624,7 @@ def _plan_backward(
                     "ROWS": tile.rows,
                     "BLOCK": tile.block,
                     "STAGES": tile.stages,
-                    **together_constexprs(hidden, programs, len(totals)),
+                    **together_constexprs(hidden, programs, together),
                 },
                 tile.num_warps,
                 {

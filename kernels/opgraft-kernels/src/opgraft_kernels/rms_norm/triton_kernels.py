@@ -16,11 +16,12 @@ and g and to write dx, once each. Everything here serves that:
   one that is too long for them is read again out of L1, or split over programs that exchange their
   sums;
 * ``dw`` is summed in float32, in registers, by as many programs as the device runs at once, which
-  walk over the rows. Each writes one row of partial sums and a second kernel adds those up, in a
-  fixed order: no atomics on floats, the same bits on every run;
+  walk over the rows. Each writes one row of partial sums, and the same programs or those of a
+  second kernel add those up, in a fixed order: no atomics on floats, the same bits on every run;
 * ``hidden`` is a run-time integer under a power-of-two block, so a new hidden size compiles a
   kernel only when it needs another block or loses its divisibility by 16 (which decides whether
-  loads are 16 bytes wide). A new number of rows never compiles anything.
+  loads are 16 bytes wide). A new number of rows compiles nothing forward, and backward only where
+  it changes by whom, and in which of three ways, the partial sums are added up.
 """
 
 from __future__ import annotations
@@ -536,7 +537,7 @@ def _plan_backward(
                     "ROWS": tile.rows,
                     "BLOCK": tile.block,
                     "STAGES": tile.stages,
-                    **together_constexprs(hidden, programs),
+                    **together_constexprs(hidden, programs, together),
                 },
                 tile.num_warps,
                 {"maxnreg": tile.registers, "launch_cooperative_grid": together},
