@@ -103,7 +103,8 @@ class Plans:
 
     @property
     def recordings(self) -> int:
-        """Runs of the impl that were recorded, since the plans were last dropped."""
+        """Runs of the impl that were recorded and count: dropping the plans sets it back to what
+        replays have earned, at most once in ten seconds."""
         return int(self.table.recordings)
 
     @property
@@ -112,7 +113,8 @@ class Plans:
         return bool(self.table.stopped or self.table.given_up)
 
     def clear(self) -> None:
-        """Drop every plan; calls that replay one finish. What comes later is recorded anew."""
+        """Drop every plan; calls that replay one finish. What comes later is recorded anew, as far
+        as recordings are left: the free ones come back at most once in ten seconds."""
         self.table.clear()
         self._candidates.clear()
         self._said_stopped = False
