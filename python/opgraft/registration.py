@@ -84,7 +84,8 @@ def register_op_override(
             native kernel until they have a plan. Default: all of them.
         samples: calls for `opgraft.verify` to test it on, beside those of PyTorch's own tests: a
             function of a device that yields the op's arguments, each time as a tuple, or as a dict
-            by name. Of a backward op they are those of the forward op's override.
+            by name. A backward op, an `out=` or an in-place variant is tested on those of the op
+            that it belongs to as well, if that is overridden by the same pack in the same DSL.
 
     Returns:
         The override: its counters, and `.remove()`.

@@ -304,6 +304,8 @@ def test_samples_given_for_an_internal_op_are_taken_as_they_are() -> None:
     assert report.ok, str(report)
     assert report.overrides[0].samples == {"pack": 3}
     assert (report.overrides[0].hits, report.overrides[0].misses) == (2, 1)
+    with_opinfo = opgraft.verify(override, checks=["hit"]).overrides[0].samples
+    assert set(with_opinfo) == {"pack", "opinfo"}  # and no changes to either
 
 
 def test_samples_of_a_forward_serve_its_backward() -> None:
@@ -527,7 +529,12 @@ def test_sums_in_whatever_order_are_told_from_what_is_random() -> None:
     last_place = torch.finfo(torch.bfloat16).eps * float(result.abs().max())
     assert _differ_by_noise(result + last_place, result)
     assert not _differ_by_noise(torch.randn(64, dtype=torch.bfloat16), result)
-    assert not _differ_by_noise(torch.full_like(result, torch.nan), result)
+    for wrong in (torch.nan, torch.inf):
+        assert not _differ_by_noise(torch.full_like(result, wrong), result)
+        special = result.clone()
+        special[0] = wrong
+        assert _differ_by_noise(special.clone(), special)
+        assert not _differ_by_noise(torch.randn(64, dtype=torch.bfloat16), special)
 
 
 def planned(impl: Any, **keywords: Any) -> opgraft.Override:

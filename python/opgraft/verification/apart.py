@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from opgraft.registry import Override
@@ -57,12 +57,15 @@ def verify_apart(
         return report
 
     with ThreadPoolExecutor(jobs) as pool, _sigterm_interrupts():
-        futures = [pool.submit(verify, override) for override in overrides]
+        futures: list[Future[OverrideReport]] = []
         try:
+            for override in overrides:
+                futures.append(pool.submit(verify, override))
             wait(futures)
         except KeyboardInterrupt:
             processes.end()
-        return report_of([future.result() for future in futures], k, seed)
+        done = [future.result() for future in futures]
+        return report_of([*done, *map(_interrupted, overrides[len(done) :])], k, seed)
 
 
 @contextmanager
@@ -111,9 +114,7 @@ def _verify(override: Override, arguments: Sequence[str], processes: _Processes)
     start = time.perf_counter()
     done = processes.run(command)
     if done is None:
-        report = _empty(override)
-        report.skipped = "interrupted before it was done"
-        return report
+        return _interrupted(override)
     process, out, err = done
     try:
         (found,) = json.loads(out)["overrides"]
@@ -128,6 +129,12 @@ def _empty(override: Override) -> OverrideReport:
     return OverrideReport(
         override.name, override.op, override.dispatch_key, override.dsl, override.pack
     )
+
+
+def _interrupted(override: Override) -> OverrideReport:
+    report = _empty(override)
+    report.skipped = "interrupted before it was done"
+    return report
 
 
 def _died(override: Override, code: int, err: str, command: Sequence[str]) -> OverrideReport:

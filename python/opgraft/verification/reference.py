@@ -63,7 +63,7 @@ def reference(call: Call) -> Outcome:
     if not any(tensor.is_floating_point() for tensor in call.tensors()):
         return native(copied(call))
     known = _REFERENCES.get(call.op.name)
-    if known is not None:
+    if known is not None and not call.named.get("dropout_p"):
         with threads.scope(threads.EVERYTHING):
             return known(call)
     for dtype in _WIDER:
@@ -186,7 +186,7 @@ _BY_FORMULA = "attention by its formula in float64"
 def _batches(call: Call) -> list[slice]:
     """One after the other: a device may have no room for the scores of all, in float64."""
     query = call.named["query"]
-    if query.dim() < 4:  # sequences laid end to end
+    if query.dim() < 4 or query.size(0) == 0:  # sequences laid end to end, or nothing
         return [slice(None)]
     return [slice(index, index + 1) for index in range(query.size(0))]
 
