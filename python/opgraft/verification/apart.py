@@ -88,7 +88,7 @@ class _Processes:
         self._running: set[subprocess.Popen[str]] = set()
         self._ended = threading.Event()
 
-    def run(self, command: Sequence[str]) -> tuple[subprocess.Popen[str], str, str] | None:
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
         """A process that is done and what it wrote; None if it was not let finish."""
         if self._ended.is_set():
             return None
@@ -99,7 +99,9 @@ class _Processes:
                 process.terminate()
             out, err = process.communicate()
             self._running.discard(process)
-        return None if self._ended.is_set() else (process, out, err)
+        if self._ended.is_set():
+            return None
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def end(self) -> None:
         self._ended.set()
@@ -115,11 +117,10 @@ def _verify(override: Override, arguments: Sequence[str], processes: _Processes)
     done = processes.run(command)
     if done is None:
         return _interrupted(override)
-    process, out, err = done
     try:
-        (found,) = json.loads(out)["overrides"]
+        (found,) = json.loads(done.stdout)["overrides"]
     except (ValueError, KeyError):
-        report = _died(override, process.returncode, err, command)
+        report = _died(override, done)
         report.seconds = time.perf_counter() - start
         return report
     return OverrideReport.of_dict(found)
@@ -137,11 +138,13 @@ def _interrupted(override: Override) -> OverrideReport:
     return report
 
 
-def _died(override: Override, code: int, err: str, command: Sequence[str]) -> OverrideReport:
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    last = "\n".join(err.splitlines()[-_LAST_LINES:])
+def _died(override: Override, done: subprocess.CompletedProcess[str]) -> OverrideReport:
+    how = f"ended with {done.returncode}"
+    if done.returncode < 0:
+        how = f"died of {signal.Signals(-done.returncode).name}"
+    last = "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
     message = f"the process that verified it {how}:\n{last}"
     report = _empty(override)
     report.checks["process"] = Check("process", failures=1)
-    report.failures.append(Failure("process", "", message, " ".join(command)))
+    report.failures.append(Failure("process", "", message, " ".join(done.args)))
     return report

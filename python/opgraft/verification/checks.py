@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -126,23 +126,18 @@ class Observation:
             return False
         with torch.no_grad():
             first, second = (native(self.sample.call()).outputs for _ in range(2))
-        return not all(
-            _is_state(self, index)
-            or not isinstance(one, torch.Tensor)
-            or _same_bits(one, other)
-            or _differ_by_noise(one, other)
-            for index, (one, other) in enumerate(zip(first, second, strict=True))
-        )
+        return _first_unlike(self, first, second, _same_but_for_noise) is not None
 
     @cached_property
     def repeats(self) -> bool:
         """Whether the override's own result has the same bits from run to run."""
-        return _repeats(self, self.mine.outputs, _again(self).mine.outputs)
+        return _first_unlike(self, self.mine.outputs, _again(self).mine.outputs, _same_bits) is None
 
     @cached_property
     def native_repeats(self) -> bool:
         """Whether the native kernel's has."""
-        return _repeats(self, self.native.outputs, _again(self).native.outputs)
+        again = _again(self).native.outputs
+        return _first_unlike(self, self.native.outputs, again, _same_bits) is None
 
     @cached_property
     def reference(self) -> Outcome:
@@ -301,13 +296,13 @@ def check_miss(seen: Observation) -> None:
         raise NotApplicable("the native kernel refuses the call")
     if seen.is_random:
         raise NotApplicable("the op is random")
-    for index, (mine, expected) in enumerate(_pairs(seen)):
-        if not isinstance(mine, torch.Tensor) or _is_state(seen, index):
-            continue
-        if not _same_bits(mine, expected):
-            if not seen.native_repeats:
-                raise NotApplicable("native's own results differ from run to run")
-            raise Failed(f"{output_name(seen, index)} is not what the native kernel returns")
+    expected = _unless_refused(lambda: seen.native).outputs
+    index = _first_unlike(seen, seen.mine.outputs, expected, _same_bits)
+    if index is None:
+        return
+    if not seen.native_repeats:
+        raise NotApplicable("native's own results differ from run to run")
+    raise Failed(f"{output_name(seen, index)} is not what the native kernel returns")
 
 
 def check_dtype(seen: Observation) -> None:
@@ -586,14 +581,12 @@ def check_uninitialized(seen: Observation) -> None:
         filled = _again(seen)
         if filled.mine.error is not None:
             raise Failed(f"with memory filled it raised {filled.mine.error!r}")
-    for index, (one, other) in enumerate(zip(seen.mine.outputs, filled.mine.outputs, strict=True)):
-        if not isinstance(one, torch.Tensor) or _is_state(seen, index):
-            continue
-        if not _agree(seen, one, other):
-            raise Failed(
-                f"{output_name(seen, index)} changes with what its memory held before: a part of "
-                "it is never written, or read before it is"
-            )
+    index = _first_unlike(seen, seen.mine.outputs, filled.mine.outputs, partial(_agree, seen))
+    if index is not None:
+        raise Failed(
+            f"{output_name(seen, index)} changes with what its memory held before: a part of it is "
+            "never written, or read before it is"
+        )
 
 
 @contextmanager
@@ -613,19 +606,25 @@ def _again(seen: Observation) -> Observation:
     return Observation(seen.subject, seen.sample)
 
 
-def _repeats(seen: Observation, first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    return all(
-        not isinstance(one, torch.Tensor) or _is_state(seen, index) or _same_bits(one, other)
-        for index, (one, other) in enumerate(zip(first, second, strict=True))
-    )
+def _first_unlike(
+    seen: Observation,
+    first: Sequence[Any],
+    second: Sequence[Any],
+    same: Callable[[torch.Tensor, Any], bool],
+) -> int | None:
+    """The first output in which two runs of a call differ; random states may."""
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        if isinstance(one, torch.Tensor) and not _is_state(seen, index) and not same(one, other):
+            return index
+    return None
 
 
-def _same_results(seen: Observation, outputs: tuple[Any, ...]) -> bool:
-    """Whether outputs are those of the observed run, rounding aside."""
-    return all(
-        not isinstance(one, torch.Tensor) or _is_state(seen, index) or _agree(seen, one, other)
-        for index, (one, other) in enumerate(zip(outputs, seen.mine.outputs, strict=False))
-    )
+def _first_unlike_mine(seen: Observation, result: Any) -> int | None:
+    """The first output in which another run's result is not the observed one's, rounding aside."""
+    outputs = (result,) if len(seen.subject.op.returns) == 1 else tuple(result or ())
+    # What the op writes to comes behind its outputs.
+    mine = seen.mine.outputs[: len(outputs)]
+    return _first_unlike(seen, outputs, mine, partial(_agree, seen))
 
 
 def _agree(seen: Observation, one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -635,6 +634,10 @@ def _agree(seen: Observation, one: torch.Tensor, other: torch.Tensor) -> bool:
     if torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
         return True
     return not seen.repeats and _differ_by_noise(one, other)
+
+
+def _same_but_for_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _same_bits(one, other) or _differ_by_noise(one, other)
 
 
 def _differ_by_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -946,9 +949,7 @@ def check_threads(seen: Observation) -> None:
             start.wait(30)
             with torch.no_grad(), alone_on_this_thread(override):
                 for call in mine:
-                    ran = run(call)
-                    outputs = (ran,) if len(call.op.returns) == 1 else tuple(ran or ())
-                    if not _same_results(seen, outputs):
+                    if _first_unlike_mine(seen, run(call)) is not None:
                         problems.append("a result differs from what one thread gets")
         except Exception as error:
             problems.append(f"a thread raised {_first_line(error)}")
@@ -1233,12 +1234,9 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _compare_late(seen: Observation, result: Any, where: str) -> None:
-    outputs = (result,) if len(seen.subject.op.returns) == 1 else tuple(result)
-    for index, (one, other) in enumerate(zip(outputs, seen.mine.outputs, strict=False)):
-        if not isinstance(one, torch.Tensor) or _is_state(seen, index):
-            continue
-        if not _agree(seen, one, other):
-            raise Failed(f"{where}, {output_name(seen, index)} differs from an ordinary call's")
+    index = _first_unlike_mine(seen, result)
+    if index is not None:
+        raise Failed(f"{where}, {output_name(seen, index)} differs from an ordinary call's")
 
 
 Check = Callable[[Observation], None]

@@ -77,8 +77,6 @@ class Base:
     front: Any = None
     #: Whether its author gave it, or the call that it comes from.
     is_given: bool = False
-    #: Whether nothing but it is a call that the native kernel can be trusted with.
-    is_fixed: bool = False
 
 
 @dataclass(frozen=True)

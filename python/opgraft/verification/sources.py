@@ -20,7 +20,6 @@ from opgraft.verification.samples import (
     direct,
     forward_of,
     functional_of,
-    is_internal,
     paired,
     run,
 )
@@ -139,10 +138,8 @@ def pack_bases(override: Override, device: torch.device, seed: int) -> Iterator[
                 f"sample {index} of override {override.name!r} is a {type(sample).__name__}: give "
                 "the op's arguments as a tuple, or by name as a dict"
             )
-        # Kernels of internal ops trust what their callers pass, and crash on what is not right.
-        fixed = is_internal(override.operator)
-        base = direct(f"pack:{index}", override.operator, call.values, fixed=fixed)
-        yield replace(base, is_given=True, is_fixed=fixed)
+        base = direct(f"pack:{index}", override.operator, call.values)
+        yield replace(base, is_given=True)
 
 
 # ------------------------------------------------------------------ of OpInfo
