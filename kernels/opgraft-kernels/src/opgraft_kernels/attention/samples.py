@@ -75,8 +75,9 @@ def samples(
         named = {**_tensors(case, device, heads_first), **_options(case, device)}
         yield {name: value for name, value in named.items() if name in arguments}
     if "cum_seq_q" in arguments:
-        yield _end_to_end((2048, 513, 1, 1534), device)
-        yield _end_to_end((3, 5), device)
+        for lengths in ((2048, 513, 1, 1534), (3, 5)):
+            named = _end_to_end(lengths, device)
+            yield {name: value for name, value in named.items() if name in arguments}
 
 
 def _tensors(case: _Case, device: torch.device, heads_first: bool) -> dict[str, torch.Tensor]:
@@ -116,15 +117,12 @@ def _options(case: _Case, device: torch.device) -> dict[str, Any]:
 def _end_to_end(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """Sequences laid end to end."""
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    shape = (sum(lengths), 16, 128)
+    case = _Case(queries=max(lengths), keys=max(lengths), is_causal=True)
+    shape = (sum(lengths), case.heads, case.dim)
     names = ("query", "key", "value")
     return {
-        **{name: torch.randn(shape, device=device, dtype=torch.bfloat16) for name in names},
+        **_options(case, device),
+        **{name: torch.randn(shape, device=device, dtype=case.dtype) for name in names},
         "cum_seq_q": ends,
         "cum_seq_k": ends,
-        "max_q": max(lengths),
-        "max_k": max(lengths),
-        "dropout_p": 0.0,
-        "is_causal": True,
-        "return_debug_mask": False,
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,19 +41,26 @@ def samples(has_bias: bool, device: torch.device) -> Iterator[dict[str, Any]]:
         device: where the tensors are to live.
     """
     for shape, dtype, particular in _CASES:
-        rows, hidden = shape[:-1], shape[-1]
-        input = torch.randn(shape, device=device, dtype=dtype)
-        if particular == "expanded":
-            input = torch.randn(hidden, device=device, dtype=dtype).expand(shape)
-        elif particular == "apart":
-            input = torch.randn(*rows, 2 * hidden, device=device, dtype=dtype)[..., :hidden]
-        elif particular == "misaligned":
-            input = torch.randn(input.numel() + 1, device=device, dtype=dtype)[1:].view(shape)
+        drawn = partial(torch.randn, device=device, dtype=dtype)
+        hidden = shape[-1]
         names = ("weight", "bias") if has_bias else ("weight",)
-        parameters: dict[str, Any] = {
-            name: None
-            if particular == "no weight"
-            else torch.randn(hidden, device=device, dtype=dtype)
-            for name in names
+        parameters = {name: None if particular == "no weight" else drawn(hidden) for name in names}
+        yield {
+            "input": _input(shape, particular, drawn),
+            "normalized_shape": [hidden],
+            **parameters,
+            "eps": 1e-6,
         }
-        yield {"input": input, "normalized_shape": [hidden], **parameters, "eps": 1e-6}
+
+
+def _input(
+    shape: tuple[int, ...], particular: str, drawn: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    *rows, hidden = shape
+    if particular == "expanded":
+        return drawn(hidden).expand(shape)
+    if particular == "apart":
+        return drawn(*rows, 2 * hidden)[..., :hidden]
+    if particular == "misaligned":
+        return drawn(math.prod(shape) + 1)[1:].view(shape)
+    return drawn(shape)
