@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opgraft.router import threads
 from opgraft.schema import Op
+from opgraft.verification.draws import Draws
 from opgraft.verification.samples import Values
 
 #: Samples that are run for each OpInfo and dtype.
@@ -182,11 +183,8 @@ def gradients(result: Any, inputs: list[torch.Tensor], seed: int) -> list[torch.
     outputs = [each for each in outputs if each.requires_grad]
     if not outputs or not inputs:
         return []
-    generator = torch.Generator().manual_seed(seed)
-    seeds = [
-        torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each)
-        for each in outputs
-    ]
+    draws = Draws(seed)
+    seeds = [draws.normal(each) for each in outputs]
     return list(torch.autograd.grad(outputs, inputs, seeds, allow_unused=True))
 
 

@@ -16,6 +16,7 @@ import torch
 
 from opgraft.router import threads
 from opgraft.schema import Call, Op
+from opgraft.verification.draws import Draws
 
 _WIDER = {
     torch.float64: {torch.float32, torch.float16, torch.bfloat16, torch.float64},
@@ -146,15 +147,15 @@ def perturbed(call: Call, seed: int) -> Call:
     eps = 4 * torch.finfo(torch.float32).eps
     if all(t.dtype == torch.float64 for t in call.tensors() if t.is_floating_point()):
         eps = 4 * torch.finfo(torch.float64).eps
-    generator = torch.Generator().manual_seed(seed)
+    draws = Draws(seed)
 
     def moved(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [moved(each) for each in value]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        shift = torch.rand(value.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return value * (1 + eps * shift.to(value.device))
+        shift = draws.uniform(value.shape, value.device, torch.float64) * 2 - 1
+        return value * (1 + eps * shift)
 
     return Call(wide.op, tuple(map(moved, wide.values)))
 

@@ -21,6 +21,7 @@ import torch
 
 from opgraft.router import threads
 from opgraft.schema import Call, Op, resolve
+from opgraft.verification.draws import Draws
 
 #: Edits cast every floating-point (and complex) tensor by this pseudo-argument ...
 EVERY_TENSOR = "*"
@@ -216,15 +217,15 @@ def paired(op: Op, source: Base) -> Base | None:
             call = Call(source.op, values)
             result = run(call)
         outputs = result if isinstance(result, tuple) else (result,)
-        generator = torch.Generator().manual_seed(seed)
-        return tuple(each(call, outputs, generator) for each in plan)
+        draws = Draws(seed)
+        return tuple(each(call, outputs, draws) for each in plan)
 
     own = _is_gradient if forward_of(op) else source.free.__contains__
     free = frozenset(a.name for a in op.arguments if not a.written and own(a.name))
     return replace(source, id=f"for:{source.id}", op=op, make=make, free=free, source=source)
 
 
-_Part = Callable[[Call, tuple[Any, ...], torch.Generator], Any]
+_Part = Callable[[Call, tuple[Any, ...], Draws], Any]
 
 
 def _pairing(op: Op, forward: Op) -> list[_Part] | None:
@@ -268,19 +269,19 @@ def _is_gradient(name: str) -> bool:
 
 
 def _same_argument(name: str) -> _Part:
-    return lambda call, outputs, generator: call.named[name]
+    return lambda call, outputs, draws: call.named[name]
 
 
 def _output(index: int) -> _Part:
-    return lambda call, outputs, generator: outputs[index]
+    return lambda call, outputs, draws: outputs[index]
 
 
 def _empty_output(index: int) -> _Part:
-    return lambda call, outputs, generator: torch.empty_like(outputs[index])
+    return lambda call, outputs, draws: torch.empty_like(outputs[index])
 
 
 def _constant(value: Any) -> _Part:
-    return lambda call, outputs, generator: list(value) if isinstance(value, list) else value
+    return lambda call, outputs, draws: list(value) if isinstance(value, list) else value
 
 
 def _mask_of_given(forward: Op, size: int) -> _Part:
@@ -288,21 +289,20 @@ def _mask_of_given(forward: Op, size: int) -> _Part:
     tensors = [argument.name for argument in forward.arguments if "Tensor" in argument.kind]
     names = tensors[:size]
 
-    def mask(call: Call, outputs: tuple[Any, ...], generator: torch.Generator) -> list[bool]:
+    def mask(call: Call, outputs: tuple[Any, ...], draws: Draws) -> list[bool]:
         given = [call.named[name] is not None for name in names]
         return given + [True] * (size - len(given))
 
     return mask
 
 
-def _first_dtype(call: Call, outputs: tuple[Any, ...], generator: torch.Generator) -> Any:
+def _first_dtype(call: Call, outputs: tuple[Any, ...], draws: Draws) -> Any:
     return next(call.tensors()).dtype
 
 
-def _gradient(call: Call, outputs: tuple[Any, ...], generator: torch.Generator) -> Any:
+def _gradient(call: Call, outputs: tuple[Any, ...], draws: Draws) -> Any:
     like = outputs[0]
-    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-    return drawn.to(like.device, like.dtype)
+    return draws.normal(like)
 
 
 def forward_of(op: Op) -> Op | None:
@@ -392,7 +392,7 @@ def edited(op: Op, values: Values, edits: Edits, seed: int) -> Values:
 
     A tensor of another size gets new values that look like those it had.
     """
-    generator = torch.Generator().manual_seed(seed)
+    draws = Draws(seed)
     dtype = edits.get(Place(EVERY_TENSOR))
     result = []
     for argument, value in zip(op.arguments, values, strict=True):
@@ -401,18 +401,16 @@ def edited(op: Op, values: Values, edits: Edits, seed: int) -> Values:
             value = edits[whole]
         elif isinstance(value, (list, tuple)):
             value = [
-                _edit(Place(argument.name, item), each, edits, dtype, generator)
+                _edit(Place(argument.name, item), each, edits, dtype, draws)
                 for item, each in enumerate(value)
             ]
         else:
-            value = _edit(whole, value, edits, dtype, generator)
+            value = _edit(whole, value, edits, dtype, draws)
         result.append(value)
     return tuple(result)
 
 
-def _edit(
-    place: Place, value: Any, edits: Edits, dtype: torch.dtype | None, generator: torch.Generator
-) -> Any:
+def _edit(place: Place, value: Any, edits: Edits, dtype: torch.dtype | None, draws: Draws) -> Any:
     if not isinstance(value, torch.Tensor):
         return edits.get(place, value)
     if place in edits:  # another dtype for this tensor alone, or None instead of it
@@ -425,29 +423,27 @@ def _edit(
     fresh = value.detach().clone()
     redrawn = Place(EVERY_VALUE) in edits and value.is_floating_point()
     if redrawn or shape != list(value.shape):
-        fresh = _alike(value, shape, generator)
+        fresh = _alike(value, shape, draws)
     if dtype is not None and (fresh.is_floating_point() or fresh.is_complex()):
         fresh = fresh.to(dtype)
     return fresh
 
 
-def _alike(tensor: torch.Tensor, shape: list[int], generator: torch.Generator) -> torch.Tensor:
+def _alike(tensor: torch.Tensor, shape: list[int], draws: Draws) -> torch.Tensor:
     """New values of the same kind: integers and bools are drawn from those that are there."""
     if not tensor.is_floating_point():
         flat = tensor.detach().reshape(-1)
         if flat.numel() == 0:
             return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         count = torch.Size(shape).numel()
-        drawn = torch.randint(flat.numel(), (count,), generator=generator)
-        return flat[drawn.to(tensor.device)].reshape(shape)
+        return flat[draws.integers(flat.numel(), count, tensor.device)].reshape(shape)
     finite = tensor.detach().double()
     finite = finite[finite.isfinite()]
     low, high = (-1.0, 1.0) if finite.numel() == 0 else map(float, finite.aminmax())
     if low < 0 < high or low == high:
         bound = max(abs(low), abs(high)) or 1.0
         low, high = (-bound, bound) if low < 0 or high == 0 else (bound / 2, bound)
-    uniform = torch.rand(shape, generator=generator, dtype=torch.float32)
-    return (uniform * (high - low) + low).to(tensor.device, tensor.dtype)
+    return (draws.uniform(shape, tensor.device) * (high - low) + low).to(tensor.dtype)
 
 
 # ------------------------------------------------------------------ layouts

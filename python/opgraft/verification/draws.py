@@ -1,0 +1,58 @@
+"""Random numbers by seed, drawn where they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Draws"]
+
+
+class Draws:
+    """Random tensors, the same ones for the same seed, on one kind of device.
+
+    A GPU draws its own: of rows over clusters, 2**24 numbers, a CPU draws in 0.2 s, and every check
+    makes each sample anew.
+
+    >>> Draws(7).uniform([2], torch.device("cpu")).equal(Draws(7).uniform([2], torch.device("cpu")))
+    True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def uniform(
+        self, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Numbers from 0 up to 1."""
+        drawn = torch.rand(
+            shape, generator=self._on(device), device=self._where(device), dtype=dtype
+        )
+        return drawn.to(device)
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        """Numbers of the shape, dtype and device of `like`, whose standard deviation is 1."""
+        drawn = torch.randn(
+            like.shape,
+            generator=self._on(like.device),
+            device=self._where(like.device),
+            dtype=torch.float64,
+        )
+        return drawn.to(like.device, like.dtype)
+
+    def integers(self, end: int, count: int, device: torch.device) -> torch.Tensor:
+        """Integers from 0 up to `end`, without it."""
+        drawn = torch.randint(end, (count,), generator=self._on(device), device=self._where(device))
+        return drawn.to(device)
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        where = self._where(device)
+        if where not in self._generators:
+            self._generators[where] = torch.Generator(where).manual_seed(self._seed)
+        return self._generators[where]
+
+    def _where(self, device: torch.device) -> torch.device:
+        # Other devices' generators take no seed, or not every dtype.
+        return device if device.type == "cuda" else torch.device("cpu")
