@@ -400,11 +400,13 @@ def test_compiles_once_for_many_sizes(device: torch.device) -> None:
         rms_norm_backward(g, x, [hidden], rstd, weight, (True, True))
 
     run(1, 2048 - 16)  # whose one program writes dw itself, not a partial sum in float32
-    for hidden in (2048 - 16, 65536 + 16):
-        run(100, hidden)
+    # The sums of fewer than 32 programs, of fewer than 128, and of more are added up in three ways.
+    for rows in (100, 128, 512):
+        run(rows, 2048 - 16)
+    run(100, 65536 + 16)
     before = compiled()
     assert before
-    for rows in (1, 2, 3, 16, 17, 99, 128):
+    for rows in (1, 2, 3, 16, 17, 99, 129, 600):
         run(rows, 2048 - 16)
         run(rows, 2048 - 32)
         run(rows, 65536 + 16)

@@ -280,14 +280,13 @@ WHOLE_ROW_BYTES = 32 * 1024
 # A backward whose programs leave sums to add up takes two launches, and each costs the host some
 # 3.5 us, which is as long as an H200 takes for half of the work. One launch is enough where one
 # program makes all of it, of up to so many elements: at 2**14 that took the GPU 5.1 us, and two
-# launches 5.7; at 2**16 9.9 to 12, and 5.0 to 6.6. (`benchmarks/launch.py --crossover`:
-# results/launch_crossover_together_nvidia_h200.json, two launches in the file without "together".)
+# launches 5.7; at 2**16 9.9 to 12, and 5.0 to 6.6.
 ALONE = 2**14
 # And where the programs meet and add up the sums themselves, of up to so many elements in rows of
-# up to so many: the host then takes 0.6 of native's time and not 0.9. With 128 programs and more
-# the GPU took as long as with two launches, or up to 9 % longer; 64 x 4096 took it 1.46 times as
-# long, by two goes for each program, which is one by now. With fewer than 64 it is not measured.
-# Each program adds up as many numbers as a row is long: at 16384 the GPU took 1.4 times as long.
+# up to so many: a loop of such calls takes 6.2 to 8.1 us each (`benchmarks/launch.py --crossover`),
+# where it took 9.2 to 9.8 with two launches. The GPU alone took as long as with those, or up to 9%
+# longer; from 16 to 64 programs 1.2 times as long. Each program adds up as many numbers as a row is
+# long: at 16384 the GPU took 1.4 times as long.
 TOGETHER, TOGETHER_HIDDEN = 2**22, 4096
 # Rows of up to this many bytes are read again by a forward, out of L1: two of
 # them fit into it.
