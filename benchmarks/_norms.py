@@ -29,8 +29,6 @@ SIZES = [
     *((32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)),
     *((4096, 32768), (2048, 65536), (1024, 131072)),
 ]
-# Of the rows that the kernels over clusters take.
-CLUSTER_WIDTHS = (65536, 131072)
 EPS = 1e-6
 INPUT_SETS = 3
 
@@ -213,7 +211,7 @@ def clusters(norm: Norm, rounds: int) -> list[dict[str, Any]]:
     contenders = {"native": norm.native, "triton": norm.impls, "cluster": norm.clusters()}
     records: list[dict[str, Any]] = []
     for direction, name in enumerate(("forward", "backward")):
-        for hidden in CLUSTER_WIDTHS:
+        for hidden in _tile_tables(norm)[direction]:
             for log2 in range(hidden.bit_length() - 1, 28):
                 i = norm.make_inputs(2**log2 // hidden, hidden, torch.bfloat16, "cuda")
                 timings = {
@@ -238,51 +236,55 @@ def clusters(norm: Norm, rounds: int) -> list[dict[str, Any]]:
     return records
 
 
-# Threads, vectors a thread, blocks that a multiprocessor is to hold: slices of 4096 to 32768
-# elements. The width of the rows gives the cluster, which has 2 to 16 blocks.
+# Threads, vectors a thread, blocks that a multiprocessor is to hold, and rows that a block of a
+# backward holds, the one it works at included. The width of the rows gives the cluster.
 _FORWARD_SHAPES = [
-    *((1024, 2, 2), (1024, 4, 2), (512, 2, 4), (512, 4, 3), (512, 4, 4), (512, 8, 2), (512, 8, 3)),
-    *((256, 2, 8), (256, 4, 6), (256, 4, 8), (256, 8, 4), (256, 8, 5), (256, 8, 6), (256, 16, 3)),
-    *((128, 8, 8), (128, 8, 12), (128, 16, 6)),
-    # And rows that a block holds, the one it works at included, where clusters walk over rows.
-    *((1024, 1, 2, 4), (1024, 2, 1, 4), (512, 2, 2, 2), (512, 2, 2, 3), (512, 2, 2, 4)),
-    *((512, 4, 1, 3), (512, 4, 1, 4), (256, 4, 3, 2), (256, 4, 2, 3), (256, 4, 2, 4)),
-    *((512, 2, 3, 2), (256, 2, 4, 3), (256, 2, 4, 4), (256, 8, 1, 4)),
+    *((1024, 2, 2), (1024, 4, 2), (512, 2, 4), (512, 4, 2), (512, 4, 3), (512, 4, 4), (512, 8, 2)),
+    *((256, 2, 6), (256, 4, 4), (256, 4, 5), (256, 4, 6), (256, 4, 8), (256, 8, 3), (256, 8, 4)),
+    *((256, 8, 5), (256, 16, 2), (256, 16, 3), (128, 4, 12), (128, 8, 5), (128, 8, 6), (128, 8, 8)),
+    *((128, 16, 3), (128, 16, 4), (128, 16, 5), (128, 16, 6), (64, 16, 8), (64, 32, 5)),
 ]
 _BACKWARD_SHAPES = [
     *((1024, 1, 1, 4), (1024, 1, 1, 6), (1024, 2, 1, 2), (1024, 2, 1, 3)),
-    *((512, 4, 1, 2), (512, 4, 1, 3), (512, 2, 2, 2), (512, 2, 2, 3), (512, 2, 1, 4)),
-    *((256, 4, 2, 2), (256, 4, 2, 3), (256, 2, 4, 2), (256, 2, 4, 3), (256, 8, 1, 3)),
+    *((512, 1, 2, 4), (512, 1, 3, 3), (512, 2, 1, 2), (512, 2, 1, 3), (512, 2, 1, 4)),
+    *((512, 2, 2, 2), (512, 2, 2, 3), (512, 4, 1, 2), (512, 4, 1, 3)),
+    *((256, 2, 2, 3), (256, 2, 3, 2), (256, 2, 3, 3), (256, 2, 4, 2), (256, 4, 1, 3)),
+    *(
+        (256, 4, 1, 4),
+        (256, 4, 2, 2),
+        (256, 4, 2, 3),
+        (256, 4, 3, 2),
+        (256, 8, 1, 2),
+        (256, 8, 1, 3),
+    ),
+    *((128, 4, 4, 2), (128, 4, 4, 3), (128, 8, 2, 2), (128, 8, 2, 3)),
 ]
-_STREAMING_SHAPES = {(512, 4, 4), (256, 8, 6), (512, 2, 2, 4)}
 _MAX_CLUSTER = 16
+
+
+def _tile_tables(norm: Norm) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The chosen tiles of both directions, by the width of the rows."""
+    module = importlib.import_module(f"opgraft_kernels.{norm.name}.cutedsl_kernels")
+    return module.FORWARD_TILES, module.BACKWARD_TILES
 
 
 def _tiles(direction: int, hidden: int) -> list[Any]:
     from opgraft_kernels.clusters.exchange import VECTOR, Tile
 
     found = []
-    for shape in (_FORWARD_SHAPES, _BACKWARD_SHAPES)[direction]:
-        threads, vectors, *more = shape
+    for threads, vectors, *more in (_FORWARD_SHAPES, _BACKWARD_SHAPES)[direction]:
         cluster = hidden // (threads * vectors * VECTOR)
-        if 2 <= cluster <= _MAX_CLUSTER:
-            tile = Tile(threads, vectors, cluster, *more)
-            found.append(tile)
-            if direction == 0 and tile.stages == 1:
-                found.append(tile._replace(bulk=True))
-            if direction == 0 and shape in _STREAMING_SHAPES:
-                found.append(tile._replace(streaming=True))
+        if 1 <= cluster <= _MAX_CLUSTER:
+            found.append(Tile(threads, vectors, cluster, *more))
     return found
 
 
 def tiles(norm: Norm, rounds: int) -> list[dict[str, Any]]:
     """GB/s of the kernels over clusters by tile, the fastest first; wrong results are left out."""
     functions = norm.clusters()
-    module = importlib.import_module(f"opgraft_kernels.{norm.name}.cutedsl_kernels")
     records: list[dict[str, Any]] = []
-    for direction, tables in enumerate((module.FORWARD_TILES, module.BACKWARD_TILES)):
-        for hidden in CLUSTER_WIDTHS:
-            chosen = tables[hidden]
+    for direction, tables in enumerate(_tile_tables(norm)):
+        for hidden, chosen in list(tables.items()):
             rows = 2**27 // hidden
             inputs = [
                 norm.make_inputs(rows, hidden, torch.bfloat16, "cuda") for _ in range(INPUT_SETS)

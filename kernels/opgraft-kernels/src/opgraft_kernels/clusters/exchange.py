@@ -22,13 +22,10 @@ from cutlass.cute.nvgpu import cpasync
 
 __all__ = [
     "DTYPES",
-    "OTHER_FORWARD_TILES",
     "VECTOR",
     "WARP",
     "Exchange",
-    "Loads",
     "Tile",
-    "await_loads",
     "by_vector",
     "fetch_atom",
     "gather_shares",
@@ -36,8 +33,6 @@ __all__ = [
     "open_exchange",
     "reopen_slot",
     "send_shares",
-    "start_loads",
-    "store_vector",
     "warp_sum",
 ]
 
@@ -54,10 +49,7 @@ class Tile(NamedTuple):
     vectors: int
     cluster: int  # up to 16: above 8 a launch is not portable, but Hopper takes it
     per_sm: int  # how many blocks a multiprocessor is to hold: no more registers than that allows
-    stages: int = 1  # slices in a block's memory, where clusters walk over rows: all but one ahead
-    # In a forward: a slice is fetched by one bulk copy, and stores mark y as first to be evicted.
-    bulk: bool = False
-    streaming: bool = False
+    stages: int = 1  # of a backward: slices in a block's memory, all but one of rows to come
 
     @property
     def slice(self) -> int:
@@ -74,14 +66,6 @@ class Tile(NamedTuple):
     def shared_memory(self, slices: int, sums: int) -> int:
         """Bytes that a block has of slices and of shares of `sums` at once, barriers included."""
         return slices * self.slice * 2 + sums * (4 * self.cluster * self.warps + 8) + 8
-
-
-# The ways to run a forward that no norm has chosen, for `benchmarks/rms_norm.py --tiles`.
-OTHER_FORWARD_TILES = (
-    Tile(512, 2, 16, 2, 4),
-    Tile(512, 4, 8, 4, bulk=True),
-    Tile(512, 4, 8, 4, streaming=True),
-)
 
 
 def launch_options(tile: Tile) -> dict[str, Any]:
@@ -115,90 +99,6 @@ def fetch_atom(dtype: Any) -> Any:
 
 def warp_sum(value: Any) -> Any:
     return cute.arch.warp_reduction(value, lambda a, b: a + b)
-
-
-class Loads:
-    """Slices of rows on their way into shared memory, for forwards, and where they lie."""
-
-    def __init__(self, allocator: Any, tile: Tile, dtype: Any) -> None:
-        self.tile, self.dtype = tile, dtype
-        layout = cute.make_layout((tile.slice * tile.stages,))
-        own = allocator.allocate_tensor(dtype, layout, byte_alignment=128)
-        self.held, self.start = by_vector(own), own.iterator
-        self.arrived = allocator.allocate_array(Int64, num_elems=1) if tile.bulk else None
-
-
-@cute.jit
-def start_loads(loads: Loads, x: cute.Tensor, row: Int32, step: Any, thread: Int32, rank: Int32):
-    """Fetches a block's slice of `row`: a thread its own vectors, unless by one bulk copy.
-
-    Where clusters walk over rows there may be no such row.
-    """
-    tile = loads.tile
-    if cutlass.const_expr(tile.bulk):
-        if thread == 0:
-            cute.arch.mbarrier_init(loads.arrived, 1)
-            cute.arch.mbarrier_init_fence()
-            size = tile.slice * 2
-            cute.arch.mbarrier_arrive_and_expect_tx(loads.arrived, size)
-            source = x[row, None].iterator + rank * tile.slice
-            _bulk_copy(loads.start, source, size, loads.arrived)
-        cute.arch.sync_threads()  # the barrier is there to be waited for
-    else:
-        if cutlass.const_expr(tile.stages == 1):
-            _fetch(loads, x, row, step, thread, rank)
-        else:
-            if row < x.shape[0]:
-                _fetch(loads, x, row, step, thread, rank)
-        cute.arch.cp_async_commit_group()
-
-
-def _fetch(loads: Loads, x: Any, row: Any, step: Any, thread: Any, rank: Any) -> None:
-    tile = loads.tile
-    fetch = fetch_atom(loads.dtype)
-    vectors = by_vector(x[row, None])
-    first = rank * (tile.threads * tile.vectors) + thread
-    at = (step % tile.stages) * (tile.threads * tile.vectors) + thread
-    for i in range(tile.vectors):
-        j = i * tile.threads
-        cute.copy(fetch, vectors[None, first + j], loads.held[None, at + j])
-
-
-def await_loads(loads: Loads) -> None:
-    """Waits for the oldest of the loads, one of `stages`."""
-    if loads.tile.bulk:
-        cute.arch.mbarrier_wait(loads.arrived, 0)
-    else:
-        cute.arch.cp_async_wait_group(loads.tile.stages - 1)
-
-
-def _bulk_copy(target: Any, source: Any, size: int, barrier: Any) -> None:
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[
-            Int32(target.toint()),
-            Int64(source.toint()),
-            Int32(size),
-            Int32(barrier.toint()),
-        ],
-    )
-
-
-def store_vector(tile: Tile, row: Any, at: Any, values: Any) -> None:
-    """Writes one vector of y."""
-    if not tile.streaming:
-        row[None, at].store(values)
-        return
-    own = cute.make_rmem_tensor((VECTOR,), row.element_type)
-    own.store(values)
-    streaming = cute.make_copy_atom(
-        cute.nvgpu.CopyR2GOp(),
-        row.element_type,
-        num_bits_per_copy=row.element_type.width * VECTOR,
-        store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
-    )
-    cute.copy(streaming, own, row[None, at])
 
 
 class Exchange:

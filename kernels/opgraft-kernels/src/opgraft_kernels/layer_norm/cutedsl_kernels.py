@@ -8,7 +8,7 @@ import torch
 
 from opgraft_kernels.clusters.backward import BackwardKind, norm_backward
 from opgraft_kernels.clusters.compiling import Functions
-from opgraft_kernels.clusters.exchange import OTHER_FORWARD_TILES, Tile
+from opgraft_kernels.clusters.exchange import Tile
 from opgraft_kernels.clusters.forward import ForwardKind, norm_forward
 from opgraft_kernels.clusters.kinds import Kind, compile_kind
 
@@ -22,8 +22,24 @@ __all__ = [
 ]
 
 # By the width of the rows, as for RMSNorm.
-FORWARD_TILES = {tile.hidden: tile for tile in (Tile(512, 4, 4, 4), Tile(512, 4, 8, 4))}
-BACKWARD_TILES = {tile.hidden: tile for tile in (Tile(512, 4, 4, 1, 3), Tile(512, 4, 8, 1, 3))}
+FORWARD_TILES = {
+    tile.hidden: tile
+    for tile in (
+        Tile(128, 8, 2, 5),
+        Tile(128, 8, 4, 5),
+        Tile(128, 8, 8, 5),
+        Tile(128, 16, 8, 3),
+    )
+}
+BACKWARD_TILES = {
+    tile.hidden: tile
+    for tile in (
+        Tile(512, 2, 2, 1, stages=3),
+        Tile(256, 2, 8, 3, stages=3),
+        Tile(256, 4, 8, 2, stages=2),
+        Tile(512, 4, 8, 1, stages=2),
+    )
+}
 
 _PARAMETERS = ((True, True), (True, False), (False, True), (False, False))
 
@@ -34,8 +50,6 @@ def kinds() -> Iterator[Kind]:
         for has_weight, has_bias in _PARAMETERS:
             yield ForwardKind(torch.bfloat16, tile, has_weight, has_bias, True, None)
         yield ForwardKind(torch.float16, tile, True, True, True, None)
-    for tile in OTHER_FORWARD_TILES:
-        yield ForwardKind(torch.bfloat16, tile, True, True, True, None)
     for tile in BACKWARD_TILES.values():
         for needs_dw, needs_db in _PARAMETERS:
             yield BackwardKind(torch.bfloat16, tile, True, True, needs_dw, needs_db, None)
@@ -60,7 +74,7 @@ def layer_norm_forward(
 
     Args:
         input: ``[*outer, hidden]``, float16 or bfloat16, contiguous, not empty, 16 bytes aligned;
-            hidden is 65536 or 131072.
+            hidden is one of `FORWARD_TILES`.
         normalized_shape: ``[hidden]``.
         weight: ``[hidden]``, the dtype of ``input``, contiguous, 16 bytes aligned; or None.
         bias: likewise.
@@ -94,7 +108,7 @@ def layer_norm_backward(
 
     Args:
         grad_out: the shape and dtype of ``input``, contiguous, 16 bytes aligned.
-        input: as in the forward.
+        input: as in the forward, but that hidden is one of `BACKWARD_TILES`.
         normalized_shape: as in the forward.
         mean: what the forward returned, float32, one value a row, contiguous.
         rstd: likewise.
