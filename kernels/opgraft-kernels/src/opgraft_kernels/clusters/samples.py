@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from .conditions import CLUSTER_ROWS
-
 __all__ = ["samples"]
 
-_SHORT, _LONG = CLUSTER_ROWS
+_SHORT, _LONG = 65536, 131072
 #: The shape, and what else is particular.
 _CASES: tuple[tuple[tuple[int, ...], torch.dtype, str], ...] = (
     ((1, _SHORT), torch.bfloat16, ""),
@@ -21,6 +19,10 @@ _CASES: tuple[tuple[tuple[int, ...], torch.dtype, str], ...] = (
     ((255, _SHORT), torch.float16, ""),
     ((128, _LONG), torch.float16, ""),
     ((3, _LONG), torch.bfloat16, ""),
+    ((512, 32768), torch.bfloat16, ""),
+    ((511, 32768), torch.float16, ""),
+    ((1024, 16384), torch.float16, ""),
+    ((1023, 16384), torch.bfloat16, ""),
     ((2, 131, _SHORT), torch.bfloat16, ""),
     ((257, _SHORT), torch.float16, "no weight"),
     ((256, _SHORT), torch.bfloat16, "expanded"),

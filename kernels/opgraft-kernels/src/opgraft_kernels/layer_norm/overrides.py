@@ -147,7 +147,8 @@ _WIDE, _WIDE_CROSSOVER = 65536, 2**20
 # where Triton's took 7 and native's 70 for one row, 151 against 178 and 249 at 2**27 elements, and
 # from Python 23 to 25 us end to end. The backward beats Triton's from 2**24 elements (51 us against
 # 54) to 2**27 (225 against 323).
-_CLUSTER_FORWARD, _CLUSTER_BACKWARD = 2**16, 2**24
+_CLUSTER_FORWARD = {16384: 2**24, 32768: 2**24, 65536: 2**16, 131072: 2**16}
+_CLUSTER_BACKWARD = {16384: 2**24, 32768: 2**24, 65536: 2**24, 131072: 2**24}
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.

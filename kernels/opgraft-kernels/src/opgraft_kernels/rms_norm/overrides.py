@@ -130,7 +130,8 @@ _NARROW, _WIDE, _EXTREME_CROSSOVER = 128, 65536, 2**24
 # where Triton's took 6 and native's 47 for one row, 134 against 143 and 222 at 2**27 elements, and
 # from Python 17 to 33 us end to end. The backward is Triton's equal at 65536 and beats it at
 # 131072, from 2**24 elements (39 us against 42) to 2**27 (207 against 226).
-_CLUSTER_FORWARD, _CLUSTER_BACKWARD = 2**16, 2**24
+_CLUSTER_FORWARD = {65536: 2**16, 131072: 2**16}
+_CLUSTER_BACKWARD = {32768: 2**24, 65536: 2**24, 131072: 2**24}
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
