@@ -20,12 +20,16 @@ is the bottleneck. The contenders:
 
 The impls are those of opgraft-kernels, under a condition of four parts; of an op that the pack has
 no override of, native alone is measured. Each family of contenders has a process of its own, all
-pinned to one core; they take turns. A number is the median over rounds, a ratio the median of the
-ratios of the same round. "Beside Python": while another thread of the process spins in Python.
+pinned to one core. A burst of a contender follows one of native's, milliseconds before, because
+these machines are slower for seconds at a time. A number is the median over bursts, a ratio the
+median of the ratios to native's burst; native's own shows the noise. "F" is called with tensors
+that require no gradients, "F, grad mode" with such as do. "Beside Python": while another thread of
+the process spins in Python.
 
 At last a training step of a small model in the style of Llama (8 layers, hidden 1024, 128 tokens,
 eager): with the packs as they are shipped, and in the same process with them switched off, because
-two processes differ by more than a few norms can save; `native`, too, is the other process's step.
+two processes differ by more than a few norms can save. There the ratio is to the packs switched
+off just before, and theirs to `native`, the other process's step.
 
 Without a CUDA device nothing is launched: the impl makes LayerNorm's allocations and calls a small
 C function for each, which leaves what the router, the key, the table and a replay take.
@@ -60,7 +64,7 @@ import torch
 import torch.nn.functional as F
 
 EPS = 1e-6
-CALLS = 100
+CALLS, WARM_UP = 100, 20
 # A row of the table that holds the difference, not the call.
 OVER_A_MISS = "C++, over a miss"
 GPU = torch.cuda.is_available()
@@ -113,7 +117,7 @@ def norm_cases(rows: int, hidden: int) -> Iterator[Case]:
             (rows, hidden),
             ("_fused_rms_norm",),
             {
-                "F": no_grad(lambda: F.rms_norm(x, shape, weight, EPS)),
+                "F": lambda: F.rms_norm(x, shape, weight, EPS),
                 "F, grad mode": lambda: F.rms_norm(leaves[0], shape, leaves[1], EPS),
             },
             ("rms_norm", [x, weight]),
@@ -137,7 +141,7 @@ def norm_cases(rows: int, hidden: int) -> Iterator[Case]:
         (rows, hidden),
         ("native_layer_norm",),
         {
-            "F": no_grad(lambda: F.layer_norm(x, shape, weight, bias, EPS)),
+            "F": lambda: F.layer_norm(x, shape, weight, bias, EPS),
             "F, grad mode": lambda: F.layer_norm(leaves[0], shape, leaves[1], leaves[2], EPS),
         },
         ("layer_norm", [x, weight, bias]),
@@ -166,20 +170,12 @@ def attention_cases(size: tuple[int, ...]) -> Iterator[Case]:
         size,
         SDPA_OPS,
         {
-            "F": no_grad(lambda: F.scaled_dot_product_attention(q, k, v)),
+            "F": lambda: F.scaled_dot_product_attention(q, k, v),
             "F, grad mode": lambda: F.scaled_dot_product_attention(*leaves),
             "autograd": lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
         },
         ("sdpa", [q, k, v]),
     )
-
-
-def no_grad(call: Call) -> Call:
-    def without() -> object:
-        with torch.no_grad():
-            return call()
-
-    return without
 
 
 def make_cases() -> list[Case]:
@@ -387,7 +383,7 @@ class Peers(Contender):
             return {"op": lambda: quack.rmsnorm_bwd(x, weight, grad, rows)}
         if case.name == "sdpa" and flash is not None:
             q, k, v = (t.transpose(1, 2) for t in tensors)
-            return {"F": no_grad(lambda: flash.flash_attn_func(q, k, v))}
+            return {"F": lambda: flash.flash_attn_func(q, k, v)}
         return {}
 
 
@@ -558,10 +554,15 @@ class Worker:
     def time(self, cell: Cell) -> float:
         """Host microseconds of a call."""
         case = self.cases[cell.case]
-        synchronize()
+        # Another process had the core: this one's memory has to come back into the caches.
         if cell.caller == "C++":
+            self._cpp.burst(*case.cpp, WARM_UP)
+            synchronize()
             return float(self._cpp.burst(*case.cpp, self._calls))
         call = self.contender.callers(case, self.state)[cell.caller]
+        for _ in range(WARM_UP):
+            call()
+        synchronize()
         repeats = itertools.repeat(None, self._calls)
         start = time.perf_counter()
         for _ in repeats:
@@ -574,13 +575,14 @@ class Worker:
         with spinning_python():
             return float(self._cpp.burst(*self.cases[case].cpp, self._calls))
 
-    def over_a_miss(self, case: str) -> float:
-        """Host microseconds that a call of a new kind takes more than a declined one, from C++.
+    def over_a_miss(self, case: str) -> tuple[float, float]:
+        """Host microseconds that a call of a new kind takes more than a declined one, from C++, and
+        those of the declined one.
 
         In turn, burst by burst: states that are measured seconds apart differ by as much.
         """
         call = self.cases[case].cpp
-        added = []
+        pairs = []
         for _ in range(10):
             times = []
             for state in ("declined", "new key"):
@@ -588,8 +590,9 @@ class Worker:
                 self._cpp.burst(*call, 3)
                 synchronize()
                 times.append(float(self._cpp.burst(*call, self._calls)))
-            added.append(times[1] - times[0])
-        return statistics.median(added)
+            pairs.append((times[1] - times[0], times[0]))
+        added, declined = zip(*pairs, strict=True)
+        return statistics.median(added), statistics.median(declined)
 
     def sweep(self, backward: bool, rows: int, hidden: int) -> tuple[float, float]:
         """Microseconds of a call of RMSNorm in a loop of calls, and of the device's time alone."""
@@ -703,30 +706,27 @@ class Process:
 
 
 class Measured:
-    """The samples of a run: one a round, by contender and what was measured."""
+    """Samples by contender and what was measured, each with what it is compared to."""
 
     def __init__(self) -> None:
-        self.times: dict[tuple[str, Cell], list[float]] = defaultdict(list)
+        self.samples: dict[tuple[str, Cell], list[tuple[float, float]]] = defaultdict(list)
 
-    def add(self, contender: str, cell: Cell, sample: float) -> None:
-        self.times[contender, cell].append(sample)
+    def add(self, contender: str, cell: Cell, sample: float, base: float) -> None:
+        self.samples[contender, cell].append((sample, base))
 
-    def median(self, contender: str, cell: Cell) -> float | None:
-        samples = self.times.get((contender, cell))
-        return statistics.median(samples) if samples else None
+    def times(self, contender: str, cell: Cell) -> list[float]:
+        return [sample for sample, _ in self.samples.get((contender, cell), [])]
 
-    def ratio(self, contender: str, cell: Cell, to: str = "native") -> float | None:
-        """The median over rounds of the ratio to what another contender took in the same round."""
-        mine, its = self.times.get((contender, cell)), self.times.get((to, cell))
-        if not mine or not its:
-            return None
-        return statistics.median(one / other for one, other in zip(mine, its, strict=True))
+    def ratio(self, contender: str, cell: Cell) -> float | None:
+        """The median of the samples' ratios to what they are compared to."""
+        samples = self.samples.get((contender, cell))
+        return statistics.median(one / base for one, base in samples) if samples else None
 
     def contenders(self) -> list[str]:
-        return list(dict.fromkeys(name for name, _ in self.times))
+        return list(dict.fromkeys(name for name, _ in self.samples))
 
     def cells(self) -> list[Cell]:
-        return list(dict.fromkeys(cell for _, cell in self.times))
+        return list(dict.fromkeys(cell for _, cell in self.samples))
 
 
 def measure(rounds: int, calls: int, steps: int) -> tuple[Measured, list[str]]:
@@ -740,29 +740,36 @@ def measure(rounds: int, calls: int, steps: int) -> tuple[Measured, list[str]]:
         process.wait()
     for process in processes.values():
         process.ask("install")
+    native, grafted = processes["native"], processes["opgraft"]
+    native.ask("select", "native")
     for _ in range(rounds):
         for name, process in processes.items():
             for state in CONTENDERS[name].states:
                 cells = process.ask("select", state)
-                for cell in cells:
-                    measured.add(state, cell, process.ask("time", cell))
+                pairs = 3 if state in ("native", "plan") else 1  # of which the goals are
+                for cell, _ in itertools.product(cells, range(pairs)):
+                    base = native.ask("time", cell)
+                    measured.add(state, cell, process.ask("time", cell), base)
                 if state == "new key":
                     for case in dict.fromkeys(cell.case for cell in cells):
-                        sample = process.ask("over_a_miss", case)
-                        measured.add(state, Cell(case, OVER_A_MISS), sample)
+                        sample, base = process.ask("over_a_miss", case)
+                        measured.add(state, Cell(case, OVER_A_MISS), sample, base)
                 for case in beside:
                     if name != "peers" and Cell(case, "C++") in cells:
+                        base = native.ask("time_beside_python", case)
                         sample = process.ask("time_beside_python", case)
-                        measured.add(state, Cell(case, "C++, beside Python"), sample)
-    native, grafted = processes["native"], processes["opgraft"]
+                        measured.add(state, Cell(case, "C++, beside Python"), sample, base)
     grafted.ask("use_packs")
     native.ask("freeze")
     cell = Cell("training step", "Python")
-    for _ in range(rounds if steps else 0):
-        measured.add("native", cell, native.ask("train", steps) * 1e3)
-        for name in ("packs off", "packs"):
-            grafted.ask("switch", name == "packs")
-            measured.add(name, cell, grafted.ask("train", steps) * 1e3)
+    for _ in range(3 * rounds if steps else 0):
+        stock = native.ask("train", steps) * 1e3
+        measured.add("native", cell, stock, stock)
+        grafted.ask("switch", False)
+        off = grafted.ask("train", steps) * 1e3
+        measured.add("packs off", cell, off, stock)
+        grafted.ask("switch", True)
+        measured.add("packs", cell, grafted.ask("train", steps) * 1e3, off)
     plans = grafted.ask("plans") if steps else []
     for process in processes.values():
         process.end()
@@ -825,9 +832,9 @@ def table(measured: Measured) -> str:
     for cell in measured.cells():
         line = f"{cell.case + ', ' + cell.caller:44}"
         for name in names:
-            median, ratio = measured.median(name, cell), measured.ratio(name, cell)
-            text = "" if median is None else f"{median:.2f}"
-            line += f"{text + (f' ({ratio:.2f})' if ratio is not None else ''):>15}"
+            times, ratio = measured.times(name, cell), measured.ratio(name, cell)
+            text = f"{statistics.median(times):.2f} ({ratio:.2f})" if times else ""
+            line += f"{text:>15}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -851,11 +858,11 @@ def goals(measured: Measured) -> list[Row]:
             Row(f"plan, {cell.case}, {cell.caller}", "<= 0.85", f"{ratio:.3f}", ratio <= 0.85)
         )
     over = [cell for cell in measured.cells() if cell.caller == OVER_A_MISS]
-    added = [us for cell in over if (us := measured.median("new key", cell)) is not None]
+    added = [statistics.median(measured.times("new key", cell)) for cell in over]
     if added:
         worst = max(added)
         rows.append(Row("new key over a miss, C++: us", "<= 0.8", f"{worst:.3f}", worst <= 0.8))
-    training = measured.ratio("packs", Cell("training step", "Python"), to="packs off")
+    training = measured.ratio("packs", Cell("training step", "Python"))
     if training is not None:
         rows.append(Row("training step with the packs", "< 1", f"{training:.3f}", training < 1))
     return rows
@@ -863,7 +870,8 @@ def goals(measured: Measured) -> list[Row]:
 
 def records(measured: Measured) -> list[dict[str, Any]]:
     found = []
-    for (name, cell), samples in measured.times.items():
+    for name, cell in measured.samples:
+        samples = measured.times(name, cell)
         quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
         ratio = measured.ratio(name, cell)
         found.append(
@@ -882,7 +890,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--smoke", action="store_true", help="one short round, nothing is saved")
     parser.add_argument("--crossover", action="store_true", help="over sizes of RMSNorm")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args(arguments)
     if not GPU and options.crossover:
         raise SystemExit("--crossover needs a CUDA device")
@@ -897,7 +905,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("written to", path)
         return
     # Without a GPU a burst need not fit into a queue, and no pack runs in the training step.
-    rounds, calls, steps = options.rounds, CALLS if GPU else 20 * CALLS, 30 if GPU else 0
+    rounds, calls, steps = options.rounds, CALLS if GPU else 20 * CALLS, 10 if GPU else 0
     if options.smoke:
         rounds, calls, steps = 1, 3, 1
     measured, plans = measure(rounds, calls, steps)
