@@ -57,6 +57,17 @@ __all__ = ["configurations", "layer_norm_backward", "layer_norm_forward"]
 # --------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _load_parameters(w_ptr, b_ptr, col, in_row, MASKED: tl.constexpr):
+    """Columns of weight and bias; nothing that is read of one that there is not."""
+    w, b = 0.0, 0.0
+    if w_ptr is not None:
+        w = load_if(w_ptr + col, in_row, MASKED)
+    if b_ptr is not None:
+        b = load_if(b_ptr + col, in_row, MASKED)
+    return w, b
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _forward_rows_kernel(
     x_ptr,
@@ -73,10 +84,12 @@ def _forward_rows_kernel(
     BLOCK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     MASK_COLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program normalises a tile of ROWS whole rows, which stays in registers.
 
-    MASK_ROWS, MASK_COLS: the tile may hold more rows, or columns, than there are.
+    MASK_ROWS, MASK_COLS: the tile may hold more rows, or columns, than there are. EARLY: weight
+    and bias are loaded while x is on its way, and take registers from there on.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -87,17 +100,16 @@ def _forward_rows_kernel(
     x_ptrs = x_ptr + (row * x_stride)[:, None] + col[None, :]
     y_ptrs = y_ptr + (row * hidden)[:, None] + col[None, :]
     x = load_if(x_ptrs, mask, MASK_ROWS or MASK_COLS).to(tl.float32)
-    # While x is on its way.
-    if w_ptr is not None:
-        w = load_if(w_ptr + col, in_row, MASK_COLS)
-    if b_ptr is not None:
-        b = load_if(b_ptr + col, in_row, MASK_COLS)
+    if EARLY:
+        w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
     mean = tl.sum(x, axis=1) / hidden
     y = x - mean[:, None]
     if MASK_COLS:
         y = tl.where(in_row[None, :], y, 0.0)
     rstd = tl.rsqrt(tl.sum(y * y, axis=1) / hidden + eps)
     y = y * rstd[:, None]
+    if not EARLY:
+        w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
     if w_ptr is not None:
         y = y * w.to(tl.float32)[None, :]
     if b_ptr is not None:
@@ -546,6 +558,8 @@ def _plan_forward(
                 "BLOCK": tile.block,
                 "MASK_ROWS": tile.rows > 1,
                 "MASK_COLS": hidden < tile.block,
+                # Of rows of 16 KiB it was 5% slower, of 32 KiB 35%.
+                "EARLY": tile.block * itemsize <= 8192,
             },
             tile.num_warps,
         )
