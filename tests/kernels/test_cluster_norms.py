@@ -36,7 +36,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 # Weight and bias.
 PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
 # From here on the overrides take the call, at every width.
-ELEMENTS = 2**24
+ELEMENTS = 2**25
 
 
 class Case(NamedTuple):

@@ -143,12 +143,14 @@ _FORWARD_CROSSOVER, _BACKWARD_CROSSOVER = 2**25, 2**24
 _NARROW, _NARROW_CROSSOVER = 128, 2**23
 _WIDE, _WIDE_CROSSOVER = 65536, 2**20
 
-# Over clusters, likewise (`benchmarks/layer_norm.py --clusters`), on the GPU: the forward took 5 us
-# where Triton's took 7 and native's 70 for one row, 151 against 178 and 249 at 2**27 elements, and
-# from Python 23 to 25 us end to end. The backward beats Triton's from 2**24 elements (51 us against
-# 54) to 2**27 (225 against 323).
-_CLUSTER_FORWARD = {16384: 2**24, 32768: 2**24, 65536: 2**16, 131072: 2**16}
-_CLUSTER_BACKWARD = {16384: 2**24, 32768: 2**24, 65536: 2**24, 131072: 2**24}
+# Over clusters, likewise (`benchmarks/layer_norm.py --clusters`), on the GPU: the forward took 4 us
+# where Triton's took 6 to 7 and native's 37 to 140 for one row of 32768 to 131072, and 141 against
+# 179 and 248 at 2**27 elements in rows of 65536; from Python a call took 26 to 45 us end to end, so
+# that of rows of 16384 it pays from 2**24 elements (27 against native's 45). The backward is
+# Triton's equal at 2**24 elements (16384: 51 us against 48; 65536: 49 against 54) and beats it from
+# there on (218 against 292 and 225 against 321 at 2**27).
+_CLUSTER_FORWARD = {16384: 2**24, 32768: 2**16, 65536: 2**16, 131072: 2**16}
+_CLUSTER_BACKWARD = {16384: 2**25, 32768: 2**24, 65536: 2**24, 131072: 2**24}
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.

@@ -126,10 +126,11 @@ _CROSSOVER = 2**25
 # forward and 127 us backward at hidden 128, 116 us and 168 us at 65536, more at 131072.
 _NARROW, _WIDE, _EXTREME_CROSSOVER = 128, 65536, 2**24
 
-# Over clusters, likewise (`benchmarks/rms_norm.py --clusters`), on the GPU: the forward took 4 us
-# where Triton's took 6 and native's 47 for one row, 134 against 143 and 222 at 2**27 elements, and
-# from Python 17 to 33 us end to end. The backward is Triton's equal at 65536 and beats it at
-# 131072, from 2**24 elements (39 us against 42) to 2**27 (207 against 226).
+# Over clusters, likewise (`benchmarks/rms_norm.py --clusters`), on the GPU: the forward took 3.4 us
+# where Triton's took 6 and native's 48 for one row of 65536, 131 against 142 and 222 at 2**27
+# elements, and from Python 21 to 38 us end to end. The backward beats Triton's a little from 2**24
+# elements (37 us against 39 to 42) to 2**27 (213 against 218 for rows of 32768, 207 against 226 for
+# those of 131072).
 _CLUSTER_FORWARD = {65536: 2**16, 131072: 2**16}
 _CLUSTER_BACKWARD = {32768: 2**24, 65536: 2**24, 131072: 2**24}
 
