@@ -4,9 +4,9 @@
     python benchmarks/llama.py --smoke    # tiny, without a GPU: does this script work?
 
 nn.RMSNorm, F.scaled_dot_product_attention and nn.Linear in bfloat16, as a model's author writes
-them. Tokens a second are medians over rounds in which the model runs with the overrides and, inside
-`opgraft.disabled()`, without them; eager, and with its blocks under torch.compile. Wall time, the
-host's work included.
+them. The model runs with the overrides and, inside `opgraft.disabled()`, without them, a step each
+in turn; eager, and with its blocks under torch.compile. Tokens a second are medians, ratios medians
+of the ratios to the native step of the same turn. Wall time, the host's work included.
 """
 
 from __future__ import annotations
@@ -169,13 +169,12 @@ def workloads(model: Llama, sizes: dict[str, tuple[int, int]], device: str) -> l
 # ------------------------------------------------------------------------------------ measuring
 
 
-def _seconds(run: Callable[[], object], calls: int) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(calls):
-        run()
+    run()
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
+    return time.perf_counter() - start
 
 
 def bench(shape: Shape, rounds: int, modes: Sequence[str]) -> list[dict[str, Any]]:
@@ -188,45 +187,60 @@ def bench(shape: Shape, rounds: int, modes: Sequence[str]) -> list[dict[str, Any
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e9:.2f} B parameters")
     sizes = {"training": (4, 4096), "prefill": (4, 8192), "decode": (16, 4096)}
-    scopes = {"native": opgraft.disabled, "opgraft": contextlib.nullcontext}
+    scopes = {
+        "native": opgraft.disabled,
+        "native again": opgraft.disabled,  # what two measurements of the same differ by
+        "opgraft": contextlib.nullcontext,
+    }
     records: list[dict[str, Any]] = []
     for mode in modes:
         if mode == "compiled":
             for block in model.blocks:
                 block.compile()
         for workload in workloads(model, sizes, "cuda"):
-            seconds: dict[str, list[float]] = {side: [] for side in scopes}
-            for scope in scopes.values():
+            for scope in (opgraft.disabled, contextlib.nullcontext):
                 with scope():
                     for _ in range(3):
                         workload.run()
             hits = _hits()
+            seconds: dict[str, list[float]] = {side: [] for side in scopes}
             # A step of decoding is milliseconds of the host's time, which comes and goes.
-            calls, turns = (3, 8 * rounds) if workload.name == "decode" else (2, rounds)
-            for n in range(turns):
+            for n in range(rounds * (40 if workload.name == "decode" else 2)):
                 # In turns: what comes second finds a warmer GPU.
-                for side in list(scopes)[:: 1 if n % 2 else -1]:
+                for i in range(len(scopes)):
+                    side = list(scopes)[(n + i) % len(scopes)]
                     with scopes[side]():
-                        seconds[side].append(_seconds(workload.run, calls))
+                        seconds[side].append(_seconds(workload.run))
             taken = {name: n - hits.get(name, 0) for name, n in _hits().items()}
-            for side, values in seconds.items():
-                records.append(
-                    {
-                        "mode": mode,
-                        "workload": workload.name,
-                        "side": side,
-                        "tokens_per_second": workload.tokens / statistics.median(values),
-                        "milliseconds": statistics.median(values) * 1e3,
-                    }
-                )
-            native, ours = (r["tokens_per_second"] for r in records[-2:])
+            found = [_record(mode, workload, side, seconds) for side in scopes]
+            records += found
             print(
-                f"{mode:8} {workload.name:8} | native {native:9.0f} tokens/s"
-                f" | opgraft {ours:9.0f} | {ours / native:.3f} | hits: "
+                f"{mode:8} {workload.name:8}"
+                + "".join(
+                    f" | {r['side']} {r['tokens_per_second']:9.0f} tokens/s, {r['ratio']:.3f}"
+                    for r in found
+                )
+                + " | hits: "
                 + (", ".join(f"{name} {n}" for name, n in taken.items() if n) or "none"),
                 flush=True,
             )
     return records
+
+
+def _record(
+    mode: str, workload: Workload, side: str, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
+    """A side's speed, and its median ratio to native's in the same turn."""
+    median = statistics.median(seconds[side])
+    pairs = zip(seconds["native"], seconds[side], strict=True)
+    return {
+        "mode": mode,
+        "workload": workload.name,
+        "side": side,
+        "tokens_per_second": workload.tokens / median,
+        "milliseconds": median * 1e3,
+        "ratio": statistics.median(native / own for native, own in pairs),
+    }
 
 
 def _hits() -> dict[str, int]:
@@ -240,7 +254,7 @@ def smoke() -> None:
     overrides = opgraft_kernels.register()
     model = Llama(Shape(1, 32, 2, 2, 64, 50))
     for workload in workloads(
-        model, {"training": (2, 33), "prefill": (1, 40), "decode": (2, 8)}, "cpu"
+        model, {"training": (2, 33), "prefill": (2, 40), "decode": (2, 8)}, "cpu"
     ):
         state = {name: value.clone() for name, value in model.state_dict().items()}
         ours = workload.run()
