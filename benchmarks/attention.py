@@ -368,11 +368,11 @@ def smoke() -> None:
     """Forward and backward at the CPU key under the interpreter: whether the script works."""
     overrides = attention_overrides.register("CPU")
     for case in (Case(1, 2, 2, 40, 16, 16, False), Case(1, 2, 2, 40, 16, 16, True)):
-        inputs = make_inputs(case, torch.float32, "cpu")
+        inputs = make_inputs(case, torch.float16, "cpu")
         ours = _through_sdpa(case, inputs, contextlib.nullcontext)
         native = _through_sdpa(case, inputs, _native)
-        torch.testing.assert_close(ours.forward(), native.forward())
-        torch.testing.assert_close(ours.backward(), native.backward())
+        torch.testing.assert_close(ours.forward(), native.forward(), rtol=0.01, atol=0.01)
+        torch.testing.assert_close(ours.backward(), native.backward(), rtol=0.01, atol=0.01)
     assert all(override.hits >= 2 for override in overrides)
     print("the overrides were hit and agree with native; nothing was measured")
 
