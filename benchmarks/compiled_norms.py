@@ -1,0 +1,197 @@
+"""The norms in compiled graphs: Inductor's own code, fused with what is around, or the overrides.
+
+    python benchmarks/compiled_norms.py            # five minutes; needs a CUDA device
+    python benchmarks/compiled_norms.py --smoke    # on the CPU: does this script work?
+
+What an override's `compile=` should be. A norm alone, and one behind a residual connection, whose
+addition Inductor fuses with the norm, as it does the sum of two gradients in the backward: `y, h =
+norm(x + r), x + r`. Forward alone (in inference), and forward with backward (in training), under
+`torch.compile` with static sizes:
+
+- `inductor`: no override; Inductor generates code.
+- `opaque`: the overrides with `compile="opaque"`: the graph calls them.
+
+Microseconds of the GPU's time, and end to end in a loop of calls, whatever that waits for; medians
+over rounds in which both take their turn. End to end, `inductor` has the scope in which overrides
+are off, which takes the host a microsecond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import _common
+import torch
+import torch.nn.functional as F
+from _gpu import Call, end_to_end_time, gpu_times
+
+import opgraft
+import opgraft_kernels
+
+HIDDEN = (1024, 4096, 16384)
+LOG2_ELEMENTS = (18, 22, 26)
+INPUT_SETS = 3
+EPS = 1e-5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+class Inputs(NamedTuple):
+    x: torch.Tensor
+    residual: torch.Tensor
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+
+
+def make_inputs(norm: str, rows: int, hidden: int) -> Inputs:
+    draw = functools.partial(torch.randn, device=DEVICE, dtype=DTYPE)
+    parameters = [draw(hidden) for _ in range(2 if norm == "layer_norm" else 1)]
+    x, residual, *gradients = (draw(rows, hidden) for _ in range(4))
+    return Inputs(
+        x.requires_grad_(),
+        residual.requires_grad_(),
+        [each.requires_grad_() for each in parameters],
+        gradients,
+    )
+
+
+def alone(norm: Callable[..., torch.Tensor], i: Inputs) -> tuple[torch.Tensor, ...]:
+    return (norm(i.x, i.x.shape[-1:], *i.parameters, eps=EPS),)
+
+
+def behind_a_residual(norm: Callable[..., torch.Tensor], i: Inputs) -> tuple[torch.Tensor, ...]:
+    h = i.x + i.residual
+    return norm(h, h.shape[-1:], *i.parameters, eps=EPS), h
+
+
+PATTERNS = {"alone": alone, "behind a residual": behind_a_residual}
+
+
+def train(compiled: Callable[..., Any], i: Inputs) -> object:
+    outputs = compiled(i)
+    leaves = [i.x, *([i.residual] if len(outputs) > 1 else []), *i.parameters]
+    return torch.autograd.grad(outputs, leaves, i.gradients[: len(outputs)])
+
+
+@torch.no_grad()
+def infer(compiled: Callable[..., Any], i: Inputs) -> object:
+    return compiled(i)
+
+
+MODES = {"inference": infer, "training": train}
+
+
+def contenders(
+    norm: str, pattern: str, mode: str, inputs: Sequence[Inputs]
+) -> dict[str, tuple[Call, ...]]:
+    """Calls of a pattern by contender, compiled."""
+    from torch._inductor.compile_fx import compile_fx
+
+    torch._dynamo.reset()
+    found = {}
+    for name, scope in {"inductor": opgraft.disabled, "opaque": contextlib.nullcontext}.items():
+        function = functools.partial(PATTERNS[pattern], getattr(F, norm))
+        # A backend of its own keeps what it compiles apart from the others'.
+        compiled = torch.compile(function, backend=functools.partial(compile_fx), dynamic=False)
+
+        def call(i: Inputs, compiled: Any = compiled, scope: Any = scope) -> object:
+            with scope():
+                return MODES[mode](compiled, i)
+
+        for _ in range(3):  # compiles, and records launch plans
+            for each in inputs:
+                call(each)
+        found[name] = tuple(functools.partial(call, each) for each in inputs)
+    return found
+
+
+def use_opaque() -> list[opgraft.Override]:
+    """The packs' overrides of norms, opaque in compiled graphs, and no others."""
+    overrides = [each for each in opgraft_kernels.register() if "norm" in each.name]
+    opgraft.disable()
+    for override in overrides:
+        override.compile = "opaque"
+        opgraft.enable(name=override.name)
+    return overrides
+
+
+def bench(rounds: int, hidden_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """A record for every norm, pattern, mode and size."""
+    overrides = use_opaque()
+    records = []
+    for norm in ("rms_norm", "layer_norm"):
+        for hidden in hidden_sizes:
+            for log2 in sizes:
+                rows = 2**log2 // hidden
+                inputs = [make_inputs(norm, rows, hidden) for _ in range(INPUT_SETS)]
+                for pattern in PATTERNS:
+                    for mode in MODES:
+                        record = {
+                            "norm": norm,
+                            "pattern": pattern,
+                            "mode": mode,
+                            "rows": rows,
+                            "hidden": hidden,
+                            **measure(contenders(norm, pattern, mode, inputs), overrides, rounds),
+                        }
+                        records.append(record)
+                        print(_line(record), flush=True)
+    return records
+
+
+def measure(
+    calls: dict[str, tuple[Call, ...]], overrides: Sequence[opgraft.Override], rounds: int
+) -> dict[str, Any]:
+    """Microseconds by contender, and whether the overrides were hit."""
+    hits = sum(each.hits for each in overrides)
+    if DEVICE == "cpu":
+        for each in calls.values():
+            each[0]()
+        return {"hit": sum(each.hits for each in overrides) > hits}
+    gpu = gpu_times(calls, rounds)
+    found: dict[str, Any] = {
+        f"{name}_us": {
+            "gpu": round(gpu[name] * 1e3, 2),
+            "end_to_end": round(end_to_end_time(each[0], rounds) * 1e3, 2),
+        }
+        for name, each in calls.items()
+    }
+    return {**found, "hit": sum(each.hits for each in overrides) > hits}
+
+
+def _line(record: dict[str, Any]) -> str:
+    times = [
+        f" | {name} {record[f'{name}_us']['gpu']:7.1f} {record[f'{name}_us']['end_to_end']:7.1f}"
+        for name in ("inductor", "opaque")
+        if f"{name}_us" in record
+    ]
+    where = f"{record['norm']:10} {record['rows']:6} x {record['hidden']:5}"
+    return (
+        f"{where} {record['mode']:9} {record['pattern']:17}{''.join(times)}"
+        f" | {'hit' if record['hit'] else 'NO HIT'}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
+    parser.add_argument("--log2", type=int, nargs="+", default=LOG2_ELEMENTS)
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        records = bench(1, (32,), (12,))
+        assert any(record["hit"] for record in records)
+    elif DEVICE == "cpu":
+        parser.error("there is no CUDA device; --smoke runs without one")
+    else:
+        records = bench(options.rounds, options.hidden, options.log2)
+        print("written to", _common.save("compiled_norms", torch.cuda.get_device_name(), records))
+
+
+if __name__ == "__main__":
+    main()
