@@ -257,8 +257,22 @@ def _summary(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"hits: {hits}"])
 
 
+class Way(NamedTuple):
+    """How calls of cuDNN's op are answered, whatever the conditions say."""
+
+    kernels: str
+    launch_plan: bool
+
+
+WAYS = {
+    "cutedsl": Way("cutedsl_kernels", launch_plan=False),
+    "cutedsl plan": Way("cutedsl_kernels", launch_plan=True),
+    "triton plan": Way("triton_kernels", launch_plan=True),
+}
+
+
 def crossover(rounds: int) -> list[dict[str, Any]]:
-    """Native and FlashAttention-4, whatever the conditions say, at growing sizes, end to end."""
+    """Native and the kernels, whatever the conditions say, at growing sizes, end to end."""
     cases = [
         Case(batch, heads, heads, length, dim, dim, causal)
         for dim in (64, 128)
@@ -267,53 +281,71 @@ def crossover(rounds: int) -> list[dict[str, Any]]:
         for batch, heads in ((1, 4), (1, 16), (2, 16), (4, 16), (8, 16))
         if batch == 1 or length <= 2048
     ]
-    made = {}
-    timings: dict[tuple[Case, str, str], tuple[float, float]] = {}
-    for name in ("native", "opgraft"):
-        if name == "opgraft":
-            _register_without_crossovers()
-        for case in cases:
-            inputs = made.setdefault(case, make_inputs(case, torch.bfloat16, "cuda"))
-            contestant = _through_sdpa(case, inputs, contextlib.nullcontext)
-            for direction, call in contestant._asdict().items():
-                gpu = gpu_times({"": [call] * 4}, rounds)[""]
-                timings[case, direction, name] = gpu * 1e3, end_to_end_time(call, rounds) * 1e3
+    # One after the other: native first, so that it pays for no router.
+    timings = {"native": _timings(cases, rounds)}
+    for name, way in WAYS.items():
+        overrides = _register_without_crossovers(way)
+        timings[name] = _timings(cases, rounds)
+        assert all(override.hits for override in overrides)
+        for override in overrides:
+            override.remove()
     records = []
     for case in cases:
         for direction in ("forward", "backward"):
-            native, ours = (timings[case, direction, name] for name in ("native", "opgraft"))
             work = case.batch * case.heads * case.length**2 * case.dim
+            found = {name: timings[name][case, direction] for name in timings}
             records.append(
                 {
                     "direction": direction,
                     **case._asdict(),
                     "log2_work": math.log2(work),
-                    "native_us": {"gpu": native[0], "end_to_end": native[1]},
-                    "opgraft_us": {"gpu": ours[0], "end_to_end": ours[1]},
+                    **{
+                        f"{name.replace(' ', '_')}_us": {"gpu": gpu, "end_to_end": end_to_end}
+                        for name, (gpu, end_to_end) in found.items()
+                    },
                 }
             )
             print(
                 f"{case} {direction:8} work 2**{math.log2(work):.1f} | GPU, end to end us"
-                f" | native {native[0]:6.1f} {native[1]:6.1f}"
-                f" | opgraft {ours[0]:6.1f} {ours[1]:6.1f}"
-                f" | {native[0] / ours[0]:.2f} {native[1] / ours[1]:.2f}"
+                + "".join(f" | {n} {gpu:6.1f} {end:6.1f}" for n, (gpu, end) in found.items())
             )
     return records
 
 
-def _register_without_crossovers() -> None:
-    for op, impl in (
-        ("_scaled_dot_product_cudnn_attention", attention_overrides.aten.cudnn_forward),
-        ("_scaled_dot_product_cudnn_attention_backward", attention_overrides.aten.cudnn_backward),
-    ):
-        opgraft.cutedsl_utils.register_op_override(
+def _timings(cases: Sequence[Case], rounds: int) -> dict[tuple[Case, str], tuple[float, float]]:
+    """Microseconds of the GPU, and end to end in a loop of calls, by case and direction."""
+    timings = {}
+    for case in cases:
+        inputs = make_inputs(case, torch.bfloat16, "cuda")
+        contestant = _through_sdpa(case, inputs, contextlib.nullcontext)
+        for direction, call in contestant._asdict().items():
+            for _ in range(4):  # records a launch plan
+                call()
+            gpu = gpu_times({"": [call] * 4}, rounds)[""]
+            timings[case, direction] = gpu * 1e3, end_to_end_time(call, rounds) * 1e3
+    return timings
+
+
+def _register_without_crossovers(way: Way) -> list[opgraft.Override]:
+    utils = opgraft.cutedsl_utils if "cutedsl" in way.kernels else opgraft.triton_utils
+    return [
+        utils.register_op_override(
             "aten",
             op,
             "CUDA",
-            lambda *args, impl=impl, **kwargs: impl("cutedsl_kernels", *args, **kwargs),
+            lambda *args, impl=impl, **kwargs: impl(way.kernels, *args, **kwargs),
             cond=opgraft.when.numel("query") > 0,
-            name="crossover",
+            name=f"crossover of {op}",
+            launch_plan=way.launch_plan,
         )
+        for op, impl in (
+            ("_scaled_dot_product_cudnn_attention", attention_overrides.aten.cudnn_forward),
+            (
+                "_scaled_dot_product_cudnn_attention_backward",
+                attention_overrides.aten.cudnn_backward,
+            ),
+        )
+    ]
 
 
 # ------------------------------------------------------------------------------------- results
