@@ -6,6 +6,7 @@ Each check is a function of an observed call. It returns where the call is as it
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from opgraft.verification.reference import (
     reference,
     widened,
 )
-from opgraft.verification.samples import Sample, functional_of, run, tensors_of
+from opgraft.verification.samples import CannotMake, Sample, functional_of, run, tensors_of
 
 #: Draws of a call's values over which errors are taken, where one alone is above the bound.
 _DRAWS = 12
@@ -465,7 +466,7 @@ def _over_draws(seen: Observation, index: int, error: Error) -> Error:
         except Exception:  # no such call with other values
             continue
         if isinstance(exact, torch.Tensor):
-            error = error.joined(errors(*pair, exact)[0])
+            error = _joined(error, *errors(*pair, exact))
     return error
 
 
@@ -765,12 +766,17 @@ def _gradient_over_draws(seen: Observation, index: int, error: Error) -> Error:
     for draw in range(1, _DRAWS):
         try:
             again = _three_gradients(Observation(seen.subject, seen.sample.redrawn(draw)))
-        except Exception:  # no such call with other values
+        except (CannotMake, NotApplicable):  # no such call with other values
             continue
         one, other, best = again.mine[index], again.native[index], again.exact[index]
         if one is not None and other is not None and best is not None:
-            error = error.joined(errors(one, other, best)[0])
+            error = _joined(error, *errors(one, other, best))
     return error
+
+
+def _joined(error: Error, other: Error, problem: str | None) -> Error:
+    """An error together with another draw's, which a problem (NaN) makes infinite."""
+    return error.joined(other if problem is None else replace(other, mine=math.inf))
 
 
 def _near(error: Error, one: torch.Tensor, other: torch.Tensor, k: float) -> bool:
@@ -1073,7 +1079,7 @@ def _front_over_draws(front: opinfo.Front, subject: Subject, index: int, error: 
         except (NotApplicable, IndexError):  # no such call with other values
             continue
         if all(isinstance(each, torch.Tensor) for each in found):
-            error = error.joined(errors(found[0], found[1], found[-1])[0])
+            error = _joined(error, *errors(found[0], found[1], found[-1]))
     return error
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
+
+from opgraft.router import threads
 
 __all__ = ["Draws"]
 
@@ -27,25 +30,29 @@ class Draws:
         self, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Numbers from 0 up to 1."""
-        drawn = torch.rand(
-            shape, generator=self._on(device), device=self._where(device), dtype=dtype
-        )
-        return drawn.to(device)
+        with _natively():
+            drawn = torch.rand(
+                shape, generator=self._on(device), device=self._where(device), dtype=dtype
+            )
+            return drawn.to(device)
 
     def normal(self, like: torch.Tensor) -> torch.Tensor:
         """Numbers of the shape, dtype and device of `like`, whose standard deviation is 1."""
-        drawn = torch.randn(
-            like.shape,
-            generator=self._on(like.device),
-            device=self._where(like.device),
-            dtype=torch.float64,
-        )
-        return drawn.to(like.device, like.dtype)
+        with _natively():
+            drawn = torch.randn(
+                like.shape,
+                generator=self._on(like.device),
+                device=self._where(like.device),
+                dtype=torch.float64,
+            )
+            return drawn.to(like.device, like.dtype)
 
     def integers(self, end: int, count: int, device: torch.device) -> torch.Tensor:
         """Integers from 0 up to `end`, without it."""
-        drawn = torch.randint(end, (count,), generator=self._on(device), device=self._where(device))
-        return drawn.to(device)
+        with _natively():
+            where = self._where(device)
+            drawn = torch.randint(end, (count,), generator=self._on(device), device=where)
+            return drawn.to(device)
 
     def _on(self, device: torch.device) -> torch.Generator:
         where = self._where(device)
@@ -56,3 +63,8 @@ class Draws:
     def _where(self, device: torch.device) -> torch.device:
         # Other devices' generators take no seed, or not every dtype.
         return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _natively() -> AbstractContextManager[None]:
+    """What is verified may be an override of the very op that draws."""
+    return threads.scope(threads.EVERYTHING)

@@ -1,0 +1,72 @@
+"""What is drawn, and what several draws say together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from opgraft.verification import checks
+from opgraft.verification.checks import Failed, Gradients
+from opgraft.verification.draws import Draws
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
+def test_a_seed_draws_the_same_again(dtype: torch.dtype) -> None:
+    like = torch.empty(3, 5, dtype=dtype)
+    one, again, other = (Draws(seed).normal(like) for seed in (1, 1, 2))
+    assert (one.dtype, one.shape) == (dtype, like.shape)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_draws_go_on() -> None:
+    draws = Draws(0)
+    assert not torch.equal(draws.uniform([8], CPU), draws.uniform([8], CPU))
+    assert int(draws.integers(3, 100, CPU).max()) == 2
+
+
+def _seen(monkeypatch: pytest.MonkeyPatch, native_errors: list[float], mine: float) -> Any:
+    """A sample whose gradient is off by `mine`, and natively by other amounts draw by draw."""
+
+    def three_gradients(seen: Any) -> Gradients:
+        exact = torch.ones(4)
+        off = native_errors[min(seen.sample.draw, len(native_errors) - 1)]
+        return Gradients(["x"], [exact + mine], [exact + off], [exact])
+
+    def sample(draw: int) -> Any:
+        return SimpleNamespace(draw=draw, layouts={}, redrawn=sample)
+
+    monkeypatch.setattr(checks, "_three_gradients", three_gradients)
+    subject = SimpleNamespace(op=SimpleNamespace(mutates=False), k=2.0)
+    return SimpleNamespace(subject=subject, sample=sample(0), is_random=False)
+
+
+def test_a_native_gradient_that_was_right_by_chance_is_no_measure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks.check_gradients(_seen(monkeypatch, [0.0, 0.01], mine=0.02))
+
+
+def test_a_gradient_that_is_wrong_in_every_draw_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Failed, match="the gradient of x has error"):
+        checks.check_gradients(_seen(monkeypatch, [0.0, 0.01], mine=0.1))
+
+
+def test_a_gradient_that_is_nan_in_another_draw_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _seen(monkeypatch, [0.0, 0.01], mine=0.02)
+    honest = checks._three_gradients
+
+    def with_nan(seen: Any) -> Gradients:
+        found = honest(seen)
+        return (
+            found if seen.sample.draw == 0 else found._replace(mine=[torch.full((4,), torch.nan)])
+        )
+
+    monkeypatch.setattr(checks, "_three_gradients", with_nan)
+    with pytest.raises(Failed, match="inf"):
+        checks.check_gradients(seen)
