@@ -3,6 +3,7 @@ measure. All but the conditions needs a Hopper GPU and CuteDSL."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -319,6 +320,7 @@ def test_overrides_are_hit(
     y = norm.through_autograd(leaves)
     y.backward(case.grad)
     assert overrides["forward_by_cluster"].hits == int(norm.has_forward(hidden))
+    assert overrides["forward"].hits == int(not norm.has_forward(hidden))
     assert overrides["backward_by_cluster"].hits == 1
     assert overrides["backward"].hits == 0
     gradients = {"dx": leaves.x, "dw": leaves.weight, "db": leaves.bias}
@@ -366,7 +368,26 @@ def test_other_calls_are_declined(norm: Norm) -> None:
     for rows, hidden, dtype in (
         (512, 65536, torch.float32),
         (2048, 8192, torch.bfloat16),
+        (2048, 24576, torch.bfloat16),
         (512, 65536 + 8, torch.bfloat16),
     ):
         norm.native(_case(rows, hidden, dtype, has_bias=norm.has_bias))
         assert [each.hits for each in clusters] == [0, 0], (rows, hidden, dtype)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", NORMS)
+def test_calls_are_taken_from_the_crossover_on(name: str, direction: str) -> None:
+    module = {"rms_norm": rms_norm_overrides, "layer_norm": layer_norm_overrides}[name]
+    kernels = importlib.import_module(f"opgraft_kernels.{name}.cutedsl_kernels")
+    crossovers = getattr(module, f"_CLUSTER_{direction.upper()}")
+    assert crossovers.keys() == getattr(kernels, f"{direction.upper()}_TILES").keys()
+    norm = NORMS[name]
+    override = _registered(norm)[f"{direction}_by_cluster"]
+    override.plans.table.runs_all = True  # whether or not a launch from Python pays
+    for hidden, elements in crossovers.items():
+        for rows, hits in ((elements // hidden - 1, 0), (elements // hidden, 1)):
+            before = override.hits
+            if rows:
+                norm.native(_case(rows, hidden, torch.bfloat16, has_bias=norm.has_bias))
+                assert override.hits - before == hits, (hidden, rows)

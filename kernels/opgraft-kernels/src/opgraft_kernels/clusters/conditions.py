@@ -11,7 +11,7 @@ import torch
 
 from opgraft import when
 
-__all__ = ["for_clusters"]
+__all__ = ["for_clusters", "long_enough"]
 
 
 def for_clusters(
@@ -29,17 +29,10 @@ def for_clusters(
         parameters: one row each, or None.
         numbers: the tensors of one float32 a row.
     """
-    hidden = when.size("input", -1)
     condition = (
         # First what is false of most rows.
-        (hidden >= min(crossovers))
-        & functools.reduce(
-            operator.or_,
-            (
-                (hidden == width) & (when.numel("input") >= elements)
-                for width, elements in crossovers.items()
-            ),
-        )
+        (when.size("input", -1) >= min(crossovers))
+        & long_enough(crossovers)
         & (when.device_capability("input") == (9, 0))
         & when.dtype("input", torch.float16, torch.bfloat16)
     )
@@ -53,3 +46,14 @@ def for_clusters(
     for name in numbers:
         condition = condition & when.is_contiguous(name)
     return condition
+
+
+def long_enough(crossovers: Mapping[int, int]) -> Any:
+    """Whether ``input`` has rows of one of the widths, and as many elements as are given for it."""
+    return functools.reduce(
+        operator.or_,
+        (
+            (when.size("input", -1) == width) & (when.numel("input") >= elements)
+            for width, elements in crossovers.items()
+        ),
+    )

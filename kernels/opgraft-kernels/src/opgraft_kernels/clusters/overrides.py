@@ -18,6 +18,7 @@ class OverClusters(NamedTuple):
     op: str
     impl: Callable[..., Any]
     condition: Any
+    unplanned: Any = None  # which of them are worth a launch from Python; all of them by default
 
 
 def register(norm: str, forward: OverClusters, backward: OverClusters) -> list[Override]:
@@ -38,6 +39,7 @@ def register(norm: str, forward: OverClusters, backward: OverClusters) -> list[O
             name=f"opgraft_kernels.{norm}.{direction}_by_cluster",
             priority=1,
             launch_plan=True,
+            unplanned=each.unplanned,
             samples=_samples(norm) if each is forward else None,
         )
         for direction, each in (("forward", forward), ("backward", backward))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opgraft import Override, triton_utils, when
-from opgraft_kernels.clusters.conditions import for_clusters
+from opgraft_kernels.clusters.conditions import for_clusters, long_enough
 from opgraft_kernels.clusters.overrides import OverClusters
 from opgraft_kernels.clusters.overrides import register as register_over_clusters
 
@@ -143,13 +143,15 @@ _FORWARD_CROSSOVER, _BACKWARD_CROSSOVER = 2**25, 2**24
 _NARROW, _NARROW_CROSSOVER = 128, 2**23
 _WIDE, _WIDE_CROSSOVER = 65536, 2**20
 
-# Over clusters, likewise (`benchmarks/layer_norm.py --clusters`), on the GPU: the forward took 4 us
-# where Triton's took 6 to 7 and native's 37 to 140 for one row of 32768 to 131072, and 141 against
-# 179 and 248 at 2**27 elements in rows of 65536; from Python a call took 26 to 45 us end to end, so
-# that of rows of 16384 it pays from 2**24 elements (27 against native's 45). The backward is
-# Triton's equal at 2**24 elements (16384: 51 us against 48; 65536: 49 against 54) and beats it from
-# there on (218 against 292 and 225 against 321 at 2**27).
-_CLUSTER_FORWARD = {16384: 2**24, 32768: 2**16, 65536: 2**16, 131072: 2**16}
+# Over clusters, likewise (`benchmarks/layer_norm.py --clusters`), on the GPU: the forward took 4 to
+# 5 us where Triton's took 6 to 7 and native's 37 to 140 for two rows of 32768 to 131072, and 141
+# against 179 and 248 at 2**27 elements in rows of 65536. From Python a call took 26 to 49 us end to
+# end: of rows of 32768 that pays from 2**24 elements (native's took 40 at 2**23, 73 at 2**24), of
+# those of 16384 from 2**25 (66). The backward is Triton's equal at 2**24 elements (16384: 51 us
+# against 48; 65536: 49 against 54) and beats it from there on (218 against 292 and 225 against 321
+# at 2**27).
+_CLUSTER_FORWARD = {16384: 2**24, 32768: 2**16, 65536: 2**16, 131072: 2**17}
+_CLUSTER_FORWARD_UNPLANNED = {16384: 2**25, 32768: 2**24, 65536: 2**16, 131072: 2**17}
 _CLUSTER_BACKWARD = {16384: 2**25, 32768: 2**24, 65536: 2**24, 131072: 2**24}
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
@@ -251,7 +253,12 @@ def register(dispatch_key: str) -> list[Override]:
     if dispatch_key == "CUDA":
         overrides += register_over_clusters(
             "layer_norm",
-            OverClusters("native_layer_norm", _forward_by_cluster, cluster_condition()),
+            OverClusters(
+                "native_layer_norm",
+                _forward_by_cluster,
+                cluster_condition(),
+                long_enough(_CLUSTER_FORWARD_UNPLANNED),
+            ),
             OverClusters(
                 "native_layer_norm_backward", _backward_by_cluster, backward_cluster_condition()
             ),

@@ -115,8 +115,8 @@ def _valid_backward() -> Any:
 # 2**18 elements; backward, from 2**20), and a launch plan costs the host less than native does.
 # But a Triton launch from Python costs it more: where native takes less time on the GPU than a hit
 # takes on the host, a loop of such calls gets slower. So what is below runs by a launch plan or not
-# at all: by one, a call in a loop took 5.5 to 6.2 us forward where native's took 6.5 to 9.1 (rows
-# of up to 4096), and 5.5 to 9.8 us backward where native's took 10.1 to 15, from 2**12 elements on
+# at all: by one, a call in a loop took 5.2 to 5.7 us forward where native's took 6.5 to 10.8 (rows
+# of up to 4096), and 6.0 to 8.1 us backward where native's took 10.8 to 11.5, of 2**12 elements on
 # (`benchmarks/launch.py --crossover`). On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16,
 # compiled router) a hit in Python took 40 us end to end forward and 74 us backward with the host at
 # its fastest, 115 and 165 us at its slowest. Native's took 45 us (hidden 4096) to 61 us (16384)
@@ -128,10 +128,10 @@ _NARROW, _WIDE, _EXTREME_CROSSOVER = 128, 65536, 2**24
 
 # Over clusters, likewise (`benchmarks/rms_norm.py --clusters`), on the GPU: the forward took 3.4 us
 # where Triton's took 6 and native's 48 for one row of 65536, 131 against 142 and 222 at 2**27
-# elements, and from Python 21 to 38 us end to end. The backward beats Triton's a little from 2**24
-# elements (37 us against 39 to 42) to 2**27 (213 against 218 for rows of 32768, 207 against 226 for
-# those of 131072).
-_CLUSTER_FORWARD = {65536: 2**16, 131072: 2**16}
+# elements, and from Python 21 to 38 us end to end. The backward is Triton's equal or a little
+# better from 2**24 elements (37 us against 39 to 42) to 2**27 (213 against 218 for rows of 32768,
+# 207 against 226 for those of 131072).
+_CLUSTER_FORWARD = {65536: 2**16, 131072: 2**17}
 _CLUSTER_BACKWARD = {32768: 2**24, 65536: 2**24, 131072: 2**24}
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
