@@ -123,6 +123,8 @@ for kernels in (rms_norm, layer_norm):
         print(tile.per_sm, tile.shared_memory(1, sums=2))
     for tile in kernels.BACKWARD_TILES.values():
         print(tile.per_sm, tile.shared_memory(2 * tile.stages, sums=4))
+    for tile in (*kernels.FORWARD_TILES.values(), *kernels.BACKWARD_TILES.values()):
+        assert tile.cluster <= 8, "a launch of larger clusters is not portable"
 """
 
 

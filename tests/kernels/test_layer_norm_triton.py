@@ -131,7 +131,7 @@ def test_long_rows(shape: tuple[int, ...], device: torch.device) -> None:
     _check(_case(shape, torch.float32, device))
 
 
-@pytest.mark.parametrize("shape", [(6, 40), (2, 9000)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 40), (2, 4096), (2, 9000)], ids=str)
 @pytest.mark.parametrize(("has_weight", "has_bias"), [(True, False), (False, False)])
 def test_without_parameters(
     shape: tuple[int, ...], has_weight: bool, has_bias: bool, device: torch.device
