@@ -283,10 +283,12 @@ WHOLE_ROW_BYTES = 32 * 1024
 # launches 5.7; at 2**16 9.9 to 12, and 5.0 to 6.6.
 ALONE = 2**14
 # And where the programs meet and add up the sums themselves, of up to so many elements in rows of
-# up to so many: a loop of such calls takes 6.2 to 8.1 us each (`benchmarks/launch.py --crossover`),
-# where it took 9.2 to 9.8 with two launches. The GPU alone took as long as with those, or up to 9%
-# longer; from 16 to 64 programs 1.2 times as long. Each program adds up as many numbers as a row is
-# long: at 16384 the GPU took 1.4 times as long.
+# up to so many: a loop of such calls takes 6.7 to 8.1 us each up to 2**20 elements, where it took
+# 9.2 to 9.8 with two launches. The GPU alone took as long as with those, or up to 9% longer; with 8
+# to 32 programs up to 1.26 times as long. Each program adds up as many numbers as a row is long: at
+# 16384 the GPU took 1.4 times as long, and more with few rows.
+# (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
+# launches; with wider bounds for either way.)
 TOGETHER, TOGETHER_HIDDEN = 2**22, 4096
 # Rows of up to this many bytes are read again by a forward, out of L1: two of
 # them fit into it.
