@@ -259,7 +259,7 @@ _BACKWARD_SHAPES = [
     ),
     *((128, 4, 4, 2), (128, 4, 4, 3), (128, 8, 2, 2), (128, 8, 2, 3)),
 ]
-_MAX_CLUSTER = 16
+_MAX_CLUSTER = 8  # more are not portable
 
 
 def _tile_tables(norm: Norm) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -274,7 +274,7 @@ def _tiles(direction: int, hidden: int) -> list[Any]:
     found = []
     for threads, vectors, *more in (_FORWARD_SHAPES, _BACKWARD_SHAPES)[direction]:
         cluster = hidden // (threads * vectors * VECTOR)
-        if 1 <= cluster <= _MAX_CLUSTER:
+        if 2 <= cluster <= _MAX_CLUSTER:
             found.append(Tile(threads, vectors, cluster, *more))
     return found
 

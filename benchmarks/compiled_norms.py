@@ -138,6 +138,8 @@ def bench(rounds: int, hidden_sizes: Sequence[int], sizes: Sequence[int]) -> lis
                             "hidden": hidden,
                             **measure(contenders(norm, pattern, mode, inputs), overrides, rounds),
                         }
+                        # What no override takes is Inductor's in both graphs.
+                        assert record["hit"] or DEVICE == "cpu", record
                         records.append(record)
                         print(_line(record), flush=True)
     return records
@@ -160,7 +162,8 @@ def measure(
         }
         for name, each in calls.items()
     }
-    return {**found, "hit": sum(each.hits for each in overrides) > hits}
+    hit = sum(each.hits for each in overrides) > hits
+    return {**found, "hit": hit}
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -185,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.smoke:
         records = bench(1, (32,), (12,))
-        assert any(record["hit"] for record in records)
+        # RMSNorm in training is made of other ops on the CPU.
+        missed = [r for r in records if not r["hit"]]
+        assert all((r["norm"], r["mode"]) == ("rms_norm", "training") for r in missed), missed
     elif DEVICE == "cpu":
         parser.error("there is no CUDA device; --smoke runs without one")
     else:

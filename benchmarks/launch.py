@@ -727,6 +727,8 @@ class Measured:
     def ratio(self, contender: str, cell: Cell) -> float | None:
         """The median of the samples' ratios to what they are compared to."""
         samples = self.samples.get((contender, cell))
+        if cell.caller == OVER_A_MISS:
+            return None  # it is a difference
         return statistics.median(one / base for one, base in samples) if samples else None
 
     def contenders(self) -> list[str]:
@@ -839,7 +841,8 @@ def table(measured: Measured) -> str:
         line = f"{cell.case + ', ' + cell.caller:44}"
         for name in names:
             times, ratio = measured.times(name, cell), measured.ratio(name, cell)
-            text = f"{statistics.median(times):.2f} ({ratio:.2f})" if times else ""
+            text = f"{statistics.median(times):.2f}" if times else ""
+            text += f" ({ratio:.2f})" if ratio is not None else ""
             line += f"{text:>15}"
         lines.append(line)
     return "\n".join(lines)
