@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu import cpasync
 __all__ = [
     "DTYPES",
     "VECTOR",
-    "WARP",
     "Exchange",
     "Tile",
     "by_vector",
@@ -47,7 +46,7 @@ class Tile(NamedTuple):
 
     threads: int
     vectors: int
-    cluster: int  # up to 16: above 8 a launch is not portable, but Hopper takes it
+    cluster: int  # up to 16; above 8 only where the GPU has as many multiprocessors side by side
     per_sm: int  # how many blocks a multiprocessor is to hold: no more registers than that allows
     stages: int = 1  # of a backward: slices in a block's memory, all but one of rows to come
 

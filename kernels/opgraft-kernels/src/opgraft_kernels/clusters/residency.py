@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from opgraft_kernels.clusters.compiling import COMPILING
 from opgraft_kernels.clusters.exchange import Tile
 
-__all__ = ["resident_clusters", "walkers"]
+__all__ = ["walkers"]
 
 
 @cute.kernel

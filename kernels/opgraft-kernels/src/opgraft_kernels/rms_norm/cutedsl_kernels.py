@@ -23,7 +23,7 @@ __all__ = [
 
 # The fastest on an H200, by the width of the rows (`benchmarks/rms_norm.py --tiles`).
 FORWARD_TILES = {tile.hidden: tile for tile in (Tile(256, 4, 8, 5), Tile(128, 16, 8, 3))}
-# Clusters of 16 blocks were 3% faster at 65536, but not every part of a Hopper GPU runs them.
+# Clusters of 16 blocks were a little faster at 65536, but not every part of a Hopper GPU runs them.
 BACKWARD_TILES = {
     tile.hidden: tile
     for tile in (
