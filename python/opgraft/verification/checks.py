@@ -455,18 +455,38 @@ def _noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
 
 
 def _over_draws(seen: Observation, index: int, error: Error) -> Error:
-    """Errors over more draws: of one alone, native's may be small by chance."""
-    if any(layout == "special" for layout in seen.sample.layouts.values()):
-        return error
-    for draw in range(1, _DRAWS):
+    """As :func:`_with_more_draws`, of an output."""
+
+    def outputs(draw: int) -> Sequence[Any]:
         again = Observation(seen.subject, seen.sample.redrawn(draw))
         try:
             pair = (again.mine.outputs[index], again.native.outputs[index])
-            exact = _at(again.reference.outputs, index, pair[1])
+            return (*pair, _at(again.reference.outputs, index, pair[1]))
         except Exception:  # no such call with other values
-            continue
-        if isinstance(exact, torch.Tensor):
-            error = _joined(error, *errors(*pair, exact))
+            return ()
+
+    return error if _is_special(seen) else _with_more_draws(error, outputs)
+
+
+def _is_special(seen: Observation) -> bool:
+    """Whether the sample's values are what it is about, so that others say nothing."""
+    return any(layout == "special" for layout in seen.sample.layouts.values())
+
+
+def _with_more_draws(error: Error, again: Callable[[int], Sequence[Any]]) -> Error:
+    """The error together with those of more draws: of one alone, native's may be small by chance.
+
+    Args:
+        error: of the first draw.
+        again: the override's result, native's and the reference's of a draw; empty where there is
+            no such call with other values.
+    """
+    for draw in range(1, _DRAWS):
+        found = again(draw)
+        if found and all(isinstance(each, torch.Tensor) for each in found):
+            other, problem = errors(*found)
+            # NaN is as bad in any draw.
+            error = error.joined(other if problem is None else replace(other, mine=math.inf))
     return error
 
 
@@ -760,23 +780,16 @@ def _three_gradients(seen: Observation) -> Gradients:
 
 
 def _gradient_over_draws(seen: Observation, index: int, error: Error) -> Error:
-    """As :func:`_over_draws`, of a gradient."""
-    if any(layout == "special" for layout in seen.sample.layouts.values()):
-        return error
-    for draw in range(1, _DRAWS):
+    """As :func:`_with_more_draws`, of a gradient."""
+
+    def gradients(draw: int) -> Sequence[Any]:
         try:
             again = _three_gradients(Observation(seen.subject, seen.sample.redrawn(draw)))
-        except (CannotMake, NotApplicable):  # no such call with other values
-            continue
-        one, other, best = again.mine[index], again.native[index], again.exact[index]
-        if one is not None and other is not None and best is not None:
-            error = _joined(error, *errors(one, other, best))
-    return error
+        except (CannotMake, NotApplicable):
+            return ()
+        return again.mine[index], again.native[index], again.exact[index]
 
-
-def _joined(error: Error, other: Error, problem: str | None) -> Error:
-    """An error together with another draw's, which a problem (NaN) makes infinite."""
-    return error.joined(other if problem is None else replace(other, mine=math.inf))
+    return error if _is_special(seen) else _with_more_draws(error, gradients)
 
 
 def _near(error: Error, one: torch.Tensor, other: torch.Tensor, k: float) -> bool:
@@ -1071,16 +1084,17 @@ def check_front(seen: Observation) -> None:
 
 
 def _front_over_draws(front: opinfo.Front, subject: Subject, index: int, error: Error) -> Error:
-    """As :func:`_over_draws`, of what users call."""
-    for draw in range(1, _DRAWS):
+    """As :func:`_with_more_draws`, of what users call."""
+
+    def results(draw: int) -> Sequence[Any]:
         try:
             drawn = _front_results(front, replace(subject, seed=subject.seed + draw))
             found = [each[index] for each in drawn if each is not None]
-        except (NotApplicable, IndexError):  # no such call with other values
-            continue
-        if all(isinstance(each, torch.Tensor) for each in found):
-            error = _joined(error, *errors(found[0], found[1], found[-1]))
-    return error
+        except (NotApplicable, IndexError):
+            return ()
+        return found[0], found[1], found[-1]
+
+    return _with_more_draws(error, results)
 
 
 def _front_results(

@@ -15,8 +15,8 @@ __all__ = ["Draws"]
 class Draws:
     """Random tensors, the same ones for the same seed, on one kind of device.
 
-    A GPU draws its own: of rows over clusters, 2**24 numbers, a CPU draws in 0.2 s, and every check
-    makes each sample anew.
+    A GPU draws its own: rows over clusters have 2**24 numbers, which a CPU would draw for longer
+    than a check takes, and every check makes each sample anew.
 
     >>> Draws(7).uniform([2], torch.device("cpu")).equal(Draws(7).uniform([2], torch.device("cpu")))
     True

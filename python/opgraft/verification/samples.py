@@ -301,8 +301,7 @@ def _first_dtype(call: Call, outputs: tuple[Any, ...], draws: Draws) -> Any:
 
 
 def _gradient(call: Call, outputs: tuple[Any, ...], draws: Draws) -> Any:
-    like = outputs[0]
-    return draws.normal(like)
+    return draws.normal(outputs[0])
 
 
 def forward_of(op: Op) -> Op | None:
