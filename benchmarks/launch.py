@@ -514,7 +514,6 @@ class Worker:
         self.cases = {case.label: case for case in make_cases()}
         self.contender = CONTENDERS[name]()
         self._training: Training | None = None
-        self._turns = 0
         self._calls = calls
         if not GPU:
             torch.set_num_threads(1)
@@ -578,14 +577,13 @@ class Worker:
         with spinning_python():
             return float(self._cpp.burst(*self.cases[case].cpp, self._calls))
 
-    def over_a_miss(self, case: str) -> tuple[float, float]:
-        """Host microseconds that a call of a new kind takes more than a declined one, from C++, and
-        those of the declined one.
+    def over_a_miss(self, case: str) -> float:
+        """Host microseconds that a call of a new kind takes more than a declined one, from C++.
 
         In turn, burst by burst: states that are measured seconds apart differ by as much.
         """
         call = self.cases[case].cpp
-        pairs = []
+        added = []
         for _ in range(10):
             times = []
             for state in ("declined", "new key"):
@@ -593,9 +591,8 @@ class Worker:
                 self._cpp.burst(*call, 3)
                 synchronize()
                 times.append(float(self._cpp.burst(*call, self._calls)))
-            pairs.append((times[1] - times[0], times[0]))
-        added, declined = zip(*pairs, strict=True)
-        return statistics.median(added), statistics.median(declined)
+            added.append(times[1] - times[0])
+        return statistics.median(added)
 
     def sweep(self, backward: bool, rows: int, hidden: int) -> tuple[float, float]:
         """Microseconds of a call of RMSNorm in a loop of calls, and of the device's time alone."""
@@ -632,13 +629,12 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    def train_in_turn(self, steps: int) -> tuple[float, float]:
-        """As `train`, with the packs, and without: milliseconds apart, in either order."""
+    def train_in_turn(self, steps: int, first: bool) -> tuple[float, float]:
+        """As `train`, with the packs, and without, right after one another; `first`: with them."""
         import opgraft
 
-        self._turns += 1
         times = {}
-        for on in (True, False) if self._turns % 2 else (False, True):
+        for on in (first, not first):
             with contextlib.nullcontext() if on else opgraft.disabled():
                 times[on] = self.train(steps)
         return times[True], times[False]
@@ -716,9 +712,10 @@ class Measured:
     """Samples by contender and what was measured, each with what it is compared to."""
 
     def __init__(self) -> None:
-        self.samples: dict[tuple[str, Cell], list[tuple[float, float]]] = defaultdict(list)
+        self.samples: dict[tuple[str, Cell], list[tuple[float, float | None]]] = defaultdict(list)
 
-    def add(self, contender: str, cell: Cell, sample: float, base: float) -> None:
+    def add(self, contender: str, cell: Cell, sample: float, base: float | None = None) -> None:
+        """`base`: what the sample is compared to; none where it is a difference itself."""
         self.samples[contender, cell].append((sample, base))
 
     def times(self, contender: str, cell: Cell) -> list[float]:
@@ -726,10 +723,9 @@ class Measured:
 
     def ratio(self, contender: str, cell: Cell) -> float | None:
         """The median of the samples' ratios to what they are compared to."""
-        samples = self.samples.get((contender, cell))
-        if cell.caller == OVER_A_MISS:
-            return None  # it is a difference
-        return statistics.median(one / base for one, base in samples) if samples else None
+        samples = self.samples.get((contender, cell), [])
+        ratios = [one / base for one, base in samples if base is not None]
+        return statistics.median(ratios) if ratios else None
 
     def contenders(self) -> list[str]:
         return list(dict.fromkeys(name for name, _ in self.samples))
@@ -761,8 +757,8 @@ def measure(rounds: int, calls: int, steps: int) -> tuple[Measured, list[str]]:
                     measured.add(state, cell, process.ask("time", cell), base)
                 if state == "new key":
                     for case in dict.fromkeys(cell.case for cell in cells):
-                        sample, base = process.ask("over_a_miss", case)
-                        measured.add(state, Cell(case, OVER_A_MISS), sample, base)
+                        sample = process.ask("over_a_miss", case)
+                        measured.add(state, Cell(case, OVER_A_MISS), sample)
                 for case in beside:
                     if name != "peers" and Cell(case, "C++") in cells:
                         base = native.ask("time_beside_python", case)
@@ -774,8 +770,8 @@ def measure(rounds: int, calls: int, steps: int) -> tuple[Measured, list[str]]:
     for _ in range(rounds if steps else 0):
         stock = native.ask("train", steps) * 1e3
         measured.add("native", cell, stock, stock)
-        for _ in range(TURNS):
-            on, off = (each * 1e3 for each in grafted.ask("train_in_turn", steps))
+        for turn in range(TURNS):
+            on, off = (each * 1e3 for each in grafted.ask("train_in_turn", steps, turn % 2 == 0))
             measured.add("packs off", cell, off, stock)
             measured.add("packs", cell, on, off)
     plans = grafted.ask("plans") if steps else []
