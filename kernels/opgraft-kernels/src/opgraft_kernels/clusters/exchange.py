@@ -26,6 +26,7 @@ __all__ = [
     "Exchange",
     "Tile",
     "by_vector",
+    "by_width",
     "fetch_atom",
     "gather_shares",
     "launch_options",
@@ -65,6 +66,11 @@ class Tile(NamedTuple):
     def shared_memory(self, slices: int, sums: int) -> int:
         """Bytes that a block has of slices and of shares of `sums` at once, barriers included."""
         return slices * self.slice * 2 + sums * (4 * self.cluster * self.warps + 8) + 8
+
+
+def by_width(*tiles: Tile) -> dict[int, Tile]:
+    """Tiles by the width of the rows that they are for."""
+    return {tile.hidden: tile for tile in tiles}
 
 
 def launch_options(tile: Tile) -> dict[str, Any]:

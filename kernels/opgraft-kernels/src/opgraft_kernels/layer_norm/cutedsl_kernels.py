@@ -8,7 +8,7 @@ import torch
 
 from opgraft_kernels.clusters.backward import BackwardKind, norm_backward
 from opgraft_kernels.clusters.compiling import Functions
-from opgraft_kernels.clusters.exchange import Tile
+from opgraft_kernels.clusters.exchange import Tile, by_width
 from opgraft_kernels.clusters.forward import ForwardKind, norm_forward
 from opgraft_kernels.clusters.kinds import Kind, compile_kind
 
@@ -22,24 +22,15 @@ __all__ = [
 ]
 
 # By the width of the rows, as for RMSNorm.
-FORWARD_TILES = {
-    tile.hidden: tile
-    for tile in (
-        Tile(128, 8, 2, 5),
-        Tile(128, 8, 4, 5),
-        Tile(128, 8, 8, 5),
-        Tile(128, 16, 8, 3),
-    )
-}
-BACKWARD_TILES = {
-    tile.hidden: tile
-    for tile in (
-        Tile(512, 2, 2, 1, stages=3),
-        Tile(256, 2, 8, 3, stages=3),
-        Tile(256, 4, 8, 2, stages=2),
-        Tile(512, 4, 8, 1, stages=2),
-    )
-}
+FORWARD_TILES = by_width(
+    Tile(128, 8, 2, 5), Tile(128, 8, 4, 5), Tile(128, 8, 8, 5), Tile(128, 16, 8, 3)
+)
+BACKWARD_TILES = by_width(
+    Tile(512, 2, 2, 1, stages=3),
+    Tile(256, 2, 8, 3, stages=3),
+    Tile(256, 4, 8, 2, stages=2),
+    Tile(512, 4, 8, 1, stages=2),
+)
 
 _PARAMETERS = ((True, True), (True, False), (False, True), (False, False))
 

@@ -8,7 +8,7 @@ import torch
 
 from opgraft_kernels.clusters.backward import BackwardKind, norm_backward
 from opgraft_kernels.clusters.compiling import Functions
-from opgraft_kernels.clusters.exchange import DTYPES, Tile
+from opgraft_kernels.clusters.exchange import DTYPES, Tile, by_width
 from opgraft_kernels.clusters.forward import ForwardKind, norm_forward
 from opgraft_kernels.clusters.kinds import Kind, compile_kind
 
@@ -22,16 +22,14 @@ __all__ = [
 ]
 
 # The fastest on an H200, by the width of the rows (`benchmarks/rms_norm.py --tiles`).
-FORWARD_TILES = {tile.hidden: tile for tile in (Tile(256, 4, 8, 5), Tile(128, 16, 8, 3))}
+FORWARD_TILES = by_width(Tile(256, 4, 8, 5), Tile(128, 16, 8, 3))
 # Clusters of 16 blocks were a little faster at 65536, but not every part of a Hopper GPU runs them.
-BACKWARD_TILES = {
-    tile.hidden: tile
-    for tile in (
-        Tile(256, 2, 8, 3, stages=3),
-        Tile(512, 2, 8, 2, stages=2),
-        Tile(512, 4, 8, 1, stages=2),
-    )
-}
+BACKWARD_TILES = by_width(
+    Tile(256, 2, 8, 3, stages=3),
+    Tile(512, 2, 8, 2, stages=2),
+    # Most of a multiprocessor's registers hold dw: it runs one block.
+    Tile(512, 4, 8, 1, stages=2),
+)
 
 
 def kinds() -> Iterator[Kind]:
