@@ -558,7 +558,7 @@ def _plan_forward(
                 "BLOCK": tile.block,
                 "MASK_ROWS": tile.rows > 1,
                 "MASK_COLS": hidden < tile.block,
-                # Of rows of 16 KiB it was slower (3.8 TB/s, not 4.0), of 32 KiB by a third.
+                # Beside longer rows they take the registers of other programs, which is slower.
                 "EARLY": tile.block * itemsize <= 8192,
             },
             tile.num_warps,
