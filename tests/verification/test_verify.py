@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -256,6 +257,30 @@ def test_an_op_of_which_only_the_schema_is_known(own_op: Any) -> None:
     report = opgraft.verify(override, checks=["hit", "miss", "values"])
     assert report.ok, str(report)
     assert list(report.overrides[0].samples) == ["schema", "schema + changes"]
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_a_native_kernel_that_seldom_differs_from_itself_fails_no_override(
+    own_op: Any, first: int
+) -> None:
+    calls = itertools.count(first)
+
+    def rare(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if next(calls) % 5 else x * 2 + torch.finfo(x.dtype).eps
+
+    own_op.define("rare(Tensor x) -> Tensor")
+    own_op.impl("rare", rare, "CompositeExplicitAutograd")
+    override = opgraft.register_op_override(
+        "verifytest",
+        "rare",
+        "CPU",
+        lambda x: x * 2,
+        cond=when.numel("x") >= 64,
+        samples=lambda device: [(torch.rand(size, device=device),) for size in (8, 16, 64)],
+    )
+    report = opgraft.verify(override, checks=["hit", "miss"])
+    assert report.overrides[0].misses > 0
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
