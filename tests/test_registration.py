@@ -38,6 +38,12 @@ def register(**changes: object) -> opgraft.Override:
         ({"cond": when.ndim("self") == 2}, r"cond= and unconditional_override=True .* contradict"),
         ({"on_error": "ignore"}, r"on_error='ignore': choose one of \('raise', 'fallback'\)"),
         ({"compile": "yes"}, r"compile='yes': choose one of"),
+        ({"compile": when.size("x", 0) > 8}, r"compile for aten::_softmax: .*'x'"),
+        ({"compile": when.size("self", 0)}, r"compile for aten::_softmax is .*, a number"),
+        (
+            {"unplanned": when.size("x", 0) > 8, "launch_plan": True},
+            r"unplanned for aten::_softmax: .*'x'",
+        ),
         ({"autograd": len}, r"autograd= for aten::_softmax must be two functions"),
     ],
 )

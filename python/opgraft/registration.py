@@ -34,7 +34,7 @@ def register_op_override(
     name: str | None = None,
     priority: int = 0,
     on_error: OnError | None = None,
-    compile: CompilePolicy = "auto",
+    compile: CompilePolicy | Condition = "auto",
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     launch_plan: bool = False,
     unplanned: Condition | None = None,
@@ -71,7 +71,8 @@ def register_op_override(
         on_error: `"raise"` (default) or `"fallback"` (default for packs): an exception from `impl`
             runs the native kernel, warns once and keeps the override from calls of that kind.
         compile: the policy under `torch.compile`: `"auto"`, `"opaque"`, `"inductor"` or
-            `"traceable"`.
+            `"traceable"`; or a :mod:`opgraft.when` expression: opaque for the calls for which it
+            may hold, Inductor's for those for which it never does, whatever their sizes.
         autograd: `(setup_context, backward)` for a derivative of its own, as
             `torch.library.register_autograd` takes them: `setup_context(ctx, inputs, output)` with
             all of the op's arguments, `backward(ctx, *grads)` with a gradient or None for each.
@@ -92,9 +93,9 @@ def register_op_override(
 
     Raises:
         RegistrationError: the op does not exist, the key makes no sense, `impl` or `cond` cannot
-            take the op's arguments, `cond` names an argument that is not there, `autograd` is
-            nothing that the op can have, or the derivative of a composite op could not be kept. The
-            message says what to do.
+            take the op's arguments, `cond`, `unplanned` or `compile` names an argument that is not
+            there, `autograd` is nothing that the op can have, or the derivative of a composite op
+            could not be kept. The message says what to do.
 
     >>> import torch, opgraft
     >>> from opgraft import when
@@ -119,7 +120,7 @@ def register_op_override(
     pack = owner.name if owner else None
     on_error = on_error or ("fallback" if pack else "raise")
     _check_choice("on_error", on_error, OnError)
-    _check_choice("compile", compile, CompilePolicy)
+    _check_compile(compile, op)
     if samples is not None and not callable(samples):
         raise RegistrationError(
             f"samples= for {op.name} must be a function of a device that yields the op's "
@@ -195,15 +196,21 @@ def _check_condition(cond: object, op: Op, unconditional_override: bool) -> None
         raise RegistrationError(
             f"cond= and unconditional_override=True for {op.name} contradict each other: give one"
         )
-    if isinstance(cond, Condition):
-        try:
-            cond.check(op.kinds)
-        except ExpressionError as error:
-            raise RegistrationError(f"cond for {op.name}: {error}") from None
-    elif isinstance(cond, Expression):
-        raise RegistrationError(f"cond for {op.name} is {cond!r}, a number: compare it with one")
+    if isinstance(cond, Expression):
+        _check_expression("cond", cond, op)
     else:
         check_accepts(cond, op, what="cond")  # type: ignore[arg-type]
+
+
+def _check_expression(parameter: str, expression: Expression, op: Op) -> None:
+    if not isinstance(expression, Condition):
+        raise RegistrationError(
+            f"{parameter} for {op.name} is {expression!r}, a number: compare it with one"
+        )
+    try:
+        expression.check(op.kinds)
+    except ExpressionError as error:
+        raise RegistrationError(f"{parameter} for {op.name}: {error}") from None
 
 
 def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
@@ -220,12 +227,19 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
         )
     from opgraft.program import compile_condition
 
-    _check_condition(unplanned, op, unconditional_override=False)
+    _check_expression("unplanned", unplanned, op)
     if compile_condition(unplanned, op) is None:
         raise RegistrationError(
             f"unplanned= for {op.name}: {unplanned!r} needs Python to be decided; compare with "
             "constants of 64 bits"
         )
+
+
+def _check_compile(compile: CompilePolicy | Condition, op: Op) -> None:
+    if isinstance(compile, Expression):
+        _check_expression("compile", compile, op)
+    else:
+        _check_choice("compile", compile, CompilePolicy)
 
 
 def _check_choice(parameter: str, value: str, choices: Any) -> None:

@@ -89,7 +89,7 @@ class Override:
         pack: str | None = None,
         priority: int = 0,
         on_error: OnError = "raise",
-        compile: CompilePolicy = "auto",
+        compile: CompilePolicy | Condition = "auto",
         autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
         launch_plan: bool = False,
         samples: Callable[..., Iterable[Any]] | None = None,
@@ -215,6 +215,10 @@ class Override:
             return unplanned.holds(op.bind(args, kwargs).named) and bool(cond(*args, **kwargs))
 
         return both
+
+    def has_policy(self, policy: CompilePolicy) -> bool:
+        """Whether this is its policy in compiled graphs, for every call."""
+        return isinstance(self.compile, str) and self.compile == policy
 
     def wants(self, call: Call) -> bool:
         """Whether the condition holds for a call."""

@@ -69,12 +69,17 @@ def of_override(override: Override, call: Call) -> Outcomes:
     if override.cond is None:
         return HOLDS
     if isinstance(override.cond, Condition):
-        return EITHER if _symbol_for_tensor(call) else outcomes(override.cond, call.named)
+        return of_condition(override.cond, call)
     try:
         with _erring_on_guards(call):
             return frozenset({override.wants(call)})
     except Exception:  # it needs a guard, or the values of tensors
         return EITHER
+
+
+def of_condition(condition: Condition, call: Call) -> Outcomes:
+    """What a condition can come to for a call. Installs no guard."""
+    return EITHER if _symbol_for_tensor(call) else outcomes(condition, call.named)
 
 
 def _symbol_for_tensor(call: Call) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import opgraft
 from opgraft import when
 from tests import ops
 from tests.pt2 import models
@@ -62,6 +63,19 @@ def test_a_number_in_the_place_of_a_tensor_stays_with_the_compiler(
         assert override.hits - before == hits
         torch.testing.assert_close(result, x * x + x * x)
     assert "a number stands for the tensor 'other'" in decisions.text
+
+
+@pytest.mark.parametrize(("dynamic", "hits"), [(False, {4: 0, 8: 1}), (True, {4: 1, 8: 1})])
+def test_a_policy_may_depend_on_sizes_and_those_that_vary_are_decided_at_run_time(
+    dynamic: bool, hits: dict[int, int]
+) -> None:
+    override = models.override("_softmax", ops.softmax, compile=when.size("self", 0) >= 8)
+    run = compiled(lambda x: torch.softmax(x, -1), backend="inductor", dynamic=dynamic)
+    for rows, expected in hits.items():
+        before = override.hits
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(run(x), opgraft.native("aten::_softmax")(x, -1, False))
+        assert override.hits - before == expected, rows
 
 
 def test_an_op_that_was_compiled_before_its_first_override(

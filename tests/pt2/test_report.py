@@ -49,6 +49,14 @@ def run(x: torch.Tensor | None = None, **options: Any) -> None:
         ),
         ({"cond": None, "compile": "inductor"}, "left to the compiler: compile='inductor'"),
         ({"cond": None, "compile": "auto"}, "_softmax is left to the compiler"),
+        (
+            {"cond": None, "compile": when.size("self", 0) >= 4},
+            "_softmax takes every call: compile=when.size('self', 0) >= 4",
+        ),
+        (
+            {"cond": None, "compile": when.size("self", 0) >= 8},
+            "left to the compiler: compile=when.size('self', 0) >= 8 never holds for it",
+        ),
         ({"cond": None, "compile": "traceable"}, "is traced: _softmax takes every call"),
     ],
 )

@@ -90,7 +90,7 @@ def _describe(override: Override) -> Iterator[str]:
     yield f"version={_version(override.pack) if override.pack else ''}"
     for part in (override.cond, override.impl, override.autograd):
         yield fingerprint.digest(part)
-    if override.compile == "traceable":
+    if override.has_policy("traceable"):
         # What the impl calls becomes part of the graph as well.
         yield fingerprint.sources(override.impl)
 

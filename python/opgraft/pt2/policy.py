@@ -84,7 +84,7 @@ def decide(call: Call, *, traces: bool = True) -> Decision:
 def _action(
     override: Override, call: Call, outcomes: Outcomes, *, traces: bool
 ) -> tuple[Action, str]:
-    policy, why = resolve(override)
+    policy, why = resolve(override, call)
     if policy == "inductor":
         return "left", f"{override.name} is left to the compiler: {why}"
     if policy == "traceable":
@@ -132,8 +132,12 @@ def _trace(override: Override, call: Call, outcomes: Outcomes) -> tuple[Action, 
     return "left", f"{override.name} does not take calls of this kind, which are guarded"
 
 
-def resolve(override: Override) -> tuple[CompilePolicy, str]:
-    """An override's policy, never `"auto"`, and why it is that."""
+def resolve(override: Override, call: Call) -> tuple[CompilePolicy, str]:
+    """An override's policy for a call, never `"auto"`, and why it is that."""
+    if isinstance(override.compile, Condition):
+        if True in symbolic.of_condition(override.compile, call):
+            return "opaque", f"compile={override.compile!r}"
+        return "inductor", f"compile={override.compile!r} never holds for it"
     if override.compile != "auto":
         return override.compile, f"compile={override.compile!r}"
     if calls_as_it_is(override.operator.overload):

@@ -89,7 +89,7 @@ _reminded = False
 def remind_of_reset(overrides: Sequence[Override]) -> None:
     """Say that overrides came too late for what is compiled already, where that is so."""
     global _reminded
-    late = [override for override in overrides if override.compile != "inductor"]
+    late = [override for override in overrides if not override.has_policy("inductor")]
     if not late or not _has_compiled():
         return
     log.log(
