@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import opgraft
 import opgraft_kernels
@@ -36,3 +37,20 @@ def test_every_op_is_declared(monkeypatch: pytest.MonkeyPatch, with_flash_attn: 
     without = set() if with_flash_attn else {cudnn, f"{cudnn}_backward"}
     assert registered == declared() - without
     assert opgraft.overrides(pack="opgraft-kernels") == []
+
+
+def test_norms_are_inductors_in_graphs_but_for_very_wide_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    norms = {each.name: each for each in opgraft_kernels.register() if "norm" in each.name}
+    assert len(norms) == 8
+    for name, override in norms.items():
+        if "layer_norm" in name:
+            assert override.compile == "inductor"
+            continue
+        opaque = {
+            shape: override.compile.holds({"input": torch.empty(shape, device="meta")})
+            for shape in ((16384, 4096), (4096, 32768), (512, 65536), (1024, 65536), (512, 131072))
+        }
+        assert [shape for shape, holds in opaque.items() if holds] == [(1024, 65536), (512, 131072)]

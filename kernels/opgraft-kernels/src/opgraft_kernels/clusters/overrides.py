@@ -19,6 +19,7 @@ class OverClusters(NamedTuple):
     impl: Callable[..., Any]
     condition: Any
     unplanned: Any = None  # which of them are worth a launch from Python; all of them by default
+    compile: Any = "auto"
 
 
 def register(norm: str, forward: OverClusters, backward: OverClusters) -> list[Override]:
@@ -40,6 +41,7 @@ def register(norm: str, forward: OverClusters, backward: OverClusters) -> list[O
             priority=1,
             launch_plan=True,
             unplanned=each.unplanned,
+            compile=each.compile,
             samples=_samples(norm) if each is forward else None,
         )
         for direction, each in (("forward", forward), ("backward", backward))

@@ -7,7 +7,7 @@ Nothing here imports Triton: the impls do, when the first call that a condition 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -154,6 +154,21 @@ _CLUSTER_FORWARD = {16384: 2**24, 32768: 2**16, 65536: 2**16, 131072: 2**17}
 _CLUSTER_FORWARD_UNPLANNED = {16384: 2**25, 32768: 2**24, 65536: 2**16, 131072: 2**17}
 _CLUSTER_BACKWARD = {16384: 2**25, 32768: 2**24, 65536: 2**24, 131072: 2**24}
 
+# In compiled graphs, as of RMSNorm (rms_norm/overrides.py): Inductor's code / opaque, microseconds
+# of an H200's time in bfloat16 (`benchmarks/compiled_norms.py`).
+#
+#                    alone: forward   and backward   behind a residual: forward   and backward
+#     32 x 1024         2.8 /  2.9     7.5 / 19.3                    2.8 /  5.0     7.6 / 23.4
+#      8 x 4096         3.6 /  3.0     9.0 / 17.5                    3.9 /  5.2     9.7 / 21.6
+#      2 x 16384        7.1 /  4.4    17.9 / 13.8                    7.7 /  6.5    18.8 / 18.1
+#   1024 x 1024         3.8 /  3.7    18.7 / 13.0                    4.5 /  6.9    20.2 / 19.1
+#    256 x 4096         4.6 /  3.8    17.9 / 12.5                    5.0 /  7.1    19.0 / 19.4
+#     64 x 16384        8.4 /  4.7    23.8 / 19.7                    9.2 /  8.0    24.8 / 26.3
+#  32768 x 1024        35.2 / 35.8     124 /   97                   67.3 / 85.1     170 /  194
+#   8192 x 4096        53.0 / 36.0     158 /   94                   71.5 / 85.8     192 /  192
+#   2048 x 16384       44.6 / 37.3     176 /  112                   81.5 / 86.4
+_IN_GRAPHS: Final = "inductor"
+
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
 _CPU_ROWS = 64
@@ -226,9 +241,10 @@ def register(dispatch_key: str) -> list[Override]:
         The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
 
-    def plans(pays: Any) -> dict[str, Any]:
+    def options(pays: Any) -> dict[str, Any]:
         # The interpreter launches nothing that could be recorded.
-        return {} if dispatch_key == "CPU" else {"launch_plan": True, "unplanned": pays}
+        on_gpu = {"launch_plan": True, "unplanned": pays, "compile": _IN_GRAPHS}
+        return on_gpu if dispatch_key == "CUDA" else {}
 
     overrides = [
         triton_utils.register_op_override(
@@ -238,7 +254,7 @@ def register(dispatch_key: str) -> list[Override]:
             _forward,
             cond=forward_condition(dispatch_key),
             name="opgraft_kernels.layer_norm.forward",
-            **plans(_forward_pays()),
+            **options(_forward_pays()),
         ),
         triton_utils.register_op_override(
             "aten",
@@ -247,7 +263,7 @@ def register(dispatch_key: str) -> list[Override]:
             _backward,
             cond=backward_condition(dispatch_key),
             name="opgraft_kernels.layer_norm.backward",
-            **plans(_backward_pays()),
+            **options(_backward_pays()),
         ),
     ]
     if dispatch_key == "CUDA":
@@ -258,9 +274,13 @@ def register(dispatch_key: str) -> list[Override]:
                 _forward_by_cluster,
                 cluster_condition(),
                 long_enough(_CLUSTER_FORWARD_UNPLANNED),
+                compile=_IN_GRAPHS,
             ),
             OverClusters(
-                "native_layer_norm_backward", _backward_by_cluster, backward_cluster_condition()
+                "native_layer_norm_backward",
+                _backward_by_cluster,
+                backward_cluster_condition(),
+                compile=_IN_GRAPHS,
             ),
         )
     return overrides

@@ -134,6 +134,29 @@ _NARROW, _WIDE, _EXTREME_CROSSOVER = 128, 65536, 2**24
 _CLUSTER_FORWARD = {65536: 2**16, 131072: 2**17}
 _CLUSTER_BACKWARD = {32768: 2**24, 65536: 2**24, 131072: 2**24}
 
+# In compiled graphs Inductor fuses a norm with the addition of the residual before it, as norms
+# stand in models; an opaque op cannot be fused. Microseconds of an H200's time in bfloat16,
+# Inductor's code / opaque, of a norm alone and of one behind a residual
+# (`benchmarks/compiled_norms.py`):
+#
+#                    alone: forward   and backward   behind a residual: forward   and backward
+#     32 x 1024         2.5 /  2.8     6.9 / 12.8                    2.5 /  4.8     7.0 / 16.9
+#      8 x 4096         3.0 /  2.7     8.0 / 12.0                    3.4 /  4.8     8.3 / 16.1
+#      2 x 16384        6.6 /  3.6    15.1 / 11.4                    7.2 /  5.8    16.0 / 15.6
+#      1 x 65536        6.4 /  3.5    12.9 / 13.4                    7.3 /  5.6    14.1 / 17.5
+#   1024 x 1024         3.4 /  3.4    15.1 / 10.7                    3.7 /  6.6    15.8 / 16.8
+#    256 x 4096         3.4 /  3.4    14.6 / 10.3                    4.0 /  6.7    15.4 / 16.4
+#     64 x 16384        8.3 /  3.8    17.8 / 13.4                    9.2 /  7.2    19.1 / 19.7
+#     16 x 65536        7.7 /  4.2    18.2 / 16.6                    8.8 /  7.5    19.8 / 21.9
+#  32768 x 1024        34.8 / 34.9     107 /   93                   66.1 / 84.0     154 /  190
+#   8192 x 4096        39.6 / 34.7     122 /   91                   70.8 / 84.6     169 /  190
+#   2048 x 16384       37.7 / 35.7     138 /   98                   70.9 / 85.5     194 /  194
+#    512 x 65536       54.1 / 35.6     201 /   95                   91.4 / 84.8     251 /  192
+#
+# So the norm is Inductor's, but for rows of 65536 and more: and those only where the GPU takes
+# longer than the host for an addition and an opaque op apart, which was 132 us where it took 85.
+_IN_GRAPHS = (when.size("input", -1) >= 65536) & (when.numel("input") >= 2**26)
+
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
 _CPU_ROWS = 64
@@ -195,10 +218,13 @@ def register(dispatch_key: str) -> list[Override]:
     Returns:
         The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
-    # The interpreter launches nothing that could be recorded.
-    plans: dict[str, Any] = (
-        {} if dispatch_key == "CPU" else {"launch_plan": True, "unplanned": _unplanned_condition()}
-    )
+    # The interpreter launches nothing that could be recorded, and is slower than any code.
+    on_gpu: dict[str, Any] = {
+        "launch_plan": True,
+        "unplanned": _unplanned_condition(),
+        "compile": _IN_GRAPHS,
+    }
+    options = on_gpu if dispatch_key == "CUDA" else {}
     overrides = [
         triton_utils.register_op_override(
             "aten",
@@ -207,7 +233,7 @@ def register(dispatch_key: str) -> list[Override]:
             _forward,
             cond=forward_condition(dispatch_key),
             name="opgraft_kernels.rms_norm.forward",
-            **plans,
+            **options,
         ),
         triton_utils.register_op_override(
             "aten",
@@ -216,15 +242,20 @@ def register(dispatch_key: str) -> list[Override]:
             _backward,
             cond=backward_condition(dispatch_key),
             name="opgraft_kernels.rms_norm.backward",
-            **plans,
+            **options,
         ),
     ]
     if dispatch_key == "CUDA":
         overrides += register_over_clusters(
             "rms_norm",
-            OverClusters("_fused_rms_norm", _forward_by_cluster, cluster_condition()),
             OverClusters(
-                "_fused_rms_norm_backward", _backward_by_cluster, backward_cluster_condition()
+                "_fused_rms_norm", _forward_by_cluster, cluster_condition(), compile=_IN_GRAPHS
+            ),
+            OverClusters(
+                "_fused_rms_norm_backward",
+                _backward_by_cluster,
+                backward_cluster_condition(),
+                compile=_IN_GRAPHS,
             ),
         )
     return overrides
