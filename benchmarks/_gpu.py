@@ -17,15 +17,17 @@ def gpu_times(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str
 
     Args:
         contenders: by name, the calls of a turn; several where inputs have to rotate.
-        rounds: in each of them every contender has its turn.
+        rounds: in each of them every contender has its turn, each time another one the first.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for calls in contenders.values():
         for call in calls:
             call()
-    for _ in range(rounds):
-        for name, calls in contenders.items():
-            times[name].append(_turn(calls))
+    names = list(contenders)
+    for n in range(rounds):
+        first = n % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(_turn(contenders[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

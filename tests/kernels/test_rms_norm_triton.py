@@ -127,16 +127,6 @@ def _check(
 SHAPES = [(1, 8), (5, 1), (3, 7), (70, 16), (9, 1000), (1, 4096), (2, 4097), (4, 3, 130)]
 
 
-def test_two_rows_to_a_program(device: torch.device) -> None:
-    """Of 16 KiB each, where there are many; the last program has one."""
-    x, weight, _ = _case((1025, 4096), 1, torch.float32, device)
-    y, rstd = rms_norm_forward(x, [4096], weight, 1e-5)
-    wide = x.double()
-    exact = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    torch.testing.assert_close(rstd.double(), exact, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(y.double(), wide * exact * weight.double(), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_native(

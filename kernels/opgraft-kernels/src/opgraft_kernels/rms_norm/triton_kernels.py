@@ -20,9 +20,8 @@ and g and to write dx, once each. Everything here serves that:
   second kernel add those up, in a fixed order: no atomics on floats, the same bits on every run;
 * ``hidden`` is a run-time integer under a power-of-two block, so a new hidden size compiles a
   kernel only when it needs another block or loses its divisibility by 16 (which decides whether
-  loads are 16 bytes wide). A new number of rows compiles a forward only where rows of 16 KiB become
-  many, and a backward where it changes by whom, and in which of three ways, the partial sums are
-  added up.
+  loads are 16 bytes wide). A new number of rows compiles no forward, and a backward only where it
+  changes by whom, and in which of three ways, the partial sums are added up.
 """
 
 from __future__ import annotations
@@ -409,18 +408,11 @@ def _backward_split_kernel(
 # tensor a thread, 64 for the forward's longer rows.
 
 
-# As many as a device runs programs, or more: two to a program leave none of it idle.
-_MANY_ROWS = 1024
-
-
 @functools.lru_cache(maxsize=1024)
-def _forward_tile(hidden: int, itemsize: int, many_rows: bool) -> Tile:
+def _forward_tile(hidden: int, itemsize: int) -> Tile:
     block = max(power_of_2(hidden), MIN_BLOCK)
     row = block * itemsize
-    if row == 16384 and many_rows:
-        rows = 2  # a little faster than one
-    else:
-        rows = 1 if row > 2048 else 8192 // row
+    rows = 1 if row > 2048 else 8192 // row
     size = rows * row
     return Tile(rows, block, size // (1024 if size < 16384 else 2048))
 
@@ -463,7 +455,7 @@ def _plan_forward(
     itemsize = x.element_size()
     flags: dict[str, Any] = {"HAS_WEIGHT": weight is not None}
     if hidden * itemsize <= WHOLE_ROW_BYTES:
-        tile = _forward_tile(hidden, itemsize, rows >= _MANY_ROWS)
+        tile = _forward_tile(hidden, itemsize)
         return Launch(
             _forward_rows_kernel,
             ceil_div(rows, tile.rows),
@@ -633,7 +625,7 @@ def configurations(multiprocessors: int = 132) -> Iterator[Launch]:
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, has_weight=False)
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, need_dx=False)
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, need_dw=False)
-    for hidden in (128, 4096, 8192):
+    for hidden in (128, 4096):
         yield from _configuration(torch.bfloat16, hidden, multiprocessors, rows=1)
     # Few programs that add up their sums together, and more than is added up so.
     yield from _configuration(torch.bfloat16, 4096, multiprocessors, rows=8)
