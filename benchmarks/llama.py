@@ -4,15 +4,22 @@
     python benchmarks/llama.py --smoke    # tiny, without a GPU: does this script work?
 
 nn.RMSNorm, F.scaled_dot_product_attention and nn.Linear in bfloat16, as a model's author writes
-them. The model runs with the overrides and, inside `opgraft.disabled()`, without them, a step each
-in turn; eager, and with its blocks under torch.compile. Tokens a second are medians, ratios medians
-of the ratios to the native step of the same turn. Wall time, the host's work included.
+them. There are three of the model, with the same parameters: one runs with the overrides, two
+inside `opgraft.disabled()`, to see what two measurements of the same differ by. They take turns;
+eager, and with their blocks under torch.compile, the native ones' compiled while no override is on.
+Tokens a second are medians, ratios medians of the ratios to the native turn of the same round, with
+the interval that holds the true median in 95 of 100 runs. Wall time, the host's work included.
+Memory is the most that PyTorch had allocated in a step.
+
+A turn of decoding is several steps, and the first is not counted: it is the host's work, which
+takes longer while its caches hold another model's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import time
@@ -169,55 +176,54 @@ def workloads(model: Llama, sizes: dict[str, tuple[int, int]], device: str) -> l
 # ------------------------------------------------------------------------------------ measuring
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+def _seconds(run: Callable[[], object], steps: int) -> float:
+    """The mean of a turn's steps; of several, without the first."""
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.mean(times[1:] or times)
 
 
 def bench(shape: Shape, rounds: int, modes: Sequence[str]) -> list[dict[str, Any]]:
     """A record for every workload, mode and side."""
     opgraft_kernels.register()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Llama(shape)
-    torch.set_default_dtype(torch.float32)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e9:.2f} B parameters")
     sizes = {"training": (4, 4096), "prefill": (4, 8192), "decode": (16, 4096)}
+    models = _models(shape, ("native", "opgraft", "native again"))
+    parameters = sum(p.numel() for p in models["native"].parameters())
+    print(f"{parameters / 1e9:.2f} B parameters")
+    works = {side: workloads(model, sizes, "cuda") for side, model in models.items()}
     scopes = {
-        "native": opgraft.disabled,
-        "native again": opgraft.disabled,  # what two measurements of the same differ by
-        "opgraft": contextlib.nullcontext,
+        side: contextlib.nullcontext if side == "opgraft" else opgraft.disabled for side in works
     }
     records: list[dict[str, Any]] = []
     for mode in modes:
         if mode == "compiled":
-            for block in model.blocks:
-                block.compile()
-        for workload in workloads(model, sizes, "cuda"):
-            for scope in (opgraft.disabled, contextlib.nullcontext):
-                with scope():
-                    for _ in range(3):
-                        workload.run()
+            _compile(models, works)
+        for each in zip(*works.values(), strict=True):
+            workload = dict(zip(works, each, strict=True))
+            memory = {side: _peak_memory(workload[side], scopes[side]) for side in works}
             hits = _hits()
-            seconds: dict[str, list[float]] = {side: [] for side in scopes}
-            # A step of decoding is milliseconds of the host's time, which comes and goes.
-            for n in range(rounds * (40 if workload.name == "decode" else 2)):
+            seconds: dict[str, list[float]] = {side: [] for side in works}
+            is_decoding = each[0].name == "decode"
+            for n in range(rounds * (10 if is_decoding else 2)):
                 # In turns: what comes second finds a warmer GPU.
-                for i in range(len(scopes)):
-                    side = list(scopes)[(n + i) % len(scopes)]
+                for i in range(len(works)):
+                    side = list(works)[(n + i) % len(works)]
                     with scopes[side]():
-                        seconds[side].append(_seconds(workload.run))
+                        steps = 8 if is_decoding else 1
+                        seconds[side].append(_seconds(workload[side].run, steps))
             taken = {name: n - hits.get(name, 0) for name, n in _hits().items()}
-            found = [_record(mode, workload, side, seconds) for side in scopes]
+            found = [_record(mode, each[0], side, seconds, memory[side]) for side in works]
             records += found
             print(
-                f"{mode:8} {workload.name:8}"
+                f"{mode:8} {each[0].name:8}"
                 + "".join(
                     f" | {r['side']} {r['tokens_per_second']:9.0f} tokens/s, {r['ratio']:.3f}"
+                    f" ({r['ratio_from']:.3f} to {r['ratio_to']:.3f}), {r['gigabytes']:.2f} GB"
                     for r in found
                 )
                 + " | hits: "
@@ -227,19 +233,70 @@ def bench(shape: Shape, rounds: int, modes: Sequence[str]) -> list[dict[str, Any
     return records
 
 
+def _models(shape: Shape, sides: Sequence[str]) -> dict[str, Llama]:
+    """A model for each side, with the same parameters."""
+    torch.set_default_dtype(torch.bfloat16)
+    models = {}
+    for side in sides:
+        with torch.device("meta" if models else "cuda"):
+            models[side] = Llama(shape)
+    torch.set_default_dtype(torch.float32)
+    first, *others = models.values()
+    for other in others:
+        other.load_state_dict(first.state_dict(keep_vars=True), assign=True)
+    return models
+
+
+def _compile(models: dict[str, Llama], works: dict[str, list[Workload]]) -> None:
+    """Compile the blocks of all, the native ones' while no override is on."""
+    from torch._inductor.compile_fx import compile_fx
+
+    # A graph a side and workload, which all are of one function.
+    torch._dynamo.config.recompile_limit = 2 * len(models) * len(works)
+    for side, model in models.items():
+        # A backend of its own keeps what it compiles apart from the others'.
+        backend = functools.partial(compile_fx)
+        for block in model.blocks:
+            block.compile(backend=backend, dynamic=False)
+        opgraft.enable()
+        if side != "opgraft":
+            opgraft.disable()
+        for workload in works[side]:
+            workload.run()
+    opgraft.enable()
+
+
+def _peak_memory(workload: Workload, scope: Callable[[], Any]) -> int:
+    """The bytes that a step needs at the most, after some that compile."""
+    with scope():
+        for _ in range(3):
+            workload.run()
+        torch.cuda.reset_peak_memory_stats()
+        workload.run()
+        return torch.cuda.max_memory_allocated()
+
+
 def _record(
-    mode: str, workload: Workload, side: str, seconds: dict[str, list[float]]
+    mode: str, workload: Workload, side: str, seconds: dict[str, list[float]], memory: int
 ) -> dict[str, Any]:
     """A side's speed, and its median ratio to native's in the same turn."""
     median = statistics.median(seconds[side])
     pairs = zip(seconds["native"], seconds[side], strict=True)
+    ratios = sorted(native / own for native, own in pairs)
+    # The ranks between which a median lies, the turns being independent: those of a binomial
+    # distribution, approximated by a normal one.
+    half = round(0.98 * len(ratios) ** 0.5)
+    middle = len(ratios) // 2
     return {
         "mode": mode,
         "workload": workload.name,
         "side": side,
         "tokens_per_second": workload.tokens / median,
         "milliseconds": median * 1e3,
-        "ratio": statistics.median(native / own for native, own in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_from": ratios[max(middle - half, 0)],
+        "ratio_to": ratios[min(middle + half, len(ratios) - 1)],
+        "gigabytes": memory / 1e9,
     }
 
 

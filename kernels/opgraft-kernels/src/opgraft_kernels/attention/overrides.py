@@ -246,9 +246,11 @@ _FASTER_FROM_KEYS, _FASTER_FROM_KEYS_64_CAUSAL = 2048, 4096
 _FASTER_FROM_SCORES = 2**29  # queries times keys, over all heads; for heads of 128 at any number
 
 
-# A hit takes the host longer than native does: end to end 26 us forward and 90 us forward to
-# backward against native's 16 and 65. Where native takes the GPU less time than that, a loop of
-# calls would get slower. The time goes with queries * keys * dim.
+# A hit from Python takes the host longer than native does: end to end 35 us forward and 111 us
+# forward to backward against native's 20 and 81, at the least (`--crossover`). Where native takes
+# the GPU less time than that, a loop of calls would get slower. The time goes with queries * keys *
+# dim. By a launch plan a hit takes 12 and 77 us; but before there is one, FlashAttention-4 is
+# imported and compiled, which takes seconds in every process, and only large calls give them back.
 _WORK = {("cutedsl_kernels", False): 2**31, ("cutedsl_kernels", True): 2**32}
 # Triton launches from Python, three kernels backward.
 _WORK |= {("triton_kernels", False): 2**32, ("triton_kernels", True): 2**33}
