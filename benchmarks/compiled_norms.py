@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import _common
@@ -37,7 +39,7 @@ import opgraft
 import opgraft_kernels
 
 HIDDEN = (1024, 4096, 16384, 65536)
-LOG2_ELEMENTS = (16, 20, 25)
+LOG2_ELEMENTS = (15, 18, 20, 22, 25)
 CONTENDERS = ("inductor", "opaque")
 INPUT_SETS = 3
 EPS = 1e-5
@@ -101,7 +103,7 @@ def contenders(
     from torch._inductor.compile_fx import compile_fx
 
     torch._dynamo.reset()
-    found = {}
+    found: dict[str, tuple[Call, ...]] = {}
     for name in CONTENDERS:
         if name == "inductor":
             opgraft.disable()
@@ -126,33 +128,24 @@ def use_opaque() -> list[opgraft.Override]:
     return overrides
 
 
-def bench(rounds: int, hidden_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """A record for every norm, pattern, mode and size."""
+def bench(
+    rounds: int, hidden_sizes: Sequence[int], sizes: Sequence[int]
+) -> Iterator[list[dict[str, Any]]]:
+    """Records of every pattern, mode and size, for one norm and width after the other."""
     overrides = use_opaque()
-    records = []
-    for norm in ("rms_norm", "layer_norm"):
-        for hidden in hidden_sizes:
-            for log2 in sizes:
-                rows = 2**log2 // hidden
-                inputs = [make_inputs(norm, rows, hidden) for _ in range(INPUT_SETS)]
-                for pattern in PATTERNS:
-                    for mode in MODES:
-                        record = {
-                            "norm": norm,
-                            "pattern": pattern,
-                            "mode": mode,
-                            "rows": rows,
-                            "hidden": hidden,
-                            **measure(
-                                contenders(norm, pattern, mode, inputs, overrides),
-                                overrides,
-                                rounds,
-                            ),
-                        }
-                        check(record)
-                        records.append(record)
-                        print(_line(record), flush=True)
-    return records
+    for norm, hidden in itertools.product(("rms_norm", "layer_norm"), hidden_sizes):
+        records = []
+        for log2 in sizes:
+            rows = max(1, 2**log2 // hidden)
+            inputs = [make_inputs(norm, rows, hidden) for _ in range(INPUT_SETS)]
+            for pattern, mode in itertools.product(PATTERNS, MODES):
+                calls = contenders(norm, pattern, mode, inputs, overrides)
+                where = {"norm": norm, "pattern": pattern, "mode": mode}
+                size = {"rows": rows, "hidden": hidden}
+                records.append({**where, **size, **measure(calls, overrides, rounds)})
+                check(records[-1])
+                print(_line(records[-1]), flush=True)
+        yield records
 
 
 def measure(
@@ -210,12 +203,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--log2", type=int, nargs="+", default=LOG2_ELEMENTS)
     options = parser.parse_args(arguments)
     if options.smoke:
-        bench(1, (32,), (12,))
+        list(bench(1, (32,), (12,)))
     elif DEVICE == "cpu":
         parser.error("there is no CUDA device; --smoke runs without one")
     else:
-        records = bench(options.rounds, options.hidden, options.log2)
-        print("written to", _common.save("compiled_norms", torch.cuda.get_device_name(), records))
+        versions = {"triton": metadata.version("triton")}
+        records = []
+        for found in bench(options.rounds, options.hidden, options.log2):
+            records += found  # and what there is is written, as the rest takes minutes
+            device = torch.cuda.get_device_name()
+            path = _common.save("compiled_norms", device, records, versions=versions)
+        print("written to", path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ inside `opgraft.disabled()`, to see what two measurements of the same differ by.
 eager, and with their blocks under torch.compile, the native ones' compiled while no override is on.
 Tokens a second are medians, ratios medians of the ratios to the native turn of the same round, with
 the interval that holds the true median in 95 of 100 runs. Wall time, the host's work included.
-Memory is the most that PyTorch had allocated in a step.
+Memory is the most that PyTorch allocates in a step beyond what is there.
 
 A turn of decoding is several steps, and the first is not counted: it is the host's work, which
 takes longer while its caches hold another model's.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import statistics
 import time
@@ -34,9 +35,10 @@ from torch import nn
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
-
 import opgraft
 import opgraft_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Shape(NamedTuple):
@@ -175,71 +177,64 @@ def workloads(model: Llama, sizes: dict[str, tuple[int, int]], device: str) -> l
 
 # ------------------------------------------------------------------------------------ measuring
 
-
-def _seconds(run: Callable[[], object], steps: int) -> float:
-    """The mean of a turn's steps; of several, without the first."""
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.mean(times[1:] or times)
+SIDES = ("native", "opgraft", "native again")
+# What comes second finds a warmer GPU, and the caches full of what came before.
+ORDERS = list(itertools.permutations(SIDES))
 
 
-def bench(shape: Shape, rounds: int, modes: Sequence[str]) -> list[dict[str, Any]]:
+class Turns(NamedTuple):
+    """How many rounds, and steps in a side's turn; of several, the first is not counted."""
+
+    rounds: int
+    steps: int = 1
+
+
+class Setting(NamedTuple):
+    """What is measured: the model, and by workload its batch and length, and the turns."""
+
+    shape: Shape
+    sizes: dict[str, tuple[int, int]]
+    turns: dict[str, Turns]
+    dtype: torch.dtype = torch.bfloat16
+
+
+def full(rounds: int) -> Setting:
+    return Setting(
+        Shape(),
+        {"training": (4, 4096), "prefill": (4, 8192), "decode": (16, 4096)},
+        {
+            "training": Turns(2 * rounds),
+            "prefill": Turns(2 * rounds),
+            "decode": Turns(10 * rounds, steps=8),
+        },
+    )
+
+
+def bench(setting: Setting, modes: Sequence[str]) -> list[dict[str, Any]]:
     """A record for every workload, mode and side."""
     opgraft_kernels.register()
-    sizes = {"training": (4, 4096), "prefill": (4, 8192), "decode": (16, 4096)}
-    models = _models(shape, ("native", "opgraft", "native again"))
+    models = _models(setting)
     parameters = sum(p.numel() for p in models["native"].parameters())
     print(f"{parameters / 1e9:.2f} B parameters")
-    works = {side: workloads(model, sizes, "cuda") for side, model in models.items()}
-    scopes = {
-        side: contextlib.nullcontext if side == "opgraft" else opgraft.disabled for side in works
-    }
+    works = {side: workloads(model, setting.sizes, DEVICE) for side, model in models.items()}
     records: list[dict[str, Any]] = []
     for mode in modes:
+        print(mode)
         if mode == "compiled":
             _compile(models, works)
-        for each in zip(*works.values(), strict=True):
-            workload = dict(zip(works, each, strict=True))
-            memory = {side: _peak_memory(workload[side], scopes[side]) for side in works}
-            hits = _hits()
-            seconds: dict[str, list[float]] = {side: [] for side in works}
-            is_decoding = each[0].name == "decode"
-            for n in range(rounds * (10 if is_decoding else 2)):
-                # In turns: what comes second finds a warmer GPU.
-                for i in range(len(works)):
-                    side = list(works)[(n + i) % len(works)]
-                    with scopes[side]():
-                        steps = 8 if is_decoding else 1
-                        seconds[side].append(_seconds(workload[side].run, steps))
-            taken = {name: n - hits.get(name, 0) for name, n in _hits().items()}
-            found = [_record(mode, each[0], side, seconds, memory[side]) for side in works]
-            records += found
-            print(
-                f"{mode:8} {each[0].name:8}"
-                + "".join(
-                    f" | {r['side']} {r['tokens_per_second']:9.0f} tokens/s, {r['ratio']:.3f}"
-                    f" ({r['ratio_from']:.3f} to {r['ratio_to']:.3f}), {r['gigabytes']:.2f} GB"
-                    for r in found
-                )
-                + " | hits: "
-                + (", ".join(f"{name} {n}" for name, n in taken.items() if n) or "none"),
-                flush=True,
-            )
+        for index, turns in enumerate(setting.turns.values()):
+            found = _compare({side: works[side][index] for side in SIDES}, turns)
+            records += [{"mode": mode, **record} for record in found]
     return records
 
 
-def _models(shape: Shape, sides: Sequence[str]) -> dict[str, Llama]:
+def _models(setting: Setting) -> dict[str, Llama]:
     """A model for each side, with the same parameters."""
-    torch.set_default_dtype(torch.bfloat16)
-    models = {}
-    for side in sides:
-        with torch.device("meta" if models else "cuda"):
-            models[side] = Llama(shape)
+    torch.set_default_dtype(setting.dtype)
+    models: dict[str, Llama] = {}
+    for side in SIDES:
+        with torch.device("meta" if models else DEVICE):
+            models[side] = Llama(setting.shape)
     torch.set_default_dtype(torch.float32)
     first, *others = models.values()
     for other in others:
@@ -249,13 +244,10 @@ def _models(shape: Shape, sides: Sequence[str]) -> dict[str, Llama]:
 
 def _compile(models: dict[str, Llama], works: dict[str, list[Workload]]) -> None:
     """Compile the blocks of all, the native ones' while no override is on."""
-    from torch._inductor.compile_fx import compile_fx
-
-    # A graph a side and workload, which all are of one function.
-    torch._dynamo.config.recompile_limit = 2 * len(models) * len(works)
+    # Every graph is of one function, and autograd may want it twice.
+    torch._dynamo.config.recompile_limit = 2 * sum(map(len, works.values()))
     for side, model in models.items():
-        # A backend of its own keeps what it compiles apart from the others'.
-        backend = functools.partial(compile_fx)
+        backend = _backend()
         for block in model.blocks:
             block.compile(backend=backend, dynamic=False)
         opgraft.enable()
@@ -266,37 +258,90 @@ def _compile(models: dict[str, Llama], works: dict[str, list[Workload]]) -> None
     opgraft.enable()
 
 
-def _peak_memory(workload: Workload, scope: Callable[[], Any]) -> int:
-    """The bytes that a step needs at the most, after some that compile."""
-    with scope():
+def _backend() -> Callable[..., Any]:
+    """One of its own, which keeps what it compiles apart from the other sides'."""
+    if DEVICE == "cpu":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return functools.partial(aot_eager)
+    from torch._inductor.compile_fx import compile_fx
+
+    return functools.partial(compile_fx)
+
+
+def _scope(side: str) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if side == "opgraft" else opgraft.disabled()
+
+
+def _compare(works: dict[str, Workload], turns: Turns) -> list[dict[str, Any]]:
+    """A record for each side of a workload; prints them."""
+    memory = {side: _memory_of(workload, side) for side, workload in works.items()}
+    before = _hits()
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    for n in range(turns.rounds):
+        for side in ORDERS[n % len(ORDERS)]:
+            with _scope(side):
+                seconds[side].append(_seconds(works[side].run, turns.steps))
+    hits = {name: n - before.get(name, 0) for name, n in _hits().items()}
+    records = [
+        {**_record(works[side], side, seconds), "gigabytes": memory[side] / 1e9} for side in SIDES
+    ]
+    for record in records:
+        ratio = "{ratio:.3f} ({ratio_from:.3f} to {ratio_to:.3f})".format(**record)
+        speed = "{workload:8} {side:12} {tokens_per_second:9.0f} tokens/s".format(**record)
+        print(f"{speed} {ratio} {record['gigabytes']:.2f} GB")
+    print(
+        "  hits:", ", ".join(f"{name} {n}" for name, n in hits.items() if n) or "none", flush=True
+    )
+    return records
+
+
+def _memory_of(workload: Workload, side: str) -> int:
+    """The bytes that a step allocates at the most beyond what is there, after some that compile."""
+    with _scope(side):
         for _ in range(3):
             workload.run()
+        if DEVICE == "cpu":
+            return 0
+        there = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         workload.run()
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() - there
 
 
-def _record(
-    mode: str, workload: Workload, side: str, seconds: dict[str, list[float]], memory: int
-) -> dict[str, Any]:
-    """A side's speed, and its median ratio to native's in the same turn."""
+def _seconds(run: Callable[[], object], steps: int) -> float:
+    """The mean of a turn's steps; of several, without the first."""
+    times = []
+    for _ in range(steps):
+        _synchronize()
+        start = time.perf_counter()
+        run()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.mean(times[1:] or times)
+
+
+def _synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def _record(workload: Workload, side: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """A side's speed, and its median ratio to native's in the same round."""
     median = statistics.median(seconds[side])
     pairs = zip(seconds["native"], seconds[side], strict=True)
     ratios = sorted(native / own for native, own in pairs)
-    # The ranks between which a median lies, the turns being independent: those of a binomial
+    # The ranks between which a median lies, the rounds being independent: those of a binomial
     # distribution, approximated by a normal one.
-    half = round(0.98 * len(ratios) ** 0.5)
-    middle = len(ratios) // 2
+    low = max(0, len(ratios) // 2 - round(0.98 * len(ratios) ** 0.5))
     return {
-        "mode": mode,
         "workload": workload.name,
         "side": side,
         "tokens_per_second": workload.tokens / median,
         "milliseconds": median * 1e3,
         "ratio": statistics.median(ratios),
-        "ratio_from": ratios[max(middle - half, 0)],
-        "ratio_to": ratios[min(middle + half, len(ratios) - 1)],
-        "gigabytes": memory / 1e9,
+        "ratio_from": ratios[low],
+        "ratio_to": ratios[-1 - low],
     }
 
 
@@ -305,14 +350,16 @@ def _hits() -> dict[str, int]:
 
 
 def smoke() -> None:
-    """A training step, a prefill and a decode on the CPU, with the overrides under Triton's
-    interpreter and without: whether the script works."""
+    """Everything in small on the CPU, with the overrides under Triton's interpreter: whether the
+    script works, and the overrides agree with native."""
     torch.manual_seed(0)
-    overrides = opgraft_kernels.register()
-    model = Llama(Shape(1, 32, 2, 2, 64, 50))
-    for workload in workloads(
-        model, {"training": (2, 33), "prefill": (2, 40), "decode": (2, 8)}, "cpu"
-    ):
+    sizes = {"training": (2, 33), "prefill": (2, 40), "decode": (2, 8)}
+    turns = {"training": Turns(1), "prefill": Turns(1), "decode": Turns(1, steps=2)}
+    setting = Setting(Shape(1, 32, 2, 2, 64, 50), sizes, turns, torch.float32)
+    bench(setting, ["eager", "compiled"])
+    overrides = opgraft.overrides()
+    model = Llama(setting.shape)
+    for workload in workloads(model, sizes, "cpu"):
         state = {name: value.clone() for name, value in model.state_dict().items()}
         ours = workload.run()
         model.load_state_dict(state)
@@ -334,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif not torch.cuda.is_available():
         parser.error("there is no CUDA device; --smoke runs without one")
     else:
-        records = bench(Shape(), options.rounds, options.modes)
+        records = bench(full(options.rounds), options.modes)
         print("written to", _common.save("llama", torch.cuda.get_device_name(), records))
 
 

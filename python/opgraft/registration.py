@@ -71,8 +71,8 @@ def register_op_override(
         on_error: `"raise"` (default) or `"fallback"` (default for packs): an exception from `impl`
             runs the native kernel, warns once and keeps the override from calls of that kind.
         compile: the policy under `torch.compile`: `"auto"`, `"opaque"`, `"inductor"` or
-            `"traceable"`; or a :mod:`opgraft.when` expression: opaque for the calls for which it
-            may hold, Inductor's for those for which it never does, whatever their sizes.
+            `"traceable"`; or a :mod:`opgraft.when` expression, decided when a graph is made: opaque
+            for a call that it may hold for, else Inductor's.
         autograd: `(setup_context, backward)` for a derivative of its own, as
             `torch.library.register_autograd` takes them: `setup_context(ctx, inputs, output)` with
             all of the op's arguments, `backward(ctx, *grads)` with a gradient or None for each.
@@ -202,15 +202,16 @@ def _check_condition(cond: object, op: Op, unconditional_override: bool) -> None
         check_accepts(cond, op, what="cond")  # type: ignore[arg-type]
 
 
-def _check_expression(parameter: str, expression: Expression, op: Op) -> None:
+def _check_expression(parameter: str, expression: Expression, op: Op) -> Condition:
     if not isinstance(expression, Condition):
         raise RegistrationError(
-            f"{parameter} for {op.name} is {expression!r}, a number: compare it with one"
+            f"{parameter}= for {op.name} is {expression!r}, a number: compare it with one"
         )
     try:
         expression.check(op.kinds)
     except ExpressionError as error:
-        raise RegistrationError(f"{parameter} for {op.name}: {error}") from None
+        raise RegistrationError(f"{parameter}= for {op.name}: {error}") from None
+    return expression
 
 
 def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
@@ -221,14 +222,13 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
             f"unplanned= for {op.name} says when launch plans are not needed: it wants "
             "launch_plan=True; put it into cond otherwise"
         )
-    if not isinstance(unplanned, Condition):
+    if not isinstance(unplanned, Expression):
         raise RegistrationError(
             f"unplanned= for {op.name} is {unplanned!r}: give an expression of opgraft.when"
         )
     from opgraft.program import compile_condition
 
-    _check_expression("unplanned", unplanned, op)
-    if compile_condition(unplanned, op) is None:
+    if compile_condition(_check_expression("unplanned", unplanned, op), op) is None:
         raise RegistrationError(
             f"unplanned= for {op.name}: {unplanned!r} needs Python to be decided; compare with "
             "constants of 64 bits"
@@ -238,8 +238,11 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
 def _check_compile(compile: CompilePolicy | Condition, op: Op) -> None:
     if isinstance(compile, Expression):
         _check_expression("compile", compile, op)
-    else:
-        _check_choice("compile", compile, CompilePolicy)
+    elif compile not in get_args(CompilePolicy):
+        raise RegistrationError(
+            f"compile={compile!r}: choose one of {get_args(CompilePolicy)}, or give an expression "
+            "of opgraft.when"
+        )
 
 
 def _check_choice(parameter: str, value: str, choices: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import opgraft
 import opgraft_kernels
+from opgraft.when import Condition
 from opgraft_kernels.attention import overrides as attention
 
 PROJECT = Path(__file__).resolve().parents[2] / "kernels" / "opgraft-kernels" / "pyproject.toml"
@@ -39,18 +40,33 @@ def test_every_op_is_declared(monkeypatch: pytest.MonkeyPatch, with_flash_attn: 
     assert opgraft.overrides(pack="opgraft-kernels") == []
 
 
-def test_norms_are_inductors_in_graphs_but_for_very_wide_rows(
-    monkeypatch: pytest.MonkeyPatch,
+FEW, MANY, WIDE, WIDE_AND_MANY = (16384, 4096), (2048, 16384), (16, 65536), (512, 65536)
+FEW_WIDE = (256, 16384)
+
+
+@pytest.mark.parametrize(
+    ("name", "opaque"),
+    [
+        ("rms_norm.forward", {FEW_WIDE, WIDE, WIDE_AND_MANY}),
+        ("rms_norm.forward_by_cluster", {FEW_WIDE, WIDE, WIDE_AND_MANY}),
+        ("rms_norm.backward", {WIDE_AND_MANY}),
+        ("rms_norm.backward_by_cluster", {WIDE_AND_MANY}),
+        ("layer_norm.forward", {FEW_WIDE}),
+        ("layer_norm.forward_by_cluster", {FEW_WIDE}),
+        ("layer_norm.backward", set()),
+        ("layer_norm.backward_by_cluster", set()),
+    ],
+)
+def test_norms_in_graphs_are_opaque_where_that_was_faster(
+    monkeypatch: pytest.MonkeyPatch, name: str, opaque: set[tuple[int, int]]
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    norms = {each.name: each for each in opgraft_kernels.register() if "norm" in each.name}
-    assert len(norms) == 8
-    for name, override in norms.items():
-        if "layer_norm" in name:
-            assert override.compile == "inductor"
-            continue
-        opaque = {
-            shape: override.compile.holds({"input": torch.empty(shape, device="meta")})
-            for shape in ((16384, 4096), (4096, 32768), (512, 65536), (1024, 65536), (512, 131072))
-        }
-        assert [shape for shape, holds in opaque.items() if holds] == [(1024, 65536), (512, 131072)]
+    overrides = {each.name: each for each in opgraft_kernels.register()}
+    policy = overrides[f"opgraft_kernels.{name}"].compile
+    found = set()
+    for shape in (FEW, FEW_WIDE, MANY, WIDE, WIDE_AND_MANY):
+        x = torch.empty(shape, device="meta")
+        if isinstance(policy, Condition) and policy.holds({"input": x}):
+            found.add(shape)
+    assert found == opaque
+    assert policy == "inductor" if not opaque else isinstance(policy, Condition)

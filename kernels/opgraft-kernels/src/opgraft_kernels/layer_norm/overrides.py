@@ -7,7 +7,7 @@ Nothing here imports Triton: the impls do, when the first call that a condition 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -167,7 +167,15 @@ _CLUSTER_BACKWARD = {16384: 2**25, 32768: 2**24, 65536: 2**24, 131072: 2**24}
 #  32768 x 1024        35.2 / 35.8     124 /   97                   67.3 / 85.1     170 /  194
 #   8192 x 4096        53.0 / 36.0     158 /   94                   71.5 / 85.8     192 /  192
 #   2048 x 16384       44.6 / 37.3     176 /  112                   81.5 / 86.4
-_IN_GRAPHS: Final = "inductor"
+#
+# So the forward of few rows of 16384 is opaque, which takes the host less, too (117 us a call in a
+# loop against 95 at 2 x 16384, 129 and 105 at 256 x 16384). Wider rows have not been measured.
+_FORWARD_IN_GRAPHS = (
+    (when.size("input", -1) >= 16384)
+    & (when.size("input", -1) < 32768)
+    & (when.numel("input") <= 2**22)
+)
+_BACKWARD_IN_GRAPHS = "inductor"
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
@@ -241,9 +249,9 @@ def register(dispatch_key: str) -> list[Override]:
         The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
 
-    def options(pays: Any) -> dict[str, Any]:
+    def options(pays: Any, in_graphs: Any) -> dict[str, Any]:
         # The interpreter launches nothing that could be recorded.
-        on_gpu = {"launch_plan": True, "unplanned": pays, "compile": _IN_GRAPHS}
+        on_gpu = {"launch_plan": True, "unplanned": pays, "compile": in_graphs}
         return on_gpu if dispatch_key == "CUDA" else {}
 
     overrides = [
@@ -254,7 +262,7 @@ def register(dispatch_key: str) -> list[Override]:
             _forward,
             cond=forward_condition(dispatch_key),
             name="opgraft_kernels.layer_norm.forward",
-            **options(_forward_pays()),
+            **options(_forward_pays(), _FORWARD_IN_GRAPHS),
         ),
         triton_utils.register_op_override(
             "aten",
@@ -263,7 +271,7 @@ def register(dispatch_key: str) -> list[Override]:
             _backward,
             cond=backward_condition(dispatch_key),
             name="opgraft_kernels.layer_norm.backward",
-            **options(_backward_pays()),
+            **options(_backward_pays(), _BACKWARD_IN_GRAPHS),
         ),
     ]
     if dispatch_key == "CUDA":
@@ -274,13 +282,13 @@ def register(dispatch_key: str) -> list[Override]:
                 _forward_by_cluster,
                 cluster_condition(),
                 long_enough(_CLUSTER_FORWARD_UNPLANNED),
-                compile=_IN_GRAPHS,
+                compile=_FORWARD_IN_GRAPHS,
             ),
             OverClusters(
                 "native_layer_norm_backward",
                 _backward_by_cluster,
                 backward_cluster_condition(),
-                compile=_IN_GRAPHS,
+                compile=_BACKWARD_IN_GRAPHS,
             ),
         )
     return overrides

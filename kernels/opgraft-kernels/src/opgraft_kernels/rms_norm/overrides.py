@@ -153,9 +153,16 @@ _CLUSTER_BACKWARD = {32768: 2**24, 65536: 2**24, 131072: 2**24}
 #   2048 x 16384       37.7 / 35.7     138 /   98                   70.9 / 85.5     194 /  194
 #    512 x 65536       54.1 / 35.6     201 /   95                   91.4 / 84.8     251 /  192
 #
-# So the norm is Inductor's, but for rows of 65536 and more: and those only where the GPU takes
-# longer than the host for an addition and an opaque op apart, which was 132 us where it took 85.
-_IN_GRAPHS = (when.size("input", -1) >= 65536) & (when.numel("input") >= 2**26)
+# Opaque is therefore: the forward of few rows of 16384 and more, where Inductor's takes the host
+# longer, too (71 us a call in a loop against 63 at 2 x 16384, 69 and 61 at 256 x 16384), and both
+# directions of many rows of 65536. Everything else is Inductor's; also backwards of 2**20 to 2**22
+# elements at 1024 and 4096, which opaque ones take the GPU 2 to 5 us less for (by the difference of
+# the last two columns), and the host some 30 us more.
+_WIDE_IN_GRAPHS = when.size("input", -1) >= 65536
+_FORWARD_IN_GRAPHS = _WIDE_IN_GRAPHS | (
+    (when.size("input", -1) >= 16384) & (when.numel("input") <= 2**22)
+)
+_BACKWARD_IN_GRAPHS = _WIDE_IN_GRAPHS & (when.numel("input") >= 2**25)
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
@@ -218,13 +225,16 @@ def register(dispatch_key: str) -> list[Override]:
     Returns:
         The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
-    # The interpreter launches nothing that could be recorded, and is slower than any code.
-    on_gpu: dict[str, Any] = {
-        "launch_plan": True,
-        "unplanned": _unplanned_condition(),
-        "compile": _IN_GRAPHS,
-    }
-    options = on_gpu if dispatch_key == "CUDA" else {}
+
+    def options(in_graphs: Any) -> dict[str, Any]:
+        # The interpreter launches nothing that could be recorded.
+        on_gpu = {
+            "launch_plan": True,
+            "unplanned": _unplanned_condition(),
+            "compile": in_graphs,
+        }
+        return on_gpu if dispatch_key == "CUDA" else {}
+
     overrides = [
         triton_utils.register_op_override(
             "aten",
@@ -233,7 +243,7 @@ def register(dispatch_key: str) -> list[Override]:
             _forward,
             cond=forward_condition(dispatch_key),
             name="opgraft_kernels.rms_norm.forward",
-            **options,
+            **options(_FORWARD_IN_GRAPHS),
         ),
         triton_utils.register_op_override(
             "aten",
@@ -242,20 +252,23 @@ def register(dispatch_key: str) -> list[Override]:
             _backward,
             cond=backward_condition(dispatch_key),
             name="opgraft_kernels.rms_norm.backward",
-            **options,
+            **options(_BACKWARD_IN_GRAPHS),
         ),
     ]
     if dispatch_key == "CUDA":
         overrides += register_over_clusters(
             "rms_norm",
             OverClusters(
-                "_fused_rms_norm", _forward_by_cluster, cluster_condition(), compile=_IN_GRAPHS
+                "_fused_rms_norm",
+                _forward_by_cluster,
+                cluster_condition(),
+                compile=_FORWARD_IN_GRAPHS,
             ),
             OverClusters(
                 "_fused_rms_norm_backward",
                 _backward_by_cluster,
                 backward_cluster_condition(),
-                compile=_IN_GRAPHS,
+                compile=_BACKWARD_IN_GRAPHS,
             ),
         )
     return overrides
