@@ -39,7 +39,7 @@ import opgraft
 import opgraft_kernels
 
 HIDDEN = (1024, 4096, 16384, 65536)
-LOG2_ELEMENTS = (15, 18, 20, 22, 25)
+LOG2_ELEMENTS = (15, 18, 20, 22, 25, 27)
 CONTENDERS = ("inductor", "opaque")
 INPUT_SETS = 3
 EPS = 1e-5

@@ -169,7 +169,8 @@ _CLUSTER_BACKWARD = {16384: 2**25, 32768: 2**24, 65536: 2**24, 131072: 2**24}
 #   2048 x 16384       44.6 / 37.3     176 /  112                   81.5 / 86.4
 #
 # So the forward of few rows of 16384 is opaque, which takes the host less, too (117 us a call in a
-# loop against 95 at 2 x 16384, 129 and 105 at 256 x 16384). Wider rows have not been measured.
+# loop against 95 at 2 x 16384, 129 and 105 at 256 x 16384). Wider rows have not been measured,
+# nor more than 2**25 elements.
 _FORWARD_IN_GRAPHS = (
     (when.size("input", -1) >= 16384)
     & (when.size("input", -1) < 32768)

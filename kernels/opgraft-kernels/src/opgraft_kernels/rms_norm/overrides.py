@@ -157,7 +157,7 @@ _CLUSTER_BACKWARD = {32768: 2**24, 65536: 2**24, 131072: 2**24}
 # longer, too (71 us a call in a loop against 63 at 2 x 16384, 69 and 61 at 256 x 16384), and both
 # directions of many rows of 65536. Everything else is Inductor's; also backwards of 2**20 to 2**22
 # elements at 1024 and 4096, which opaque ones take the GPU 2 to 5 us less for (by the difference of
-# the last two columns), and the host some 30 us more.
+# the last two columns), and the host some 30 us more. Beyond 2**25 elements nothing was measured.
 _WIDE_IN_GRAPHS = when.size("input", -1) >= 65536
 _FORWARD_IN_GRAPHS = _WIDE_IN_GRAPHS | (
     (when.size("input", -1) >= 16384) & (when.numel("input") <= 2**22)
