@@ -238,16 +238,16 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
 def _check_compile(compile: CompilePolicy | Condition, op: Op) -> None:
     if isinstance(compile, Expression):
         _check_expression("compile", compile, op)
-    elif compile not in get_args(CompilePolicy):
-        raise RegistrationError(
-            f"compile={compile!r}: choose one of {get_args(CompilePolicy)}, or give an expression "
-            "of opgraft.when"
-        )
+    else:
+        or_else = ", or give an expression of opgraft.when"
+        _check_choice("compile", compile, CompilePolicy, or_else)
 
 
-def _check_choice(parameter: str, value: str, choices: Any) -> None:
+def _check_choice(parameter: str, value: str, choices: Any, or_else: str = "") -> None:
     if value not in get_args(choices):
-        raise RegistrationError(f"{parameter}={value!r}: choose one of {get_args(choices)}")
+        raise RegistrationError(
+            f"{parameter}={value!r}: choose one of {get_args(choices)}{or_else}"
+        )
 
 
 def _default_name(impl: Callable[..., Any]) -> str:
