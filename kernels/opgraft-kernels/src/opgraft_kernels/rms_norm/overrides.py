@@ -225,15 +225,13 @@ def register(dispatch_key: str) -> list[Override]:
     Returns:
         The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
+    # The interpreter launches nothing that could be recorded.
+    unplanned = _unplanned_condition() if dispatch_key == "CUDA" else None
 
     def options(in_graphs: Any) -> dict[str, Any]:
-        # The interpreter launches nothing that could be recorded.
-        on_gpu = {
-            "launch_plan": True,
-            "unplanned": _unplanned_condition(),
-            "compile": in_graphs,
-        }
-        return on_gpu if dispatch_key == "CUDA" else {}
+        if unplanned is None:
+            return {}
+        return {"launch_plan": True, "unplanned": unplanned, "compile": in_graphs}
 
     overrides = [
         triton_utils.register_op_override(
