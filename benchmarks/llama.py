@@ -1,6 +1,6 @@
 """A Llama-style model with and without the packs' overrides; nothing in the model changes.
 
-    python benchmarks/llama.py            # 1.2 B parameters: training, prefill and decode
+    python benchmarks/llama.py            # 1.1 B parameters: training, prefill and decode
     python benchmarks/llama.py --smoke    # tiny, without a GPU: does this script work?
 
 nn.RMSNorm, F.scaled_dot_product_attention and nn.Linear in bfloat16, as a model's author writes
@@ -122,22 +122,35 @@ class Llama(nn.Module):
 # ------------------------------------------------------------------------------------ workloads
 
 
+class Load(NamedTuple):
+    """A workload's batch and length; rounds, and steps in a side's turn of each.
+
+    Of several steps the first is not counted.
+    """
+
+    batch: int
+    length: int
+    rounds: int
+    steps: int = 1
+
+
 class Workload(NamedTuple):
     """What is run, and how many tokens it is worth."""
 
     name: str
     run: Callable[[], object]
     tokens: int
+    load: Load
 
 
-def workloads(model: Llama, sizes: dict[str, tuple[int, int]], device: str) -> list[Workload]:
-    """Training, prefill and decode; `sizes`: batch and length of each."""
+def workloads(model: Llama, loads: dict[str, Load], device: str) -> list[Workload]:
+    """Training, prefill and decode."""
     shape, dtype = model.shape, model.head.weight.dtype
 
     def random_tokens(batch: int, length: int) -> torch.Tensor:
         return torch.randint(shape.vocabulary, (batch, length), device=device)
 
-    batch, length = sizes["training"]
+    batch, length, *_ = loads["training"]
     tokens = random_tokens(batch, length)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
@@ -149,14 +162,14 @@ def workloads(model: Llama, sizes: dict[str, tuple[int, int]], device: str) -> l
         optimizer.step()
         return loss.detach()
 
-    batch, length = sizes["prefill"]
+    batch, length, *_ = loads["prefill"]
     prompt = random_tokens(batch, length)
 
     @torch.no_grad()
     def prefill() -> torch.Tensor:
         return model(prompt)
 
-    batch, length = sizes["decode"]
+    batch, length, *_ = loads["decode"]
     token = random_tokens(batch, 1)
     cache_shape = (batch, shape.heads_k, length, shape.dim)
     caches = [
@@ -170,8 +183,8 @@ def workloads(model: Llama, sizes: dict[str, tuple[int, int]], device: str) -> l
 
     runs = {"training": train, "prefill": prefill, "decode": decode}
     return [
-        Workload(name, runs[name], n * (1 if name == "decode" else length))
-        for name, (n, length) in sizes.items()
+        Workload(name, runs[name], load.batch * (1 if name == "decode" else load.length), load)
+        for name, load in loads.items()
     ]
 
 
@@ -182,30 +195,21 @@ SIDES = ("native", "opgraft", "native again")
 ORDERS = list(itertools.permutations(SIDES))
 
 
-class Turns(NamedTuple):
-    """How many rounds, and steps in a side's turn; of several, the first is not counted."""
-
-    rounds: int
-    steps: int = 1
-
-
 class Setting(NamedTuple):
-    """What is measured: the model, and by workload its batch and length, and the turns."""
+    """What is measured: the model, and the workloads by name."""
 
     shape: Shape
-    sizes: dict[str, tuple[int, int]]
-    turns: dict[str, Turns]
+    loads: dict[str, Load]
     dtype: torch.dtype = torch.bfloat16
 
 
 def full(rounds: int) -> Setting:
     return Setting(
         Shape(),
-        {"training": (4, 4096), "prefill": (4, 8192), "decode": (16, 4096)},
         {
-            "training": Turns(2 * rounds),
-            "prefill": Turns(2 * rounds),
-            "decode": Turns(10 * rounds, steps=8),
+            "training": Load(4, 4096, 2 * rounds),
+            "prefill": Load(4, 8192, 2 * rounds),
+            "decode": Load(16, 4096, 10 * rounds, steps=8),
         },
     )
 
@@ -216,14 +220,14 @@ def bench(setting: Setting, modes: Sequence[str]) -> list[dict[str, Any]]:
     models = _models(setting)
     parameters = sum(p.numel() for p in models["native"].parameters())
     print(f"{parameters / 1e9:.2f} B parameters")
-    works = {side: workloads(model, setting.sizes, DEVICE) for side, model in models.items()}
+    works = {side: workloads(model, setting.loads, DEVICE) for side, model in models.items()}
     records: list[dict[str, Any]] = []
     for mode in modes:
         print(mode)
         if mode == "compiled":
             _compile(models, works)
-        for index, turns in enumerate(setting.turns.values()):
-            found = _compare({side: works[side][index] for side in SIDES}, turns)
+        for each in zip(*works.values(), strict=True):
+            found = _compare(dict(zip(works, each, strict=True)))
             records += [{"mode": mode, **record} for record in found]
     return records
 
@@ -244,7 +248,7 @@ def _models(setting: Setting) -> dict[str, Llama]:
 
 def _compile(models: dict[str, Llama], works: dict[str, list[Workload]]) -> None:
     """Compile the blocks of all, the native ones' while no override is on."""
-    # Every graph is of one function, and autograd may want it twice.
+    # All graphs are of one function, which beyond the limit would run eager.
     torch._dynamo.config.recompile_limit = 2 * sum(map(len, works.values()))
     for side, model in models.items():
         backend = _backend()
@@ -273,15 +277,16 @@ def _scope(side: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if side == "opgraft" else opgraft.disabled()
 
 
-def _compare(works: dict[str, Workload], turns: Turns) -> list[dict[str, Any]]:
+def _compare(works: dict[str, Workload]) -> list[dict[str, Any]]:
     """A record for each side of a workload; prints them."""
     memory = {side: _memory_of(workload, side) for side, workload in works.items()}
     before = _hits()
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    for n in range(turns.rounds):
+    load = works["native"].load
+    for n in range(load.rounds):
         for side in ORDERS[n % len(ORDERS)]:
             with _scope(side):
-                seconds[side].append(_seconds(works[side].run, turns.steps))
+                seconds[side].append(_seconds(works[side].run, load.steps))
     hits = {name: n - before.get(name, 0) for name, n in _hits().items()}
     records = [
         {**_record(works[side], side, seconds), "gigabytes": memory[side] / 1e9} for side in SIDES
@@ -353,20 +358,23 @@ def smoke() -> None:
     """Everything in small on the CPU, with the overrides under Triton's interpreter: whether the
     script works, and the overrides agree with native."""
     torch.manual_seed(0)
-    sizes = {"training": (2, 33), "prefill": (2, 40), "decode": (2, 8)}
-    turns = {"training": Turns(1), "prefill": Turns(1), "decode": Turns(1, steps=2)}
-    setting = Setting(Shape(1, 32, 2, 2, 64, 50), sizes, turns, torch.float32)
+    loads = {
+        "training": Load(2, 33, rounds=1),
+        "prefill": Load(2, 40, rounds=1),
+        "decode": Load(2, 8, rounds=1, steps=2),
+    }
+    setting = Setting(Shape(1, 32, 2, 2, 64, 50), loads, torch.float32)
     bench(setting, ["eager", "compiled"])
-    overrides = opgraft.overrides()
+    hits = sum(_hits().values())
     model = Llama(setting.shape)
-    for workload in workloads(model, sizes, "cpu"):
+    for workload in workloads(model, loads, "cpu"):
         state = {name: value.clone() for name, value in model.state_dict().items()}
         ours = workload.run()
         model.load_state_dict(state)
         with opgraft.disabled():
             torch.testing.assert_close(workload.run(), ours)
         model.load_state_dict(state)
-    assert sum(override.hits for override in overrides) > 0
+    assert sum(_hits().values()) > hits
     print("overrides were hit and agree with native; nothing was measured")
 
 
