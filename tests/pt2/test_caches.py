@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+import opgraft
+from opgraft.pt2 import caches
+
 HERE = Path(__file__).parent
 SOFTMAX = 0.125  # of eight equal values
 
@@ -127,3 +130,15 @@ def test_a_process_with_the_same_overrides_on_finds_what_was_compiled(
 )
 def test_a_process_with_others_compiles_anew(step: str, results: dict[str, dict[str, Any]]) -> None:
     assert not is_warm(results[step]), results[step]
+
+
+def test_a_policy_that_is_assigned_later_counts() -> None:
+    override = opgraft.register_op_override("aten", "_softmax", "CPU", lambda *args: args[0])
+    try:
+        before = caches.registry_state()
+        override.compile = "opaque"
+        assert caches.registry_state() != before
+        override.compile = "auto"
+        assert caches.registry_state() == before
+    finally:
+        override.remove()

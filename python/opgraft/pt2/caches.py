@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 _ATTRIBUTE = "opgraft_registry"
 
 _salted = False
-_fingerprints: WeakKeyDictionary[Override, str] = WeakKeyDictionary()
+#: With the policy that each was made for, which whoever tries policies assigns anew.
+_fingerprints: WeakKeyDictionary[Override, tuple[object, str]] = WeakKeyDictionary()
 
 
 def are_salted() -> bool:
@@ -78,10 +79,12 @@ def registry_state() -> str:
 
 
 def _fingerprint(override: Override) -> str:
-    if override not in _fingerprints:
+    policy, found = _fingerprints.get(override, (None, ""))
+    if policy is not override.compile:
         lines = list(_describe(override))
-        _fingerprints[override] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return _fingerprints[override]
+        found = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        _fingerprints[override] = override.compile, found
+    return found
 
 
 def _describe(override: Override) -> Iterator[str]:
