@@ -72,7 +72,7 @@ def register_op_override(
             runs the native kernel, warns once and keeps the override from calls of that kind.
         compile: the policy under `torch.compile`: `"auto"`, `"opaque"`, `"inductor"` or
             `"traceable"`; or a :mod:`opgraft.when` expression, decided when a graph is made: opaque
-            for a call that it may hold for, else Inductor's.
+            where it holds whatever the sizes that vary, else Inductor's.
         autograd: `(setup_context, backward)` for a derivative of its own, as
             `torch.library.register_autograd` takes them: `setup_context(ctx, inputs, output)` with
             all of the op's arguments, `backward(ctx, *grads)` with a gradient or None for each.

@@ -65,11 +65,19 @@ def test_a_number_in_the_place_of_a_tensor_stays_with_the_compiler(
     assert "a number stands for the tensor 'other'" in decisions.text
 
 
-@pytest.mark.parametrize(("dynamic", "hits"), [(False, {4: 0, 8: 1}), (True, {4: 1, 8: 1})])
-def test_a_policy_may_depend_on_sizes_and_those_that_vary_are_decided_at_run_time(
-    dynamic: bool, hits: dict[int, int]
+@pytest.mark.parametrize(
+    ("policy", "dynamic", "hits"),
+    [
+        (when.size("self", 0) >= 8, False, {4: 0, 8: 1}),
+        (when.size("self", 0) >= 8, True, {4: 0, 8: 0}),
+        (when.size("self", 0) >= 2, True, {4: 1, 8: 1}),  # a size that varies is 2 at least
+        (when.dtype("self", torch.float32), True, {4: 1, 8: 1}),
+    ],
+)
+def test_a_policy_may_depend_on_sizes_and_must_hold_for_all_that_vary(
+    policy: when.Condition, dynamic: bool, hits: dict[int, int]
 ) -> None:
-    override = models.override("_softmax", ops.softmax, compile=when.size("self", 0) >= 8)
+    override = models.override("_softmax", ops.softmax, compile=policy)
     run = compiled(lambda x: torch.softmax(x, -1), backend="inductor", dynamic=dynamic)
     for rows, expected in hits.items():
         before = override.hits

@@ -57,6 +57,10 @@ def run(x: torch.Tensor | None = None, **options: Any) -> None:
             {"cond": None, "compile": when.size("self", 0) >= 8},
             "left to the compiler: compile=when.size('self', 0) >= 8 never holds for it",
         ),
+        (
+            {"cond": None, "compile": when.aligned("self", 16)},
+            "left to the compiler: compile=when.aligned('self', 16) is not sure to hold for it",
+        ),
         ({"cond": None, "compile": "traceable"}, "is traced: _softmax takes every call"),
     ],
 )

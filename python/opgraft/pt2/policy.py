@@ -135,9 +135,12 @@ def _trace(override: Override, call: Call, outcomes: Outcomes) -> tuple[Action, 
 def resolve(override: Override, call: Call) -> tuple[CompilePolicy, str]:
     """An override's policy for a call, never `"auto"`, and why it is that."""
     if isinstance(override.compile, Condition):
-        if True in symbolic.of_condition(override.compile, call):
+        outcomes = symbolic.of_condition(override.compile, call)
+        if outcomes == symbolic.HOLDS:
             return "opaque", f"compile={override.compile!r}"
-        return "inductor", f"compile={override.compile!r} never holds for it"
+        # Where it is not known, Inductor's code is what there would be without the override.
+        why = "is not sure to hold" if True in outcomes else "never holds"
+        return "inductor", f"compile={override.compile!r} {why} for it"
     if override.compile != "auto":
         return override.compile, f"compile={override.compile!r}"
     if calls_as_it_is(override.operator.overload):
