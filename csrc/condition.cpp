@@ -3,6 +3,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <utility>
@@ -137,11 +138,23 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
   const Instruction& whole = nodes_[static_cast<size_t>(root)];
   if (whole.code != Code::All) {
     tests_.push_back(test_of(root));
-    return;
+  } else {
+    for (int32_t which = 0; which < whole.count; ++which) {
+      tests_.push_back(test_of(children_[static_cast<size_t>(whole.first + which)]));
+    }
   }
-  for (int32_t which = 0; which < whole.count; ++which) {
-    tests_.push_back(test_of(children_[static_cast<size_t>(whole.first + which)]));
-  }
+  // They have no effects, and all must pass: in which order is not to be seen.
+  const auto rest = std::stable_partition(tests_.begin(), tests_.end(), [](const Test& test) {
+    return test.kind != Test::Kind::Node;
+  });
+  first_ = is_told_by_key() ? static_cast<size_t>(rest - tests_.begin()) : tests_.size();
+}
+
+bool Condition::is_told_by_key() const {
+  return std::none_of(nodes_.begin(), nodes_.end(), [](const Instruction& node) {
+    return node.code == Code::Aligned &&
+           kKeyAlignment % static_cast<uintptr_t>(node.integer) != 0;
+  });
 }
 
 Condition::Test Condition::test_of(int32_t index) const {
@@ -172,9 +185,9 @@ Condition::Test Condition::test_of(int32_t index) const {
   return test;
 }
 
-bool Condition::holds(const Argument* arguments) const {
-  for (const Test& test : tests_) {
-    if (!passes(test, arguments)) return false;
+bool Condition::passes(const Argument* arguments, size_t from, size_t to) const {
+  for (size_t which = from; which < to; ++which) {
+    if (!passes(tests_[which], arguments)) return false;
   }
   return true;
 }

@@ -17,6 +17,7 @@ namespace opgraft {
 
 enum class Truth : uint8_t { False, True, Undefined };
 
+// What they read of a call must be in a plan's key (`PlanKey`), or `Condition::is_told_by_key` knows.
 enum class Code : uint8_t {
   // numbers
   Integer,
@@ -91,6 +92,9 @@ void set_capability_lookup(CapabilityLookup lookup);
 // copy-on-write tensor, and storage that was resized away is no error.
 uintptr_t first_address(const c10::TensorImpl& tensor);
 
+// What a plan's key has of that address: the remainder by this many bytes.
+constexpr uintptr_t kKeyAlignment = 16;
+
 class Condition {
  public:
   // Holds for every call.
@@ -98,7 +102,18 @@ class Condition {
   // `root` is the index of the whole condition. Throws if a child does not come before its parent.
   Condition(std::vector<Node> nodes, int32_t root);
 
-  [[gnu::hot]] bool holds(const Argument* arguments) const;
+  bool holds(const Argument* arguments) const {
+    return passes_first(arguments) && passes_rest(arguments);
+  }
+
+  // The same in two parts. The first are the tests that take next to nothing. The rest say nothing that
+  // a `PlanKey` does not: they hold for a call if they did for another one with the same key.
+  bool passes_first(const Argument* arguments) const {
+    return passes(arguments, 0, first_);
+  }
+  bool passes_rest(const Argument* arguments) const {
+    return passes(arguments, first_, tests_.size());
+  }
 
  private:
   struct Number;
@@ -126,6 +141,9 @@ class Condition {
   };
 
   Test test_of(int32_t index) const;
+  // Whether a plan's key has all that the condition asks about.
+  bool is_told_by_key() const;
+  [[gnu::hot]] bool passes(const Argument* arguments, size_t from, size_t to) const;
   bool passes(const Test& test, const Argument* arguments) const;
   Truth truth(const Instruction& node, const Argument* arguments) const;
   Number number(const Instruction& node, const Argument* arguments) const;
@@ -135,7 +153,8 @@ class Condition {
     return nodes_[static_cast<size_t>(children_[static_cast<size_t>(node.first + which)])];
   }
 
-  std::vector<Test> tests_;  // first: all that a call mostly reads
+  std::vector<Test> tests_;  // all that a call mostly reads
+  size_t first_ = 0;         // how many of them are in `passes_first`
   std::vector<Instruction> nodes_;
   std::vector<int32_t> children_;
   std::vector<Place> places_;

@@ -234,6 +234,7 @@ void set_plans(Override& self, const RouterHandle& router, py::object override,
   if (unplanned) options.unplanned.emplace(to_condition(*unplanned));
   options.takes_keyset = takes_keyset;
   options.writes = writes;
+  self.has_plans = &options.table->has_plans();
   self.impl = std::make_unique<PlannedImpl>(std::move(self.impl), std::move(options));
   self.answers_early = true;
 }

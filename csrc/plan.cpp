@@ -57,7 +57,7 @@ bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
              static_cast<uint64_t>(rank & 0xFF) << 16 |
              static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 24 |
              static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 32 |
-             static_cast<uint64_t>(address & 15) << 40 |
+             static_cast<uint64_t>(address % kKeyAlignment) << 40 |
              static_cast<uint64_t>(tensor.requires_grad()) << 44 |
              static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 |
              static_cast<uint64_t>(same) << 48;
@@ -582,6 +582,7 @@ const PlanTable::Snapshot* PlanTable::publish() {
     while (fresh->slots[slot].second != nullptr) slot = (slot + 1) & fresh->mask;
     fresh->slots[slot] = {entry->hash, entry.get()};
   }
+  has_plans_.store(!entries_.empty(), std::memory_order_relaxed);
   return snapshot_.exchange(fresh.release(), std::memory_order_seq_cst);
 }
 

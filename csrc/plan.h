@@ -276,6 +276,8 @@ class PlanTable {
   explicit PlanTable(PlanLimits limits);
   ~PlanTable();
 
+  // Whether there are plans, for whoever asks at every call.
+  const std::atomic<bool>& has_plans() const noexcept { return has_plans_; }
   // Null where there is none of this process.
   const PlanEntry* find(const PlanKey& key) const noexcept;
 
@@ -355,6 +357,7 @@ class PlanTable {
   const uint64_t review_every_;
   std::atomic<bool> given_up_{false};
   std::atomic<bool> runs_all_{false};
+  std::atomic<bool> has_plans_{false};
   std::atomic<bool> any_{false};  // a plan was installed once
   std::optional<std::chrono::steady_clock::time_point> refilled_;  // under the lock, as what follows
   // Only threads that hold the GIL take it, and none gives the GIL up while it has it.

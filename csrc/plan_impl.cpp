@@ -123,15 +123,23 @@ void PlannedImpl::replayed(const Override& override, const PlanEntry& entry) con
 }
 
 // What a call that is replayed, and one that is to run natively, do not need: boxes for the arguments, a
-// list of who else may want it.
+// list of who else may want it. A plan was recorded for a call that the condition held for, and its key
+// has all that the rest of the condition reads: where there is one, that need not be asked.
 Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument> arguments) {
-  if (is_to_be_deterministic() || options_.takes_keyset || impl_->has_quarantined()) return {};
   PlanKey key;
-  if (!key.read(arguments)) return {};
-  if (const PlanEntry* entry = options_.table->find(key)) {
-    if (entry->plan->watches_hooks() && launch_hooks_are_set()) return {};
-    return {Early::Kind::Replays, entry};
+  const bool has_key = !is_to_be_deterministic() && !options_.takes_keyset &&
+                       !impl_->has_quarantined() && key.read(arguments);
+  if (has_key) {
+    if (const PlanEntry* entry = options_.table->find(key)) {
+      if (entry->plan->watches_hooks() && launch_hooks_are_set()) return {};
+      return {Early::Kind::Replays, entry};
+    }
   }
+  if (!override.condition.passes_rest(arguments.data())) {
+    override.misses->add();
+    return {Early::Kind::Declines};
+  }
+  if (!has_key) return {};
   const auto next = options_.table->next(key);
   if (next == PlanTable::Next::Record) return {};
   if (pays(arguments.data(), may_run_in_python(next))) return {};  // and then it is seen

@@ -241,10 +241,15 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
     const Override& override = *(*chain)[index];
     if (C10_UNLIKELY(scoped) && Scope::is_off(override.identity)) continue;
     const bool asks = override.asks.load(std::memory_order_relaxed);
-    if (C10_UNLIKELY(asks || override.condition.holds(arguments))) {
-      if (asks || observed || !override.answers_early) {  // an observer is told who ran
-        return taken(*chain, index, /*holds=*/!asks, device);
-      }
+    if (C10_LIKELY(!asks && !override.condition.passes_first(arguments))) {
+      override.misses->add(shard);
+      continue;
+    }
+    const bool early = !asks && !observed && override.answers_early;  // an observer is told who ran
+    // A plan tells the rest of the condition. To look for one takes longer than most conditions.
+    const bool may_replay = early && override.has_plans->load(std::memory_order_relaxed);
+    if (asks || may_replay || override.condition.passes_rest(arguments)) {
+      if (!early) return taken(*chain, index, /*holds=*/!asks, device);
       if (auto found = taken_early(*chain, index, arguments, device)) return found;
       continue;
     }
@@ -283,7 +288,11 @@ std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
   const Override& override = *chain[index];
   using Kind = Impl::Early::Kind;
   // A profiler is told on the long way.
-  if (C10_UNLIKELY(at::hasCallbacks())) return taken(chain, index, /*holds=*/true, device);
+  if (C10_UNLIKELY(at::hasCallbacks())) {
+    if (override.condition.passes_rest(arguments)) return taken(chain, index, /*holds=*/true, device);
+    override.misses->add();
+    return nullptr;
+  }
   const auto early = override.impl->early(override, {arguments, arguments_});
   if (early.kind == Kind::Declines) return nullptr;
   if (early.kind == Kind::Replays) {

@@ -63,13 +63,16 @@ class Impl {
   virtual bool is_quarantined(const Call&) { return false; }
   virtual bool has_quarantined() { return false; }
 
-  // What an impl that answers early makes of a call before that is boxed. Inside of an epoch.
+  // What an impl that answers early makes of a call before that is boxed: the condition's first tests
+  // have passed, the rest is for it to ask. Inside of an epoch.
   struct Early {
-    enum class Kind : uint8_t { Unknown, Declines, Replays };
-    Kind kind = Kind::Unknown;
+    enum class Kind : uint8_t { Takes, Declines, Replays };
+    Kind kind = Kind::Takes;
     const PlanEntry* entry = nullptr;  // what is replayed
   };
-  virtual Early early(const Override&, c10::ArrayRef<Argument>) { return {}; }
+  virtual Early early(const Override&, c10::ArrayRef<Argument>) {
+    TORCH_INTERNAL_ASSERT(false, "this impl does not answer early");
+  }
   // Adds the results to an empty stack; false where it could not, and nothing happened.
   virtual bool replay_early(const Override&, const PlanEntry&, const Argument*, torch::jit::Stack&) {
     return false;
@@ -94,7 +97,8 @@ class alignas(64) Override {
  public:
   // What every call reads comes first, in one cache line.
   std::atomic<bool> asks{false};  // the impl must be asked: a condition in Python, a quarantine
-  bool answers_early = false;     // the impl may know what to do before a call is boxed
+  bool answers_early = false;     // the impl is asked before a call is boxed: `Impl::early`
+  const std::atomic<bool>* has_plans = nullptr;  // whether it may replay one: the impl's own
   std::shared_ptr<Counter> misses;
   Condition condition;  // every call's, unless it is set
   std::shared_ptr<Counter> hits, fallbacks;

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,78 @@ def test_a_condition_in_python_with_plans(register: Register) -> None:
     torch.testing.assert_close(replays(override, lambda: softmax(x)), 2 * x)
     softmax(torch.randn(4))
     assert override.misses == 1
+
+
+def at_offset(address: int) -> torch.Tensor:
+    """A tensor that begins so many bytes behind a multiple of 64."""
+    buffer = torch.randn(64)
+    start = -buffer.data_ptr() % 64 + address
+    return buffer[start // 4 : start // 4 + 32].view(4, 8)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+#: Where calls go the long way, or are told of.
+SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "plain": contextlib.nullcontext,
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "deterministic": deterministic,
+    "trace": opgraft.trace,
+}
+
+
+@pytest.mark.parametrize(
+    ("condition", "taken", "declined"),
+    [
+        (when.aligned("self", 16), lambda: at_offset(16), lambda: at_offset(4)),
+        # A plan's key does not know of it.
+        (when.aligned("self", 64), lambda: at_offset(0), lambda: at_offset(16)),
+        (~when.aligned("self", 32), lambda: at_offset(16), lambda: at_offset(0)),
+        (
+            when.requires_grad("self"),
+            lambda: torch.randn(4, 8, requires_grad=True),
+            lambda: torch.randn(4, 8),
+        ),
+        (
+            when.numel("self") % when.size("self", 0) == 0,
+            lambda: torch.randn(4, 8),
+            lambda: torch.randn(0, 8),
+        ),
+        (
+            (when.ndim("self") == 2) & (when.is_none("dim") | when.dtype("self", torch.float)),
+            lambda: torch.randn(4, 8),
+            lambda: torch.randn(4, 8, dtype=torch.double),
+        ),
+    ],
+    ids=["alignment", "finer", "not aligned", "requires_grad", "arithmetic", "two parts"],
+)
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+@torch.no_grad()
+def test_what_a_condition_declines_is_declined_where_there_are_plans(
+    register: Register,
+    condition: when.Condition,
+    taken: Callable[[], torch.Tensor],
+    declined: Callable[[], torch.Tensor],
+    surroundings: str,
+) -> None:
+    override = register(cond=condition)
+    x, other = taken(), declined()
+    warm(override, x)
+    torch.testing.assert_close(replays(override, lambda: softmax(x)), 2 * x)
+    with SURROUNDINGS[surroundings]():
+        for misses in (1, 2, 3):
+            torch.testing.assert_close(softmax(other).sum(), other.new_tensor(other.shape[0]))
+            assert (override.hits, override.misses) == (4, misses)
+        torch.testing.assert_close(softmax(x), 2 * x)
+    torch.testing.assert_close(replays(override, lambda: softmax(x)), 2 * x)
+    assert (override.hits, override.misses) == (6, 3)
 
 
 # ------------------------------------------------------------------ keys
