@@ -11,8 +11,8 @@ Tokens a second are medians, ratios medians of the ratios to the native turn of 
 the interval that holds the true median in 95 of 100 runs. Wall time, the host's work included.
 Memory is the most that PyTorch allocates in a step beyond what is there.
 
-A turn of decoding is several steps, and the first is not counted: it is the host's work, which
-takes longer while its caches hold another model's.
+A turn of decoding is several steps, of which the median counts, without the first: decoding is the
+host's work, which takes longer while its caches hold another model's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import statistics
@@ -209,7 +210,7 @@ def full(rounds: int) -> Setting:
         {
             "training": Load(4, 4096, 2 * rounds),
             "prefill": Load(4, 8192, 2 * rounds),
-            "decode": Load(16, 4096, 10 * rounds, steps=8),
+            "decode": Load(16, 4096, 60 * rounds, steps=6),
         },
     )
 
@@ -283,6 +284,8 @@ def _compare(works: dict[str, Workload]) -> list[dict[str, Any]]:
     before = _hits()
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     load = works["native"].load
+    gc.collect()
+    gc.freeze()  # a collection of all that was imported takes longer than a step
     for n in range(load.rounds):
         for side in ORDERS[n % len(ORDERS)]:
             with _scope(side):
@@ -315,7 +318,7 @@ def _memory_of(workload: Workload, side: str) -> int:
 
 
 def _seconds(run: Callable[[], object], steps: int) -> float:
-    """The mean of a turn's steps; of several, without the first."""
+    """The median of a turn's steps; of several, without the first."""
     times = []
     for _ in range(steps):
         _synchronize()
@@ -323,7 +326,7 @@ def _seconds(run: Callable[[], object], steps: int) -> float:
         run()
         _synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.mean(times[1:] or times)
+    return statistics.median(times[1:] or times)
 
 
 def _synchronize() -> None:
