@@ -50,10 +50,10 @@ def test_one_program_makes_all_of_the_smallest() -> None:
 def test_sums_fit_into_registers_and_few_kinds_of_them_are_compiled(hidden: int) -> None:
     tiles = [shared.together_constexprs(hidden, each, together=True) for each in range(2, 133)]
     assert max(tile["SUM_ROWS"] * tile["SUM_BLOCK"] for tile in tiles) <= 4096
-    assert len({tuple(tile.values()) for tile in tiles}) <= 3
-    for programs in (16, 64, 132):
+    assert len({tuple(tile.values()) for tile in tiles}) <= 5
+    for programs in (4, 8, 16, 31, 64, 132):
         blocks = shared.ceil_div(hidden, tiles[programs - 2]["SUM_BLOCK"])
-        assert blocks <= programs  # each adds up in one go
+        assert shared.ceil_div(blocks, programs) <= 2  # each adds up one or two
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])

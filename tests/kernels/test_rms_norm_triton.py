@@ -400,8 +400,8 @@ def test_compiles_once_for_many_sizes(device: torch.device) -> None:
         rms_norm_backward(g, x, [hidden], rstd, weight, (True, True))
 
     run(1, 2048 - 16)  # whose one program writes dw itself, not a partial sum in float32
-    # The sums of fewer than 32 programs, of fewer than 128, and of more are added up in three ways.
-    for rows in (100, 128, 512):
+    # Sums are added up in five ways: of up to 4 programs, of 8, of 31, of 127, of more.
+    for rows in (16, 32, 100, 128, 512):
         run(rows, 2048 - 16)
     run(100, 65536 + 16)
     before = compiled()

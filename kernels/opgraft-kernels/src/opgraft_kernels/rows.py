@@ -283,10 +283,11 @@ WHOLE_ROW_BYTES = 32 * 1024
 # launches 5.7; at 2**16 9.9 to 12, and 5.0 to 6.6.
 ALONE = 2**14
 # And where the programs meet and add up the sums themselves, of up to so many elements in rows of
-# up to so many: a loop of such calls takes 6.7 to 8.1 us each up to 2**20 elements, where it took
-# 9.2 to 9.8 with two launches. The GPU alone took as long as with those, or up to 9% longer; with 8
-# to 32 programs up to 1.26 times as long. Each program adds up as many numbers as a row is long: at
-# 16384 the GPU took 1.4 times as long, and more with few rows.
+# up to so many: a loop of such calls takes 6.7 to 7.8 us each up to 2**20 elements, where it took
+# 9.2 to 9.8 with two launches. The GPU alone takes as long as with those, or up to 9% longer; at
+# 64 x 4096, of 32 programs, 1.23 times as long (512 x 128 is at fault in that file, see
+# `together_constexprs`). Each program adds up as many numbers as a row is long: at 16384 the GPU
+# took 1.4 times as long, and more with few rows.
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
 TOGETHER, TOGETHER_HIDDEN = 2**22, 4096
@@ -323,12 +324,20 @@ def meet(rows: int, hidden: int, programs: int) -> bool:
 def together_constexprs(hidden: int, programs: int, together: bool) -> dict[str, int]:
     """What `sum_together` adds up at a time: about each program's share of the columns.
 
-    Three kinds for all numbers of programs, and with them of rows: there are few to compile.
+    Five kinds for all numbers of programs, and with them of rows: there are few to compile.
     """
     if not together:
         return {"SUM_ROWS": 1, "SUM_BLOCK": 1}
-    rows = 64 if programs >= 32 else 16
-    share = 128 if programs >= 128 else rows
+    if programs >= 32:
+        rows, share = 64, 128 if programs >= 128 else 64
+    elif hidden < 1024:
+        rows, share = 16, 16
+    else:
+        # Few programs have few partial sums: blocks as wide as fits then. With a sixteenth of a
+        # row each, programs had several: 16 x 4096 took the GPU 6.4 us, and takes 5.0; 64 x 1024
+        # 7.3, and 5.8. One block for narrower rows is worse, 6.6 us against 5.5 at 512 x 128.
+        # (results/launch_crossover_narrow_sums_nvidia_h200.json; launch_crossover_nvidia_h200.json)
+        rows, share = 4 if programs <= 4 else 8 if programs <= 8 else 16, 1
     return {
         "SUM_ROWS": rows,
         "SUM_BLOCK": max(16, min(power_of_2(ceil_div(hidden, share)), 4096 // rows)),
