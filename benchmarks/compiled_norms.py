@@ -1,6 +1,6 @@
 """The norms in compiled graphs: Inductor's own code, fused with what is around, or the overrides.
 
-    python benchmarks/compiled_norms.py            # five minutes; needs a CUDA device
+    python benchmarks/compiled_norms.py            # ten minutes; needs a CUDA device
     python benchmarks/compiled_norms.py --smoke    # on the CPU: does this script work?
 
 What an override's `compile=` should be. A norm alone, and one behind a residual connection, whose
@@ -10,6 +10,7 @@ norm(x + r), x + r`. Forward alone (in inference), and forward with backward (in
 
 - `inductor`: compiled while no override is on; Inductor generates code.
 - `opaque`: the overrides with `compile="opaque"`: the graph calls them.
+- `backward`, in training: those of the backward are opaque, the forward is Inductor's.
 
 Microseconds of the GPU's time, and end to end in a loop of calls, whatever that waits for; medians
 over rounds in which both take their turn.
@@ -38,9 +39,10 @@ from _gpu import Call, end_to_end_time, gpu_times
 import opgraft
 import opgraft_kernels
 
-HIDDEN = (1024, 4096, 16384, 65536)
-LOG2_ELEMENTS = (15, 18, 20, 22, 25, 27)
-CONTENDERS = ("inductor", "opaque")
+NORMS = ("rms_norm", "layer_norm")
+HIDDEN = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+LOG2_ELEMENTS = (15, 20, 22, 25, 27)
+CONTENDERS = {"inference": ("inductor", "opaque"), "training": ("inductor", "opaque", "backward")}
 INPUT_SETS = 3
 EPS = 1e-5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,12 +106,8 @@ def contenders(
 
     torch._dynamo.reset()
     found: dict[str, tuple[Call, ...]] = {}
-    for name in CONTENDERS:
-        if name == "inductor":
-            opgraft.disable()
-        else:
-            for override in overrides:
-                opgraft.enable(name=override.name)
+    for name in CONTENDERS[mode]:
+        _use(overrides, name)
         function = functools.partial(PATTERNS[pattern], getattr(F, norm))
         # A backend of its own keeps what it compiles apart from the others'.
         compiled = torch.compile(function, backend=functools.partial(compile_fx), dynamic=False)
@@ -120,20 +118,23 @@ def contenders(
     return found
 
 
-def use_opaque() -> list[opgraft.Override]:
-    """The packs' overrides of norms, to be opaque in compiled graphs whatever their sizes."""
-    overrides = [each for each in opgraft_kernels.register() if "norm" in each.name]
+def _use(overrides: Sequence[opgraft.Override], contender: str) -> None:
+    """Have what is compiled from now on be a contender."""
+    opgraft.disable()
+    if contender == "inductor":
+        return
     for override in overrides:
-        override.compile = "opaque"
-    return overrides
+        opgraft.enable(name=override.name)
+        is_backward = override.op.endswith("_backward")
+        override.compile = "opaque" if is_backward or contender == "opaque" else "inductor"
 
 
 def bench(
-    rounds: int, hidden_sizes: Sequence[int], sizes: Sequence[int]
+    norm: str, rounds: int, hidden_sizes: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Records of every pattern, mode and size, for one norm and width after the other."""
-    overrides = use_opaque()
-    for norm, hidden in itertools.product(("rms_norm", "layer_norm"), hidden_sizes):
+    """Records of every pattern, mode and size of a norm, for one width after the other."""
+    overrides = [each for each in opgraft_kernels.register() if "norm" in each.name]
+    for hidden in hidden_sizes:
         records = []
         for log2 in sizes:
             rows = max(1, 2**log2 // hidden)
@@ -176,16 +177,18 @@ def measure(
 
 def check(record: dict[str, Any]) -> None:
     """Whether each contender ran what it stands for."""
-    passes = 2 if record["mode"] == "training" else 1
-    if DEVICE == "cpu" and record["norm"] == "rms_norm" and record["mode"] == "training":
-        passes = 0  # made of other ops there
-    assert record["hits"]["inductor"] == 0 and record["hits"]["opaque"] == passes, record
+    expected = {"inductor": 0, "opaque": 1}
+    if record["mode"] == "training":
+        expected = {"inductor": 0, "opaque": 2, "backward": 1}
+        if DEVICE == "cpu" and record["norm"] == "rms_norm":
+            expected = dict.fromkeys(expected, 0)  # made of other ops there
+    assert record["hits"] == expected, record
 
 
 def _line(record: dict[str, Any]) -> str:
     times = [
         f" | {name} {record[f'{name}_us']['gpu']:7.1f} {record[f'{name}_us']['end_to_end']:7.1f}"
-        for name in CONTENDERS
+        for name in CONTENDERS[record["mode"]]
         if f"{name}_us" in record
     ]
     where = f"{record['norm']:10} {record['rows']:6} x {record['hidden']:5}"
@@ -198,22 +201,24 @@ def _line(record: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
     parser.add_argument("--log2", type=int, nargs="+", default=LOG2_ELEMENTS)
     options = parser.parse_args(arguments)
     if options.smoke:
-        list(bench(1, (32,), (12,)))
-    elif DEVICE == "cpu":
+        for norm in options.norms:
+            list(bench(norm, 1, (32,), (12,)))
+        return
+    if DEVICE == "cpu":
         parser.error("there is no CUDA device; --smoke runs without one")
-    else:
-        versions = {"triton": metadata.version("triton")}
+    device, versions = torch.cuda.get_device_name(), {"triton": metadata.version("triton")}
+    for norm in options.norms:
         records = []
-        for found in bench(options.rounds, options.hidden, options.log2):
+        for found in bench(norm, options.rounds, options.hidden, options.log2):
             records += found  # and what there is is written, as the rest takes minutes
-            device = torch.cuda.get_device_name()
-            path = _common.save("compiled_norms", device, records, versions=versions)
-        print("written to", path)
+            path = _common.save(f"compiled_{norm}", device, records, versions=versions)
+        print("written to", path, flush=True)
 
 
 if __name__ == "__main__":

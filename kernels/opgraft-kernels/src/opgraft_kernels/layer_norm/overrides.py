@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from opgraft import Override, triton_utils, when
+from opgraft_kernels import in_graphs
 from opgraft_kernels.clusters.conditions import for_clusters, long_enough
 from opgraft_kernels.clusters.overrides import OverClusters
 from opgraft_kernels.clusters.overrides import register as register_over_clusters
@@ -154,29 +155,8 @@ _CLUSTER_FORWARD = {16384: 2**24, 32768: 2**16, 65536: 2**16, 131072: 2**17}
 _CLUSTER_FORWARD_UNPLANNED = {16384: 2**25, 32768: 2**24, 65536: 2**16, 131072: 2**17}
 _CLUSTER_BACKWARD = {16384: 2**25, 32768: 2**24, 65536: 2**24, 131072: 2**24}
 
-# In compiled graphs, as of RMSNorm (rms_norm/overrides.py): Inductor's code / opaque, microseconds
-# of an H200's time in bfloat16 (`benchmarks/compiled_norms.py`).
-#
-#                    alone: forward   and backward   behind a residual: forward   and backward
-#     32 x 1024         2.8 /  2.9     7.5 / 19.3                    2.8 /  5.0     7.6 / 23.4
-#      8 x 4096         3.6 /  3.0     9.0 / 17.5                    3.9 /  5.2     9.7 / 21.6
-#      2 x 16384        7.1 /  4.4    17.9 / 13.8                    7.7 /  6.5    18.8 / 18.1
-#   1024 x 1024         3.8 /  3.7    18.7 / 13.0                    4.5 /  6.9    20.2 / 19.1
-#    256 x 4096         4.6 /  3.8    17.9 / 12.5                    5.0 /  7.1    19.0 / 19.4
-#     64 x 16384        8.4 /  4.7    23.8 / 19.7                    9.2 /  8.0    24.8 / 26.3
-#  32768 x 1024        35.2 / 35.8     124 /   97                   67.3 / 85.1     170 /  194
-#   8192 x 4096        53.0 / 36.0     158 /   94                   71.5 / 85.8     192 /  192
-#   2048 x 16384       44.6 / 37.3     176 /  112                   81.5 / 86.4
-#
-# So the forward of few rows of 16384 is opaque, which takes the host less, too (117 us a call in a
-# loop against 95 at 2 x 16384, 129 and 105 at 256 x 16384). Wider rows have not been measured,
-# nor more than 2**25 elements.
-_FORWARD_IN_GRAPHS = (
-    (when.size("input", -1) >= 16384)
-    & (when.size("input", -1) < 32768)
-    & (when.numel("input") <= 2**22)
-)
-_BACKWARD_IN_GRAPHS = "inductor"
+_FORWARD_IN_GRAPHS = in_graphs.forward()
+_BACKWARD_IN_GRAPHS = in_graphs.backward(many_from=4096)
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
@@ -250,9 +230,9 @@ def register(dispatch_key: str) -> list[Override]:
         The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
     """
 
-    def options(pays: Any, in_graphs: Any) -> dict[str, Any]:
+    def options(pays: Any, policy: Any) -> dict[str, Any]:
         # The interpreter launches nothing that could be recorded.
-        on_gpu = {"launch_plan": True, "unplanned": pays, "compile": in_graphs}
+        on_gpu = {"launch_plan": True, "unplanned": pays, "compile": policy}
         return on_gpu if dispatch_key == "CUDA" else {}
 
     overrides = [

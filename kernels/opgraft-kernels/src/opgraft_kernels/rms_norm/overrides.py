@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from opgraft import Override, triton_utils, when
+from opgraft_kernels import in_graphs
 from opgraft_kernels.clusters.conditions import for_clusters
 from opgraft_kernels.clusters.overrides import OverClusters
 from opgraft_kernels.clusters.overrides import register as register_over_clusters
@@ -115,8 +116,8 @@ def _valid_backward() -> Any:
 # 2**18 elements; backward, from 2**20), and a launch plan costs the host less than native does.
 # But a Triton launch from Python costs it more: where native takes less time on the GPU than a hit
 # takes on the host, a loop of such calls gets slower. So what is below runs by a launch plan or not
-# at all: by one, a call in a loop took 5.2 to 5.7 us forward where native's took 6.5 to 10.8 (rows
-# of up to 4096), and 6.0 to 8.1 us backward where native's took 10.8 to 11.5, of 2**12 elements on
+# at all: by one, a call in a loop took 5.3 to 6.0 us forward where native's took 6.7 to 8.0 (rows
+# of up to 4096), and 6.1 to 7.8 us backward where native's took 11.3 to 12.0, of 2**12 elements on
 # (`benchmarks/launch.py --crossover`). On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16,
 # compiled router) a hit in Python took 40 us end to end forward and 74 us backward with the host at
 # its fastest, 115 and 165 us at its slowest. Native's took 45 us (hidden 4096) to 61 us (16384)
@@ -134,35 +135,8 @@ _NARROW, _WIDE, _EXTREME_CROSSOVER = 128, 65536, 2**24
 _CLUSTER_FORWARD = {65536: 2**16, 131072: 2**17}
 _CLUSTER_BACKWARD = {32768: 2**24, 65536: 2**24, 131072: 2**24}
 
-# In compiled graphs Inductor fuses a norm with the addition of the residual before it, as norms
-# stand in models; an opaque op cannot be fused. Microseconds of an H200's time in bfloat16,
-# Inductor's code / opaque, of a norm alone and of one behind a residual
-# (`benchmarks/compiled_norms.py`):
-#
-#                    alone: forward   and backward   behind a residual: forward   and backward
-#     32 x 1024         2.5 /  2.8     6.9 / 12.8                    2.5 /  4.8     7.0 / 16.9
-#      8 x 4096         3.0 /  2.7     8.0 / 12.0                    3.4 /  4.8     8.3 / 16.1
-#      2 x 16384        6.6 /  3.6    15.1 / 11.4                    7.2 /  5.8    16.0 / 15.6
-#      1 x 65536        6.4 /  3.5    12.9 / 13.4                    7.3 /  5.6    14.1 / 17.5
-#   1024 x 1024         3.4 /  3.4    15.1 / 10.7                    3.7 /  6.6    15.8 / 16.8
-#    256 x 4096         3.4 /  3.4    14.6 / 10.3                    4.0 /  6.7    15.4 / 16.4
-#     64 x 16384        8.3 /  3.8    17.8 / 13.4                    9.2 /  7.2    19.1 / 19.7
-#     16 x 65536        7.7 /  4.2    18.2 / 16.6                    8.8 /  7.5    19.8 / 21.9
-#  32768 x 1024        34.8 / 34.9     107 /   93                   66.1 / 84.0     154 /  190
-#   8192 x 4096        39.6 / 34.7     122 /   91                   70.8 / 84.6     169 /  190
-#   2048 x 16384       37.7 / 35.7     138 /   98                   70.9 / 85.5     194 /  194
-#    512 x 65536       54.1 / 35.6     201 /   95                   91.4 / 84.8     251 /  192
-#
-# Opaque is therefore: the forward of few rows of 16384 and more, where Inductor's takes the host
-# longer, too (71 us a call in a loop against 63 at 2 x 16384, 69 and 61 at 256 x 16384), and both
-# directions of many rows of 65536. Everything else is Inductor's; also backwards of 2**20 to 2**22
-# elements at 1024 and 4096, which opaque ones take the GPU 2 to 5 us less for (by the difference of
-# the last two columns), and the host some 30 us more. Beyond 2**25 elements nothing was measured.
-_WIDE_IN_GRAPHS = when.size("input", -1) >= 65536
-_FORWARD_IN_GRAPHS = _WIDE_IN_GRAPHS | (
-    (when.size("input", -1) >= 16384) & (when.numel("input") <= 2**22)
-)
-_BACKWARD_IN_GRAPHS = _WIDE_IN_GRAPHS & (when.numel("input") >= 2**25)
+_FORWARD_IN_GRAPHS = in_graphs.forward()
+_BACKWARD_IN_GRAPHS = in_graphs.backward(many_from=8192)
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
@@ -228,10 +202,10 @@ def register(dispatch_key: str) -> list[Override]:
     # The interpreter launches nothing that could be recorded.
     unplanned = _unplanned_condition() if dispatch_key == "CUDA" else None
 
-    def options(in_graphs: Any) -> dict[str, Any]:
+    def options(policy: Any) -> dict[str, Any]:
         if unplanned is None:
             return {}
-        return {"launch_plan": True, "unplanned": unplanned, "compile": in_graphs}
+        return {"launch_plan": True, "unplanned": unplanned, "compile": policy}
 
     overrides = [
         triton_utils.register_op_override(
