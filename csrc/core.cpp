@@ -236,7 +236,6 @@ void set_plans(Override& self, const RouterHandle& router, py::object override,
   options.writes = writes;
   self.has_plans = &options.table->has_plans();
   self.impl = std::make_unique<PlannedImpl>(std::move(self.impl), std::move(options));
-  self.answers_early = true;
 }
 
 std::shared_ptr<Recorder> make_recorder(const RouterHandle& router, const py::tuple& values,

@@ -125,7 +125,8 @@ void PlannedImpl::replayed(const Override& override, const PlanEntry& entry) con
 // What a call that is replayed, and one that is to run natively, do not need: boxes for the arguments, a
 // list of who else may want it. A plan was recorded for a call that the condition held for, and its key
 // has all that the rest of the condition reads: where there is one, that need not be asked.
-Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument> arguments) {
+Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument> arguments,
+                               bool holds) {
   PlanKey key;
   const bool has_key = !is_to_be_deterministic() && !options_.takes_keyset &&
                        !impl_->has_quarantined() && key.read(arguments);
@@ -135,7 +136,7 @@ Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument>
       return {Early::Kind::Replays, entry};
     }
   }
-  if (!override.condition.passes_rest(arguments.data())) {
+  if (!holds && !override.condition.passes_rest(arguments.data())) {
     override.misses->add();
     return {Early::Kind::Declines};
   }

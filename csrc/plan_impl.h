@@ -31,7 +31,7 @@ class PlannedImpl final : public Impl {
   PlannedImpl(std::unique_ptr<Impl> impl, Options options);
 
   bool run(const Override& override, Call& call, c10::Device device) override;
-  Early early(const Override& override, c10::ArrayRef<Argument> arguments) override;
+  Early early(const Override& override, c10::ArrayRef<Argument> arguments, bool holds) override;
   bool replay_early(const Override& override, const PlanEntry& entry, const Argument* arguments,
                     torch::jit::Stack& results) override;
   bool wants(const Override& override, Call& call) override { return impl_->wants(override, call); }

@@ -245,12 +245,14 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
       override.misses->add(shard);
       continue;
     }
-    const bool early = !asks && !observed && override.answers_early;  // an observer is told who ran
+    // An observer is told who ran, and a profiler, on the long way.
+    const bool early = !asks && !observed && override.has_plans != nullptr && !at::hasCallbacks();
     // A plan tells the rest of the condition. To look for one takes longer than most conditions.
     const bool may_replay = early && override.has_plans->load(std::memory_order_relaxed);
-    if (asks || may_replay || override.condition.passes_rest(arguments)) {
-      if (!early) return taken(*chain, index, /*holds=*/!asks, device);
-      if (auto found = taken_early(*chain, index, arguments, device)) return found;
+    const bool holds = !asks && !may_replay && override.condition.passes_rest(arguments);
+    if (asks || may_replay || holds) {
+      if (!early) return taken(*chain, index, holds, device);
+      if (auto found = taken_early(*chain, index, arguments, holds, device)) return found;
       continue;
     }
     override.misses->add(shard);
@@ -284,16 +286,11 @@ std::unique_ptr<Pending> Router::taken(const Chain& chain, size_t first, bool ho
 }
 
 std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
-                                             const Argument* arguments, c10::Device device) const {
+                                             const Argument* arguments, bool holds,
+                                             c10::Device device) const {
   const Override& override = *chain[index];
   using Kind = Impl::Early::Kind;
-  // A profiler is told on the long way.
-  if (C10_UNLIKELY(at::hasCallbacks())) {
-    if (override.condition.passes_rest(arguments)) return taken(chain, index, /*holds=*/true, device);
-    override.misses->add();
-    return nullptr;
-  }
-  const auto early = override.impl->early(override, {arguments, arguments_});
+  const auto early = override.impl->early(override, {arguments, arguments_}, holds);
   if (early.kind == Kind::Declines) return nullptr;
   if (early.kind == Kind::Replays) {
     const Frame frame(this);

@@ -63,15 +63,15 @@ class Impl {
   virtual bool is_quarantined(const Call&) { return false; }
   virtual bool has_quarantined() { return false; }
 
-  // What an impl that answers early makes of a call before that is boxed: the condition's first tests
-  // have passed, the rest is for it to ask. Inside of an epoch.
+  // What an impl that has plans makes of a call before that is boxed. The condition's first tests have
+  // passed; `holds`: the rest, too, else it is for the impl to ask. Inside of an epoch.
   struct Early {
     enum class Kind : uint8_t { Takes, Declines, Replays };
     Kind kind = Kind::Takes;
     const PlanEntry* entry = nullptr;  // what is replayed
   };
-  virtual Early early(const Override&, c10::ArrayRef<Argument>) {
-    TORCH_INTERNAL_ASSERT(false, "this impl does not answer early");
+  virtual Early early(const Override&, c10::ArrayRef<Argument>, bool /*holds*/) {
+    TORCH_INTERNAL_ASSERT(false, "this impl has no plans");
   }
   // Adds the results to an empty stack; false where it could not, and nothing happened.
   virtual bool replay_early(const Override&, const PlanEntry&, const Argument*, torch::jit::Stack&) {
@@ -97,8 +97,9 @@ class alignas(64) Override {
  public:
   // What every call reads comes first, in one cache line.
   std::atomic<bool> asks{false};  // the impl must be asked: a condition in Python, a quarantine
-  bool answers_early = false;     // the impl is asked before a call is boxed: `Impl::early`
-  const std::atomic<bool>* has_plans = nullptr;  // whether it may replay one: the impl's own
+  // Whether the impl has launch plans now; null where it is one that never has any. One that may is
+  // asked before a call is boxed: `Impl::early`.
+  const std::atomic<bool>* has_plans = nullptr;
   std::shared_ptr<Counter> misses;
   Condition condition;  // every call's, unless it is set
   std::shared_ptr<Counter> hits, fallbacks;
@@ -219,7 +220,7 @@ class alignas(64) Router {
   C10_NOINLINE static void count_misses(const Chain& chain);
   // Null where the override declines.
   C10_NOINLINE std::unique_ptr<Pending> taken_early(const Chain& chain, size_t index,
-                                                    const Argument* arguments,
+                                                    const Argument* arguments, bool holds,
                                                     c10::Device device) const;
   void route(Call& call, bool observed);
   bool try_rest(const Pending& pending, Call& call, bool observed);

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import opgraft_kernels
+from tests.pt2.test_gpu import error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -21,14 +22,6 @@ def step(
     output = function(x, residual, *parameters)
     output.pow(2).sum().backward()
     return [output.detach(), *(t.grad for t in (x, residual, *parameters) if t.grad is not None)]
-
-
-def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The largest one, of the largest value of its tensor."""
-    return max(
-        ((a.double() - b).abs().max() / b.abs().max()).item()
-        for a, b in zip(found, exact, strict=True)
-    )
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,11 @@ from opgraft import when
 
 __all__ = ["backward", "forward"]
 
-_NARROW, _WIDE, _WIDEST = 1024, 16384, 65536
-
 
 def forward() -> Any:
     """Forwards that are opaque: of wide rows, few of them, or very wide ones."""
     hidden, elements = when.size("input", -1), when.numel("input")
-    return (hidden >= _WIDEST) | ((hidden >= _WIDE) & (elements <= 2**22))
+    return (hidden >= 65536) | ((hidden >= 16384) & (elements <= 2**22))
 
 
 def backward(many_from: int) -> Any:
@@ -64,7 +62,7 @@ def backward(many_from: int) -> Any:
         many_from: the width from which, up to 8192, backwards of 2**22 to 2**25 elements are.
     """
     hidden, elements = when.size("input", -1), when.numel("input")
-    narrow = (hidden >= _NARROW) & (hidden <= 4096) & (elements >= 2**20) & (elements <= 2**22)
+    narrow = (hidden >= 1024) & (hidden <= 4096) & (elements >= 2**20) & (elements <= 2**22)
     many = (hidden >= many_from) & (hidden <= 8192) & (elements >= 2**22) & (elements <= 2**25)
-    wide = (hidden >= _WIDE) & (elements >= 2**25)
+    wide = (hidden >= 16384) & (elements >= 2**25)
     return narrow | many | wide

@@ -337,7 +337,7 @@ def together_constexprs(hidden: int, programs: int, together: bool) -> dict[str,
         # row each, programs had several: 16 x 4096 took the GPU 6.4 us, and takes 5.0; 64 x 1024
         # 7.3, and 5.8. One block for narrower rows is worse, 6.6 us against 5.5 at 512 x 128.
         # (results/launch_crossover_narrow_sums_nvidia_h200.json; launch_crossover_nvidia_h200.json)
-        rows, share = 4 if programs <= 4 else 8 if programs <= 8 else 16, 1
+        rows, share = max(4, min(power_of_2(programs), 16)), 1
     return {
         "SUM_ROWS": rows,
         "SUM_BLOCK": max(16, min(power_of_2(ceil_div(hidden, share)), 4096 // rows)),

@@ -117,11 +117,12 @@ def _valid_backward() -> Any:
 # But a Triton launch from Python costs it more: where native takes less time on the GPU than a hit
 # takes on the host, a loop of such calls gets slower. So what is below runs by a launch plan or not
 # at all: by one, a call in a loop took 5.3 to 6.0 us forward where native's took 6.7 to 8.0 (rows
-# of up to 4096), and 6.1 to 7.8 us backward where native's took 11.3 to 12.0, of 2**12 elements on
-# (`benchmarks/launch.py --crossover`). On an H200 (`benchmarks/rms_norm.py --crossover`, bfloat16,
-# compiled router) a hit in Python took 40 us end to end forward and 74 us backward with the host at
-# its fastest, 115 and 165 us at its slowest. Native's took 45 us (hidden 4096) to 61 us (16384)
-# forward and 114 to 181 us backward at 2**25 elements, half that at 2**24 ...
+# of up to 4096), and 6.1 to 7.8 us backward where native's took 11.3 to 12.0 (28 at 8192 x 128),
+# of 2**12 elements on (`benchmarks/launch.py --crossover`). On an H200 (`benchmarks/rms_norm.py
+# --crossover`, bfloat16, compiled router) a hit in Python took 40 us end to end forward and 74 us
+# backward with the host at its fastest, 115 and 165 us at its slowest. Native's took 45 us (hidden
+# 4096) to 61 us (16384) forward and 114 to 181 us backward at 2**25 elements, half that at 2**24
+# ...
 _CROSSOVER = 2**25
 # ... except for rows so narrow or so wide that ATen's kernels are slow: at 2**24 elements 85 us
 # forward and 127 us backward at hidden 128, 116 us and 168 us at 65536, more at 131072.
