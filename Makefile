@@ -3,6 +3,7 @@
 #   make quickstart   set up, then run examples/quickstart.py
 #   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=2
 #   make lint types   ruff; mypy
+#   make sanitize     the core under address, undefined-behaviour and thread sanitizers; 5 to 10 minutes
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
 #   make wheel        a wheel with a core for each torch, in dist/; fetches them, some hundred MB each, for their
 #                     headers           TORCHES="2.13.0 2.15.0"
@@ -33,7 +34,7 @@ CUTEDSL ?= nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-
 	nvidia-cutlass-dsl-libs-cu12==4.8.1 cuda-bindings cuda-pathfinder protobuf apache-tvm-ffi==0.1.15.post2 \
 	flash-attn-4==4.0.0b36 quack-kernels==0.6.5 einops
 
-.PHONY: quickstart test lint types bench wheel cutedsl clean distclean
+.PHONY: quickstart test lint types bench sanitize wheel cutedsl clean distclean
 .NOTPARALLEL:
 
 quickstart: $(STAMPS)/install
@@ -48,6 +49,10 @@ lint: $(STAMPS)/dev
 
 types: $(STAMPS)/dev
 	@$(PY) -m mypy
+
+# Not in CI, for what compiling the core once more takes there; tests/test_sanitize.py has the short part of it.
+sanitize: $(STAMPS)/test
+	@$(PY) tools/sanitize.py
 
 bench: $(STAMPS)/bench
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(BENCH_ARGS) || exit 1; done
@@ -86,8 +91,8 @@ $(STAMPS)/torch: $(STAMPS)/venv
 
 # The Triton that each torch was released with; it has no builds outside Linux.
 $(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
-	@$(PY) -c 'import click, numpy, packaging, rich' 2>/dev/null \
-		|| { echo "== installing click, numpy, packaging and rich"; $(PIP) click numpy packaging rich; }
+	@$(PY) -c 'import click, expecttest, numpy, packaging, rich' 2>/dev/null \
+		|| { echo "== installing click, expecttest, numpy, packaging and rich"; $(PIP) click expecttest numpy packaging rich; }
 	@$(PY) -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
 		|| { echo "== installing setuptools"; $(PIP) 'setuptools>=77'; }
 	@if [ "$$(uname -s)" = Linux ] && ! $(PY) -c 'import triton' 2>/dev/null; then \
@@ -100,10 +105,12 @@ $(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
 	fi
 	@touch $@
 
-# Without build isolation, so that the compiled core is built for the torch that is there.
+# The core first, for the torch that is there: pip would show nothing meanwhile, and keep no objects.
 $(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) kernels/opgraft-kernels/pyproject.toml
-	@echo "== installing opgraft and opgraft-kernels (compiles the core)"
-	@$(PIP) --no-build-isolation --no-deps -e . -e kernels/opgraft-kernels
+	@echo "== compiling the core, about a minute on two processors"
+	@$(PY) setup.py -q build_ext --inplace
+	@echo "== installing opgraft and opgraft-kernels"
+	@OPGRAFT_BUILD_CORE=0 $(PIP) --no-build-isolation --no-deps -e . -e kernels/opgraft-kernels
 	@$(PY) -c 'from opgraft import _core; print("==", _core.status())'
 	@touch $@
 

@@ -64,7 +64,7 @@ build = compiles()
 def headers() -> list[Path]:
     """The folders of headers to compile cores against."""
     if given := os.environ.get("OPGRAFT_TORCH_HEADERS", ""):
-        return [Path(folder).resolve() for folder in given.split(os.pathsep)]
+        return [Path(folder).absolute() for folder in given.split(os.pathsep)]
     import torch
 
     return [Path(torch.__file__).parent / "include"]
@@ -129,6 +129,7 @@ class BuildCore(build_ext):
             Path(self.get_ext_fullpath(ext.name)),
             folder=ROOT / "csrc",
             objects=Path(self.build_temp),
+            warnings=self.verbose > 0,
         )
 
     def forget(self) -> None:

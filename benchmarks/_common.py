@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def save(
         The path of the JSON file.
     """
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}_{device.lower().replace(' ', '_')}.json"
+    path = path_of(name, device)
     result = {
         "device": device,
         "torch": torch.__version__,
@@ -54,6 +55,22 @@ def save(
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def path_of(name: str, device: str) -> Path:
+    """Where `save` writes."""
+    return RESULTS / f"{name}_{device.lower().replace(' ', '_')}.json"
+
+
+def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the interval that holds the true one in 95 of 100 runs.
+
+    The ranks between which a median lies, the values being independent, are those of a binomial
+    distribution, here approximated by a normal one.
+    """
+    ranked = sorted(values)
+    low = max(0, len(ranked) // 2 - round(0.98 * len(ranked) ** 0.5))
+    return statistics.median(ranked), ranked[low], ranked[-1 - low]
 
 
 def cpu_name() -> str:

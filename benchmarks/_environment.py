@@ -102,6 +102,7 @@ _BORROWED = (
     "triton",
     "numpy",
     "click",
+    "expecttest",
     "packaging",
     "rich",
     "pytest",

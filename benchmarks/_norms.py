@@ -258,12 +258,13 @@ _MAX_CLUSTER = 8  # more are not portable
 
 def _tile_tables(norm: Norm) -> tuple[dict[int, Any], dict[int, Any]]:
     """The chosen tiles of both directions, by the width of the rows."""
-    module = importlib.import_module(f"opgraft_kernels.{norm.name}.cutedsl_kernels")
-    return module.FORWARD_TILES, module.BACKWARD_TILES
+    module = importlib.import_module("opgraft_kernels.norms.cutedsl_kernels")
+    tables: tuple[dict[int, Any], dict[int, Any]] = module.TILES[norm.name]
+    return tables
 
 
 def _tiles(direction: int, hidden: int) -> list[Any]:
-    from opgraft_kernels.clusters.exchange import VECTOR, Tile
+    from opgraft_kernels.norms.clusters.exchange import VECTOR, Tile
 
     found = []
     for threads, vectors, *more in (_FORWARD_SHAPES, _BACKWARD_SHAPES)[direction]:

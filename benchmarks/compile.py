@@ -137,7 +137,7 @@ def register(case: str, device: str) -> None:
 def _kernels(device: str) -> dict[str, Callable[..., Any]]:
     if device == "cpu":
         return {"_softmax": itself("_softmax")}
-    from opgraft_kernels.rms_norm.triton_kernels import rms_norm_backward, rms_norm_forward
+    from opgraft_kernels.norms.triton_kernels import rms_norm_backward, rms_norm_forward
 
     return {"_fused_rms_norm": rms_norm_forward, "_fused_rms_norm_backward": rms_norm_backward}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import _common  # noqa: F401 (keeps packs out, if torch comes after it)
@@ -24,9 +25,13 @@ if not torch.cuda.is_available():
 from _norms import EPS, Both, Norm, main
 
 import opgraft
-from opgraft_kernels.layer_norm import overrides as layer_norm_overrides
+from opgraft_kernels.norms import overrides
 
 FORWARD, BACKWARD = "aten::native_layer_norm", "aten::native_layer_norm_backward"
+IMPLS = (
+    overrides.impl(overrides.LAYER_NORM, "forward", "triton"),
+    overrides.impl(overrides.LAYER_NORM, "backward", "triton"),
+)
 
 
 class Inputs(NamedTuple):
@@ -56,7 +61,7 @@ def make_inputs(rows: int, hidden: int, dtype: torch.dtype, device: str) -> Inpu
 
 
 def _clusters() -> Both:
-    module = importlib.import_module("opgraft_kernels.layer_norm.cutedsl_kernels")
+    module = importlib.import_module("opgraft_kernels.norms.cutedsl_kernels")
     return (
         lambda i: module.layer_norm_forward(*i.forward),
         lambda i: module.layer_norm_backward(*i.backward),
@@ -107,12 +112,12 @@ LAYER_NORM = Norm(
         lambda i: torch.ops.aten.native_layer_norm_backward(*i.backward),
     ),
     impls=(
-        lambda i: layer_norm_overrides._forward(*i.forward),
-        lambda i: layer_norm_overrides._backward(*i.backward),
+        lambda i: IMPLS[0](*i.forward),
+        lambda i: IMPLS[1](*i.backward),
     ),
     clusters=_clusters,
-    register=layer_norm_overrides.register,
-    impl_functions=(layer_norm_overrides._forward, layer_norm_overrides._backward),
+    register=partial(overrides.register, overrides.LAYER_NORM),
+    impl_functions=IMPLS,
     peers={"quack": _quack, "liger": _liger},
 )
 

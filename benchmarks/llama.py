@@ -338,18 +338,15 @@ def _record(workload: Workload, side: str, seconds: dict[str, list[float]]) -> d
     """A side's speed, and its median ratio to native's in the same round."""
     median = statistics.median(seconds[side])
     pairs = zip(seconds["native"], seconds[side], strict=True)
-    ratios = sorted(native / own for native, own in pairs)
-    # The ranks between which a median lies, the rounds being independent: those of a binomial
-    # distribution, approximated by a normal one.
-    low = max(0, len(ratios) // 2 - round(0.98 * len(ratios) ** 0.5))
+    ratio, low, high = _common.median_and_interval([native / own for native, own in pairs])
     return {
         "workload": workload.name,
         "side": side,
         "tokens_per_second": workload.tokens / median,
         "milliseconds": median * 1e3,
-        "ratio": statistics.median(ratios),
-        "ratio_from": ratios[low],
-        "ratio_to": ratios[-1 - low],
+        "ratio": ratio,
+        "ratio_from": low,
+        "ratio_to": high,
     }
 
 

@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -222,20 +223,15 @@ def own_rounding(device: str) -> list[opgraft.Override]:
     ]
     if device == "cpu":
         return registered
-    from opgraft_kernels.layer_norm import overrides as layer_norm
-    from opgraft_kernels.rms_norm import overrides as rms_norm
+    from opgraft_kernels.norms import overrides as norms
 
     # As the pack registers them, but that every call is worth a launch from Python.
-    for op, impl, cond in (
-        ("_fused_rms_norm", rms_norm._forward, rms_norm._valid()),
-        ("_fused_rms_norm_backward", rms_norm._backward, rms_norm._valid_backward()),
-        ("native_layer_norm", layer_norm._forward, layer_norm._valid()),
-        ("native_layer_norm_backward", layer_norm._backward, layer_norm._valid_backward()),
-    ):
+    for norm, direction in itertools.product((norms.RMS_NORM, norms.LAYER_NORM), norms.DIRECTIONS):
+        op = norm.op(direction).name
         registered.append(
             opgraft.register_op_override(
-                *("aten", op, key, impl),
-                cond=cond,
+                *("aten", op, key, norms.impl(norm, direction, "triton")),
+                cond=norms.condition(norm, direction, key),
                 launch_plan=True,
                 unplanned=when.numel(first(op)) >= 0,  # also past so many recordings
                 name=f"triton {op}",

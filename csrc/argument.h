@@ -65,6 +65,7 @@ class Argument {
   static Argument of(c10::Layout value) noexcept { return of(static_cast<int64_t>(value)); }
   static Argument of(c10::MemoryFormat value) noexcept { return of(static_cast<int64_t>(value)); }
   static Argument of(c10::Device value) noexcept {
+    // An index is -1 where there is none.
     return integer(Kind::Device, static_cast<int64_t>(value.type()) * 256 + value.index());
   }
   static Argument of(std::string_view value) noexcept {
@@ -135,6 +136,11 @@ class Argument {
   const c10::TensorImpl* tensor() const noexcept { return kind_ == Kind::Tensor ? tensor_ : nullptr; }
   int64_t integer() const noexcept { return integer_; }
   double real() const noexcept { return real_; }
+  // Of one of that kind.
+  c10::Device device() const noexcept {
+    const int64_t type = (integer_ + 1) / 256;
+    return {static_cast<c10::DeviceType>(type), static_cast<c10::DeviceIndex>(integer_ - type * 256)};
+  }
   double imaginary() const noexcept { return imaginary_; }
   size_t size() const noexcept { return size_; }
   std::string_view text() const noexcept { return {static_cast<const char*>(data_), size_}; }

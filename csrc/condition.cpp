@@ -16,7 +16,8 @@ constexpr size_t kDevices = 64;
 
 std::atomic<CapabilityLookup> capability_lookup{nullptr};
 
-// 0 is not known yet; else the capability plus 2, so that -1, none, is something else than that.
+// 0 is not known yet; else the capability plus 2, so that -1, none, is something else than that, and
+// kUnknownCapability is not.
 std::array<std::atomic<int64_t>, kDevices> capabilities{};
 
 // The value at a place; None where a list is None or too short.

@@ -83,8 +83,9 @@ struct Node {
   std::vector<Place> places{};
 };
 
-// Finds a CUDA device's compute capability as major * 65536 + minor; negative where it has none. Called
-// once per device, at the first condition that needs it: asking earlier would initialise CUDA.
+// Finds a CUDA device's compute capability as major * 65536 + minor; -1 where it has none. Called once per
+// device, at the first condition that needs it: asking earlier would initialise CUDA.
+constexpr int64_t kUnknownCapability = -2;  // not now: the next condition asks again
 using CapabilityLookup = int64_t (*)(c10::DeviceIndex);
 void set_capability_lookup(CapabilityLookup lookup);
 

@@ -2,16 +2,21 @@
 // this is for: _C_torch2_13.
 
 #include <ATen/ops/add.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Layout.h>
 #include <torch/csrc/MemoryFormat.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <pthread.h>
+
 #include <chrono>
+#include <ctime>
+#include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -21,6 +26,7 @@
 #include "condition.h"
 #include "counter.h"
 #include "derivative.h"
+#include "epochs.h"
 #include "observer.h"
 #include "opaque.h"
 #include "plan_impl.h"
@@ -30,6 +36,7 @@
 #include "shadow.h"
 #include "threads.h"
 #include "torch_private.h"
+#include "torch_python.h"
 
 namespace {
 
@@ -39,6 +46,12 @@ using namespace opgraft;
 std::string torch_version() {
   return std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + "." +
          std::to_string(TORCH_VERSION_PATCH);
+}
+
+// Which torch the headers are of, exactly: `torch.__version__` and `torch.version.git_version`, which the
+// build finds beside them.
+py::tuple torch_build() {
+  return py::make_tuple(OPGRAFT_TORCH_VERSION, OPGRAFT_TORCH_COMMIT);
 }
 
 py::dict abi_facts() {
@@ -143,6 +156,8 @@ Condition to_condition(const std::vector<NodeTuple>& tuples) {
 py::handle capability_function;
 
 int64_t look_capability_up(c10::DeviceIndex index) {
+  const Router::InPython here;
+  if (!here.allowed()) return kUnknownCapability;
   const WithGil gil;
   return capability_function(static_cast<int>(index)).cast<int64_t>();
 }
@@ -214,7 +229,7 @@ py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
   handle.signature->push_arguments(values, stack);
   {
     const py::gil_scoped_release release;
-    handle.router->native().call(handle.router->op(), keyset, &stack);
+    handle.router->native(keyset).call(handle.router->op(), keyset, &stack);
   }
   return handle.signature->pop_results(stack);
 }
@@ -253,13 +268,14 @@ std::shared_ptr<Plan> finish_recording(const RouterHandle& router, Recorder& rec
 }
 
 py::object replay_plan(const RouterHandle& router, const Plan& plan, const py::tuple& values,
-                       bool poisons) {
+                       std::optional<uint8_t> poison) {
   torch::jit::Stack stack;
   router.signature->push_arguments(values, stack);
   torch::jit::Stack results;
   {
     const py::gil_scoped_release release;
-    plan.replay(view(stack).data(), results, poisons);
+    const AsAKernel as_a_kernel(router.router->excluded());
+    plan.replay(view(stack).data(), results, poison);
   }
   return router.signature->pop_results(results);
 }
@@ -300,7 +316,25 @@ class Bypass {
   std::unique_ptr<Frame> frame_;
 };
 
+py::list scope_tags(bool observing) {
+  py::list tags;
+  for (const auto& tag : Scope::tags(observing)) {
+    tags.append(static_cast<const PythonRef*>(tag.get())->get());
+  }
+  return tags;
+}
+
 // --------------------------------------------------------------------------- for tests
+
+// This thread reads what routers route to, as in the middle of a call, for the length of a `with`.
+class Reading {
+ public:
+  void enter() { reader_.emplace(); }
+  void exit(const py::args&) { reader_.reset(); }
+
+ private:
+  std::optional<Epochs::Reader> reader_;
+};
 
 // An impl in C++: the first argument plus one.
 void plus_one(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -310,15 +344,24 @@ void plus_one(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   stack->emplace_back(at::add(first, 1));
 }
 
-// Whether a call of an op on another thread gets to its end while this one holds the GIL.
-bool needs_no_gil(const std::string& name, const std::string& overload,
-                  const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+// An op with the arguments of a call: tensors, and after them what else it takes.
+std::pair<c10::OperatorHandle, torch::jit::Stack> call_of(const std::string& name,
+                                                          const std::string& overload,
+                                                          const std::vector<at::Tensor>& tensors,
+                                                          const py::tuple& rest) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   torch::jit::Stack arguments(tensors.begin(), tensors.end());
   for (const auto& value : rest) {
     const auto& type = op.schema().arguments()[arguments.size()].type();
     arguments.push_back(torch::jit::toIValue(value, type));
   }
+  return {std::move(op), std::move(arguments)};
+}
+
+// Whether a call of an op on another thread gets to its end while this one holds the GIL.
+bool needs_no_gil(const std::string& name, const std::string& overload,
+                  const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
+  const auto [op, arguments] = call_of(name, overload, tensors, rest);
   auto call = std::async(std::launch::async, [&op, stack = arguments]() mutable {
     op.callBoxed(&stack);
   });
@@ -328,15 +371,55 @@ bool needs_no_gil(const std::string& name, const std::string& overload,
   return done;
 }
 
+// Whether a thread that Python never saw, and that has called an op, ends while this one holds the GIL.
+bool ends_without_gil(const std::string& name, const std::string& overload,
+                      const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
+  const auto [op, arguments] = call_of(name, overload, tensors, rest);
+  std::promise<void> called, may_end;
+  std::function<void()> body = [&] {
+    try {
+      {
+        auto stack = arguments;
+        op.callBoxed(&stack);
+      }  // its tensors are Python's, too
+      called.set_value();
+    } catch (...) {
+      called.set_exception(std::current_exception());
+    }
+    may_end.get_future().wait();
+  };
+  pthread_t thread{};  // std::thread cannot be joined for a while
+  const auto run = [](void* function) -> void* {
+    (*static_cast<std::function<void()>*>(function))();
+    return nullptr;
+  };
+  TORCH_CHECK(pthread_create(&thread, nullptr, run, &body) == 0, "no thread could be made");
+  std::exception_ptr error;
+  {
+    const py::gil_scoped_release release;
+    try {
+      called.get_future().get();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  may_end.set_value();
+  timespec until{};
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += 10;
+  const bool ended = pthread_timedjoin_np(thread, nullptr, &until) == 0;
+  if (!ended) {
+    const py::gil_scoped_release release;
+    pthread_join(thread, nullptr);
+  }
+  if (error) std::rethrow_exception(error);
+  return ended;
+}
+
 // Calls an op from a thread that Python never saw, `times` times; returns the seconds of one call.
 double call_on_a_thread(const std::string& name, const std::string& overload,
                         const std::vector<at::Tensor>& tensors, const py::tuple& rest, int times) {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-  torch::jit::Stack arguments(tensors.begin(), tensors.end());
-  for (const auto& value : rest) {
-    const auto& type = op.schema().arguments()[arguments.size()].type();
-    arguments.push_back(torch::jit::toIValue(value, type));
-  }
+  const auto [op, arguments] = call_of(name, overload, tensors, rest);
   std::chrono::duration<double> spent{};
   std::exception_ptr error;
   {
@@ -365,6 +448,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   mind_forks();
   core.doc() = "opgraft's compiled core: routers, conditions, native-kernel capture.";
   core.def("torch_version", &torch_version, "The release of the torch headers it was compiled against.");
+  core.def("torch_build", &torch_build, "The version and the commit of that torch.");
   core.def("abi", &abi_facts,
            "What it was compiled as: `cxx11_abi` must be the running torch's; the rest informs.");
 
@@ -427,23 +511,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def("call_native", &call_native, py::arg("keyset"), py::arg("values"))
       .def("recorder", &make_recorder, py::arg("values"), py::arg("device"))
       .def("finish", &finish_recording, py::arg("recorder"), py::arg("result"), py::arg("keep"))
-      .def("replay", &replay_plan, py::arg("plan"), py::arg("values"), py::arg("poisons"))
+      .def("replay", &replay_plan, py::arg("plan"), py::arg("values"), py::arg("poison"))
       .def_property_readonly(
           "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
       .def_property_readonly(
           "is_composite", [](const RouterHandle& self) { return self.router->is_composite(); })
       .def_property_readonly(
+          "excluded", [](const RouterHandle& self) { return self.router->excluded(); },
+          "The dispatch keys that an impl's own calls do not pass.")
+      .def_property_readonly(
           "is_typed", [](const RouterHandle& self) { return self.router->is_typed(); },
           "Whether calls in C++ come without being boxed.");
 
   py::class_<Scope>(core, "Scope")
-      .def(py::init([](const std::optional<py::dict>& off) {
+      .def(py::init([](const std::optional<py::dict>& off, py::object tag) {
              return std::make_unique<Scope>(
-                 off ? std::optional<Selector>(to_selector(*off)) : std::nullopt);
+                 off ? std::optional<Selector>(to_selector(*off)) : std::nullopt,
+                 std::make_shared<const PythonRef>(std::move(tag)));
            }),
+           py::arg("off"), py::arg("tag"),
            "What is off inside; None: nothing, and every router tells its observer of its calls.")
       .def("__enter__", &Scope::enter)
       .def("__exit__", [](Scope& self, const py::args&) { self.exit(); })
+      .def_static("tags", &scope_tags, py::arg("observing"),
+                  "Of the scopes that this thread is in, outermost first: of those that observe, or of "
+                  "those in which something is off.")
       .def_static(
           "is_off", [](const py::dict& identity) { return Scope::is_off(to_selector(identity)); },
           "Whether a scope on this thread switches off the override of this identity.");
@@ -465,9 +557,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
         self.publish(std::move(conditions));
       });
 
-  core.def("unstash", &erase_python_object, py::arg("key"),
-           "Takes an object out of torch's thread-local state, for which Python has no way.");
-
   core.def("stand_for", &stand_for, py::arg("name"), py::arg("overload"), py::arg("origin"),
            py::arg("origin_overload"),
            "Lets an op that was defined without kernels run another op's, which has its schema.");
@@ -483,6 +572,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       },
       py::arg("nodes"), py::arg("values"), py::arg("name"), py::arg("overload"),
       "Evaluates a compiled condition on an op's arguments, as the router would.");
+  core.def(
+      "show_whole_ops_to",
+      [](const py::type& mode) { show_whole_ops_to(py::type(mode).release().ptr()); },
+      "Dispatch modes of this type see composite ops whole, and not what they are made of.");
   core.def("set_capability_lookup", [](py::object function) {
     capability_function = function.release();
     set_capability_lookup(&look_capability_up);
@@ -497,5 +590,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   core.def("needs_no_gil", &needs_no_gil, py::arg("name"), py::arg("overload"), py::arg("tensors"),
            py::arg("rest"),
            "For tests: whether a call on another thread ends while this one holds the GIL.");
+  core.def("ends_without_gil", &ends_without_gil, py::arg("name"), py::arg("overload"),
+           py::arg("tensors"), py::arg("rest"),
+           "For tests: whether a thread that called ends while this one holds the GIL.");
+  py::class_<Reading>(core, "Reading", "For tests: this thread is in the middle of a call.")
+      .def(py::init<>())
+      .def("__enter__", &Reading::enter)
+      .def("__exit__", &Reading::exit);
   core.attr("plus_one") = py::capsule(reinterpret_cast<void*>(&plus_one));
 }

@@ -64,7 +64,8 @@ Derivative::Derivative(c10::OperatorHandle op, c10::DispatchKey key)
     : native_(op, key),
       signature_(op.schema()),
       who_("the derivative of an override of " + c10::toString(op.operator_name())),
-      arguments_(op.schema().arguments().size()) {
+      arguments_(op.schema().arguments().size()),
+      composite_(native_.origin().find(kOrigin) != std::string::npos) {
   conditions_.store(new Conditions(), std::memory_order_release);
 }
 
@@ -97,7 +98,7 @@ void Derivative::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet k
   const c10::IValue* const end = stack->data() + stack->size();
   const c10::IValue* const begin = end - arguments_;
   const Wanted wanted(begin, end);
-  if (!wanted.backward && !wanted.forward && !wanted.wrapped) {
+  if (!composite_ && !wanted.backward && !wanted.forward && !wanted.wrapped) {
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
     return;

@@ -42,6 +42,7 @@ class Derivative {
   Signature signature_;
   std::string who_;
   size_t arguments_;
+  bool composite_;  // the op's router is what comes next: it stands at the autograd key too
   PythonRef hook_;
   std::atomic<const Conditions*> conditions_{nullptr};
 };

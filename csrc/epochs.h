@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -47,7 +48,9 @@ class Epochs {
    public:
     Reader() : slot_(C10_LIKELY(mine_ != nullptr) ? *mine_ : Epochs::slot()) {
       if (slot_.depth++ == 0) {
-        slot_.began.store(epoch_.load(std::memory_order_acquire), std::memory_order_relaxed);
+        // A release, although the fence orders it already: a writer that sees this announcement, and not
+        // the end of the one before, must see what the thread read under that one as done.
+        slot_.began.store(epoch_.load(std::memory_order_acquire), std::memory_order_release);
         if (C10_LIKELY(writers_fence_)) {
           std::atomic_signal_fence(std::memory_order_seq_cst);
         } else {
@@ -65,21 +68,27 @@ class Epochs {
     Slot& slot_;
   };
 
-  // Runs `free` once no reader can hold what was unpublished before this call.
+  // Runs `free` once no reader can hold what was unpublished before this call: before it returns, unless
+  // a reader is slow. Then somebody has to `collect`.
   void retire(std::function<void()> free) {
-    std::vector<std::function<void()>> ready;
     {
       const std::lock_guard<std::mutex> guard(mutex_);
-      const uint64_t now = epoch_.fetch_add(1, std::memory_order_seq_cst) + 1;
-      retired_.emplace_back(now, std::move(free));
-      // Where no thread ever read, none has to pass a fence: who begins now has waited for the mutex, and
-      // loads what the writer published. Without the fence, who reads what cannot be told: nothing is
-      // freed until there is one again.
-      uint64_t oldest = slots_.empty() || !writers_fence_ || fence_readers() ? now : 0;
-      for (const auto* slot : slots_) {
-        const uint64_t began = slot->began.load(std::memory_order_seq_cst);
-        if (began != kIdle && began < oldest) oldest = began;
-      }
+      retired_.emplace_back(epoch_.fetch_add(1, std::memory_order_seq_cst) + 1, std::move(free));
+    }
+    // A reader takes less than a microsecond, unless it loses its core meanwhile. The bound is for those
+    // that wait for the GIL, which this thread may have.
+    for (int attempt = 1; !collect() && attempt < kAttempts; ++attempt) std::this_thread::yield();
+  }
+
+  // Frees what was retired and no reader can hold any more; returns whether that was all. Freeing may run
+  // Python: this is for threads that may wait for the GIL.
+  bool collect() {
+    std::vector<std::function<void()>> ready;
+    bool all = false;
+    {
+      const std::lock_guard<std::mutex> guard(mutex_);
+      if (retired_.empty()) return true;
+      const uint64_t oldest = oldest_reader();
       std::vector<std::pair<uint64_t, std::function<void()>>> kept;
       for (auto& entry : retired_) {
         if (entry.first <= oldest) {
@@ -89,9 +98,15 @@ class Epochs {
         }
       }
       retired_ = std::move(kept);
+      all = retired_.empty();
+      left_.store(!all, std::memory_order_relaxed);
     }
-    for (auto& run : ready) run();  // outside the lock: freeing may run Python
+    for (auto& run : ready) run();  // outside the lock
+    return all;
   }
+
+  // Whether there is something to collect, for whoever comes by with the GIL.
+  static bool has_left() noexcept { return left_.load(std::memory_order_relaxed); }
 
   // Around a fork, so that the child finds nothing half done.
   void lock() { mutex_.lock(); }
@@ -111,8 +126,24 @@ class Epochs {
  private:
   Epochs() = default;
 
+  static constexpr int kAttempts = 16;
+
   static Slot& slot();
   Slot& claim();
+
+  // Under the lock: the epoch in which the oldest reader began, or the one that is now.
+  uint64_t oldest_reader() const noexcept {
+    const uint64_t now = epoch_.load(std::memory_order_seq_cst);
+    // Where no thread ever read, none has to pass a fence: who begins now has waited for the mutex, and
+    // loads what the writer published. Without the fence, who reads what cannot be told: nothing is
+    // freed until there is one again.
+    uint64_t oldest = slots_.empty() || !writers_fence_ || fence_readers() ? now : 0;
+    for (const auto* slot : slots_) {
+      const uint64_t began = slot->began.load(std::memory_order_seq_cst);
+      if (began != kIdle && began < oldest) oldest = began;
+    }
+    return oldest;
+  }
 
   static long membarrier(int command) noexcept {
     return syscall(SYS_membarrier, command, /*flags=*/0, /*cpu=*/0);
@@ -134,6 +165,7 @@ class Epochs {
   // forbids it.
   static inline const bool writers_fence_ = can_fence();
   static inline std::atomic<uint64_t> epoch_{1};
+  static inline std::atomic<bool> left_{false};
   std::mutex mutex_;
   std::vector<Slot*> slots_;
   std::vector<std::pair<uint64_t, std::function<void()>>> retired_;

@@ -1,6 +1,6 @@
 #include "plan.h"
 
-#include <ATen/Functions.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/TensorOptions.h>
@@ -10,6 +10,11 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+
+// Its header includes every op's.
+namespace at::autocast {
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}
 
 namespace opgraft {
 
@@ -22,6 +27,12 @@ enum class KeyTag : uint64_t { Tensor = 1, None, Integer, Real, Boolean, Complex
 uint64_t tagged(KeyTag tag, uint64_t rest) {
   return static_cast<uint64_t>(tag) | rest << 8;
 }
+
+// Where autocast has a dtype, and an override may be.
+constexpr c10::DeviceType kAutocast[] = {
+    c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU, c10::DeviceType::MPS,
+    c10::DeviceType::HPU, c10::DeviceType::MTIA, c10::DeviceType::XLA, c10::DeviceType::PrivateUse1,
+};
 
 uint64_t bits(double value) {
   uint64_t result = 0;
@@ -39,20 +50,36 @@ inline uint64_t* PlanKey::room(size_t count) noexcept {
 }
 
 bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
+  if (C10_UNLIKELY(tensors_ == seen_.size() || !tensor.has_storage())) return false;
   const auto sizes = tensor.sizes();
   const size_t rank = sizes.size();
   const c10::Device device = tensor.device();
+  Place& place = seen_[tensors_];
+  place = Place{&tensor};
+  if (C10_LIKELY(tensor.numel() > 0)) {
+    place.storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+    place.begin = reinterpret_cast<uintptr_t>(place.storage->data());
+    place.end = place.begin + place.storage->nbytes();
+    place.first = place.begin + static_cast<uintptr_t>(tensor.storage_offset()) * tensor.itemsize();
+  }
+  const uintptr_t address = place.first;
+  // An impl may ask `q is k`, and one address may then stand for both.
+  size_t same = tensors_;
+  size_t shares = tensors_;  // the first argument on its storage
+  bool overlaps = false;
+  for (size_t i = tensors_; i-- > 0;) {
+    const Place& other = seen_[i];
+    if (other.tensor == &tensor) same = i;
+    if (other.storage == place.storage) {
+      shares = i;
+    } else {
+      overlaps |= place.begin < other.end && other.begin < place.end;
+    }
+  }
   // A number: the host reads it for nothing, and an impl may hand it to a kernel as one.
   const bool is_number = rank == 0 && device.is_cpu();
-  auto* words = room(1 + 2 * rank + (is_number ? 2 : 0));
-  if (C10_UNLIKELY(words == nullptr || tensors_ == seen_.size() || !tensor.has_storage())) {
-    return false;
-  }
-  // An impl may ask `q is k`, and one address may then stand for both.
-  size_t same = 0;
-  while (same < tensors_ && seen_[same] != &tensor) ++same;
-  seen_[tensors_++] = &tensor;
-  const uintptr_t address = first_address(tensor);
+  auto* words = room(1 + 2 * rank + (is_number ? 2 : 0) + (shares < tensors_ ? 1 : 0));
+  if (C10_UNLIKELY(words == nullptr || overlaps)) return false;
   *words++ = tagged(KeyTag::Tensor, static_cast<uint8_t>(c10::typeMetaToScalarType(tensor.dtype()))) |
              static_cast<uint64_t>(rank & 0xFF) << 16 |
              static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 24 |
@@ -60,7 +87,9 @@ bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
              static_cast<uint64_t>(address % kKeyAlignment) << 40 |
              static_cast<uint64_t>(tensor.requires_grad()) << 44 |
              static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 |
-             static_cast<uint64_t>(same) << 48;
+             static_cast<uint64_t>(same) << 48 | static_cast<uint64_t>(shares) << 56;
+  if (C10_UNLIKELY(shares < tensors_)) *words++ = address - seen_[shares].first;
+  ++tensors_;
   const auto strides = tensor.strides();
   for (size_t i = 0; i < rank; ++i) *words++ = static_cast<uint64_t>(sizes[i]);
   for (size_t i = 0; i < rank; ++i) *words++ = static_cast<uint64_t>(strides[i]);
@@ -134,13 +163,27 @@ bool PlanKey::add(const Argument& argument) noexcept {
   return true;
 }
 
-bool PlanKey::read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset) noexcept {
+void PlanKey::add_thread(c10::DispatchKeySet keyset) noexcept {
   const auto thread = c10::impl::tls_local_dispatch_key_set();
   auto* words = room(4);
   words[0] = thread.included_.raw_repr();
   words[1] = thread.excluded_.raw_repr();
-  words[2] = c10::GradMode::is_enabled() ? 1 : 0;
+  words[2] = (c10::GradMode::is_enabled() ? 1 : 0) |
+             static_cast<uint64_t>(c10::get_default_dtype_as_scalartype()) << 8;
   words[3] = keyset.raw_repr();
+  if (C10_UNLIKELY(!thread.excluded_.has_all(c10::autocast_dispatch_keyset))) {
+    // Which of them are in force is told by the keys.
+    static_assert(std::size(kAutocast) == sizeof(uint64_t));
+    auto* dtypes = reinterpret_cast<uint8_t*>(room(1));
+    for (const auto device : kAutocast) {
+      *dtypes++ = static_cast<uint8_t>(at::autocast::get_autocast_dtype(device));
+    }
+  }
+  thread_size_ = size_;
+}
+
+bool PlanKey::read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset) noexcept {
+  add_thread(keyset);
   for (const Argument& argument : arguments) {
     if (!add(argument)) return false;
   }
@@ -163,6 +206,11 @@ bool PlanKey::read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset
 bool PlanKey::operator==(const std::vector<uint64_t>& words) const noexcept {
   return words.size() == size_ &&
          std::memcmp(words.data(), words_.data(), size_ * sizeof(uint64_t)) == 0;
+}
+
+bool PlanKey::has_same_arguments(const PlanKey& other) const noexcept {
+  return std::equal(words_.begin() + thread_size_, words_.begin() + size_,
+                    other.words_.begin() + other.thread_size_, other.words_.begin() + other.size_);
 }
 
 // --------------------------------------------------------------------------- Fingerprint
@@ -259,21 +307,21 @@ void Allocation::run(Replay& replay) const {
   Memory& memory = replay.memory(memory_);
   c10::DataPtr data = allocator_->allocate(nbytes_);
   memory.address = static_cast<char*>(data.get());
-  if (C10_LIKELY(!as_storage_ && !replay.poisons())) {
+  if (C10_LIKELY(!as_storage_ && !replay.poison())) {
     memory.data = std::move(data);
     return;
   }
   memory.storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), nbytes_, std::move(data), allocator_,
       /*resizable=*/true));
-  if (C10_UNLIKELY(replay.poisons()) && nbytes_ > 0) {
+  if (C10_UNLIKELY(replay.poison().has_value()) && nbytes_ > 0) {
     View all;
     all.pointer.base = Pointer::Base::Memory;
     all.pointer.memory = memory_;
     all.dtype = c10::kByte;
     all.sizes = {static_cast<int64_t>(nbytes_)};
     all.contiguous = true;
-    replay.tensor(all).fill_(0xFF);
+    replay.tensor(all).fill_(*replay.poison());
   }
 }
 
@@ -326,6 +374,10 @@ at::Tensor Replay::tensor(const View& view) {
   } else {
     const Memory& from = memory(view.pointer.memory);
     storage = from.result.defined() ? from.result.storage() : from.storage;
+  }
+  if (C10_UNLIKELY(offset % itemsize != 0)) {  // of a storage that begins at any byte
+    throw LaunchError({__func__, __FILE__, __LINE__},
+                      "an argument's memory is not aligned to the dtype that it is viewed as");
   }
   auto result = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage),
@@ -409,8 +461,9 @@ void Plan::schedule(std::vector<std::unique_ptr<Step>> steps) {
   }
 }
 
-void Plan::replay(const Argument* arguments, torch::jit::Stack& results, bool poisons) const {
-  Replay replay(arguments, device_, memories_, poisons);
+void Plan::replay(const Argument* arguments, torch::jit::Stack& results,
+                  std::optional<uint8_t> poison) const {
+  Replay replay(arguments, device_, memories_, poison);
   for (const Scheduled& each : steps_) {
     each.step->run(replay);
     // As early as the impl would at best: a later allocation may reuse it, in the stream's order.
@@ -455,9 +508,9 @@ struct PlanTable::Seen {
 
 PlanTable::PlanTable(PlanLimits limits)
     : limits_(limits),
-      review_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)),
       snapshot_(new Snapshot{1, {{0, nullptr}, {0, nullptr}}}),
-      seen_(std::make_unique<Seen>()) {}
+      seen_(std::make_unique<Seen>()),
+      review_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)) {}
 
 PlanTable::~PlanTable() {
   // Whoever could read it holds a reference to the table.

@@ -28,36 +28,77 @@
 
 namespace opgraft {
 
+// Note [What a plan relies on]
+//
+// A plan is replayed for every call that has its key: on other tensors, at other addresses, on another
+// thread, under another state of it. All that it has as a constant was true of one call. So whatever may
+// differ between two calls with one key must not be in a plan:
+//
+// The key holds what a call is, but for the values in its tensors and where its memory lies: see PlanKey.
+// Arguments on one storage are in it by how far their first elements are apart: which of them share memory,
+// and where they overlap, is the same for every call with that key. Arguments that overlap without sharing a
+// storage have no key. What ops obey beside their arguments is in it as far as it is the thread's:
+// dispatch keys, grad mode, autocast's dtypes, the default dtype.
+//
+// A pointer comes from where the recorder saw it come from: it lies so many bytes behind an argument's
+// first element, or in memory that the plan itself allocates. By the key it is all the same which of the
+// arguments on one storage that is. It lies within the memory that they span (`Recorder::is_within`):
+// beyond that is memory that another call need not have. The offset of an argument in its storage is not
+// in the key.
+//
+// Values are not in the key, but for numbers (0-dim tensors on the CPU). An op that reads one is refused
+// unless the plan calls that op again; so is what Python reads behind the ops' back, as far as it can be
+// seen.
+//
+// And because an impl can do more than any of this can see, a plan is compared with what Python does on
+// other tensors before it is used: same key; other addresses, offsets and values (plan/trial.py).
+//
+// What is left is the author's word: no branch on a value that is read unseen, no state of the impl's own,
+// no flags of the process.
+
 // --------------------------------------------------------------------------- keys
 
 // Everything that an impl can see of a call but the values in its tensors, as numbers: for each
 // argument what it is; for a tensor its dtype, device, sizes, strides, the alignment of its address
-// (modulo 16), whether it requires grad, and whether it is an earlier argument over again; for a 0-dim
-// tensor on the CPU also its value; and the thread's state that other ops obey: dispatch keys (autocast,
-// inference mode) and grad mode.
+// (modulo 16), whether it requires grad, whether it is an earlier argument over again, and where it lies
+// relative to the first argument on its storage; for a 0-dim tensor on the CPU also its value; and the
+// thread's state that other ops obey: dispatch keys (autocast, inference mode), grad mode, the default
+// dtype, autocast's dtypes. See Note [What a plan relies on].
 class PlanKey {
  public:
-  // False where an argument has no number (a generator), or there are too many. `keyset`: where the impl
-  // gets it.
+  // False where an argument has no number (a generator), there are too many, or two overlap that share
+  // no storage. `keyset`: where the impl gets it.
   bool read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset = {}) noexcept;
 
   uint64_t hash() const noexcept { return hash_; }
   size_t size() const noexcept { return size_; }
   const uint64_t* words() const noexcept { return words_.data(); }
   bool operator==(const std::vector<uint64_t>& words) const noexcept;
+  // Whether the arguments are the same to an impl, whatever the state of the thread was.
+  bool has_same_arguments(const PlanKey& other) const noexcept;
 
  private:
   static constexpr size_t kWords = 192;
 
+  // Where a tensor's elements are; all null where there are none.
+  struct Place {
+    const c10::TensorImpl* tensor = nullptr;
+    const c10::StorageImpl* storage = nullptr;
+    uintptr_t begin = 0, end = 0;  // of the storage
+    uintptr_t first = 0;           // the first element's address
+  };
+
   // Room for `count` words, or null where there is none: then the key is of no use.
   uint64_t* room(size_t count) noexcept;
+  void add_thread(c10::DispatchKeySet keyset) noexcept;
   bool add(const Argument& argument) noexcept;
   bool add(const c10::TensorImpl& tensor) noexcept;
 
   uint64_t hash_ = 0;
   size_t size_ = 0;
+  size_t thread_size_ = 0;  // so many words are about the thread
   size_t tensors_ = 0;
-  std::array<const c10::TensorImpl*, 32> seen_;
+  std::array<Place, 32> seen_;
   std::array<uint64_t, kWords> words_;
 };
 
@@ -173,8 +214,9 @@ class LaunchError : public c10::Error {
 // A plan that is being replayed for a call.
 class Replay {
  public:
-  Replay(const Argument* arguments, c10::Device device, size_t memories, bool poisons)
-      : arguments_(arguments), device_(device), poisons_(poisons) {
+  Replay(const Argument* arguments, c10::Device device, size_t memories,
+         std::optional<uint8_t> poison = std::nullopt)
+      : arguments_(arguments), device_(device), poison_(poison) {
     memories_.resize(memories);
   }
 
@@ -182,8 +224,8 @@ class Replay {
   // The device's current stream, as the driver knows it; null on the CPU.
   void* stream();
   Memory& memory(int32_t index) { return memories_[static_cast<size_t>(index)]; }
-  // Whether allocations are filled with 0xFF: nothing that a kernel forgets to write may look right.
-  bool poisons() const noexcept { return poisons_; }
+  // What each byte of an allocation is set to: nothing that a kernel forgets to write may look right.
+  const std::optional<uint8_t>& poison() const noexcept { return poison_; }
 
   char* address(const Pointer& pointer);
   c10::IValue value(const Operand& operand);
@@ -198,7 +240,7 @@ class Replay {
 
   const Argument* arguments_;
   c10::Device device_;
-  bool poisons_;
+  std::optional<uint8_t> poison_;
   std::optional<void*> stream_;
   c10::SmallVector<Memory, 6> memories_;
 };
@@ -214,7 +256,8 @@ class Plan {
        size_t memories, bool watches_hooks, PythonRef keep);
 
   // Adds the results to a stack.
-  void replay(const Argument* arguments, torch::jit::Stack& results, bool poisons = false) const;
+  void replay(const Argument* arguments, torch::jit::Stack& results,
+              std::optional<uint8_t> poison = std::nullopt) const;
 
   const std::string& fingerprint() const noexcept { return fingerprint_; }
   std::string text() const;
@@ -293,14 +336,17 @@ class PlanTable {
   void note(const PlanKey& key) noexcept;
 
   void count_replay(const PlanEntry& entry) noexcept {
-    const unsigned shard = Counter::shard();
+    Counter::Shard& shard = Counter::shard();
     entry.replays.add(shard);
     const uint64_t count = replays_.add(shard);
     // Replays earn recordings; adding all shards up for every call would cost as much as the rest.
     if (C10_UNLIKELY(stopped()) && count % review_every_ == 0) review();
   }
 
-  // Of the Python side, which holds the GIL.
+  // Around a fork, so that the child finds nothing half done.
+  static void lock() { mutex_.lock(); }
+  static void unlock() { mutex_.unlock(); }
+
   void count_recording() noexcept {
     recordings_.fetch_add(1, std::memory_order_relaxed);
     review();
@@ -360,8 +406,8 @@ class PlanTable {
   std::atomic<bool> has_plans_{false};
   std::atomic<bool> any_{false};  // a plan was installed once
   std::optional<std::chrono::steady_clock::time_point> refilled_;  // under the lock, as what follows
-  // Only threads that hold the GIL take it, and none gives the GIL up while it has it.
-  mutable std::mutex mutex_;
+  // One for all tables: a fork takes it first. Who has it runs no Python, and waits for nothing.
+  static inline std::mutex mutex_;
   std::vector<std::shared_ptr<const PlanEntry>> entries_;
 };
 

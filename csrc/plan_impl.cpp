@@ -1,6 +1,7 @@
 #include "plan_impl.h"
 
 #include <ATen/Context.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -11,6 +12,7 @@
 
 #include "plan_recorder.h"
 #include "plan_steps.h"
+#include "torch_private.h"
 
 namespace opgraft {
 
@@ -111,6 +113,7 @@ PlannedImpl::Replayed PlannedImpl::replay(const Override& override, Call& call,
   if (entry == nullptr) return Replayed::NoPlan;
   if (entry->plan->watches_hooks() && launch_hooks_are_set()) return Replayed::NotWhileHooked;
   torch::jit::Stack results;
+  const AsAKernel as_a_kernel(call.excluded);
   entry->plan->replay(call.view().data(), results);
   call.answer(results);
   replayed(override, *entry);
@@ -227,6 +230,7 @@ Parameters to_parameters(Recorder& recorder, const std::vector<py::tuple>& param
     const auto kind = parameter[0].cast<std::string>();
     if (kind == "value") {
       result.add_value(parameter[1].cast<uint64_t>());
+      recorder.check_number(parameter[1].cast<uint64_t>());
     } else if (kind == "pointer") {
       result.add_pointer(to_pointer(recorder, parameter[1]));
     } else if (kind == "scratch") {
@@ -261,8 +265,10 @@ bool spy_on(FfiSpy& spy, const ffi::Any* arguments, int32_t count, void* stream)
     argument.value = arguments[i];
     const ffi::Tensor* tensor = nullptr;
     switch (arguments[i].type_index) {
-      case ffi::kNone:
       case ffi::kInt:
+        spy.recorder.check_number(static_cast<uint64_t>(arguments[i].integer));
+        break;
+      case ffi::kNone:
       case ffi::kBool:
       case ffi::kFloat:
       case ffi::kDataType:
@@ -315,7 +321,7 @@ int spied_call(void*, const ffi::Any* arguments, int32_t count, ffi::Any* result
   FfiSpy* spy = ffi_spy;
   if (spy == nullptr) return -1;
   try {
-    void* stream = Replay(nullptr, spy->recorder.device(), 0, false).stream();
+    void* stream = Replay(nullptr, spy->recorder.device(), 0).stream();
     spy_on(*spy, arguments, count, stream);
   } catch (const std::exception& error) {
     spy->recorder.refuse(error.what());
@@ -345,11 +351,25 @@ void scale_kernel(void** parameters, int32_t) {
   for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(factor * x[i]);
 }
 
-// Whether a call's arguments can be a plan's key. Stand-ins for tensors are taken to be such as can.
-bool has_plan_key(const py::tuple& values, const std::string& name, const std::string& overload) {
+torch::jit::Stack stack_of(const py::tuple& values, const std::string& name,
+                           const std::string& overload) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   torch::jit::Stack stack;
   Signature(op.schema()).push_arguments(values, stack);
+  return stack;
+}
+
+std::optional<PlanKey> plan_key(const py::tuple& values, const std::string& name,
+                                const std::string& overload) {
+  const auto stack = stack_of(values, name, overload);
+  std::optional<PlanKey> key(std::in_place);
+  if (!key->read(view(stack))) key.reset();
+  return key;
+}
+
+// Whether a call's arguments can be a plan's key. Stand-ins for tensors are taken to be such as can.
+bool has_plan_key(const py::tuple& values, const std::string& name, const std::string& overload) {
+  const auto stack = stack_of(values, name, overload);
   const auto stands_in = [](const c10::IValue& value) {
     return value.isTensor() && (value.toTensor().unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
                                 value.toTensor().key_set().has(c10::DispatchKey::Python));
@@ -366,16 +386,24 @@ bool has_plan_key(const py::tuple& values, const std::string& name, const std::s
 }  // namespace
 
 void bind_plans(py::module_& core) {
-  pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  pthread_atfork([] { PlanTable::lock(); }, [] { PlanTable::unlock(); },
+                 [] {
+                   PlanTable::unlock();
+                   forks.fetch_add(1, std::memory_order_relaxed);
+                 });
 
   core.def("has_plan_key", &has_plan_key, py::arg("values"), py::arg("name"), py::arg("overload"));
+  core.def("plan_key", &plan_key, py::arg("values"), py::arg("name"), py::arg("overload"),
+           "The key of a call with these arguments on this thread; None where it can have none.");
 
   py::class_<PlanKey>(core, "PlanKey", "What a plan is for: a call's metadata, as numbers.")
       .def("__hash__", &PlanKey::hash)
       .def("__eq__", [](const PlanKey& self, const PlanKey& other) {
         return self == std::vector<uint64_t>(other.words(), other.words() + other.size());
       })
-      .def("__len__", &PlanKey::size);
+      .def("__len__", &PlanKey::size)
+      .def("has_same_arguments", &PlanKey::has_same_arguments, py::arg("other"),
+           "Whether two calls differ in the state of their threads at most.");
 
   py::class_<Plan, std::shared_ptr<Plan>>(core, "Plan")
       .def_property_readonly("fingerprint",
@@ -404,6 +432,8 @@ void bind_plans(py::module_& core) {
              return self.install(key, std::move(plan), std::move(label), generation);
            })
       .def("refuse", &PlanTable::refuse)
+      .def("drop", &PlanTable::drop, py::arg("key"), py::call_guard<py::gil_scoped_release>(),
+           "Take a plan out, as a replay that failed does: without the GIL.")
       .def("clear", &PlanTable::clear)
       .def("count_recording", &PlanTable::count_recording)
       .def("find",
@@ -432,6 +462,9 @@ void bind_plans(py::module_& core) {
            "The plan is not to be replayed while Triton's launch hooks are set.")
       .def_property_readonly("refusal", &Recorder::refusal)
       .def_property_readonly("inside_op", &Recorder::inside_op)
+      .def_property_readonly(
+          "inside_call", [](const Recorder&) { return ffi_spy != nullptr; },
+          "Whether a tvm-ffi function is being called, which gets its arguments converted.")
       .def_property_readonly("device", &Recorder::device)
       .def(
           "cuda_launch",

@@ -1,12 +1,15 @@
 #include "plan_recorder.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/enum_tag.h>
 #include <c10/core/TensorOptions.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
 #include <exception>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 
 namespace opgraft {
@@ -20,11 +23,15 @@ constexpr std::string_view kAllocations[] = {"aten::empty", "aten::empty_like", 
 // Ops that tell of metadata, which a plan's key holds.
 constexpr std::string_view kMetadata[] = {
     "aten::size",          "aten::stride",        "aten::numel",       "aten::dim",
-    "aten::storage_offset", "aten::sym_size",     "aten::sym_stride",  "aten::sym_numel",
-    "aten::sym_storage_offset", "aten::is_contiguous", "aten::sym_is_contiguous",
-    "aten::is_same_size",  "aten::result_type",   "aten::can_cast",    "aten::promote_types",
-    "aten::is_floating_point", "aten::is_complex", "aten::is_signed",
+    "aten::sym_size",      "aten::sym_stride",    "aten::sym_numel",   "aten::is_contiguous",
+    "aten::sym_is_contiguous", "aten::is_same_size", "aten::result_type", "aten::can_cast",
+    "aten::promote_types", "aten::is_floating_point", "aten::is_complex", "aten::is_signed",
 };
+// Ops whose result is a view of their first argument, and that ask of the second for its metadata alone.
+constexpr std::string_view kLike[] = {"aten::expand_as", "aten::view_as", "aten::reshape_as"};
+// What `tolist`, `numpy` and `__array__` call before they read the values themselves. Tensors that these
+// change never come to an impl.
+constexpr std::string_view kBeforeReading[] = {"aten::resolve_conj", "aten::resolve_neg"};
 
 constexpr std::string_view kNumbers[] = {"aten::item", "aten::_local_scalar_dense",
                                          "aten::is_nonzero"};
@@ -40,6 +47,13 @@ bool writes(const c10::Argument& argument) {
 
 int64_t byte_offset(const at::Tensor& tensor) {
   return tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+}
+
+// Of the memory from its first element to its last.
+int64_t span_in_bytes(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  return static_cast<int64_t>(at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), static_cast<size_t>(tensor.itemsize())));
 }
 
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -103,7 +117,16 @@ Recorder::Recorder(const c10::FunctionSchema& schema, std::vector<c10::IValue> a
       pointer.base = Pointer::Base::Argument;
       pointer.leaf = leaf;
       learn(tensor, pointer, Operand::Kind::Argument);
-      arguments_on_[storage_of(tensor)].push_back(leaf);
+      const bool written = writes(schema_.arguments()[index]);
+      Shared& shared = arguments_on_.try_emplace(storage_of(tensor), Shared{leaf}).first->second;
+      shared.written |= written;
+      if (tensor.numel() == 0) return;  // its address is null, and tells of no other
+      const int64_t begin = byte_offset(tensor);
+      const int64_t end = begin + span_in_bytes(tensor);
+      const bool is_first = shared.begin == shared.end;
+      if (is_first) shared.first = leaf;
+      shared.begin = is_first ? begin : std::min(shared.begin, begin);
+      shared.end = is_first ? end : std::max(shared.end, end);
     });
   }
 }
@@ -125,7 +148,11 @@ void Recorder::start() {
           [](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
             Recorder* recorder = current_recorder;
             if (recorder == nullptr || !function.operator_name()) return nullptr;
-            if (recorder->depth_++ == 0) recorder->begin_op(function);
+            if (recorder->depth_++ == 0) {
+              recorder->begin_op(function);
+            } else {
+              recorder->begin_nested_op(function);
+            }
             return std::make_unique<Context>();
           },
           [](const at::RecordFunction& function, at::ObserverContext* context) {
@@ -163,17 +190,31 @@ std::optional<Recorder::Known> Recorder::find(const at::Tensor& tensor) const {
     return Known{pointer, Operand::Kind::View};
   }
   const auto arguments = arguments_on_.find(storage_of(tensor));
-  // Of two arguments on one memory (q and k of one qkv), it could be either's.
-  if (arguments == arguments_on_.end() || arguments->second.size() > 1) return std::nullopt;
-  const Leaf leaf = arguments->second.front();
-  const c10::IValue& value = arguments_[static_cast<size_t>(leaf.argument)];
-  const at::Tensor argument = leaf.item < 0
-                                  ? value.toTensor()
-                                  : value.toListRef()[static_cast<size_t>(leaf.item)].toTensor();
+  if (arguments == arguments_on_.end()) return std::nullopt;
+  // Of two arguments on one storage (q and k of one qkv) it could be either's: the key has how far they
+  // are apart, so that it is all the same.
   pointer.base = Pointer::Base::Argument;
-  pointer.leaf = leaf;
-  pointer.offset = byte_offset(tensor) - byte_offset(argument);
+  pointer.leaf = arguments->second.first;
+  pointer.offset = byte_offset(tensor) - byte_offset(at(pointer.leaf));
   return Known{pointer, Operand::Kind::View};
+}
+
+at::Tensor Recorder::at(const Leaf& leaf) const {
+  const c10::IValue& value = arguments_[static_cast<size_t>(leaf.argument)];
+  if (leaf.item < 0) return value.toTensor();
+  return value.toListRef()[static_cast<size_t>(leaf.item)].toTensor();
+}
+
+bool Recorder::is_on_argument(const at::Tensor& tensor) const {
+  return arguments_on_.count(storage_of(tensor)) > 0;
+}
+
+bool Recorder::is_within(const at::Tensor& tensor, const Pointer& pointer) const {
+  if (pointer.base != Pointer::Base::Argument || tensor.numel() == 0) return true;
+  const auto shared = arguments_on_.find(storage_of(tensor));
+  if (shared == arguments_on_.end()) return false;
+  const int64_t begin = byte_offset(tensor);
+  return begin >= shared->second.begin && begin + span_in_bytes(tensor) <= shared->second.end;
 }
 
 void Recorder::learn(const at::Tensor& tensor, const Pointer& pointer, Operand::Kind kind) {
@@ -192,19 +233,8 @@ int32_t Recorder::learn_memory(const at::Tensor& tensor, Operand::Kind kind) {
   return memory;
 }
 
-// Of the op's inputs on the same memory, the first is what it is a view of.
 void Recorder::learn_view(const at::Tensor& tensor) {
-  if (known_.count(tensor.unsafeGetTensorImpl()) > 0) return;
-  for (const Before& input : before_) {
-    if (input.storage != storage_of(tensor)) continue;
-    if (const auto base = find(input.tensor)) {
-      Pointer pointer = base->pointer;
-      pointer.offset += byte_offset(tensor) - byte_offset(input.tensor);
-      learn(tensor, pointer, Operand::Kind::View);
-      return;
-    }
-  }
-  if (const auto known = find(tensor)) learn(tensor, known->pointer, Operand::Kind::View);
+  if (const auto known = find(tensor)) learn(tensor, known->pointer, known->kind);
 }
 
 Pointer Recorder::locate(const at::Tensor& tensor) {
@@ -212,9 +242,24 @@ Pointer Recorder::locate(const at::Tensor& tensor) {
     refuse("a kernel got a tensor that is lazy, sparse or of a type of its own");
     return {};
   }
-  if (const auto known = find(tensor)) return known->pointer;
+  if (tensor.numel() == 0) return {};  // null, as `data_ptr` has it
+  if (const auto known = find(tensor)) {
+    if (is_within(tensor, known->pointer)) return known->pointer;
+    refuse("a kernel got memory beyond the arguments on its storage");
+    return {};
+  }
   refuse("a kernel got the address of a tensor that is neither an argument nor allocated by the impl");
   return {};
+}
+
+void Recorder::check_number(uint64_t number) {
+  for (const at::Tensor& tensor : alive_) {
+    const auto* storage = storage_of(tensor);
+    if (storage == nullptr || storage->nbytes() == 0) continue;
+    const auto begin = reinterpret_cast<uint64_t>(storage->data());
+    if (number < begin || number >= begin + storage->nbytes()) continue;
+    return refuse("a kernel got an address as a number, which no tensor stands for");
+  }
 }
 
 Pointer Recorder::scratch(size_t nbytes) {
@@ -233,6 +278,7 @@ void Recorder::begin_op(const at::RecordFunction& function) {
     const auto inputs = function.inputs();
     inputs_.assign(inputs.begin(), inputs.end());
     before_.clear();
+    reads_inside_ = shapes_inside_ = false;
     for (const c10::IValue& input : inputs_) {
       each_tensor(input, [this](const at::Tensor& tensor, int32_t) {
         if (!is_dense(tensor)) {
@@ -246,6 +292,13 @@ void Recorder::begin_op(const at::RecordFunction& function) {
   } catch (const std::exception& error) {
     refuse(error.what());
   }
+}
+
+void Recorder::begin_nested_op(const at::RecordFunction& function) {
+  const auto op = c10::Dispatcher::singleton().findOp(*function.operator_name());
+  if (!op) return;
+  reads_inside_ |= op->hasTag(at::Tag::data_dependent_output);
+  shapes_inside_ |= op->hasTag(at::Tag::dynamic_output_shape);
 }
 
 void Recorder::end_op(const at::RecordFunction& function) {
@@ -272,9 +325,38 @@ void Recorder::end_op(const at::RecordFunction& function) {
 // Whether it reads the value of a number among the arguments, which is part of the key.
 bool Recorder::reads_key(const c10::OperatorHandle& op) const {
   if (!is_among(kNumbers, op.operator_name().name) || before_.size() != 1) return false;
-  const auto known = known_.find(before_[0].tensor.unsafeGetTensorImpl());
-  return known != known_.end() && known->second.kind == Operand::Kind::Argument &&
-         before_[0].tensor.device().is_cpu() && before_[0].tensor.dim() == 0;
+  const at::Tensor& tensor = before_[0].tensor;
+  const auto known = known_.find(tensor.unsafeGetTensorImpl());
+  if (known == known_.end() || known->second.kind != Operand::Kind::Argument ||
+      !tensor.device().is_cpu() || tensor.dim() != 0) {
+    return false;
+  }
+  // By now the impl may have written to it.
+  const auto shared = arguments_on_.find(storage_of(tensor));
+  return steps_.empty() || (shared != arguments_on_.end() && !shared->second.written);
+}
+
+// Whether an op that a plan does not call again, as all it did was to look at memory in another way, took
+// what it looked at from a value.
+bool Recorder::reads_values(const c10::OperatorHandle& op,
+                            at::ArrayRef<c10::IValue> outputs) const {
+  bool is_view = false;
+  std::vector<const c10::StorageImpl*> viewed;
+  for (const c10::IValue& output : outputs) {
+    each_tensor(output, [&](const at::Tensor& tensor, int32_t) {
+      viewed.push_back(storage_of(tensor));
+      is_view |= known_.count(tensor.unsafeGetTensorImpl()) == 0 && find(tensor).has_value();
+    });
+  }
+  if (!is_view) return false;
+  if (reads_inside_) return true;
+  if (is_among(kLike, op.operator_name().name)) return false;
+  // `tensor_split` reads its indices with no op that could be seen.
+  return std::any_of(before_.begin(), before_.end(), [&viewed](const Before& input) {
+    return input.tensor.device().is_cpu() &&
+           c10::isIntegralType(input.tensor.scalar_type(), /*includeBool=*/true) &&
+           std::find(viewed.begin(), viewed.end(), input.storage) == viewed.end();
+  });
 }
 
 bool Recorder::check_inputs(const c10::OperatorHandle& op) {
@@ -289,6 +371,10 @@ bool Recorder::check_inputs(const c10::OperatorHandle& op) {
     return false;
   }
   if (reads_key(op)) return true;
+  if (is_among(kBeforeReading, op.operator_name().name)) {
+    refuse("it reads a tensor's values, by tolist, numpy or the like (" + name + ")");
+    return false;
+  }
   for (const auto& [tag, reason] : {
            std::pair(at::Tag::nondeterministic_seeded, ", which takes random numbers"),
            std::pair(at::Tag::data_dependent_output, ", which depends on values"),
@@ -331,7 +417,10 @@ bool Recorder::record_allocation(const c10::OperatorHandle& op,
   }
   const at::Tensor tensor = outputs[0].toTensor();
   if (known_.count(tensor.unsafeGetTensorImpl()) > 0) return false;  // `out=`
-  if (tensor.device() != device_) {
+  // `torch.tensor` and its like keep dispatch modes out while they make and fill one, which no op does.
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    refuse("it makes a tensor of numbers in Python; torch.full makes one that a plan can hold");
+  } else if (tensor.device() != device_) {
     refuse("it allocates on " + tensor.device().str());
   } else if (!is_dense(tensor)) {
     refuse("it allocates a tensor that is not dense");
@@ -356,6 +445,10 @@ void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
     }
     return;
   }
+  if (reads_values(op, outputs)) {
+    refuse("it calls " + name + ", which reads a value to make a view");
+    return;
+  }
   bool fresh = false;
   for (const c10::IValue& output : outputs) {
     each_tensor(output, [&](const at::Tensor& tensor, int32_t) {
@@ -363,10 +456,13 @@ void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
         refuse("it calls " + name + ", whose result is lazy, sparse or of a type of its own");
       } else if (tensor.device() != device_) {
         refuse("it calls " + name + ", whose result is on " + tensor.device().str());
-      } else if (!find(tensor) && arguments_on_.count(storage_of(tensor)) == 0) {
+      } else if (!find(tensor)) {
         fresh = true;
       }
     });
+  }
+  if (fresh && shapes_inside_) {
+    refuse("it calls " + name + ", whose shape depends on values");
   }
   if (!refusal_.empty()) return;
   std::vector<Operand> inputs;
@@ -378,14 +474,22 @@ void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
     }
   }
   std::vector<BoxedCall::Result> results;
+  std::unordered_set<int32_t> made;
   for (size_t index = 0; index < outputs.size(); ++index) {
     each_tensor(outputs[index], [&](const at::Tensor& tensor, int32_t item) {
-      if (find(tensor) || arguments_on_.count(storage_of(tensor)) > 0) {
+      const auto known = find(tensor);
+      // Of two results on one new memory the second is a view of the first, but to be made sure of.
+      const bool is_made = !known || made.count(known->pointer.memory) > 0;
+      int32_t memory = -1;
+      if (known) {
         learn_view(tensor);
-        return;
+      } else {
+        memory = learn_memory(tensor, Operand::Kind::Result);
+        made.insert(memory);
       }
-      const int32_t memory = learn_memory(tensor, Operand::Kind::Result);
-      results.push_back({memory, static_cast<int32_t>(index), item, tensor.sizes().vec(),
+      if (!is_made) return;
+      results.push_back({memory, static_cast<int32_t>(index), item, tensor.scalar_type(),
+                         tensor.device(), tensor.storage_offset(), tensor.sizes().vec(),
                          tensor.strides().vec()});
     });
   }
@@ -411,6 +515,10 @@ std::optional<Operand> Recorder::operand(const at::Tensor& tensor, const std::st
     refuse(user + " got a tensor that is neither an argument nor made by the impl");
     return std::nullopt;
   }
+  if (!is_within(tensor, known->pointer)) {
+    refuse(user + " got memory beyond the arguments on its storage");
+    return std::nullopt;
+  }
   result.kind = known->kind;
   switch (known->kind) {
     case Operand::Kind::Argument:
@@ -422,6 +530,8 @@ std::optional<Operand> Recorder::operand(const at::Tensor& tensor, const std::st
     default:
       result.view = std::make_unique<View>();
       result.view->pointer = known->pointer;
+      // Where an empty one of another storage offset would begin, there need not be any memory.
+      if (tensor.numel() == 0) result.view->pointer.offset = 0;
       result.view->dtype = tensor.scalar_type();
       result.view->sizes = tensor.sizes().vec();
       result.view->strides = tensor.strides().vec();

@@ -42,6 +42,8 @@ class Recorder {
 
   // Where a tensor's address comes from; refuses where nobody knows.
   Pointer locate(const at::Tensor& tensor);
+  // Refuses a number that a kernel gets, if it is an address: where another call has other memory.
+  void check_number(uint64_t number);
   // Memory that a kernel needs and nobody returns.
   Pointer scratch(size_t nbytes);
   void add(std::unique_ptr<Step> step) { steps_.push_back(std::move(step)); }
@@ -51,6 +53,12 @@ class Recorder {
   std::shared_ptr<const Plan> finish(const std::vector<c10::IValue>& results, PythonRef keep);
 
  private:
+  // The arguments on one storage.
+  struct Shared {
+    Leaf first{};
+    int64_t begin = 0, end = 0;  // what they span, in bytes of the storage
+    bool written = false;        // by the op, as its schema says
+  };
   // A tensor that the impl has had in its hands.
   struct Known {
     Pointer pointer;
@@ -66,10 +74,12 @@ class Recorder {
   struct Context;
 
   void begin_op(const at::RecordFunction& function);
+  void begin_nested_op(const at::RecordFunction& function);
   void end_op(const at::RecordFunction& function);
   void record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs);
   bool check_inputs(const c10::OperatorHandle& op);
   bool reads_key(const c10::OperatorHandle& op) const;
+  bool reads_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs) const;
   bool record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs);
 
   // What is known of a tensor: itself, or the memory that it is on.
@@ -78,6 +88,10 @@ class Recorder {
   void learn_view(const at::Tensor& tensor);
   int32_t learn_memory(const at::Tensor& tensor, Operand::Kind kind);
   bool may_write(const at::Tensor& tensor) const;
+  at::Tensor at(const Leaf& leaf) const;
+  bool is_on_argument(const at::Tensor& tensor) const;
+  // Whether a tensor lies within the memory that the arguments on its storage span.
+  bool is_within(const at::Tensor& tensor, const Pointer& pointer) const;
   std::optional<Operand> operand(const c10::IValue& value, const std::string& user);
   std::optional<Operand> operand(const at::Tensor& tensor, const std::string& user);
 
@@ -93,13 +107,15 @@ class Recorder {
   std::vector<at::Tensor> alive_;
   std::unordered_map<const c10::TensorImpl*, Known> known_;
   std::unordered_map<const c10::StorageImpl*, int32_t> memory_of_;
-  std::unordered_map<const c10::StorageImpl*, std::vector<Leaf>> arguments_on_;
+  std::unordered_map<const c10::StorageImpl*, Shared> arguments_on_;
 
   at::CallbackHandle callback_ = 0;
   bool started_ = false;
   int depth_ = 0;
   std::vector<c10::IValue> inputs_;  // of the op that is running
   std::vector<Before> before_;
+  bool reads_inside_ = false;   // it calls an op that reads a value
+  bool shapes_inside_ = false;  // it calls one whose shape depends on values
 };
 
 }  // namespace opgraft

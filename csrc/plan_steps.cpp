@@ -66,14 +66,15 @@ struct Driver {
 bool adopt_primary_context(const Driver& driver, c10::DeviceIndex index) {
   int device = 0;
   void* context = nullptr;
-  return driver.get_device(&device, index) == kSuccess &&
+  return driver.get_device != nullptr && driver.retain_context != nullptr &&
+         driver.set_context != nullptr && driver.get_device(&device, index) == kSuccess &&
          driver.retain_context(&context, device) == kSuccess &&
          driver.set_context(context) == kSuccess;
 }
 
 std::string message(const Driver& driver, Result error) {
   const char* text = nullptr;
-  driver.error_string(error, &text);
+  if (driver.error_string != nullptr) driver.error_string(error, &text);
   return std::string(text == nullptr ? "unknown error" : text) + " (" + std::to_string(error) + ")";
 }
 
@@ -145,7 +146,8 @@ Parameters::Filled::Filled(const Parameters& parameters, Replay& replay)
   maps_.reserve(parameters.maps_.size());
   for (const Map& each : parameters.maps_) {
     maps_.push_back(each.map);
-    if (driver.replace_address(&maps_.back(), replay.address(each.pointer)) != cuda::kSuccess) {
+    if (driver.replace_address == nullptr ||
+        driver.replace_address(&maps_.back(), replay.address(each.pointer)) != cuda::kSuccess) {
       cannot_launch("a tensor map's address cannot be replaced");
     }
     addresses_[each.slot] = &maps_.back();
@@ -176,6 +178,9 @@ CudaLaunch::CudaLaunch(uint64_t function, CudaLaunchShape shape, Parameters para
 
 void CudaLaunch::run(Replay& replay) const {
   const auto& driver = cuda::Driver::instance();
+  if (C10_UNLIKELY(driver.launch == nullptr)) {
+    cannot_launch("the CUDA driver has no cuLaunchKernelEx, or there is none (libcuda.so.1)");
+  }
   Parameters::Filled parameters(parameters_, replay);
   const cuda::LaunchConfig config{
       {shape_.grid[0] * shape_.cluster, shape_.grid[1], shape_.grid[2]},
@@ -365,14 +370,20 @@ void BoxedCall::run(Replay& replay) const {
     at::Tensor tensor = each.item < 0
                             ? output.toTensor()
                             : output.toListRef()[static_cast<size_t>(each.item)].toTensor();
-    if (C10_UNLIKELY(tensor.sizes() != c10::IntArrayRef(each.sizes) ||
-                     tensor.strides() != c10::IntArrayRef(each.strides))) {
-      cannot_launch(text() + " returned another shape than when it was recorded");
+    if (C10_UNLIKELY(!each.fits(tensor))) {
+      cannot_launch(text() + " returned another dtype, device or shape than when it was recorded");
     }
+    if (each.memory < 0) continue;
     Memory& memory = replay.memory(each.memory);
     memory.address = static_cast<char*>(tensor.storage().mutable_data());
     memory.result = std::move(tensor);
   }
+}
+
+bool BoxedCall::Result::fits(const at::Tensor& tensor) const {
+  return tensor.scalar_type() == dtype && tensor.device() == device && tensor.has_storage() &&
+         tensor.storage_offset() == offset && tensor.sizes() == c10::IntArrayRef(sizes) &&
+         tensor.strides() == c10::IntArrayRef(strides);
 }
 
 void BoxedCall::describe(Fingerprint& fingerprint) const {
@@ -383,6 +394,8 @@ void BoxedCall::describe(Fingerprint& fingerprint) const {
     fingerprint.add(static_cast<uint64_t>(each.memory));
     fingerprint.add(static_cast<uint64_t>(each.output));
     fingerprint.add(static_cast<uint64_t>(each.item));
+    fingerprint.add(static_cast<uint64_t>(each.dtype));
+    fingerprint.add(static_cast<uint64_t>(each.offset));
     fingerprint.add(each.sizes);
     fingerprint.add(each.strides);
   }
@@ -394,7 +407,9 @@ std::string BoxedCall::text() const {
 
 void BoxedCall::visit(const Visitor& visitor) const {
   for (const Operand& input : inputs_) opgraft::visit(input, visitor);
-  for (const Result& each : results_) visitor(each.memory, true);
+  for (const Result& each : results_) {
+    if (each.memory >= 0) visitor(each.memory, true);
+  }
 }
 
 size_t BoxedCall::bytes() const noexcept {

@@ -241,13 +241,19 @@ int call_ffi(void* handle, const ffi::Any* arguments, int32_t count, ffi::Any* r
 // A call of another op, through the dispatcher as the impl made it.
 class BoxedCall final : public Step {
  public:
-  // A tensor that the op returned in memory of its own.
+  // A tensor that the op returned in memory of its own. What was recorded after it holds for such a tensor
+  // alone: a replay that gets another does not go on.
   struct Result {
-    int32_t memory;
+    int32_t memory;     // -1: an earlier result has it
     int32_t output;
-    int32_t item = -1;  // of a list
+    int32_t item;       // of a list, or -1
+    c10::ScalarType dtype;
+    c10::Device device;
+    int64_t offset;     // in its storage
     std::vector<int64_t> sizes{};
     std::vector<int64_t> strides{};
+
+    bool fits(const at::Tensor& tensor) const;
   };
 
   BoxedCall(c10::OperatorHandle op, std::vector<Operand> inputs, std::vector<Result> results)

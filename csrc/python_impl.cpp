@@ -1,46 +1,54 @@
 #include "python_impl.h"
 
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
+#include <limits>
 #include <utility>
+
+#include "epochs.h"
+#include "thread_states.h"
+#include "torch_private.h"
+#include "torch_python.h"
 
 namespace opgraft {
 
 namespace {
 
-// Python's thread state of a thread that C++ made, kept until the thread ends.
-class ThreadState {
- public:
-  ThreadState() : state_(PyGILState_Ensure()), saved_(PyEval_SaveThread()) {}
-  ~ThreadState() {
-    if (!Py_IsInitialized() || finalizing()) return;  // Python takes its states away itself
-    PyEval_RestoreThread(saved_);
-    PyGILState_Release(state_);
-  }
-
- private:
-  static bool finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing();
-#else
-    return _Py_IsFinalizing();
-#endif
-  }
-
-  PyGILState_STATE state_;
-  PyThreadState* saved_;
-};
-
 py::object wrap(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
+// Gives this thread another callback of Dynamo's; returns the one of before, or null where Dynamo is not to
+// be had. `None` is none.
+PyObject* set_eval_frame(PyObject* callback) {
+  static PyObject* const setter = [] {  // never destroyed: calls may come until the process ends
+    PyObject* module = PyImport_ImportModule("torch._C._dynamo.eval_frame");
+    PyObject* found = module == nullptr ? nullptr : PyObject_GetAttrString(module, "set_eval_frame");
+    Py_XDECREF(module);
+    if (found == nullptr) PyErr_Clear();
+    return found;
+  }();
+  if (setter == nullptr) return nullptr;
+  PyObject* before = PyObject_CallOneArg(setter, callback);
+  if (before == nullptr) PyErr_Clear();
+  return before;
+}
+
 // --------------------------------------------------------------------------- keys of a call
+
+// Every bit of a key depends on all of its parts: tables drop the lowest bit, in which calls that differ
+// in one flag at the end would differ alone.
+uint64_t spread(uint64_t hash) {
+  hash ^= hash >> 33;
+  hash *= 0xff51afd7ed558ccdULL;
+  return hash ^ (hash >> 33);
+}
 
 // Sizes are left out: a kind of call is dtypes, ranks and layout classes.
 uint64_t kind_of(const c10::TensorImpl& tensor) {
@@ -52,26 +60,51 @@ uint64_t kind_of(const c10::TensorImpl& tensor) {
                        layout);
 }
 
-uint64_t kind_of(const c10::IValue& value) {
+// Of an argument that is no tensor, what its value chooses: see `signature` in router/signature.py, which
+// says the same. `choice`: how large an integer may be for that.
+uint64_t kind_of(const c10::IValue& value, int64_t choice) {
   if (value.isTensor()) {
     return value.toTensor().defined() ? kind_of(*value.unsafeToTensorImpl()) : 7;
   }
+  if (value.isNone()) return 8;
+  if (value.isBool()) return value.toBool() ? 9 : 10;
+  if (value.isInt()) {
+    const int64_t number = value.toInt();
+    return -choice <= number && number <= choice ? c10::get_hash(11, number) : 12;
+  }
+  if (value.isDouble()) return 13;
+  if (value.isString()) return c10::get_hash(14, value.toStringRef());
+  if (value.isDevice()) return c10::get_hash(15, value.toDevice());
   if (value.isList()) {
+    // The length alone, where the items are sizes: those must not multiply the kinds.
     uint64_t hash = value.toListRef().size();
     for (const auto& item : value.toListRef()) {
-      if (item.isTensor()) hash = c10::hash_combine(hash, kind_of(item));
+      if (item.isDouble() || (item.isInt() && choice < 0)) continue;
+      hash = c10::hash_combine(hash, kind_of(item, choice));
     }
     return hash;
   }
   return std::hash<std::string>{}(value.tagKind());
 }
 
-uint64_t kind_of(const Call& call) {
-  uint64_t hash = 0;
-  for (const auto* value = call.begin(); value != call.end(); ++value) {
-    hash = c10::hash_combine(hash, kind_of(*value));
+// What native is made of may go through autocast, though an impl does not.
+uint64_t autocast_state() {
+  const auto off = c10::impl::tls_local_dispatch_key_set().excluded_;
+  const auto on = c10::autocast_dispatch_keyset - off;
+  if (C10_LIKELY(on.empty())) return 0;
+  uint64_t hash = on.raw_repr();
+  for (const auto device : {at::kCPU, at::kCUDA, at::kXPU}) {
+    hash = c10::hash_combine(hash, static_cast<size_t>(at::autocast::get_autocast_dtype(device)));
   }
   return hash;
+}
+
+uint64_t kind_of(const Call& call, const Signature& signature) {
+  uint64_t hash = autocast_state();
+  for (size_t i = 0; i < call.arguments; ++i) {
+    hash = c10::hash_combine(hash, kind_of(call.begin()[i], signature.choice(i)));
+  }
+  return spread(hash);
 }
 
 // Everything that a compiled kernel can be specialised on.
@@ -102,7 +135,7 @@ uint64_t exact_key(const Call& call) {
   for (const auto* value = call.begin(); value != call.end(); ++value) {
     hash = c10::hash_combine(hash, exact_key(*value));
   }
-  return hash;
+  return spread(hash);
 }
 
 }  // namespace
@@ -123,14 +156,54 @@ PythonRef::~PythonRef() {
 
 WithGil::WithGil() {
   // On a thread that has a state already this makes none; PyGILState_GetThisThreadState tells.
-  if (C10_UNLIKELY(PyGILState_GetThisThreadState() == nullptr)) {
-    static thread_local const ThreadState kept;
-    (void)kept;
-  }
+  if (C10_UNLIKELY(PyGILState_GetThisThreadState() == nullptr)) ThreadStates::keep();
   state_ = PyGILState_Ensure();
+  untraced_.emplace();
+  if (C10_UNLIKELY(ThreadStates::any_ended())) ThreadStates::delete_ended();
+  if (C10_UNLIKELY(Epochs::has_left())) Epochs::instance().collect();
+}
+
+WithoutDynamo::WithoutDynamo() {
+  // Dynamo puts its own frame evaluation in while any thread compiles or runs what it compiled.
+  if (C10_LIKELY(_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) ==
+                 _PyEval_EvalFrameDefault)) {
+    return;
+  }
+  callback_ = set_eval_frame(Py_None);
+}
+
+WithoutDynamo::~WithoutDynamo() {
+  if (callback_ == nullptr) return;
+  // An error may be on its way to the caller: calling Python with one set is not allowed.
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  Py_XDECREF(set_eval_frame(callback_));
+  Py_DECREF(callback_);
+  PyErr_Restore(type, value, traceback);
 }
 
 // --------------------------------------------------------------------------- Signature
+
+namespace {
+
+// Integers of what may not be a symbol choose what is done (`dim`): small ones are told apart. What
+// stands for a dtype, a layout or a memory format is, too, whatever number it has.
+constexpr int64_t kMaxChoice = 16;
+
+int64_t choice_of(const c10::Type& type) {
+  switch (type.kind()) {
+    case c10::TypeKind::IntType:
+      return kMaxChoice;
+    case c10::TypeKind::ScalarTypeType:
+    case c10::TypeKind::LayoutType:
+    case c10::TypeKind::MemoryFormatType:
+      return std::numeric_limits<int64_t>::max();
+    default:
+      return -1;
+  }
+}
+
+}  // namespace
 
 Signature::Signature(const c10::FunctionSchema& schema) : schema_(schema) {
   std::vector<std::string> names;
@@ -138,6 +211,7 @@ Signature::Signature(const c10::FunctionSchema& schema) : schema_(schema) {
     auto type = argument.real_type();
     if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
     const auto list = type->cast<c10::ListType>();
+    choices_.push_back(choice_of(list ? *list->getElementType() : *type));
     switch (type->kind()) {
       case c10::TypeKind::TensorType:
         kinds_.push_back(Kind::Tensor);
@@ -298,7 +372,7 @@ bool PythonImpl::wants(const Override&, Call& call) {
 }
 
 bool PythonImpl::quarantine(const Call& call) {
-  failed_kinds_.add(kind_of(call));
+  failed_kinds_.add(kind_of(call, *signature_));
   failed_.store(true, std::memory_order_release);
   return true;
 }
@@ -306,7 +380,7 @@ bool PythonImpl::quarantine(const Call& call) {
 // What failed costs other calls of the op no Python.
 bool PythonImpl::is_quarantined(const Call& call) {
   return C10_UNLIKELY(failed_.load(std::memory_order_acquire)) &&
-         failed_kinds_.count(kind_of(call)) > 0;
+         failed_kinds_.count(kind_of(call, *signature_)) > 0;
 }
 
 bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
@@ -325,7 +399,7 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
       return false;
     }
   }
-  const uint64_t kind = kind_of(call);
+  const uint64_t kind = kind_of(call, *signature_);
   // The keys are taken before the call: an impl that writes to its arguments changes them.
   const uint64_t exact = accelerated ? exact_key(call) : 0;
   const bool first = !capturing && checked_.count(kind) < checked_hits_;
@@ -383,7 +457,7 @@ py::object PythonImpl::vectorcall(const Call& call) const {
   const auto* arguments = call.begin();
   std::vector<py::object> owned;
   owned.reserve(call.arguments + 1);
-  if (takes_keyset_) owned.push_back(py::cast(call.keyset));
+  if (takes_keyset_) owned.push_back(py::cast(call.impl_keyset()));
   for (size_t i = 0; i < call.arguments; ++i) {
     owned.push_back(signature_->to_python(i, arguments[i]));
   }
@@ -392,6 +466,7 @@ py::object PythonImpl::vectorcall(const Call& call) const {
   borrowed.push_back(nullptr);  // the place that PY_VECTORCALL_ARGUMENTS_OFFSET promises
   for (const auto& value : owned) borrowed.push_back(value.ptr());
   const size_t positional = signature_->positional() + (takes_keyset_ ? 1 : 0);
+  const AsAKernel as_a_kernel(call.excluded);
   return py::reinterpret_steal<py::object>(
       PyObject_Vectorcall(function_.get().ptr(), borrowed.data() + 1,
                           positional | PY_VECTORCALL_ARGUMENTS_OFFSET,

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,17 +38,35 @@ class PythonRef {
 // Throws the Python error that is set, as torch hands it through C++.
 [[noreturn]] void throw_python_error();
 
-// Holds the GIL. A thread that Python never saw keeps the thread state that the first of these makes
-// until it ends, so that later ones do not make one each (10 us).
+// While it lives, Dynamo traces nothing that runs on this thread. Where a graph breaks, PyTorch's ops are
+// called with Dynamo's frame evaluation on: it would compile an impl, and the router's own Python, as if
+// they were the model's. Needs the GIL, and costs a comparison while no thread compiles.
+class WithoutDynamo {
+ public:
+  WithoutDynamo();
+  ~WithoutDynamo();
+  WithoutDynamo(const WithoutDynamo&) = delete;
+  WithoutDynamo& operator=(const WithoutDynamo&) = delete;
+
+ private:
+  PyObject* callback_ = nullptr;  // what Dynamo calls for a frame; null: nothing was changed
+};
+
+// Holds the GIL to call Python, which Dynamo does not trace, on a thread that Python never saw too
+// (Note [Thread states]); and does what waits for somebody who has the GIL.
 class WithGil {
  public:
   WithGil();
-  ~WithGil() { PyGILState_Release(state_); }
+  ~WithGil() {
+    untraced_.reset();
+    PyGILState_Release(state_);
+  }
   WithGil(const WithGil&) = delete;
   WithGil& operator=(const WithGil&) = delete;
 
  private:
   PyGILState_STATE state_;
+  std::optional<WithoutDynamo> untraced_;
 };
 
 // How an op's arguments become Python objects and its results come back. One per router.
@@ -56,6 +75,8 @@ class Signature {
   explicit Signature(const c10::FunctionSchema& schema);
 
   size_t positional() const noexcept { return positional_; }
+  // Up to which absolute value an integer given for an argument is part of a call's kind; -1: none is.
+  int64_t choice(size_t argument) const noexcept { return choices_[argument]; }
   // An argument's value as Python has it. Needs the GIL.
   py::object to_python(size_t argument, const c10::IValue& value) const;
   // All arguments, in the schema's order.
@@ -73,6 +94,7 @@ class Signature {
 
   c10::FunctionSchema schema_;  // by value: the op's own goes when its library does
   std::vector<Kind> kinds_;
+  std::vector<int64_t> choices_;
   size_t positional_ = 0;
   PythonRef names_;  // of the keyword-only arguments; null if there are none
 };

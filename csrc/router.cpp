@@ -5,6 +5,9 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/TensorOptions.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <chrono>
 #include <thread>
@@ -46,14 +49,20 @@ void put(const c10::OperatorHandle& op, c10::DispatchKey key, c10::KernelFunctio
       /*inferred_function_schema=*/nullptr, kOrigin));
 }
 
-struct AutogradKernel final : c10::OperatorKernel {
-  explicit AutogradKernel(Router& router) : router(router) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keyset,
-                  torch::jit::Stack* stack) {
-    router.differentiate(keyset, stack);
+// Whether calls come as C++ arguments.
+bool put(Router& router, c10::DispatchKey key, bool at_autograd) {
+  const auto& native = at_autograd ? router.composite() : router.native();
+  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
+      std::make_unique<RouterKernel>(router, at_autograd));
+  std::optional<c10::impl::CppSignature> signature;
+  if (const auto made = typed_function(router.op(), native)) {
+    set_unboxed(kernel, made->function, made->takes_symbolic_sizes);
+    signature = made->signature;
   }
-  Router& router;
-};
+  const bool typed = signature.has_value();
+  put(router.op(), key, std::move(kernel), std::move(signature));
+  return typed;
+}
 
 // --------------------------------------------------------------------------- the call's tensors
 
@@ -88,9 +97,8 @@ const c10::DispatchKeySet kLazy{c10::DispatchKey::Conjugate, c10::DispatchKey::N
                                 c10::DispatchKey::Functionalize};
 
 // Whether an impl may see the call: its tensors live on one device (0-dim CPU tensors aside), hold
-// their values in memory and have sizes that are numbers. Tells the device.
-bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device) {
-  bool found = false;
+// their values in memory and have sizes that are numbers. Tells the device, if a tensor is on one.
+bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device, bool& found) {
   return all_tensors(arguments, [&](const c10::TensorImpl& tensor) {
     if (tensor.key_set().has_any(kLazy) || tensor.has_symbolic_sizes_strides()) return false;
     const c10::Device here = tensor.device();
@@ -103,9 +111,18 @@ bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device) {
 }
 
 bool has_tangent(const c10::TensorImpl& tensor) {
+  if (tensor.autograd_meta() == nullptr) return false;
   const at::Tensor self(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
       const_cast<c10::TensorImpl*>(&tensor)));
   return self._fw_grad(/*level=*/0).defined();
+}
+
+// Whether autograd, backward or forward, has to see through a call.
+bool must_differentiate(c10::ArrayRef<Argument> arguments) {
+  const bool grad = c10::GradMode::is_enabled();
+  return !all_tensors(arguments, [grad](const c10::TensorImpl& tensor) {
+    return !(grad && tensor.requires_grad()) && !has_tangent(tensor);
+  });
 }
 
 }  // namespace
@@ -127,7 +144,8 @@ void NativeKernel::missing(const c10::OperatorHandle& op) const {
 
 bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
   override.hits->add();
-  function_(call.op, call.keyset, &call.stack);
+  const AsAKernel as_a_kernel(call.excluded);
+  function_(call.op, call.impl_keyset(), &call.stack);
   return true;
 }
 
@@ -140,11 +158,15 @@ Router::Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Obs
       outputs_(op_.schema().returns().size()),
       name_(c10::toString(op_.operator_name())),
       key_(key),
+      device_type_(c10::dispatchKeyToDeviceType(key)),
       observer_(std::move(observer)) {
-  const bool composite = !op_.hasKernelForDispatchKey(key) &&
-                         op_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-  if (composite) {
+  // A kernel for all backends is made of other ops, which go through autocast: so do its impls'.
+  const bool own = op_.hasKernelForDispatchKey(key);
+  if (own) excluded_ = c10::autocast_dispatch_keyset;
+  if (!own && op_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
     composite_.emplace(op_, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)));
+    writes_or_aliases_ = writes_or_aliases(op_.schema());
+    excluded_ = excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   }
 }
 
@@ -156,19 +178,11 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
   // Kept for good, as what is put in at the dispatcher is.
   auto& router = *new std::shared_ptr<Router>(
       std::make_shared<Router>(std::move(op), key, std::move(observer)));
-  // The companion first: it captured the composite before the backend's kernel hides it.
+  // The autograd key first: the backend's kernel hides the composite.
   if (router->composite_) {
-    put(router->op_, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
-        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<AutogradKernel>(*router)));
+    put(*router, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)), /*at_autograd=*/true);
   }
-  auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<RouterKernel>(*router));
-  std::optional<c10::impl::CppSignature> signature;
-  if (const auto typed = typed_function(*router)) {
-    set_unboxed(kernel, typed->function, typed->takes_symbolic_sizes);
-    signature = typed->signature;
-    router->typed_ = true;
-  }
-  put(router->op_, key, std::move(kernel), std::move(signature));
+  router->typed_ = put(*router, key, /*at_autograd=*/false);
   return router;
 }
 
@@ -204,13 +218,18 @@ void Router::forget_other_threads() noexcept {
 }
 
 void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
-                        torch::jit::Stack* stack) {
+                        torch::jit::Stack* stack, bool at_autograd) {
   Call call{op, keyset, *stack, arguments_};
+  std::unique_ptr<Pending> found;
   // An op of another library can be defined anew, with other arguments: then we know nothing of it.
   if (C10_LIKELY(op.schema().arguments().size() == arguments_)) {
-    route(call, /*observed=*/false);
+    const auto arguments = call.view();
+    found = at_autograd ? pending_at_autograd(arguments.data(), keyset) : pending(arguments.data());
+  }
+  if (found) {
+    finish(*found, call);
   } else {
-    native_.call(op, keyset, stack);
+    (at_autograd ? *composite_ : native_).call(op, keyset, stack);
   }
 }
 
@@ -218,8 +237,23 @@ void Router::route(Call& call, bool observed) {
   if (const auto found = pending(call.view().data(), observed)) {
     finish(*found, call, observed);
   } else {
-    native_.call(call.op, call.keyset, &call.stack);
+    native(call.keyset).call(call.op, call.keyset, &call.stack);
   }
+}
+
+// What must be differentiated, and what somebody between autograd and the backend wants to see the pieces
+// of, is the composite's, whatever the conditions say.
+std::unique_ptr<Pending> Router::pending_at_autograd(const Argument* arguments,
+                                                     c10::DispatchKeySet keyset) const {
+  if (Frame::bypasses(this, name_)) return bypassed();
+  if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
+  const bool kept = must_differentiate({arguments, arguments_});
+  const Between found = kept ? Between::Others : between(keyset, key_);
+  if (C10_LIKELY(!kept && found == Between::Nothing)) return pending(arguments);
+  if (!kept && found == Between::Tracer && !writes_or_aliases_) return whole();
+  if (C10_UNLIKELY(Scope::any()) && Scope::is_observed()) return to_observe(kept, /*left=*/true);
+  if (!kept) count_misses();
+  return nullptr;
 }
 
 // Every call runs this, with caches that the op itself has filled: what is rare is out of the way.
@@ -232,11 +266,12 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
   const bool scoped = Scope::any();
   if (C10_UNLIKELY(scoped) && !observed && Scope::is_observed()) return to_observe();
   c10::Device device(c10::DeviceType::CPU);
-  if (C10_UNLIKELY(!is_plain(c10::ArrayRef<Argument>(arguments, arguments_), device))) {
+  bool placed = false;
+  if (C10_UNLIKELY(!is_plain(c10::ArrayRef<Argument>(arguments, arguments_), device, placed))) {
     count_misses(*chain);
     return nullptr;
   }
-  const unsigned shard = Counter::shard();
+  Counter::Shard& shard = Counter::shard();
   for (size_t index = 0; index < chain->size(); ++index) {
     const Override& override = *(*chain)[index];
     if (C10_UNLIKELY(scoped) && Scope::is_off(override.identity)) continue;
@@ -251,6 +286,7 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
     const bool may_replay = early && override.has_plans->load(std::memory_order_relaxed);
     const bool holds = !asks && !may_replay && override.condition.passes_rest(arguments);
     if (asks || may_replay || holds) {
+      if (C10_UNLIKELY(!placed)) device = device_without_tensors(arguments);
       if (!early) return taken(*chain, index, holds, device);
       if (auto found = taken_early(*chain, index, arguments, holds, device)) return found;
       continue;
@@ -262,15 +298,34 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
 
 Pending::~Pending() = default;  // here, for the sake of the size of whoever has one
 
+// Where a call works that has no tensors, or only numbers that are 0-dim CPU tensors: an op that makes
+// tensors says so, or means the current device of the router's key.
+c10::Device Router::device_without_tensors(const Argument* arguments) const {
+  if (!c10::impl::hasDeviceGuardImpl(device_type_)) return c10::Device(c10::DeviceType::CPU);
+  for (size_t index = 0; index < arguments_; ++index) {
+    if (arguments[index].kind() != Argument::Kind::Device) continue;
+    if (const auto given = arguments[index].device(); given.type() == device_type_) return given;
+  }
+  return c10::Device(device_type_);
+}
+
 std::unique_ptr<Pending> Router::bypassed() {
   auto found = std::make_unique<Pending>();
   found->bypassed = true;
   return found;
 }
 
-std::unique_ptr<Pending> Router::to_observe() {
+std::unique_ptr<Pending> Router::to_observe(bool kept, bool left) {
   auto found = std::make_unique<Pending>();
   found->observed = true;
+  found->kept = kept;
+  found->left = left;
+  return found;
+}
+
+std::unique_ptr<Pending> Router::whole() {
+  auto found = std::make_unique<Pending>();
+  found->whole = true;
   return found;
 }
 
@@ -297,13 +352,27 @@ std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
     const c10::OptionalDeviceGuard guard(
         device.is_cpu() ? std::optional<c10::Device>() : std::optional<c10::Device>(device));
     auto found = std::make_unique<Pending>();
-    if (override.impl->replay_early(override, *early.entry, arguments, found->results)) {
+    std::optional<Bookkeeping> books;
+    if (C10_UNLIKELY(composite_.has_value())) books = bookkeeping({arguments, arguments_});
+    if (replay_early(override, *early.entry, arguments, found->results)) {
       found->done = true;
       if (C10_UNLIKELY(frame.ended_in_native(found->results, outputs_))) override.fallbacks->add();
+      if (C10_UNLIKELY(books.has_value())) books->settle(found->results, outputs_, name_);
       return found;
     }
   }
   return taken(chain, index, /*holds=*/true, device);
+}
+
+bool Router::replay_early(const Override& override, const PlanEntry& entry, const Argument* arguments,
+                          torch::jit::Stack& results) const {
+  const AsAKernel as_a_kernel(excluded_);
+  return override.impl->replay_early(override, entry, arguments, results);
+}
+
+void Router::count_misses() const {
+  const Epochs::Reader reader;
+  if (const Chain* chain = chain_.load(std::memory_order_seq_cst)) count_misses(*chain);
 }
 
 void Router::count_misses(const Chain& chain) {
@@ -317,12 +386,22 @@ void Router::finish(Pending& pending, Call& call, bool observed) {
     call.answer(pending.results);
     return;
   }
+  const NativeKernel& native = this->native(call.keyset);
   if (C10_UNLIKELY(pending.observed)) {
-    observer_->observe(call, /*kept=*/false, [&] { route(call, /*observed=*/true); });
+    observer_->observe(call, pending.kept, [&] {
+      if (!pending.left) return route(call, /*observed=*/true);
+      if (!pending.kept) count_misses();
+      native.call(call.op, call.keyset, &call.stack);
+    });
+    return;
+  }
+  if (C10_UNLIKELY(pending.whole)) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op_.redispatchBoxed(call.keyset & c10::after_ADInplaceOrView_keyset, &call.stack);
     return;
   }
   if (!pending.bypassed && try_rest(pending, call, observed)) return;
-  native_.call(call.op, call.keyset, &call.stack);
+  native.call(call.op, call.keyset, &call.stack);
   if (pending.bypassed) Frame::note_native(this, call.stack, outputs_);
 }
 
@@ -355,7 +434,10 @@ bool Router::run(const Override& override, Call& call, c10::Device device) {
       device.is_cpu() ? std::optional<c10::Device>() : std::optional<c10::Device>(device));
   at::RecordFunction record(at::RecordScope::USER_SCOPE);
   if (C10_UNLIKELY(record.isActive())) record.before(override.label);
+  std::optional<Bookkeeping> books;
+  if (C10_UNLIKELY(composite_.has_value())) books = bookkeeping(call.view());
   call.ran = &override;
+  call.excluded = excluded_;
   if (!override.impl->run(override, call, device)) {
     call.ran = nullptr;
     return false;
@@ -364,26 +446,13 @@ bool Router::run(const Override& override, Call& call, c10::Device device) {
     override.fallbacks->add();
     call.fell_back = true;
   }
+  if (books) books->settle(call.stack, outputs_, name_);
   return true;
 }
 
-void Router::differentiate(c10::DispatchKeySet keyset, torch::jit::Stack* stack) {
-  Call call{op_, keyset, *stack, arguments_};
-  const bool grad = c10::GradMode::is_enabled();
-  const bool opaque = all_tensors(call.view(), [grad](const c10::TensorImpl& tensor) {
-    return !(grad && tensor.requires_grad()) && !has_tangent(tensor);
-  });
-  if (!opaque) {
-    const auto compose = [&] { composite_->call(op_, keyset, stack); };
-    if (C10_UNLIKELY(Scope::any()) && Scope::is_observed()) {
-      observer_->observe(call, /*kept=*/true, compose);
-    } else {
-      compose();
-    }
-    return;
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
-  op_.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
+std::optional<Bookkeeping> Router::bookkeeping(c10::ArrayRef<Argument> arguments) const {
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) return std::nullopt;
+  return std::make_optional<Bookkeeping>(op_.schema(), arguments);
 }
 
 }  // namespace opgraft

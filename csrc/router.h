@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "argument.h"
+#include "composite.h"
 #include "condition.h"
 #include "counter.h"
 #include "threads.h"
@@ -32,12 +33,20 @@ struct Call {
   c10::DispatchKeySet keyset;
   torch::jit::Stack& stack;
   size_t arguments;
+  // What an impl's own calls do not pass: it runs as a kernel at the router's key would.
+  c10::DispatchKeySet excluded{};
   const Override* ran = nullptr;  // whose impl runs, or ran
   bool fell_back = false;         // and handed on what the native kernel returned to it
 
   const c10::IValue* begin() const { return stack.data() + stack.size() - arguments; }
   const c10::IValue* end() const { return stack.data() + stack.size(); }
   Arguments view() const { return opgraft::view(c10::ArrayRef<c10::IValue>(begin(), end())); }
+
+  // The keys that an impl gets, which has passed those that are excluded.
+  c10::DispatchKeySet impl_keyset() const {
+    const bool below = excluded.has(c10::DispatchKey::ADInplaceOrView);
+    return below ? keyset & c10::after_ADInplaceOrView_keyset : keyset;
+  }
 
   // Puts results in the arguments' place.
   template <class Results>
@@ -150,6 +159,9 @@ struct Pending {
   torch::jit::Stack results;
   bool bypassed = false;  // nobody does: this thread said so, and wants to know what native returns
   bool observed = false;  // the observer is to be told of the call, and whoever wants it asked then
+  bool kept = false;      // the call keeps the derivative of a composite op: no override is asked
+  bool left = false;      // the call is the composite's: no override is asked
+  bool whole = false;     // a tracer wants to see the op as it is: the call goes on below autograd
   bool holds = false;     // the condition of the first one does
   c10::Device device{c10::DeviceType::CPU};
   Chain rest;  // the first override that may take the call, and those behind it
@@ -166,29 +178,37 @@ class alignas(64) Router {
 
   void publish(Chain chain);
 
-  // A boxed call.
+  // A boxed call; `at_autograd`: of a composite op, at the autograd key.
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
-                  torch::jit::Stack* stack);
+                  torch::jit::Stack* stack, bool at_autograd);
 
   // Null where every override declines, which is counted then: the native kernel is to run.
   // `observed`: the call is being told to the observer already.
   [[gnu::hot]] std::unique_ptr<Pending> pending(const Argument* arguments,
                                                 bool observed = false) const;
 
+  // The same for a composite op at the autograd key.
+  [[gnu::hot]] std::unique_ptr<Pending> pending_at_autograd(const Argument* arguments,
+                                                            c10::DispatchKeySet keyset) const;
+
   // Runs who takes the call, or the native kernel: results replace the arguments on the stack.
   // `observed`: the call is being told to the observer already.
   void finish(Pending& pending, Call& call, bool observed = false);
 
   const NativeKernel& native() const noexcept { return native_; }
+  // What a call with these keys runs without us: at the autograd key that is the composite there.
+  const NativeKernel& native(c10::DispatchKeySet keyset) const noexcept {
+    return composite_ && keyset.has_any(c10::autograd_dispatch_keyset) ? *composite_ : native_;
+  }
+  // What the calls of an impl do not pass: it runs as a kernel at the router's key would.
+  c10::DispatchKeySet excluded() const noexcept { return excluded_; }
   bool is_composite() const noexcept { return composite_.has_value(); }
+  const NativeKernel& composite() const { return composite_.value(); }
   const c10::OperatorHandle& op() const noexcept { return op_; }
   size_t arguments() const noexcept { return arguments_; }
   size_t outputs() const noexcept { return outputs_; }
   // Whether calls come as C++ arguments, and are boxed only where somebody may want them.
   bool is_typed() const noexcept { return typed_; }
-
-  // The autograd key of a composite op: what must be differentiated goes to the composite.
-  void differentiate(c10::DispatchKeySet keyset, torch::jit::Stack* stack);
 
   // From now on every call is a miss: the interpreter is going away, and a thread that asks it for the
   // GIL then is ended in the middle of C++. Waits for those that are in Python, up to two seconds.
@@ -214,18 +234,25 @@ class alignas(64) Router {
 
  private:
   C10_NOINLINE static std::unique_ptr<Pending> bypassed();
-  C10_NOINLINE static std::unique_ptr<Pending> to_observe();
+  C10_NOINLINE static std::unique_ptr<Pending> to_observe(bool kept = false, bool left = false);
+  C10_NOINLINE static std::unique_ptr<Pending> whole();
   C10_NOINLINE static std::unique_ptr<Pending> taken(const Chain& chain, size_t first, bool holds,
                                                      c10::Device device);
   C10_NOINLINE static void count_misses(const Chain& chain);
+  C10_NOINLINE void count_misses() const;
   // Null where the override declines.
   C10_NOINLINE std::unique_ptr<Pending> taken_early(const Chain& chain, size_t index,
                                                     const Argument* arguments, bool holds,
                                                     c10::Device device) const;
+  C10_NOINLINE c10::Device device_without_tensors(const Argument* arguments) const;
+  bool replay_early(const Override& override, const PlanEntry& entry, const Argument* arguments,
+                    torch::jit::Stack& results) const;
   void route(Call& call, bool observed);
   bool try_rest(const Pending& pending, Call& call, bool observed);
   bool takes(const Override& override, Call& call);
   bool run(const Override& override, Call& call, c10::Device device);
+  // None where the keys that the call has passed keep the books.
+  std::optional<Bookkeeping> bookkeeping(c10::ArrayRef<Argument> arguments) const;
 
   // What a miss reads comes first, in one cache line.
   std::atomic<const Chain*> chain_{nullptr};  // null: empty
@@ -235,19 +262,31 @@ class alignas(64) Router {
   size_t outputs_;
   std::string name_;
   c10::DispatchKey key_;
-  std::optional<NativeKernel> composite_;
+  c10::DeviceType device_type_;
+  std::optional<NativeKernel> composite_;  // what a composite op runs at the autograd key
+  bool writes_or_aliases_ = false;
+  c10::DispatchKeySet excluded_;
   std::unique_ptr<Observer> observer_;
   bool typed_ = false;
 };
 
-// A router as the dispatcher has it.
+// A router as the dispatcher has it, at its own key or, for a composite op, at the autograd key.
 struct RouterKernel final : c10::OperatorKernel {
-  explicit RouterKernel(Router& router) : router(router) {}
+  RouterKernel(Router& router, bool at_autograd)
+      : router(router),
+        native(at_autograd ? router.composite() : router.native()),
+        at_autograd(at_autograd) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
-    router(op, keyset, stack);
+    router(op, keyset, stack, at_autograd);
+  }
+  std::unique_ptr<Pending> pending(const Argument* arguments, c10::DispatchKeySet keyset) const {
+    if (C10_UNLIKELY(at_autograd)) return router.pending_at_autograd(arguments, keyset);
+    return router.pending(arguments);
   }
   Router& router;
+  const NativeKernel& native;
+  bool at_autograd;
 };
 
 // Where the routers say that they were registered, in torch's own messages.

@@ -1,29 +1,24 @@
 #include "threads.h"
 
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <c10/core/SafePyObject.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <pthread.h>
-#include <torch/version.h>
 
-#include <string_view>
 #include <utility>
 
 #include "counter.h"
 #include "epochs.h"
 #include "router.h"
+#include "thread_states.h"
+#include "torch_private.h"
 
 namespace opgraft {
 
 namespace {
 
-// torch copies its thread-local debug information to the autograd engine's threads. From 2.13 on anyone
-// can have a kind of their own; before, one that only torch's own tests use has to do.
-#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
-constexpr std::string_view kScopeName = "opgraft.disabled";
-constexpr c10::DebugInfoKind kScope(&kScopeName);
-#else
-constexpr c10::DebugInfoKind kScope = c10::DebugInfoKind::TEST_INFO_2;
-#endif
+// Where the thread's scopes are in torch's state. Never destroyed: threads may outlive it.
+const std::string& kScopes = *new std::string("opgraft.scopes");
 
 bool agrees(const std::optional<std::string>& wanted, const std::optional<std::string>& given) {
   return !wanted || wanted == given;
@@ -81,78 +76,132 @@ bool Selector::matches(const Selector& other) const {
          agrees(dispatch_key, other.dispatch_key) && agrees(name, other.name);
 }
 
-// The scopes that a thread is in, as it hands them on.
-struct Scope::Active final : c10::DebugInfoBase {
-  Active() { alive_.fetch_add(1, std::memory_order_relaxed); }
-  ~Active() override { alive_.fetch_sub(1, std::memory_order_relaxed); }
-  Active(const Active&) = delete;
-  Active& operator=(const Active&) = delete;
+// What all lists know of a scope.
+struct Scope::Entry {
+  const std::optional<Selector> off;
+  std::shared_ptr<const void> tag;  // until it is closed; of those who hold the GIL
+  std::atomic<bool> open{true};
 
-  std::vector<Selector> selectors;
-  bool observed = false;
+  Entry(std::optional<Selector> selector, std::shared_ptr<const void> name)
+      : off(std::move(selector)), tag(std::move(name)) {}
 };
 
-struct Scope::State {
-  std::optional<Selector> selector;
-  std::optional<c10::DebugInfoGuard> guard;
+// The scopes that a thread is in, outermost first. To torch it is a holder of a Python object that holds
+// none, so that destroying it takes no GIL.
+struct Scope::Here final : c10::SafePyObject {
+  Here() : c10::SafePyObject(/*data=*/nullptr, /*pyinterpreter=*/nullptr) {}
+
+  template <class Predicate>
+  bool any(Predicate&& predicate) const {
+    for (const auto& entry : entries) {
+      if (entry->open.load(std::memory_order_relaxed) && predicate(*entry)) return true;
+    }
+    return false;
+  }
+
+  std::vector<std::shared_ptr<Entry>> entries;
 };
 
-Scope::Scope(std::optional<Selector> selector) : state_(std::make_unique<State>()) {
-  state_->selector = std::move(selector);
+Scope::Scope(std::optional<Selector> off, std::shared_ptr<const void> tag)
+    : off_(std::move(off)), tag_(std::move(tag)) {}
+
+// One that nobody left. This may be any thread, and the list on the one where it was entered does no harm.
+Scope::~Scope() {
+  close();
 }
 
-Scope::~Scope() = default;
-
 void Scope::enter() {
-  TORCH_CHECK(!state_->guard, "this scope was entered already");
-  auto scopes = std::make_shared<Active>();
-  if (const Active* outer = current()) {
-    scopes->selectors = outer->selectors;
-    scopes->observed = outer->observed;
+  TORCH_CHECK(!entry_, "this scope was entered already");
+  auto entry = std::make_shared<Entry>(off_, tag_);
+  auto fresh = std::make_shared<Here>();
+  if (const Here* outer = here()) {
+    for (const auto& each : outer->entries) {
+      if (each->open.load(std::memory_order_relaxed)) fresh->entries.push_back(each);
+    }
   }
-  if (state_->selector) {
-    scopes->selectors.push_back(*state_->selector);
-  } else {
-    scopes->observed = true;
-  }
-  state_->guard.emplace(kScope, std::move(scopes));
+  fresh->entries.push_back(entry);
+  at::impl::ThreadLocalPythonObjects::set(kScopes, std::move(fresh));
+  open_.fetch_add(1, std::memory_order_relaxed);
+  entry_ = std::move(entry);
 }
 
 void Scope::exit() {
-  state_->guard.reset();
+  close();
+  forget_closed();
+}
+
+void Scope::close() noexcept {
+  if (entry_ == nullptr) return;
+  entry_->open.store(false, std::memory_order_relaxed);
+  entry_->tag.reset();
+  entry_.reset();
+  open_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Scope::forget_closed() {
+  const Here* before = here();
+  if (before == nullptr) return;
+  auto fresh = std::make_shared<Here>();
+  for (const auto& each : before->entries) {
+    if (each->open.load(std::memory_order_relaxed)) fresh->entries.push_back(each);
+  }
+  if (fresh->entries.empty()) {
+    erase_python_object(kScopes);
+  } else {
+    at::impl::ThreadLocalPythonObjects::set(kScopes, std::move(fresh));
+  }
 }
 
 bool Scope::any_here() noexcept {
-  return c10::ThreadLocalDebugInfo::get(kScope) != nullptr;
+  return here() != nullptr;
 }
 
-const Scope::Active* Scope::current() noexcept {
-  return dynamic_cast<const Active*>(c10::ThreadLocalDebugInfo::get(kScope));
+const Scope::Here* Scope::here() noexcept {
+  using Objects = at::impl::ThreadLocalPythonObjects;
+  return Objects::contains(kScopes) ? static_cast<const Here*>(Objects::get(kScopes).get()) : nullptr;
 }
 
 bool Scope::is_off(const Selector& override) {
-  if (C10_LIKELY(alive_.load(std::memory_order_relaxed) == 0)) return false;
-  const Active* scopes = current();
-  if (scopes == nullptr) return false;
-  for (const Selector& selector : scopes->selectors) {
-    if (selector.matches(override)) return true;
-  }
-  return false;
+  if (C10_LIKELY(open_.load(std::memory_order_relaxed) == 0)) return false;
+  const Here* scopes = here();
+  return scopes != nullptr && scopes->any([&](const Entry& entry) {
+    return entry.off.has_value() && entry.off->matches(override);
+  });
 }
 
 bool Scope::is_observed() noexcept {
-  const Active* scopes = current();
-  return scopes != nullptr && scopes->observed;
+  const Here* scopes = here();
+  return scopes != nullptr && scopes->any([](const Entry& entry) { return !entry.off.has_value(); });
+}
+
+std::vector<std::shared_ptr<const void>> Scope::tags(bool observing) {
+  std::vector<std::shared_ptr<const void>> found;
+  if (const Here* scopes = here()) {
+    scopes->any([&](const Entry& entry) {
+      if (entry.off.has_value() != observing) found.push_back(entry.tag);
+      return false;
+    });
+  }
+  return found;
 }
 
 void mind_forks() {
   static const int once = pthread_atfork(
-      [] { Epochs::instance().lock(); }, [] { Epochs::instance().unlock(); },
       [] {
+        Epochs::instance().lock();
+        Counter::lock();
+      },
+      [] {
+        Counter::unlock();
+        Epochs::instance().unlock();
+      },
+      [] {
+        Counter::forget_other_threads();
+        Counter::unlock();
         Epochs::instance().forget_other_threads();
         Epochs::instance().unlock();
-        Counter::forget_other_threads();
         Router::forget_other_threads();
+        ThreadStates::forget();
       });
   TORCH_CHECK(once == 0, "pthread_atfork failed: ", once);
 }

@@ -59,36 +59,61 @@ struct Selector {
 
 // A scope in which overrides are off, or routing is observed: on its thread, and in the autograd
 // engine's threads for a backward that is started inside it.
+//
+// Note [Scopes]
+// The scopes that a thread is in are a list in torch's own thread-local state, under a key of ours: torch
+// copies that state to whatever works for the thread, the autograd engine's threads first of all, and
+// nothing else is under the key, such as a profiler's state, that would have to end in order. A list is
+// never changed, only replaced.
+//
+// Scopes end in any order, and on any thread: generators and asyncio's tasks take turns, and whoever
+// closes a generator need not be who began it. So a scope that has ended is marked, in the one entry that
+// all lists share, and a marked entry means nothing, wherever it stands. Whoever enters or leaves a scope
+// on a thread takes the marked ones out of that thread's list. A list that torch has copied and puts back
+// later, as the engine does, can so bring nothing back to life.
+//
+// torch keeps Python objects there, and frees them with the GIL. Ours is none inside, so that a thread
+// that ends asks nobody for the GIL.
 class Scope {
  public:
-  // Without a selector nothing is off, and calls are observed.
-  explicit Scope(std::optional<Selector> selector);
+  // `off`: what is off inside; without one nothing is, and calls are observed. `tag`: what the scope is
+  // known by to whoever asks `tags`.
+  Scope(std::optional<Selector> off, std::shared_ptr<const void> tag);
   ~Scope();
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
 
   void enter();
+  // Anywhere, and as often as anybody likes.
   void exit();
 
   // Whether this thread may be in a scope: exact as soon as there is one anywhere.
   static bool any() noexcept {
-    return C10_UNLIKELY(alive_.load(std::memory_order_relaxed) > 0) && any_here();
+    return C10_UNLIKELY(open_.load(std::memory_order_relaxed) > 0) && any_here();
   }
   static bool is_off(const Selector& override);
   static bool is_observed() noexcept;
+  // Of the scopes that this thread is in, the outermost first: of those where something is off, or of
+  // those that observe.
+  static std::vector<std::shared_ptr<const void>> tags(bool observing);
 
  private:
-  struct State;
-  struct Active;
+  struct Entry;
+  struct Here;
 
   static bool any_here() noexcept;
-  static const Active* current() noexcept;
+  static const Here* here() noexcept;
+  static void forget_closed();
+  void close() noexcept;
 
   // How many scopes are open, on any thread. Whoever inherits one was told so by the thread that opened
-  // it, and so sees that it is counted.
-  static inline std::atomic<int64_t> alive_{0};
+  // it, and so sees that it is counted. The child of a fork may count those of threads that it has not,
+  // which costs it time, and nothing else.
+  static inline std::atomic<int64_t> open_{0};
 
-  std::unique_ptr<State> state_;
+  std::optional<Selector> off_;
+  std::shared_ptr<const void> tag_;
+  std::shared_ptr<Entry> entry_;
 };
 
 // Makes forks safe, once and for good: a child has the thread that forked and no other.

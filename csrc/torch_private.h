@@ -6,6 +6,7 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/boxing/KernelFunction.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/version.h>
 
 #include <memory>
@@ -13,6 +14,12 @@
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
+
+// Their header includes every op's.
+namespace at::autocast {
+TORCH_API bool is_autocast_cache_enabled();
+TORCH_API void set_autocast_cache_enabled(bool enabled);
+}  // namespace at::autocast
 
 namespace opgraft {
 
@@ -66,6 +73,29 @@ inline void erase_python_object(const std::string& key) {
   Objects::erase(key);
 #endif
 }
+
+// While it lives, what is called on this thread runs as a kernel below these keys would.
+//
+// Where autocast stays on, its cache does not: what it keeps of a parameter here was cast below autograd,
+// and whoever took it from there later would lose that parameter's gradient.
+class AsAKernel {
+ public:
+  explicit AsAKernel(c10::DispatchKeySet excluded) : below_(excluded) {
+    const auto off = c10::impl::tls_local_dispatch_key_set().excluded_;
+    if (C10_LIKELY(off.has_all(c10::autocast_dispatch_keyset))) return;
+    caches_ = at::autocast::is_autocast_cache_enabled();
+    if (caches_) at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~AsAKernel() {
+    if (C10_UNLIKELY(caches_)) at::autocast::set_autocast_cache_enabled(true);
+  }
+  AsAKernel(const AsAKernel&) = delete;
+  AsAKernel& operator=(const AsAKernel&) = delete;
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard below_;
+  bool caches_ = false;
+};
 
 // A copy of the kernel inside a SafeKernelFunction, which itself refuses to be called once whoever
 // registered the kernel deregisters it.

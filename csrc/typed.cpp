@@ -20,7 +20,7 @@ namespace {
 // --------------------------------------------------------------------------- from C++ to boxed, and back
 
 // Where an argument is, and how it is boxed: code for each type, and not for each signature.
-struct Place {
+struct Boxable {
   const void* argument;
   c10::IValue (*boxed)(const void* argument);
 };
@@ -31,17 +31,17 @@ c10::IValue boxed(const void* argument) {
 }
 
 template <class T>
-Place place_of(const T& argument) {
+Boxable boxable(const T& argument) {
   return {std::addressof(argument), &boxed<T>};
 }
 
 // The results of a call that somebody may want.
 C10_NOINLINE torch::jit::Stack run_boxed(Router& router, std::unique_ptr<Pending> pending,
-                                         c10::DispatchKeySet keyset, c10::ArrayRef<Place> places) {
+                                         c10::DispatchKeySet keyset, c10::ArrayRef<Boxable> boxables) {
   torch::jit::Stack stack;
-  stack.reserve(places.size());
-  for (const Place& place : places) stack.push_back(place.boxed(place.argument));
-  Call call{router.op(), keyset, stack, places.size()};
+  stack.reserve(boxables.size());
+  for (const Boxable& each : boxables) stack.push_back(each.boxed(each.argument));
+  Call call{router.op(), keyset, stack, boxables.size()};
   router.finish(*pending, call);
   return stack;
 }
@@ -72,16 +72,17 @@ bool takes(const c10::KernelFunction& kernel) {
 }
 
 template <class Return, class... Args>
-[[gnu::hot]] Return call(c10::OperatorKernel* kernel, c10::DispatchKeySet keyset, Args... arguments) {
-  Router& router = static_cast<RouterKernel*>(kernel)->router;
+[[gnu::hot]] Return call(c10::OperatorKernel* functor, c10::DispatchKeySet keyset, Args... arguments) {
+  const auto& kernel = *static_cast<RouterKernel*>(functor);
+  Router& router = kernel.router;
   const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
-  if (auto pending = router.pending(view.data()); C10_UNLIKELY(pending != nullptr)) {
+  if (auto pending = kernel.pending(view.data(), keyset); C10_UNLIKELY(pending != nullptr)) {
     if (pending->done) return results<Return>(std::move(pending->results), std::tie(arguments...));
-    const std::array<Place, sizeof...(Args)> places{place_of(arguments)...};
-    return results<Return>(run_boxed(router, std::move(pending), keyset, places),
+    const std::array<Boxable, sizeof...(Args)> boxables{boxable(arguments)...};
+    return results<Return>(run_boxed(router, std::move(pending), keyset, boxables),
                            std::tie(arguments...));
   }
-  const c10::KernelFunction& native = router.native().function();
+  const c10::KernelFunction& native = kernel.native.function();
   // Known since the router was made: spares each of these the code to call a boxed kernel.
   if (!takes<Return(Args...)>(native)) __builtin_unreachable();
   return native.template call<Return, Args...>(router.op(), keyset, std::forward<Args>(arguments)...);
@@ -172,7 +173,7 @@ struct Candidate {
   c10::ArrayRef<const char*> arguments;
   c10::ArrayRef<const char*> results;
   // Throws where the op has another signature.
-  std::optional<TypedFunction> (*make)(const Router&);
+  std::optional<TypedFunction> (*make)(const c10::OperatorHandle&, const NativeKernel&);
 };
 
 template <class Signature>
@@ -183,11 +184,12 @@ struct Candidacy<Return(Args...)> {
   static constexpr std::array<const char*, sizeof...(Args)> arguments{written<Args>...};
   static_assert(((written<Args> != nullptr) && ...), "a type that `written` does not know");
 
-  static std::optional<TypedFunction> make(const Router& router) {
+  static std::optional<TypedFunction> make(const c10::OperatorHandle& op,
+                                           const NativeKernel& native) {
     // A kernel that is called boxed only: its C++ signature is anyone's guess.
-    if (!takes<Signature>(router.native().function())) return std::nullopt;
+    if (!takes<Signature>(native.function())) return std::nullopt;
     // Against the native kernel's own signature, which torch noted when that was registered.
-    router.op().typed<Signature>();
+    op.typed<Signature>();
     return TypedFunction{reinterpret_cast<void*>(&call<Return, Args...>),
                          c10::fn_has_symint<Signature>::value,
                          c10::impl::CppSignature::make<Signature>()};
@@ -236,12 +238,13 @@ Candidates candidates(Signatures<Listed...>) {
 
 }  // namespace
 
-std::optional<TypedFunction> typed_function(const Router& router) {
+std::optional<TypedFunction> typed_function(const c10::OperatorHandle& op,
+                                            const NativeKernel& native) {
   static const Candidates known = candidates(ListedSignatures{});
-  const auto [first, last] = known.equal_range(Shape(router.op().schema()).text());
+  const auto [first, last] = known.equal_range(Shape(op.schema()).text());
   for (auto each = first; each != last; ++each) {
     try {
-      if (auto made = each->second.make(router)) return made;
+      if (auto made = each->second.make(op, native)) return made;
     } catch (const c10::Error&) {
     }
   }

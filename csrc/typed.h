@@ -7,12 +7,13 @@
 #pragma once
 
 #include <ATen/core/dispatch/CppSignature.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <optional>
 
 namespace opgraft {
 
-class Router;
+class NativeKernel;
 
 // What the dispatcher calls with a `RouterKernel`, the dispatch keys and the op's C++ arguments.
 struct TypedFunction {
@@ -21,7 +22,7 @@ struct TypedFunction {
   c10::impl::CppSignature signature;
 };
 
-// The router's; none where the native kernel's signature is not listed, or not known.
-std::optional<TypedFunction> typed_function(const Router& router);
+// A router's in front of a native kernel; none where that one's signature is not listed, or not known.
+std::optional<TypedFunction> typed_function(const c10::OperatorHandle& op, const NativeKernel& native);
 
 }  // namespace opgraft

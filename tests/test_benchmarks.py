@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CU
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-@pytest.mark.parametrize("name", ["attention", "compiled_norms", "layer_norm", "llama", "rms_norm"])
+@pytest.mark.parametrize(
+    "name", ["attention", "compiled_norms", "layer_norm", "llama", "models", "rms_norm"]
+)
 def test_smoke(name: str) -> None:
     """Each asserts that its overrides were hit."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]

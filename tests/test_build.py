@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -35,11 +36,17 @@ static PyObject* version(PyObject*, PyObject*) {
                               TORCH_VERSION_PATCH);
 }
 static PyObject* abi(PyObject*, PyObject*) { return Py_BuildValue("{s:O}", "cxx11_abi", Py_True); }
-static PyMethodDef methods[] = {
-    {"torch_version", version, METH_NOARGS, ""}, {"abi", abi, METH_NOARGS, ""}, {}};
+static PyObject* build(PyObject*, PyObject*) {
+  return Py_BuildValue("(ss)", OPGRAFT_TORCH_VERSION, OPGRAFT_TORCH_COMMIT);
+}
+static PyMethodDef methods[] = {{"torch_version", version, METH_NOARGS, ""},
+                                {"torch_build", build, METH_NOARGS, ""},
+                                {"abi", abi, METH_NOARGS, ""},
+                                {}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "core", nullptr, -1, methods};
 PyMODINIT_FUNC JOIN(PyInit_, TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition); }
 """
+COMMIT = f"(commit {str(torch.version.git_version)[:12]})"
 TORCH_HEADERS = Path(torch.__file__).parent / "include"
 has_compiler = pytest.mark.skipif(
     shutil.which("c++") is None or not sys.platform.startswith("linux"),
@@ -84,8 +91,9 @@ def test_no_core_for_the_running_torch(caplog: pytest.LogCaptureFixture) -> None
 class FakeCore:
     """Puts a module where a core is looked for, and remembers which were asked for."""
 
-    def __init__(self, name: str, compiled_for: str, cxx11_abi: bool) -> None:
+    def __init__(self, name: str, compiled_for: str, cxx11_abi: bool, commit: str) -> None:
         self.name, self.compiled_for, self.cxx11_abi = name, compiled_for, cxx11_abi
+        self.commit = commit
         self.loaded = 0
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -96,14 +104,21 @@ class FakeCore:
 
     def exec_module(self, module: ModuleType) -> None:
         self.loaded += 1
-        module.torch_version = lambda: self.compiled_for  # type: ignore[attr-defined]
+        build = (self.compiled_for, self.commit) if self.compiled_for else None
+        module.torch_build = lambda: build  # type: ignore[attr-defined]
         module.abi = lambda: {"cxx11_abi": self.cxx11_abi}  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def fake_core(monkeypatch: pytest.MonkeyPatch):
-    def put(name: str, compiled_for: str, *, same_abi: bool = True) -> FakeCore:
-        fake = FakeCore(name, compiled_for, torch.compiled_with_cxx11_abi() == same_abi)
+    def put(
+        name: str,
+        compiled_for: str,
+        *,
+        same_abi: bool = True,
+        commit: str = str(torch.version.git_version),
+    ) -> FakeCore:
+        fake = FakeCore(name, compiled_for, torch.compiled_with_cxx11_abi() == same_abi, commit)
         monkeypatch.setattr(sys, "meta_path", [fake, *sys.meta_path])
         return fake
 
@@ -129,8 +144,8 @@ def test_a_core_for_another_torch_is_not_even_imported(fake_core) -> None:
 @pytest.mark.parametrize(
     ("compiled_for", "same_abi", "reason"),
     [
-        ("1.98.0", True, "compiled for torch 1.98.0, and this is 1.99.0"),
-        ("1.99.1", True, "compiled for torch 1.99.1, and this is 1.99.0"),
+        ("1.98.0", True, f"compiled for torch 1.98.0 {COMMIT}, and this is 1.99.0"),
+        ("1.99.1", True, f"compiled for torch 1.99.1 {COMMIT}, and this is 1.99.0"),
         ("1.99.0", False, "another C++ ABI"),
         ("", True, "importing it failed"),
     ],
@@ -148,11 +163,68 @@ def test_a_core_that_does_not_fit_is_refused(
     assert reason in caplog.text
 
 
+RUNNING = ("1.99.0+cpu", "c0ffee")
+NO_RELEASE = [
+    *("1.99.0a0+c0ffee", "1.99.0a0+c0ffee.nv26.1", "1.99.0.dev20261101+cpu", "1.99.0rc1+cpu"),
+    *("1.99.0+gitc0ffee", "1.99.0+mine", "1.99.0.post1"),
+]
+
+
+@pytest.mark.parametrize("version", ["1.99.0", "1.99.0+cpu", "1.99.0+cu130", "1.99.0+rocm7.1"])
+def test_a_release_is_one_source_whatever_it_was_built_for(fake_core, version: str) -> None:
+    fake_core("opgraft._C_torch1_99", version, commit="c0ffee")
+    assert _core._find(*RUNNING)[1].built
+
+
+@pytest.mark.parametrize(
+    ("version", "commit"),
+    [("1.99.0+cpu", "badcafe"), *((version, "c0ffee") for version in NO_RELEASE)],
+)
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_core_for_another_source_of_the_same_patch_release_is_refused(
+    fake_core, version: str, commit: str, runs: bool
+) -> None:
+    running, compiled_for = ((version, commit), RUNNING) if runs else (RUNNING, (version, commit))
+    fake_core("opgraft._C_torch1_99", compiled_for[0], commit=compiled_for[1])
+    module, status = _core._find(*running)
+    assert module is None
+    assert f"compiled for torch {compiled_for[0]} (commit {compiled_for[1]})" in status.reason
+    assert f"and this is {running[0]} (commit {running[1]})" in status.reason
+    assert "`python -m opgraft build` compiles one for this torch" in status.reason
+
+
+@pytest.mark.parametrize("version", NO_RELEASE)
+@pytest.mark.parametrize("commit", ["c0ffee", "Unknown"])
+def test_a_core_that_was_built_on_such_a_torch_fits_it(
+    fake_core, version: str, commit: str
+) -> None:
+    fake_core("opgraft._C_torch1_99", version, commit=commit)
+    assert _core._find(version, commit)[1].built
+
+
+def test_the_headers_torch_says_which_it_is(tmp_path: Path) -> None:
+    build = _build.headers_build(TORCH_HEADERS)
+    assert build == (torch.__version__, torch.version.git_version)
+    header = tmp_path / "include" / "torch" / "headeronly" / "version.h"
+    header.parent.mkdir(parents=True)
+    parts = {"MAJOR": 1, "MINOR": 99, "PATCH": 0}
+    header.write_text("".join(f"#define TORCH_VERSION_{k} {v}\n" for k, v in parts.items()))
+    with pytest.raises(_build.BuildError, match=r"cannot be told from .*version\.py"):
+        _build.headers_build(tmp_path / "include")
+    version = tmp_path / "version.py"
+    version.write_text("__version__ = '1.99.0a0+abc'\ngit_version = 'abcdef'\n")
+    assert _build.headers_build(tmp_path / "include") == ("1.99.0a0+abc", "abcdef")
+    version.write_text("__version__ = '1.99.1'\ngit_version = 'abcdef'\n")
+    with pytest.raises(_build.BuildError, match=r"is of torch 1\.99\.1"):
+        _build.headers_build(tmp_path / "include")
+
+
 def test_the_core_of_this_environment_is_the_running_torchs() -> None:
     core, status = _core.load(), _core.status()
     if core is None:
         pytest.skip(str(status))
     assert core.torch_version() == torch.__version__.split("+")[0]
+    assert core.torch_build() == (torch.__version__, torch.version.git_version)
     assert core.abi()["cxx11_abi"] == torch.compiled_with_cxx11_abi()
     assert core.__name__ == status.module == _core.module_name(torch.__version__)
     assert _core.load() is core
@@ -252,7 +324,7 @@ def test_a_cached_core_goes_before_an_installed_one(
 ) -> None:
     installed = fake_core("opgraft._C_torch1_99", "1.99.0")
     built = ModuleType("opgraft._C_torch1_99")
-    built.torch_version = lambda: "1.99.0"  # type: ignore[attr-defined]
+    built.torch_build = lambda: ("1.99.0", str(torch.version.git_version))  # type: ignore[attr-defined]
     built.abi = lambda: {"cxx11_abi": torch.compiled_with_cxx11_abi()}  # type: ignore[attr-defined]
     files: list[Path] = []
     monkeypatch.setattr(_core, "_import_file", lambda name, path: files.append(path) or built)
@@ -269,6 +341,72 @@ def test_a_cached_core_that_is_broken_costs_the_core_only(cached: Path) -> None:
     assert module is None
     assert "importing it failed (ImportError" in status.reason
     assert "opgraft._C_torch1_99" not in sys.modules
+
+
+def test_what_is_swapped_after_it_was_checked_is_not_loaded(
+    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a link in a folder of others', between the look at the file and its load."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    cached.parent.rename(ours)
+    theirs.mkdir()
+    (theirs / cached.name).write_bytes(b"evil")
+    cached.parent.symlink_to(ours)
+    loaded: list[bytes] = []
+
+    def swap() -> None:
+        cached.parent.unlink()
+        cached.parent.symlink_to(theirs)
+
+    def load(self: object, spec: ModuleSpec) -> ModuleType:
+        swap()
+        assert spec.origin is not None
+        loaded.append(Path(spec.origin).read_bytes())
+        return ModuleType(spec.name)
+
+    assert _cache.find("1.99.0") == (cached, "")
+    loader = importlib.machinery.ExtensionFileLoader
+    monkeypatch.setattr(loader, "create_module", load)
+    monkeypatch.setattr(loader, "exec_module", lambda self, module: None)
+    module = _core._import_file("opgraft._C_torch1_99", cached)
+    del sys.modules["opgraft._C_torch1_99"]
+    assert loaded == [b"no library"]
+    assert module.__file__ == str(cached)
+
+
+def test_what_is_swapped_before_it_is_opened_is_checked_again(
+    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = _cache.find
+
+    def then_swap(version: str) -> tuple[Path | None, str]:
+        found = find(version)
+        theirs = tmp_path / "theirs"
+        cached.parent.rename(theirs)
+        cached.parent.symlink_to(theirs)
+        theirs.chmod(0o777)
+        return found
+
+    monkeypatch.setattr(_cache, "find", then_swap)
+    module, status = _core._find("1.99.0")
+    assert module is None
+    assert f"others may write to {tmp_path / 'theirs'}" in status.reason
+
+
+def test_what_is_replaced_while_it_is_looked_at_is_distrusted(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readlink = os.readlink
+
+    def then_replace(path: str) -> str:
+        real = readlink(path)
+        other = cached.with_name("other")
+        other.write_bytes(b"evil")
+        other.replace(cached)
+        return real
+
+    monkeypatch.setattr(os, "readlink", then_replace)
+    assert "was replaced while it was looked at" in _cache.distrust(cached)
 
 
 # ------------------------------------------------------------------------------- opgraft build
@@ -522,11 +660,13 @@ def test_a_wheel_with_a_core_for_each_torch_whose_headers_are_given(
 ) -> None:
     folders = []
     for minor in (98, 99):
-        header = tmp_path / str(minor) / "torch" / "headeronly" / "version.h"
+        include = tmp_path / str(minor) / "include"
+        header = include / "torch" / "headeronly" / "version.h"
         header.parent.mkdir(parents=True)
         parts = {"MAJOR": 1, "MINOR": minor, "PATCH": 0}
         header.write_text("".join(f"#define TORCH_VERSION_{k} {v}\n" for k, v in parts.items()))
-        folders.append(str(tmp_path / str(minor)))
+        (include.parent / "version.py").write_text(f"__version__ = '1.{minor}.0'\n")
+        folders.append(str(include))
     build = build_wheel(tree, OPGRAFT_TORCH_HEADERS=os.pathsep.join(folders))
     assert build.returncode == 0, build.output
     assert [core.partition(".")[0] for core in sorted(build.cores())] == [
@@ -536,3 +676,153 @@ def test_a_wheel_with_a_core_for_each_torch_whose_headers_are_given(
     twice = build_wheel(tree, OPGRAFT_TORCH_HEADERS=os.pathsep.join(folders[:1] * 2))
     assert twice.returncode != 0
     assert "one core for each minor version of torch" in twice.output
+
+
+# ---------------------------------------------------------- what is compiled, and in which units
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources of a core that compile in no time, and a compiler that lists its runs."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "common.h").write_text("#pragma once\nint sum();\n")
+    for name in ("a", "b", "c"):
+        text = (
+            f'#include "common.h"\nnamespace {{ int own = 1; }}\nint {name}() {{ return own; }}\n'
+        )
+        (folder / f"{name}.cpp").write_text(text.replace("own", f"own_{name}"))
+    (folder / "core.cpp").write_text('#include "common.h"\nint sum() { return 1; }\n')
+    compiler = tmp_path / "compiler"
+    log = tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MAX_JOBS", "2")
+    monkeypatch.delenv("CXXFLAGS", raising=False)
+    return folder
+
+
+def compile_project(folder: Path) -> list[list[str]]:
+    """The sources that each run of the compiler read."""
+    log = folder.parent / "log"
+    log.unlink(missing_ok=True)
+    objects = folder.parent / "objects"
+    _build.compile_core(TORCH_HEADERS, folder.parent / "_C_test.so", folder=folder, objects=objects)
+    runs = [line.split() for line in log.read_text().splitlines() if " -c " in line]
+    results = [Path(words[words.index("-o") + 1]) for words in runs]
+    return sorted(result.stem.split("+") for result in results)
+
+
+def touch(path: Path) -> None:
+    path.write_text(path.read_text() + "\n")
+
+
+@has_compiler
+def test_sources_are_compiled_together_and_one_that_is_edited_alone(project: Path) -> None:
+    first = compile_project(project)
+    assert len(first) == 2  # one for each process
+    assert sorted(name for unit in first for name in unit) == ["a", "b", "c", "core"]
+    assert compile_project(project) == []
+    touch(project / "a.cpp")
+    (others,) = [[name for name in unit if name != "a"] for unit in first if "a" in unit]
+    assert compile_project(project) == sorted([["a"], others])
+    touch(project / "a.cpp")
+    assert compile_project(project) == [["a"]]
+    touch(project / "common.h")
+    again = compile_project(project)
+    assert len(again) == 2
+    assert sorted(name for unit in again for name in unit) == ["a", "b", "c", "core"]
+
+
+@has_compiler
+def test_a_source_that_comes_or_goes_is_noticed(project: Path) -> None:
+    compile_project(project)
+    (project / "d.cpp").write_text("int d() { return 2; }\n")
+    assert compile_project(project) == [["d"]]
+    (project / "d.cpp").unlink()
+    assert compile_project(project) == []  # and it is not linked any more
+    symbols = subprocess.run(
+        ["nm", "-C", project.parent / "_C_test.so"], capture_output=True, text=True, check=True
+    )
+    assert " a()" in symbols.stdout
+    assert " d()" not in symbols.stdout
+
+
+@has_compiler
+def test_sources_that_do_not_go_together_are_compiled_alone(project: Path) -> None:
+    for name in ("a", "b", "c", "core"):
+        path = project / f"{name}.cpp"
+        path.write_text(path.read_text() + "namespace { int the_same = 0; }\n")
+    runs = compile_project(project)
+    assert [unit for unit in runs if len(unit) == 1] == [["a"], ["b"], ["c"], ["core"]]
+    assert compile_project(project) == []
+
+
+@has_compiler
+def test_a_source_that_is_edited_while_it_is_compiled_is_compiled_again(project: Path) -> None:
+    compiler = project.parent / "compiler"
+    compiler.write_text(
+        compiler.read_text().replace("exec c++", f'touch "{project}/a.cpp"; exec c++')
+    )
+    compile_project(project)
+    assert any("a" in unit for unit in compile_project(project))
+
+
+@has_compiler
+def test_the_compilers_warnings_are_shown_to_who_works_on_it(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    touched = project / "core.cpp"
+    touched.write_text(touched.read_text() + "static int unused() { return 0; }\n")
+    compile_project(project)
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "compiled 4 of 4 files" in out
+    assert "core.cpp" in out
+    touch(touched)
+    _build.compile_core(
+        TORCH_HEADERS,
+        project.parent / "_C_test.so",
+        folder=project,
+        objects=project.parent / "objects",
+        warnings=True,
+    )
+    assert "unused" in capfd.readouterr().err
+
+
+@has_compiler
+def test_what_the_compiler_says_is_shown_where_it_fails(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "b.cpp").write_text("#error this does not compile\n")
+    with pytest.raises(_build.BuildError, match=r"ended with 1"):
+        compile_project(project)
+    assert capfd.readouterr().err.count("error: #error this does not compile") == 1
+    assert not (project.parent / "_C_test.so").exists()
+
+
+@pytest.mark.slow
+@has_compiler
+def test_the_sources_of_the_core_go_together(tmp_path: Path) -> None:
+    """Whatever the number of processes, and so the units, is."""
+    unit = tmp_path / "all.cpp"
+    sources = sorted(path.name for path in (ROOT / "csrc").glob("*.cpp"))
+    for names in (sources, sources[::-1]):
+        unit.write_text("".join(f'#include "{name}"\n' for name in names))
+        folders = [TORCH_HEADERS, TORCH_HEADERS / "torch/csrc/api/include"]
+        folders.append(Path(sysconfig.get_path("include")))
+        done = subprocess.run(
+            [
+                *_build.find_compiler(),
+                *("-std=c++20", "-fsyntax-only", "-w", f"-iquote{ROOT / 'csrc'}"),
+                *("-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C_test"),
+                *('-DOPGRAFT_TORCH_VERSION="1.99.0"', '-DOPGRAFT_TORCH_COMMIT=""'),
+                *(f"-isystem{each}" for each in folders),
+                str(unit),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr

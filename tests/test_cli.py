@@ -168,6 +168,18 @@ def test_an_override_that_misses_its_dsl_is_a_problem(monkeypatch: pytest.Monkey
     assert check.text.startswith("a.b (aten::_softmax): cutedsl is missing")
 
 
+def test_a_packs_override_whose_dsl_is_an_extra_is_no_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("opgraft.dsl._is_importable", lambda module: False)
+    with opgraft.packs.loading.owning("a-pack"):
+        register(dsl="cutedsl", name="a.b")
+    (check,) = doctor._overrides()
+    assert check.level == "note"
+    assert "cutedsl is missing" in check.text
+    assert check.mend == "pip install 'opgraft[cutedsl]'"
+
+
 def test_a_disabled_override_is_no_problem() -> None:
     register(name="a.b")
     opgraft.disable(name="a.b")
@@ -382,6 +394,7 @@ def test_training_needs_floating_point() -> None:
         ("aten::_softmax", {"shapes": ["2"], "named": ["axis=1"]}, "with one of self, dim, half"),
         ("aten::_softmax", {"shapes": ["2"], "named": ["dim"]}, "--arg dim: NAME=VALUE"),
         ("aten::_softmax", {"shapes": ["2"], "named": ["dim=x y"]}, "dim=x y: invalid syntax"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["dim=x"]}, "dim=x: .x. is no number"),
         ("aten::reshape", {"shapes": ["2"]}, "needs shape .List.int..: give --arg shape="),
     ],
 )
@@ -624,3 +637,28 @@ def test_build_with_json_says_where_the_core_is(
     monkeypatch.setattr("opgraft._core.status", lambda: _core.CoreStatus(True, "m"))
     monkeypatch.setattr("opgraft._core.load", lambda: os)
     assert run_json(capsys, "build") == {"torch": str(torch.__version__), "core": os.__file__}
+
+
+# ------------------------------------------------------------------ what needs no torch
+
+
+@pytest.mark.parametrize(
+    "command", [["--version"], ["--help"], ["new", "fast-softmax"], ["nosuch"]]
+)
+def test_commands_that_need_no_torch_do_not_import_it(command: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys; from opgraft_command import main\n"
+        "status = main(sys.argv[1:]); sys.exit(status if 'torch' not in sys.modules else 99)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == (2 if command == ["nosuch"] else 0), done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_names_each_command_as_the_command_does(name: str) -> None:
+    """`opgraft --help` imports no command."""
+    described = cli.opgraft.get_command(None, name)
+    assert described is not None and described.help is not None
+    assert " ".join(described.help.split("\n\n")[0].split()) == cli._COMMANDS[name].help

@@ -157,7 +157,7 @@ def matches(expected: str, got: str) -> bool:
 def fake_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The modules that snippets call a reader's own."""
     (tmp_path / "my_kernels.py").write_text(
-        "from opgraft_kernels.rms_norm.triton_kernels import rms_norm_forward as forward\n"
+        "from opgraft_kernels.norms.triton_kernels import rms_norm_forward as forward\n"
         "def rms_norm_forward(input, weight, eps):\n"
         "    return forward(input, [input.shape[-1]], weight, eps)\n"
     )

@@ -183,6 +183,16 @@ def test_convolution_is_looked_into_down_to_its_backend() -> None:
     assert opgraft.explain(conv, torch.randn(2, 3, 8, 8)).winners == (override,)
 
 
+@pytest.mark.parametrize("op", ["convolution", "reshape", "linear", "_convolution"])
+def test_an_op_whose_override_was_removed_is_looked_into_as_before(op: str) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.conv2d(x.reshape(2, 3, 8, 8), torch.ones(4, 3, 3, 3)), torch.ones(2, 6))
+
+    before = opgraft.explain(call, torch.randn(2, 192)).others
+    register(op).remove()
+    assert opgraft.explain(call, torch.randn(2, 192)).others == before
+
+
 def test_the_address_of_a_view_is_that_of_its_memory() -> None:
     override = register("_softmax", cond=when.aligned("self", 16))
     row = torch.randn(64)

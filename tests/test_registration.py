@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+from importlib import metadata
 
 import pytest
 import torch
 
 import opgraft
-from opgraft import RegistrationError, when
+from opgraft import RegistrationError, _core, env, registration, when
+from opgraft.schema import resolve
 from tests import ops
 
 
@@ -229,3 +233,127 @@ def test_training_miss_of_a_composite_op_is_said_at_registration(
 def test_registering_costs_no_cuda_initialisation() -> None:
     register(dispatch_key="CUDA")
     assert not torch.cuda.is_initialized() or torch.cuda.is_available()
+
+
+# ------------------------------------------------------------------ what a new user writes
+
+
+@pytest.mark.parametrize("symbol", ["mul", "add", "sub"])
+def test_an_overload_that_is_not_named_is_asked_for(symbol: str) -> None:
+    """TorchScript has one without a name, of Python's numbers, that the dispatcher has not."""
+    with pytest.raises(opgraft.RegistrationError, match=f"name one of aten::{symbol}.Tensor, "):
+        opgraft.register_op_override(
+            "aten", symbol, "CPU", lambda a, b: a, unconditional_override=True
+        )
+
+
+@pytest.mark.parametrize("spelling", ["torch.ops.aten.mul.Tensor", "aten.mul.Tensor"])
+def test_an_op_may_be_named_as_python_has_it(spelling: str) -> None:
+    assert resolve(spelling).name == "aten::mul.Tensor"
+
+
+@pytest.mark.parametrize("spelling", ["rms_norm", "F.rms_norm", "torch.rms_norm"])
+def test_a_functions_name_gets_the_op_as_a_suggestion(spelling: str) -> None:
+    with pytest.raises(opgraft.RegistrationError, match="did you mean aten::rms_norm"):
+        resolve(spelling)
+
+
+def test_without_a_condition_the_two_words_are_named() -> None:
+    def impl(self, dim, half_to_float):
+        return self
+
+    with pytest.raises(opgraft.RegistrationError, match=r"cond=.*unconditional_override=True"):
+        opgraft.register_op_override("aten", "_softmax", "CPU", impl)
+
+
+CELL = """
+def impl(self, dim, half_to_float):
+    return opgraft.native("aten::_softmax")(self, dim, half_to_float)
+
+made.append(opgraft.register_op_override("aten", "_softmax", "CPU", impl, cond=cond))
+"""
+
+
+def test_a_cell_that_is_run_again_replaces(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[opgraft.Override] = []
+    cell = {"opgraft": opgraft, "made": made, "cond": when.ndim("self") == 2, "__name__": "cell"}
+    with caplog.at_level("WARNING", logger="opgraft"):
+        for _ in range(4):
+            exec(CELL, cell)
+    assert opgraft.overrides(op="aten::_softmax", dispatch_key="CPU") == made[-1:]
+    assert [override.removed for override in made] == [True, True, True, False]
+    assert made[-1].name == "cell.impl"
+    assert "was defined again" in caplog.text
+    torch.softmax(torch.ones(2, 3), -1)
+    assert made[-1].hits == 1
+
+
+def test_one_function_registered_twice_is_two_overrides() -> None:
+    made: list[opgraft.Override] = []
+    cell = {"opgraft": opgraft, "made": made, "cond": when.ndim("self") == 2, "__name__": "cell"}
+    exec(CELL, cell)
+    second = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", cell["impl"], cond=when.ndim("self") == 3
+    )
+    assert [override.removed for override in (*made, second)] == [False, False]
+
+
+def test_functions_that_another_makes_are_as_many_overrides() -> None:
+    def make():
+        def impl(self, dim, half_to_float):
+            return self.clone()
+
+        return impl
+
+    for size in (2, 3):
+        opgraft.register_op_override(
+            "aten", "_softmax", "CPU", make(), cond=when.ndim("self") == size
+        )
+    assert len(opgraft.overrides(op="aten::_softmax", dispatch_key="CPU")) == 2
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+def test_a_module_that_holds_an_override_is_copied(copied) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.override = opgraft.register_op_override(
+        "aten",
+        "_softmax",
+        "CPU",
+        lambda self, dim, half_to_float: self,
+        cond=when.ndim("self") == 9,
+    )
+    assert copied(module).override is module.override
+
+
+def test_a_pickled_override_that_is_gone_is_named() -> None:
+    override = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", lambda *args: None, cond=when.ndim("self") == 9, name="gone"
+    )
+    state = pickle.dumps(override)
+    override.remove()
+    with pytest.raises(opgraft.RegistrationError, match=r"'gone'.* is not registered"):
+        pickle.loads(state)
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert opgraft.__version__ == metadata.version("opgraft")
+
+
+def test_routing_in_python_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPGRAFT_ROUTER", raising=False)
+    told: list[str] = []
+    monkeypatch.setattr(env, "warn_once", told.append)
+    registration._tell_without_core()
+    assert bool(told) == (_core.load() is None)
+    told.clear()
+    monkeypatch.setattr(_core, "in_use", lambda: None)
+    registration._tell_without_core()
+    (message,) = told
+    assert "routed in Python" in message
+    monkeypatch.setenv("OPGRAFT_ROUTER", "python")  # somebody wants it so
+    registration._tell_without_core()
+    assert len(told) == 1

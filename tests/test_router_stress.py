@@ -6,6 +6,7 @@ Python never saw, the autograd engine's, and the end of the interpreter.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +48,8 @@ def one_thread_inside_an_op() -> Iterator[None]:
 
 def resident() -> int:
     """This process's memory in bytes."""
+    if os.environ.get("OPGRAFT_SANITIZED") == "1":
+        return 0  # the address sanitizer keeps what was freed for a while
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -197,7 +201,7 @@ def test_calls_leak_nothing(kind: str) -> None:
     constant = torch.full((4, 64), 1 / 64)
     x = torch.ones(4, 64)
     if kind == "asks Python":
-        on_softmax(lambda *_: constant, cond=lambda *_: True)
+        on_softmax(lambda *_: constant.clone(), cond=lambda *_: True)
     elif kind == "fails":
 
         def fails(*_: Any) -> Any:
@@ -206,7 +210,7 @@ def test_calls_leak_nothing(kind: str) -> None:
         on_softmax(fails)
     else:
         wanted = 64 if kind == "hit" else 63
-        on_softmax(lambda *_: constant, cond=when.size("self", -1) == wanted)
+        on_softmax(lambda *_: constant.clone(), cond=when.size("self", -1) == wanted)
 
     def call(times: int) -> None:
         for _ in range(times):
@@ -261,6 +265,39 @@ def test_such_threads_and_pythons_own_at_once() -> None:
             thread.join()
     assert not callers.errors
     assert override.hits == 4_000 + sum(callers.calls)
+
+
+def test_a_thread_that_called_python_ends_while_another_holds_the_gil() -> None:
+    """Whoever joins a thread of C++ need not know that Python ran there."""
+    override = on_softmax(cond=lambda *_: True)
+    for _ in range(20):
+        assert core.ends_without_gil("aten::_softmax", "", [torch.randn(4, 64)], (-1, False))
+    assert override.hits == 20
+
+
+def test_what_such_a_thread_kept_in_python_is_freed_when_python_is_next_called() -> None:
+    local = threading.local()
+
+    class Kept:
+        pass
+
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            kept.append(weakref.ref(mine := Kept()))
+            local.mine = mine
+        return ops.softmax(self, dim, half_to_float)
+
+    kept: list[weakref.ref[Kept]] = []
+    on_softmax(impl)
+    for _ in range(5):
+        core.call_on_a_thread("aten::_softmax", "", [torch.randn(4, 64)], (-1, False), 1)
+    torch.softmax(torch.randn(4, 64), -1)
+    assert len(kept) == 5
+    assert [each() for each in kept] == [None] * 5
+    # And the thread that freed it knows its own state as before.
+    gil_state = ctypes.pythonapi.PyGILState_GetThisThreadState
+    gil_state.restype = ctypes.c_void_p
+    assert gil_state()
 
 
 class OwnError(Exception):
@@ -321,6 +358,110 @@ def test_the_autograd_engine_hits_an_override_of_the_backward_op() -> None:
     for _ in range(100):
         torch.testing.assert_close(gradient(), wanted)
     assert (override.hits, override.misses) == (100, 0)
+
+
+# ------------------------------------------------------------------ counters
+
+
+def test_more_threads_than_cores_lose_no_count() -> None:
+    override = on_softmax(cond=when.size("self", -1) == 64, name="hit")
+    missing = on_softmax(cond=when.size("self", -1) == 63, name="miss")
+    counter = core.Counter()
+    count, times = 40, 200
+    together = threading.Barrier(count)
+
+    def run() -> None:
+        together.wait()
+        core.call_on_a_thread("aten::_softmax", "", [torch.randn(4, 64)], (-1, False), times)
+        for _ in range(times):
+            counter.add()
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (override.hits, missing.misses) == (count * times, count * times)
+    assert counter.total() == count * times
+
+
+def test_a_counter_starts_at_zero_whoever_had_its_place() -> None:
+    """More of them than a chunk of a thread's shard holds, several times over."""
+    for _ in range(3):
+        counters = [core.Counter() for _ in range(2_000)]
+        assert {counter.total() for counter in counters} == {0}
+        for counter in counters:
+            counter.add()
+        thread = threading.Thread(target=lambda all=counters: [each.add() for each in all])
+        thread.start()
+        thread.join()
+        assert {counter.total() for counter in counters} == {2}
+
+
+@needs_proc
+def test_threads_that_come_and_go_take_over_what_counters_have() -> None:
+    counter = core.Counter()
+
+    def come_and_go(times: int) -> None:
+        for _ in range(times):
+            thread = threading.Thread(target=counter.add)
+            thread.start()
+            thread.join()
+
+    come_and_go(100)
+    before = resident()
+    come_and_go(1_000)
+    assert counter.total() == 1_100
+    assert resident() - before < 2**20  # a shard is 8 KB
+
+
+# ------------------------------------------------------------------ reclamation
+
+
+def test_what_a_slow_reader_kept_is_freed_when_python_is_next_called() -> None:
+    class Impl:
+        def __call__(self, *arguments: Any) -> torch.Tensor:
+            return ops.softmax(*arguments)
+
+    impl = Impl()
+    freed = weakref.ref(impl)
+    slow = on_softmax(impl, name="slow", cond=when.size("self", -1) == 63)
+    on_softmax(name="other", cond=when.size("self", -1) == 64)
+    reading, may_end = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with core.Reading():
+            reading.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    reading.wait(60)
+    slow.remove()
+    del impl, slow
+    gc.collect()
+    assert freed() is not None  # the thread may be asking its condition
+    may_end.set()
+    thread.join()
+    torch.softmax(torch.randn(4, 64), -1)
+    assert freed() is None
+
+
+def test_what_nobody_reads_is_freed_at_once() -> None:
+    class Impl:
+        def __call__(self, *arguments: Any) -> torch.Tensor:
+            return ops.softmax(*arguments)
+
+    with Callers(2):
+        for _ in range(20):
+            impl = Impl()
+            freed = weakref.ref(impl)
+            override = on_softmax(impl, name="one", cond=when.size("self", -1) == 63)
+            override.remove()
+            del impl, override
+            torch.softmax(torch.randn(4, 63), -1)
+    gc.collect()
+    assert freed() is None
 
 
 # ------------------------------------------------------------------ forks

@@ -173,8 +173,8 @@ def test_a_condition_in_python_gets_the_arguments(case: Case) -> None:
 def test_an_op_in_place_returns_what_it_was_given() -> None:
     mine = override("aten::mul_.Tensor")
     tensor = torch.ones(3)
-    assert tensor.mul_(torch.ones(3)) is tensor
-    assert tensor.tolist() == [2, 2, 2]
+    assert tensor.mul_(torch.full((3,), 2.0)) is tensor
+    assert tensor.tolist() == [3, 3, 3]
     assert mine.hits == 1
 
 
@@ -259,9 +259,9 @@ def test_a_boxed_call_of_an_op_in_place_and_with_out() -> None:
     in_place, out_of = override("aten::mul_.Tensor"), override("aten::mul.out")
     with torch.inference_mode():
         tensor, out = torch.ones(2), torch.empty(2)
-        assert torch.ops.aten.mul_.Tensor(tensor, torch.ones(2)) is tensor
+        assert torch.ops.aten.mul_.Tensor(tensor, torch.full((2,), 2.0)) is tensor
         assert torch.ops.aten.mul.out(tensor, torch.ones(2), out=out) is out
-    assert (tensor.tolist(), out.tolist()) == ([2, 2], [3, 3])
+    assert (tensor.tolist(), out.tolist()) == ([3, 3], [4, 4])
     assert (in_place.hits, out_of.hits) == (1, 1)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _cache
+from opgraft import RegistrationError, _cache
 from opgraft.cli import doctor
 from opgraft.router import saved_calls
 from tests import ops
@@ -110,6 +111,28 @@ def test_saved_calls_are_json_and_bytes_that_no_one_else_can_read(tmp_path: Path
     assert file.with_suffix(".0.bin").stat().st_size == 2 * 4 * 4
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert {stat.S_IMODE(each.stat().st_mode) for each in file.parent.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_calls_are_not_saved_where_others_can_write(mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(RegistrationError, match=r"can be written to by others \(chmod go-w"):
+        saved_softmax(folder)
+    assert list(folder.iterdir()) == []
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
+    folder.chmod(0o755)
+    saved_softmax(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can chown")
+def test_calls_are_not_saved_in_a_folder_of_another_user(tmp_path: Path) -> None:
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+    with pytest.raises(RegistrationError, match="belongs to user 12345"):
+        saved_softmax(folder)
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:

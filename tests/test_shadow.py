@@ -165,14 +165,16 @@ def test_what_is_wrong_in_one_place_is_found(fault: str) -> None:
 def test_an_impl_that_writes_to_its_input_differs() -> None:
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         result = ops.softmax(self, dim, half_to_float)
-        self.mul_(2)
+        if writes:
+            self.mul_(2)
         return result
 
     override = opgraft.register_op_override(
         "aten", "_softmax", "CPU", impl, unconditional_override=True
     )
-    x = torch.randn(3, 4)
-    torch.softmax(x, -1), torch.softmax(x, -1)  # the contract check does not look at inputs
+    x, writes = torch.randn(3, 4), []
+    torch.softmax(x, -1), torch.softmax(x, -1)  # the contract check would find it
+    writes.append(True)
     with opgraft.shadow(rate=1.0):
         torch.softmax(x, -1)
     assert override.mismatches == 1
@@ -280,16 +282,19 @@ def test_overrides_are_off_while_native_is_asked() -> None:
     assert (override.shadowed, inner.hits) == (1, 0)
 
 
-def test_where_native_raises_nothing_is_compared_and_nothing_breaks() -> None:
+def test_where_native_cannot_do_a_call_nothing_is_compared_and_nothing_breaks() -> None:
     override = opgraft.register_op_override(
         "aten",
-        "bmm",
+        "_softmax",
         "CPU",
-        lambda self, mat2: torch.zeros(1),
+        lambda self, dim, half_to_float: ops.softmax(self.float(), dim, False).long(),
         unconditional_override=True,
     )
+    x = torch.zeros(3, 4, dtype=torch.int64)
+    with opgraft.disabled(), pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
+        torch.softmax(x, -1)
     with opgraft.shadow(rate=1.0):
-        assert torch.bmm(torch.ones(1, 2, 3), torch.ones(1, 2, 3)).shape == (1,)
+        assert torch.softmax(x, -1).shape == x.shape
     assert (override.hits, override.shadowed) == (1, 0)
 
 

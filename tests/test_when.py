@@ -648,3 +648,25 @@ def test_a_condition_sees_defaults_and_numbers_as_tensors() -> None:
     torch.add(x, 2.5, alpha=2)
     torch.add(x, x)
     assert (override.hits, override.misses) == (1, 2)
+
+
+@pytest.mark.parametrize("given", [-2, -1, 0, 1])
+@pytest.mark.parametrize("wanted", [-2, -1, 0, 1])
+def test_a_dimension_is_the_same_from_either_end(given: int, wanted: int) -> None:
+    arguments = {"x": torch.zeros(3, 4), "d": given}
+    dimension = when.dim("d", "x")
+    assert (dimension == wanted).holds(arguments) is (given % 2 == wanted % 2)
+    assert (dimension != wanted).holds(arguments) is (given % 2 != wanted % 2)
+    assert (dimension >= wanted).holds(arguments) is (given % 2 >= wanted % 2)
+    assert (dimension < wanted).holds(arguments) is (given % 2 < wanted % 2)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_the_routers_know_a_dimension_from_either_end(dim: int) -> None:
+    def impl(self, dim, *, dtype=None):
+        return opgraft.native("aten::cumsum")(self, dim, dtype=dtype)
+
+    override = opgraft.register_op_override("aten", "cumsum", "CPU", impl, cond=when.dim() == -1)
+    torch.ones(2, 3).cumsum(dim)
+    assert override.hits == (dim % 2 == 1)
+    override.remove()

@@ -2,9 +2,9 @@
 
     python tools/build_wheel.py 2.11.0 2.13.0 2.15.0
 
-A core is compiled against its torch's headers alone. They are taken out of that torch's wheel,
-which `pip download` fetches (some hundred MB) unless an earlier run has, and of which only the
-headers are kept.
+A core is compiled against its torch's headers alone, and told by `version.py`, beside them, which
+torch that is. They are taken out of that torch's wheel, which `pip download` fetches (some hundred
+MB) unless an earlier run has, and of which nothing else is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def headers(version: str, cache: Path) -> Path:
     """The folder of a torch's headers, fetched where the cache does not have it."""
     kept = cache / version
     include = kept / "torch" / "include"
-    if not include.is_dir():
+    if not (include.parent / "version.py").is_file():
         print(f"== fetching torch {version} for its headers", flush=True)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as place:
@@ -49,8 +49,11 @@ def headers(version: str, cache: Path) -> Path:
             (wheel,) = Path(place).glob("torch-*.whl")
             unpacked = Path(place) / "unpacked"
             with zipfile.ZipFile(wheel) as archive:
-                names = [name for name in archive.namelist() if name.startswith("torch/include/")]
-                archive.extractall(unpacked, names)
+                wanted = ("torch/include/", "torch/version.py")
+                archive.extractall(
+                    unpacked, [n for n in archive.namelist() if n.startswith(wanted)]
+                )
+            shutil.rmtree(kept, ignore_errors=True)  # of an earlier run, which kept less
             unpacked.rename(kept)
     return include
 

@@ -12,15 +12,20 @@ From then on `F.rms_norm` runs `impl` where the condition holds and PyTorch's ow
 from __future__ import annotations
 
 import importlib
+import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from opgraft import env
 
 if TYPE_CHECKING:
+    __version__: str
+
     from opgraft import cutedsl_utils, packs, pt2, triton_utils, when
     from opgraft.control import disable, disabled, enable, native, overrides
     from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
     from opgraft.explanation import Explanation, explain
+    from opgraft.lazy_impl import lazy
     from opgraft.plan.warm import warmup
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
@@ -41,6 +46,7 @@ __all__ = [
     "disabled",
     "enable",
     "explain",
+    "lazy",
     "native",
     "overrides",
     "packs",
@@ -68,6 +74,7 @@ _HOMES = {
     "disabled": "control",
     "enable": "control",
     "explain": "explanation",
+    "lazy": "lazy_impl",
     "native": "control",
     "overrides": "control",
     "register_op_override": "registration",
@@ -79,6 +86,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from opgraft import _metadata
+
+        return _metadata.version("opgraft") or "unknown"
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
@@ -88,11 +99,23 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
 
 
-env.configure_logging()
+@cache
+def _import_torch() -> None:
+    importlib.import_module("torch")
+    importlib.import_module("opgraft.pt2.namespace").answer_by_name()
+    env.check_spelling()
+
+
+def _begin() -> None:
+    env.configure_logging()
+    # The `opgraft` command imports torch when one of its commands needs it.
+    if "opgraft_command" not in sys.modules:
+        _import_torch()
+
+
 # Last, and here: torch activates packs at the end of its own import, and these import opgraft. They
 # must find it whole, whichever of the two a program imports first.
-importlib.import_module("torch")
-importlib.import_module("opgraft.pt2.namespace").answer_by_name()
+_begin()

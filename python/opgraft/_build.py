@@ -11,6 +11,7 @@ nothing else needs by then, are imported where they are used.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import re
@@ -18,28 +19,36 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = [
     "BuildError",
+    "TorchBuild",
     "compile_core",
     "digest",
     "file_name",
     "find_compiler",
+    "headers_build",
     "headers_release",
     "module_name",
     "release",
     "sources",
 ]
 
+# A version of a release, with the part that says for which devices it was built.
+_RELEASE = r"(\d+\.\d+\.\d+)(?:\+(?:cpu|cu\d+|rocm[\d.]+|xpu))?"
 # What the headers of every torch from 2.11 on compile as; those from 2.13 on ask for it.
 _STANDARD = "-std=c++20"
 _FLAGS = ["-O3", "-DNDEBUG", "-g0", "-Wall", "-fPIC", "-fvisibility=hidden"]
 # The libraries of torch that a core names as needed, and so finds among those that are loaded:
 # torch does not load them for everyone, so that without the names nothing of theirs is found.
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
+# The sources that one run of the compiler reads at most: its memory grows with them, and so does
+# the name of what it makes.
+_MOST = 12
 
 
 class BuildError(Exception):
@@ -92,6 +101,61 @@ def headers_release(include: Path) -> str:
     return ".".join(part.group(1) for part in parts if part is not None)
 
 
+class TorchBuild(NamedTuple):
+    """Which torch it is: what a core was compiled for, or what runs.
+
+    Attributes:
+        version: as `torch.__version__` has it.
+        commit: of torch's repository, as `torch.version.git_version` has it.
+    """
+
+    version: str
+    commit: str
+
+    def __str__(self) -> str:
+        return f"{self.version} (commit {self.commit[:12] or 'unknown'})"
+
+    def agrees_with(self, other: TorchBuild) -> bool:
+        """Whether a core for the one fits the other.
+
+        The structures that a core is compiled against are those of a commit. Nobody says so of
+        what is no release: a vendor's build, a nightly or one from somebody's sources may be of a
+        release's commit and hold more. It agrees with itself alone; the builds of a release, for
+        the CPU or one CUDA or another, are of one source, and agree.
+
+        >>> cpu = TorchBuild("2.13.0+cpu", "cf30153c")
+        >>> cpu.agrees_with(TorchBuild("2.13.0+cu130", "cf30153c"))
+        True
+        >>> cpu.agrees_with(TorchBuild("2.13.0a0+cf30153c.nv26.1", "cf30153c"))
+        False
+        """
+        if self.commit != other.commit:
+            return False
+        mine, its = (re.fullmatch(_RELEASE, build.version) for build in (self, other))
+        if mine is None or its is None:
+            return self.version == other.version
+        return mine.group(1) == its.group(1)
+
+
+def headers_build(include: Path) -> TorchBuild:
+    """Which torch the headers in a folder are of, as `version.py` beside the folder says."""
+    path = include.parent / "version.py"
+    try:
+        tree = ast.parse(path.read_text())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BuildError(
+            f"which torch the headers in {include} are of cannot be told from {path}: {error}"
+        ) from error
+    found: dict[str, object] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found |= {t.id: node.value.value for t in node.targets if isinstance(t, ast.Name)}
+    build = TorchBuild(str(found.get("__version__", "")), str(found.get("git_version", "")))
+    if release(build.version) != release(headers_release(include)):
+        raise BuildError(f"{path} is of torch {build.version}, and the headers beside it are not")
+    return build
+
+
 def sources() -> Path:
     """The folder of the C++ sources: an install has them in the package, a clone beside it."""
     here = Path(__file__).resolve().parent
@@ -123,12 +187,17 @@ def find_compiler() -> list[str]:
     return command
 
 
-def compile_core(include: Path, target: Path, *, folder: Path, objects: Path) -> None:
+def compile_core(
+    include: Path, target: Path, *, folder: Path, objects: Path, warnings: bool = False
+) -> None:
     """Compile the core in `folder` against the torch headers in `include`.
+
+    How far it is goes to stdout.
 
     Args:
         target: the extension module's file, which is replaced at once; its name says the module's.
         objects: keeps the object files; those that are newer than the sources are used again.
+        warnings: whether to show what the compiler says where it compiles, too.
 
     Raises:
         BuildError: it cannot be compiled here. What the compiler said is on stderr.
@@ -136,6 +205,7 @@ def compile_core(include: Path, target: Path, *, folder: Path, objects: Path) ->
     if not sys.platform.startswith("linux"):
         raise BuildError(f"the core is built on Linux only so far, and this is {sys.platform}")
     compiler = find_compiler()
+    build = headers_build(include)
     import sysconfig
 
     python = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
@@ -154,25 +224,139 @@ def compile_core(include: Path, target: Path, *, folder: Path, objects: Path) ->
         *(f"-isystem{place}" for place in (include, include / "torch/csrc/api/include")),
         *(f"-isystem{place}" for place in sorted(python)),
         *_words("CXXFLAGS"),
+        f'-DOPGRAFT_TORCH_VERSION="{build.version}"',
+        f'-DOPGRAFT_TORCH_COMMIT="{build.commit}"',
     ]
-    # Another torch, compiler or flag has objects of its own.
+    # Another torch, which may be in the same place, compiler or flag has objects of its own.
     kept = objects / hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
     kept.mkdir(parents=True, exist_ok=True)
+    reused, units = _outdated(folder, kept)
+    try:
+        compiled = _compile(units, [*command, f"-iquote{folder}"], kept, warnings=warnings)
+        _link(compiler, [str(path) for path in sorted(reused + compiled)], target)
+    except _CompilerError as error:
+        print(error.said, end="", file=sys.stderr, flush=True)
+        raise
+
+
+def _outdated(folder: Path, kept: Path) -> tuple[list[Path], list[list[Path]]]:
+    """The objects that are used again, and the units to compile for the sources that have none.
+
+    A unit is sources that are compiled as one: nearly all of the time goes into torch's headers,
+    which are then read once. An object's name says which sources it is of. A source that was edited
+    since is compiled alone from then on, so that working on it takes no longer than it must.
+    """
+    left = {path.stem: path for path in sorted(folder.glob("*.cpp"))}
+    edited_at = {stem: path.stat().st_mtime_ns for stem, path in left.items()}
     headers = max((path.stat().st_mtime_ns for path in folder.glob("*.h")), default=0)
+    reused, edited = [], []
+    for path in sorted(kept.glob("*.o")):
+        made, stems = path.stat().st_mtime_ns, path.stem.split("+")
+        newer = [stem for stem in stems if edited_at.get(stem, 0) >= made]
+        if made > headers and not newer and left.keys() >= set(stems):
+            reused.append(path)
+            for stem in stems:
+                del left[stem]
+        else:
+            path.unlink()
+            edited += newer if made > headers else []
+    alone = [[left.pop(stem)] for stem in edited if stem in left]
+    return reused, alone + _units(list(left.values()))
 
-    def compile_one(source: Path) -> str:
-        result = kept / f"{source.stem}.o"
-        newest = max(headers, source.stat().st_mtime_ns)
-        if not result.is_file() or result.stat().st_mtime_ns <= newest:
-            print(f"  compiling {source.name}", flush=True)
-            fresh = result.with_suffix(".tmp")  # what an interrupted compile leaves is no object
-            _run([*command, "-c", str(source), "-o", str(fresh)])
-            fresh.replace(result)
-        return str(result)
 
+def _units(sources: Sequence[Path]) -> list[list[Path]]:
+    """Sources in groups of about one size, as many as compilers run at once."""
+    count = max(_jobs(), -(-len(sources) // _MOST))
+    units: list[list[Path]] = [[] for _ in range(min(count, len(sources)))]
+    sizes = {path: path.stat().st_size for path in sources}
+    for path in sorted(sources, key=lambda path: (-sizes[path], path)):
+        room = [unit for unit in units if len(unit) < _MOST]
+        min(room, key=lambda unit: sum(sizes[each] for each in unit)).append(path)
+    return [sorted(unit) for unit in units]
+
+
+def _compile(
+    units: Sequence[Sequence[Path]], command: Sequence[str], kept: Path, *, warnings: bool
+) -> list[Path]:
+    """Compile units, several at a time; returns their objects."""
+    from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+    def compile_unit(unit: Sequence[Path]) -> list[Path]:
+        try:
+            return [_compile_unit(unit, command, kept, warnings=warnings)]
+        except _CompilerError:
+            if len(unit) == 1:
+                raise
+        # Where they do not go together, or the memory does not do for all of them, they may alone.
+        return [_compile_unit([source], command, kept, warnings=warnings) for source in unit]
+
+    compiled: list[Path] = []
+    progress = _Progress(sum(map(len, units)))
     with ThreadPoolExecutor(_jobs()) as pool:
-        compiled = list(pool.map(compile_one, sorted(folder.glob("*.cpp"))))
-    _link(compiler, compiled, target)
+        pending = {pool.submit(compile_unit, unit): unit for unit in units}
+        try:
+            while pending:
+                progress.tell()
+                for done in wait(pending, timeout=1, return_when=FIRST_COMPLETED).done:
+                    compiled += done.result()
+                    progress.add(pending.pop(done))
+        finally:
+            progress.end()
+            for each in pending:
+                each.cancel()
+    return compiled
+
+
+class _CompilerError(BuildError):
+    def __init__(self, command: Sequence[str], status: int, said: str) -> None:
+        import shlex
+
+        super().__init__(f"{shlex.join(command)} ended with {status}")
+        self.said = said
+
+
+def _compile_unit(
+    unit: Sequence[Path], command: Sequence[str], kept: Path, *, warnings: bool
+) -> Path:
+    result = kept / f"{'+'.join(source.stem for source in unit)}.o"
+    source = unit[0]
+    if len(unit) > 1:
+        source = result.with_suffix(".cpp")
+        source.write_text("".join(f'#include "{each.name}"\n' for each in unit))
+    fresh = result.with_suffix(".tmp")  # what an interrupted compile leaves is no object
+    begun = time.time_ns()
+    said = _run([*command, "-c", str(source), "-o", str(fresh)])
+    if warnings and said:
+        print(said, end="", file=sys.stderr, flush=True)
+    os.utime(fresh, ns=(begun, begun))  # a source that was edited meanwhile is newer
+    return fresh.replace(result)
+
+
+class _Progress:
+    """Says how many files are compiled: on a terminal in a line that is written over."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._done, self._begun = count, 0, time.monotonic()
+        self._is_terminal = sys.stdout.isatty()
+
+    def add(self, unit: Sequence[Path]) -> None:
+        self._done += len(unit)
+        if not self._is_terminal:
+            names = ", ".join(source.name for source in unit)
+            print(f"  {self._text()}: {names}", flush=True)
+
+    def tell(self) -> None:
+        if self._is_terminal:
+            print(f"\r  {self._text()}\x1b[K", end="", flush=True)
+
+    def end(self) -> None:
+        if self._is_terminal and self._count:
+            self.tell()
+            print(flush=True)
+
+    def _text(self) -> str:
+        seconds = time.monotonic() - self._begun
+        return f"compiled {self._done} of {self._count} files, {seconds:.0f} s"
 
 
 def _link(compiler: Sequence[str], objects: Sequence[str], target: Path) -> None:
@@ -197,15 +381,23 @@ def _words(variable: str) -> list[str]:
     return shlex.split(os.environ.get(variable, ""))
 
 
-def _run(command: Sequence[str]) -> None:
-    import shlex
-
+def _run(command: Sequence[str]) -> str:
+    """Run a compiler; returns what it said."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
     except OSError as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode != 0:
-        raise BuildError(f"{shlex.join(command)} ended with {done.returncode}")
+        raise _CompilerError(command, done.returncode, done.stdout)
+    return done.stdout
 
 
 def _jobs() -> int:

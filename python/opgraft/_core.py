@@ -2,7 +2,7 @@
 
 A core links against C++ that changes with every torch, and one built for another torch may load
 without a complaint. So the module's name carries the torch that it is for, and what loads is asked
-which torch it was compiled against before anyone uses it. Nothing is compiled here.
+which torch it was compiled against, to the commit, before anyone uses it. Nothing is compiled here.
 
 A core that `opgraft build` compiled goes before one that was installed: somebody asked for it, and
 it is for exactly this torch and these sources, where an installed one is for one patch release of
@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import sys
 from functools import cache, lru_cache
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from opgraft import _cache, env
-from opgraft._build import module_name, release
+from opgraft._build import TorchBuild, module_name
 
 __all__ = ["CoreStatus", "in_use", "load", "module_name", "shut_down_at_exit", "status"]
 
@@ -75,7 +76,11 @@ def _find_once() -> tuple[ModuleType | None, CoreStatus]:
     return _find(torch.__version__)
 
 
-def _find(torch_version: str) -> tuple[ModuleType | None, CoreStatus]:
+def _find(
+    torch_version: str, commit: str | None = torch.version.git_version
+) -> tuple[ModuleType | None, CoreStatus]:
+    """The core for a torch, the running one's commit where none is given, and what there is."""
+    running = TorchBuild(str(torch_version), str(commit))
     name = module_name(torch_version)
     path, refused = _cache.find(torch_version)
     if refused:
@@ -89,7 +94,7 @@ def _find(torch_version: str) -> tuple[ModuleType | None, CoreStatus]:
         return None, CoreStatus(False, name, reason)
     try:
         module = importlib.import_module(name) if path is None else _import_file(name, path)
-        reason = _mismatch(module, torch_version)
+        reason = _mismatch(module, running)
     except Exception as error:  # a broken build must cost the core, not the program
         reason = f"importing it failed ({type(error).__name__}: {error})"
     if reason:
@@ -100,20 +105,23 @@ def _find(torch_version: str) -> tuple[ModuleType | None, CoreStatus]:
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    # What is loaded is what was checked, whatever stands at `path` by then.
+    loader = ExtensionFileLoader(name, _cache.opened(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    if spec is None:
         raise ImportError(f"{path} is no extension module")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
+    module.__file__ = spec.origin = str(path)
     sys.modules[name] = module
     return module
 
 
-def _mismatch(module: ModuleType, torch_version: str) -> str:
+def _mismatch(module: ModuleType, running: TorchBuild) -> str:
     """What the core was compiled for that the running torch is not; empty where they agree."""
-    compiled_for = module.torch_version()
-    if release(compiled_for) != release(torch_version):
-        return f"it was compiled for torch {compiled_for}, and this is {torch_version}"
+    compiled_for = TorchBuild(*module.torch_build())
+    if not compiled_for.agrees_with(running):
+        return f"it was compiled for torch {compiled_for}, and this is {running}"
     if module.abi()["cxx11_abi"] != torch.compiled_with_cxx11_abi():
         return "it was compiled with another C++ ABI than this torch"
     return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
+from opgraft import _spelling
 from opgraft.errors import RegistrationError
 from opgraft.registry import Override, Rule, Selector, registry, selector_from
 from opgraft.router import threads
@@ -48,7 +49,9 @@ def enable(
     >>> disable(dsl="triton"); enable(dsl="triton", op="aten::bmm")  # Triton for bmm only
     >>> enable()
     """
-    registry.add_rule(Rule(True, _selector(dsl, op, dispatch_key, pack, name)))
+    selector = _selector(dsl, op, dispatch_key, pack, name)
+    _spelling.check_selector(selector, "enable")
+    registry.add_rule(Rule(True, selector))
 
 
 def disable(
@@ -64,7 +67,9 @@ def disable(
     >>> disable(op="aten::bmm", dispatch_key="CPU")
     >>> enable()
     """
-    registry.add_rule(Rule(False, _selector(dsl, op, dispatch_key, pack, name)))
+    selector = _selector(dsl, op, dispatch_key, pack, name)
+    _spelling.check_selector(selector, "disable")
+    registry.add_rule(Rule(False, selector))
 
 
 @contextmanager
@@ -85,7 +90,9 @@ def disabled(
     >>> with disabled():
     ...     _ = torch.softmax(torch.ones(2, 8), -1)  # PyTorch's own kernel, whatever is registered
     """
-    with threads.scope(_selector(dsl, op, dispatch_key, pack, name)):
+    selector = _selector(dsl, op, dispatch_key, pack, name)
+    _spelling.check_selector(selector, "disabled")
+    with threads.scope(selector):
         yield
 
 

@@ -1,7 +1,7 @@
 """The environment variables, read in one place.
 
 `OPGRAFT_DISABLE`  `1`: nothing is installed at all; or a list of what starts disabled:
-                   `triton,aten::bmm,pack:NAME`.
+                   `triton,aten::bmm,pack:NAME,name:NAME`.
 `OPGRAFT_PACKS`    which packs `import torch` activates: `opgraft-kernels,mine`; `none` or an empty
                    value: none of them; not set: every pack that is installed.
 `OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from functools import cache
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -47,9 +48,19 @@ def initially_disabled() -> list[dict[str, str]]:
 
 
 def _selector(word: str) -> dict[str, str]:
-    if word.startswith("pack:"):
-        return {"pack": word.removeprefix("pack:")}
+    key, colon, rest = word.partition(":")
+    if colon and key in ("pack", "name") and not rest.startswith(":"):
+        return {key: rest}
     return {"op": word.removesuffix(".default")} if "::" in word else {"dsl": word}
+
+
+def spelling(key: str, word: str) -> str:
+    """How `OPGRAFT_DISABLE` has a selector's keyword and word.
+
+    >>> spelling("pack", "fast-norms"), spelling("dsl", "triton")
+    ('pack:fast-norms', 'triton')
+    """
+    return f"{key}:{word}" if key in ("pack", "name") else word
 
 
 def packs() -> frozenset[str] | None:
@@ -118,10 +129,22 @@ def compile_timeout() -> float | None:
     except ValueError:
         seconds = math.nan
     if text and not seconds >= 0:
-        logging.getLogger("opgraft").warning(
-            "OPGRAFT_COMPILE_TIMEOUT=%s is ignored: give a number of seconds", text
-        )
+        warn_once(f"OPGRAFT_COMPILE_TIMEOUT={text} is ignored: give a number of seconds")
     return seconds if seconds >= 0 else None
+
+
+def check_spelling() -> None:
+    """Warn of what is misspelt in the environment, where anything of opgraft's is in it."""
+    if any(name.startswith("OPGRAFT_") for name in os.environ):
+        from opgraft import _spelling
+
+        _spelling.check_environment()
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning that was not logged before."""
+    logging.getLogger("opgraft").warning("%s", message)
 
 
 def configure_logging() -> None:

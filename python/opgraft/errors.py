@@ -5,6 +5,10 @@ Every message names the override or the op, the argument that is at fault and wh
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+
 
 class OpgraftError(Exception):
     """Base of every error that opgraft itself raises."""
@@ -20,3 +24,19 @@ class ContractError(OpgraftError, RuntimeError):
 
 class OverrideWarning(UserWarning):
     """An override failed, the native kernel ran instead, and the program goes on."""
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def warn_caller(message: str) -> None:
+    """An :class:`OverrideWarning` that points at the line of the caller, whoever is in between.
+
+    Frames of opgraft, of torch and of the standard library's context managers are in between.
+    """
+    frame, level = sys._getframe(1), 2
+    torch_folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _HERE)
+    inside = (_HERE, torch_folder + os.sep, os.path.dirname(os.__file__) + os.sep + "contextlib")
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, OverrideWarning, stacklevel=level)

@@ -163,6 +163,7 @@ _ADD: dict[type, Callable[[_Compiler, Any], int]] = {
     when._TensorCondition: _tensor_condition,
     when._Comparison: _comparison,
     when._Arithmetic: _arithmetic,
+    when._Dim: _arithmetic,
     when._TensorNumber: _tensor_number,
     when._Length: _length,
     when._Item: _item,

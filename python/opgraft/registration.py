@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, get_args
 
 import torch
 
+from opgraft import _core, _spelling, env, events, packs, router
 from opgraft import dsl as dsls
-from opgraft import env, events, packs, router
 from opgraft.errors import RegistrationError
 from opgraft.pt2 import hooks
 from opgraft.registry import Chain, CompilePolicy, OnError, Override, registry
@@ -57,7 +58,8 @@ def register_op_override(
         lib_symbol: the op's namespace, such as `"aten"`.
         op_symbol: the op's name, with the overload if it is not `default`: `"add.Tensor"`.
         dispatch_key: the backend: `"CPU"`, `"CUDA"`, `"XPU"`, ...
-        impl: the implementation. It imports its DSL itself, when it first runs.
+        impl: the implementation. It imports its DSL itself, when it first runs, or is
+            :func:`opgraft.lazy`, which names a function to be imported then.
         cond: a :mod:`opgraft.when` expression, or any callable with the op's signature. It reads
             metadata only: reading values would make every call wait for the device.
         unconditional_override: see above.
@@ -94,8 +96,8 @@ def register_op_override(
     Raises:
         RegistrationError: the op does not exist, the key makes no sense, `impl` or `cond` cannot
             take the op's arguments, `cond`, `unplanned` or `compile` names an argument that is not
-            there, `autograd` is nothing that the op can have, or the derivative of a composite op
-            could not be kept. The message says what to do.
+            there, `autograd` is nothing that the op can have, the derivative of a composite op
+            could not be kept, or the op is about autograd's own state. The message says what to do.
 
     >>> import torch, opgraft
     >>> from opgraft import when
@@ -152,8 +154,36 @@ def register_op_override(
         from opgraft.plan.plans import for_override
 
         override.plans = for_override(override)
-    _install(override, replace=name is not None)
+    _install(override, replace=name is not None or _is_defined_again(override))
     return override
+
+
+def _is_defined_again(override: Override) -> bool:
+    """Whether its impl is a function that was registered before and has been defined anew since.
+
+    As by a notebook's cell that is run again. The same function registered twice is two overrides,
+    and so are functions that another one makes.
+    """
+    impl = override.impl
+    # Closures of one function are different functions, whatever they are called.
+    if not isinstance(impl, FunctionType) or impl.__closure__ or "<" in impl.__qualname__:
+        return False
+    chain = registry.find(override.operator, override.dispatch_key)
+    for old in chain.members if chain else ():
+        if (
+            old.name == override.name
+            and old.pack == override.pack
+            and isinstance(old.impl, FunctionType)
+            and old.impl is not impl
+            and (old.impl.__module__, old.impl.__qualname__) == (impl.__module__, impl.__qualname__)
+        ):
+            log.warning(
+                "override %r for %s at %s was defined again, and replaces the one of before; give "
+                "name= to keep both",
+                *(override.name, override.op, override.dispatch_key),
+            )
+            return True
+    return False
 
 
 def _install(override: Override, *, replace: bool) -> None:
@@ -166,6 +196,7 @@ def _install(override: Override, *, replace: bool) -> None:
     else:
         # The router first: where it refuses, nothing is registered.
         installed = router.install(chain)
+        _tell_without_core()
         if override.autograd is not None:
             from opgraft.router import derivative
 
@@ -173,6 +204,16 @@ def _install(override: Override, *, replace: bool) -> None:
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override, replace=replace)
+
+
+def _tell_without_core() -> None:
+    """Packs are not activated where calls are routed in Python; who registers is told instead."""
+    if _core.in_use() is None and not env.wants_python_router():
+        env.warn_once(
+            f"no compiled core, so calls of overridden ops are routed in Python, at some ten times "
+            f"the cost of a call ({_core.status().reason}); OPGRAFT_ROUTER=python says that it is "
+            "meant so"
+        )
 
 
 def _add(chain: Chain, override: Override, *, replace: bool) -> None:
@@ -260,5 +301,7 @@ def _unavailable(dsl: str | None, owner: packs.Owner | None) -> str | None:
     if dsl is None:
         return None
     known = dsls.find(dsl)
+    if known is None and (hint := _spelling.hint(dsl, [each.name for each in dsls.KNOWN])):
+        log.warning("dsl=%r is a label that opgraft knows nothing about%s", dsl, hint)
     missing = known.missing() if known else None
     return missing or (owner.missing(dsl) if owner else None)

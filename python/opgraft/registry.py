@@ -128,6 +128,8 @@ class Override:
         self.quarantined: dict[object, str] = {}
         #: How often each signature's outputs were compared with the native kernel's.
         self.checked: dict[object, int] = {}
+        #: Where the results of those comparisons lay, weakly, by signature.
+        self.results: dict[object, list[Any]] = {}
         #: Calls, in every detail, that ran outside a CUDA graph's capture: nothing is compiled for
         #: them.
         self.warm: dict[object, None] = {}
@@ -142,6 +144,16 @@ class Override:
         owner = f"pack {self.pack}" if self.pack else "user"
         label = f"{self.op} at {self.dispatch_key}, {self.dsl or 'no DSL'}, {owner}"
         return f"<Override {self.name!r} of {label}>"
+
+    def __copy__(self) -> Override:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Override:
+        """Itself: what is registered is there once, also for the copy of a module that holds it."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Override], tuple[dict[str, str | None]]]:
+        return _registered, (self.identity,)
 
     @property
     def op(self) -> str:
@@ -272,6 +284,11 @@ class Registry:
         )
         self._sequence = itertools.count()
         self._watchers: tuple[Callable[[Chain], None], ...] = ()
+        self._had: set[tuple[str, str | None]] = set()
+
+    def has_had(self, key: str) -> set[str | None]:
+        """The names, DSLs, ... of everything that was ever registered."""
+        return {value for each, value in self._had if each == key}
 
     def watch(self, watcher: Callable[[Chain], None]) -> None:
         """Call `watcher`, under the registry's lock, whenever a chain's overrides changed."""
@@ -296,6 +313,7 @@ class Registry:
             for old in replaced:
                 old.removed = True
             override._sequence = next(self._sequence)
+            self._had.update(override.identity.items())
             kept = (o for o in chain.members if o not in replaced)
             self._publish(chain, (*kept, override))
             return chain
@@ -372,6 +390,21 @@ class Registry:
             chain.listener(chain)
         for watcher in self._watchers:
             watcher(chain)
+
+
+def _registered(identity: dict[str, str | None]) -> Override:
+    """The override that was pickled, in the process that unpickles it.
+
+    Raises:
+        RegistrationError: it is not registered there.
+    """
+    for override in registry.overrides(Selector(**identity)):
+        if override.identity == identity:
+            return override
+    raise RegistrationError(
+        f"override {identity['name']!r} for {identity['op']} at {identity['dispatch_key']} was "
+        "pickled, and is not registered in this process: register it before unpickling"
+    )
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -14,6 +14,58 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from opgraft._keys import BACKEND_KEYS
 from opgraft.errors import RegistrationError
+from opgraft.lazy_impl import Lazy
+
+
+class HiddenWrites:
+    """Arguments that an op writes to though its schema does not say so.
+
+    Attributes:
+        arguments: their names.
+        only_if: the name of the boolean argument without which nothing is written; empty if there
+            is none.
+    """
+
+    __slots__ = ("arguments", "only_if")
+
+    def __init__(self, arguments: tuple[str, ...], only_if: str = "") -> None:
+        self.arguments = arguments
+        self.only_if = only_if
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+#: Ops whose schemas are silent about what they write to, `out=` variants included. A test looks for
+#: others among everything that PyTorch's own samples reach.
+HIDDEN_WRITES = {
+    # Training updates the running statistics.
+    "aten::native_batch_norm": HiddenWrites(_STATISTICS, "training"),
+    "aten::cudnn_batch_norm": HiddenWrites(_STATISTICS, "training"),
+    "aten::miopen_batch_norm": HiddenWrites(_STATISTICS, "training"),
+    "aten::batch_norm": HiddenWrites(_STATISTICS, "training"),
+    "aten::_batch_norm_impl_index": HiddenWrites(_STATISTICS, "training"),
+    "aten::instance_norm": HiddenWrites(_STATISTICS, "use_input_stats"),
+    "aten::batch_norm_update_stats": HiddenWrites(_STATISTICS),
+    "aten::batch_norm_gather_stats": HiddenWrites(_STATISTICS),
+    "aten::batch_norm_gather_stats_with_counts": HiddenWrites(_STATISTICS),
+    # The random state of cuDNN's and MIOpen's dropout goes on; their backwards use up what the
+    # forward reserved (autograd gives them a copy where it is needed again).
+    "aten::_cudnn_rnn": HiddenWrites(("dropout_state",)),
+    "aten::_cudnn_rnn_backward": HiddenWrites(("dropout_state", "reserve")),
+    "aten::miopen_rnn": HiddenWrites(("dropout_state",)),
+    "aten::miopen_rnn_backward": HiddenWrites(("dropout_state", "reserve")),
+    # Each weight becomes a view of the buffer that is returned.
+    "aten::_cudnn_rnn_flatten_weight": HiddenWrites(("weight_arr",)),
+    # What `copy_` is made of on backends out of tree.
+    "aten::_copy_from": HiddenWrites(("dst",)),
+    "aten::_copy_from_and_resize": HiddenWrites(("dst",)),
+    # Its schema says so since torch 2.6; libraries have copies of the old one.
+    "aten::rrelu_with_noise": HiddenWrites(("noise",), "training"),
+    "aten::rrelu_with_noise_": HiddenWrites(("noise",), "training"),
+    # Sums up in the buffer that the ranks share.
+    "symm_mem::one_shot_all_reduce_copy": HiddenWrites(("symm_buffer",)),
+}
+_NO_HIDDEN_WRITES = HiddenWrites(())
 
 
 class Argument:
@@ -25,11 +77,18 @@ class Argument:
         keyword_only: whether it is given by name.
         required: whether it has no default.
         default: the default, in Python's types; None where there is none.
-        written: whether the op writes to it (`Tensor(a!)`).
+        written: whether the op writes to it, its schema may say so (`Tensor(a!)`) or not.
+        is_declared: whether the schema says so.
+        written_only_if: the boolean argument without which nothing is written; empty if none.
+        is_choice: whether it is an integer, or a list of them, that chooses what is done, as `dim`
+            does: one that may not be a symbol. Sizes may.
         list_size: of a list that a single number is repeated for (`int[2]`); 0 for no list.
     """
 
-    __slots__ = ("default", "keyword_only", "kind", "list_size", "name", "required", "written")
+    __slots__ = (
+        *("default", "is_choice", "is_declared", "keyword_only", "kind", "list_size", "name"),
+        *("required", "written", "written_only_if"),
+    )
 
     def __init__(
         self,
@@ -40,6 +99,9 @@ class Argument:
         required: bool,
         default: Any,
         written: bool,
+        is_declared: bool,
+        written_only_if: str,
+        is_choice: bool,
         list_size: int,
     ) -> None:
         self.name = name
@@ -48,6 +110,9 @@ class Argument:
         self.required = required
         self.default = default
         self.written = written
+        self.is_declared = is_declared
+        self.written_only_if = written_only_if
+        self.is_choice = is_choice
         self.list_size = list_size
 
     @property
@@ -65,11 +130,19 @@ class Op:
         schema = overload._schema
         self.overload = overload
         self.name = qualified_name(overload)
-        self.arguments = tuple(_argument(arg) for arg in schema.arguments)
+        hidden = HIDDEN_WRITES.get(self.name.partition(".")[0], _NO_HIDDEN_WRITES)
+        self.arguments = tuple(_argument(arg, hidden) for arg in schema.arguments)
         self.positional = tuple(a for a in self.arguments if not a.keyword_only)
         self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
         self.returns = tuple(schema.returns)
-        self.mutates = any(a.written for a in self.arguments)
+        #: Whether its schema says that it writes to an argument.
+        self.mutates = any(a.is_declared for a in self.arguments)
+        #: Whether it may write to one, said or not: what a second run of it must know.
+        self.writes = any(a.written for a in self.arguments)
+        #: Whether it says that it writes to an argument or returns a part of one.
+        self.writes_or_aliases = any(
+            a.alias_info is not None for a in (*schema.arguments, *schema.returns)
+        )
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
         #: Where each argument stands, and its kind, by name.
         self.index = {a.name: i for i, a in enumerate(self.arguments)}
@@ -134,13 +207,30 @@ class Call:
     def named(self) -> dict[str, Any]:
         return {a.name: value for a, value in zip(self.op.arguments, self.values, strict=True)}
 
+    @property
+    def writes(self) -> bool:
+        """Whether the op writes to an argument of this call."""
+        return any(True for _ in self.written())
+
+    def written(self) -> Iterator[tuple[Argument, torch.Tensor]]:
+        """Every tensor that this call writes to, with the argument that it is or is in."""
+        if not self.op.writes:
+            return
+        for argument, value in zip(self.op.arguments, self.values, strict=True):
+            only_if = argument.written_only_if
+            if argument.written and (not only_if or self.values[self.op.index[only_if]]):
+                for tensor in _tensors(value):
+                    yield argument, tensor
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor among the arguments, those inside lists too."""
         for value in self.values:
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif isinstance(value, (list, tuple)):
-                yield from (item for item in value if isinstance(item, torch.Tensor))
+            yield from _tensors(value)
+
+    def named_tensors(self) -> Iterator[tuple[Argument, torch.Tensor]]:
+        """The same, each with the argument that it is or is in."""
+        for argument, value in zip(self.op.arguments, self.values, strict=True):
+            yield from ((argument, tensor) for tensor in _tensors(value))
 
 
 def qualified_name(overload: OpOverload) -> str:
@@ -168,13 +258,30 @@ def resolve(op: str | OpOverload | OpOverloadPacket | Op) -> Op:
         return _op(op)
     if isinstance(op, OpOverloadPacket):
         return _op(_overload(op, "default"))
-    if not isinstance(op, str) or "::" not in op:
+    namespace, symbol = _parts(op) if isinstance(op, str) else ("", "")
+    if not namespace:
+        near = _near("aten", op.rpartition(".")[2]) if isinstance(op, str) else ""
         raise RegistrationError(
-            f"{op!r} does not name an op: give it as torch prints it, such as 'aten::mul.Tensor' "
-            "or 'aten::_softmax', or as the OpOverload, such as torch.ops.aten.mul.Tensor"
+            f"{op!r} does not name an op{near or ':'} give it as torch prints it, such as "
+            "'aten::mul.Tensor' or 'aten::_softmax', or as the OpOverload, such as "
+            "torch.ops.aten.mul.Tensor"
         )
-    namespace, symbol = op.split("::", 1)
     return resolve_symbol(namespace, symbol)
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """An op's namespace and symbol; empty ones where the name has no namespace.
+
+    >>> _parts("aten::mul.Tensor"), _parts("torch.ops.aten.mul.Tensor"), _parts("F.rms_norm")
+    (('aten', 'mul.Tensor'), ('aten', 'mul.Tensor'), ('', ''))
+    """
+    if "::" in name:
+        namespace, symbol = name.split("::", 1)
+        return namespace, symbol
+    # As Python writes it: torch.ops.aten.mul.Tensor, and how an OpOverload prints.
+    namespace, _, symbol = name.removeprefix("torch.ops.").partition(".")
+    is_op = name.startswith("torch.ops.") or namespace == "aten"
+    return (namespace, symbol) if is_op and symbol else ("", "")
 
 
 def resolve_symbol(namespace: str, symbol: str) -> Op:
@@ -194,13 +301,35 @@ def resolve_symbol(namespace: str, symbol: str) -> Op:
 
 
 def _overload(packet: OpOverloadPacket, overload: str) -> OpOverload:
-    names = packet.overloads()
-    if overload not in names:
-        listed = ", ".join(f"{packet._qualified_op_name}.{name}" for name in names)
-        raise RegistrationError(
-            f"{packet._qualified_op_name} has no overload {overload!r}: name one of {listed}"
-        )
-    return getattr(packet, overload)
+    names = _overloads(packet)
+    if overload in names:
+        return getattr(packet, overload)
+    listed = ", ".join(
+        packet._qualified_op_name + (f".{name}" if name != "default" else "") for name in names
+    )
+    raise RegistrationError(
+        f"{packet._qualified_op_name} has no overload {overload!r}: name one of {listed}"
+    )
+
+
+def resolve_all(namespace: str, name: str) -> list[Op]:
+    """The ops of all overloads that the dispatcher has of one name.
+
+    >>> [op.name for op in resolve_all("aten", "exp")]  # not TorchScript's `exp.float`
+    ['aten::exp', 'aten::exp.out']
+    """
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return [_op(getattr(packet, overload)) for overload in _overloads(packet)]
+
+
+def _overloads(packet: OpOverloadPacket) -> list[str]:
+    return [name for name in packet.overloads() if _is_dispatched(packet, name)]
+
+
+def _is_dispatched(packet: OpOverloadPacket, overload: str) -> bool:
+    """Whether the dispatcher has the overload; TorchScript has some more, of Python's numbers."""
+    name = packet._qualified_op_name + (f".{overload}" if overload != "default" else "")
+    return bool(torch._C._dispatch_has_kernel(name))  # which says whether it knows the name
 
 
 @cache
@@ -212,8 +341,17 @@ def _near(namespace: str, name: str) -> str:
     known = {full.split(".")[0] for full in torch._C._dispatch_get_all_op_names()}
     if not any(full.startswith(f"{namespace}::") for full in known):
         return f"; import the library that defines the namespace {namespace!r} first"
-    near = difflib.get_close_matches(f"{namespace}::{name}", known, n=3)
+    whole = f"{namespace}::{name}"
+    near = [whole] if whole in known else []
+    near += [each for each in difflib.get_close_matches(whole, known, n=3) if each != whole]
     return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
 def _fresh(value: Any) -> Any:
@@ -251,20 +389,31 @@ def _typed(kind: str, default: Any) -> Any:
     return default
 
 
-def _argument(arg: Any) -> Argument:
+def _argument(arg: Any, hidden: HiddenWrites) -> Argument:
     required = not arg.has_default_value()
     kind = str(arg.real_type)
     default = None if required else _typed(kind, arg.default_value)
     alias = arg.alias_info
+    is_declared = alias is not None and alias.is_write
+    is_hidden = arg.name in hidden.arguments and not is_declared
     return Argument(
         name=arg.name,
         kind=kind,
         keyword_only=arg.kwarg_only,
         required=required,
         default=default,
-        written=alias is not None and alias.is_write,
+        written=is_declared or is_hidden,
+        is_declared=is_declared,
+        written_only_if=hidden.only_if if is_hidden else "",
+        is_choice=_is_choice(arg.real_type),
         list_size=(arg.N or 1) if "List[" in kind else 0,
     )
+
+
+def _is_choice(declared: Any) -> bool:
+    while declared.kind() in ("OptionalType", "ListType"):
+        declared = declared.getElementType()
+    return bool(declared.kind() == "IntType")
 
 
 def check_dispatch_key(dispatch_key: str) -> None:
@@ -298,8 +447,11 @@ def check_accepts(
         leading: what comes before the op's own arguments (`["DispatchKeySet"]`).
 
     Raises:
-        RegistrationError: the call could never bind. Callables without a signature pass.
+        RegistrationError: the call could never bind. Callables without a signature pass, and what
+            is not imported yet.
     """
+    if isinstance(function, Lazy):
+        return
     if not callable(function):
         raise RegistrationError(f"{what} for {op.name} must be callable, not {function!r}")
     names = [a.name for a in op.keyword_only]
@@ -314,10 +466,25 @@ def check_accepts(
         signature.bind(*args, **dict.fromkeys(names))
     except TypeError as error:
         wanted = ", ".join(args + [f"{name}=" for name in names])
+        mend = ""
+        if leading and _takes(signature, args[len(leading) :], names):
+            mend = (
+                ". It takes the op's own arguments: give cond=, which says for which calls it "
+                "runs, or unconditional_override=True for all of them; with neither, it decides "
+                "for itself, and gets the torch.DispatchKeySet first"
+            )
         raise RegistrationError(
             f"{what} {_describe(function)}{signature} cannot take the arguments of {op.name}: "
-            f"{error}. It is called with ({wanted}); the schema is {op.overload._schema}"
+            f"{error}. It is called with ({wanted}); the schema is {op.overload._schema}{mend}"
         ) from None
+
+
+def _takes(signature: inspect.Signature, args: Sequence[str], names: Sequence[str]) -> bool:
+    try:
+        signature.bind(*args, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
 
 
 def _plainly_accepts(function: Callable[..., Any], positional: int, names: list[str]) -> bool:
@@ -332,10 +499,14 @@ def _plainly_accepts(function: Callable[..., Any], positional: int, names: list[
     code, defaults = function.__code__, len(function.__defaults__ or ())
     first = code.co_argcount
     by_name = code.co_varnames[first : first + code.co_kwonlyargcount]
+    takes_more = bool(code.co_flags & inspect.CO_VARARGS)
+    takes_any_name = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     return (
-        not code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-        and first - defaults <= positional <= first
-        and set(names) <= set(by_name)
+        first - defaults <= positional
+        and (takes_more or positional <= first)
+        # A name that is a positional parameter's as well would be given twice.
+        and (takes_any_name or set(names) <= set(by_name))
+        and not set(names) & set(code.co_varnames[:first])
         and set(by_name) <= {*names, *(function.__kwdefaults__ or ())}
     )
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from opgraft import events
+from opgraft._notebook import Shown
 from opgraft.explanation.leaf import native_origin
 from opgraft.explanation.verdicts import Status, Verdict, judge, label
 from opgraft.registry import Chain, Override, Selector, registry
@@ -124,7 +125,7 @@ class Row:
         }
 
 
-class Trace:
+class Trace(Shown):
     """Routing decisions of what ran while it was open. Prints as a table; iterates over rows."""
 
     def __init__(self) -> None:

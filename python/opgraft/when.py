@@ -34,6 +34,7 @@ __all__ = [
     "Number",
     "aligned",
     "device_capability",
+    "dim",
     "dtype",
     "is_contiguous",
     "is_none",
@@ -483,6 +484,38 @@ class _Arithmetic(Number):
     def __repr__(self) -> str:
         right = self._inner(self.right, tighter=True)
         return f"{self._inner(self.left)} {self.symbol} {right}"
+
+
+class _Dim(_Arithmetic):
+    """A dimension's number, from the first; a negative one to compare with is from the end."""
+
+    def __init__(self, name: str, tensor: TensorName) -> None:
+        self._ndim = ndim(tensor)
+        super().__init__("%", value(name), self._ndim)
+
+    def _counted(self, other: Any) -> Any:
+        is_from_the_end = type(other) is int and other < 0
+        return self._ndim + other if is_from_the_end else other
+
+    def __lt__(self, other: Any) -> Condition:
+        return super().__lt__(self._counted(other))
+
+    def __le__(self, other: Any) -> Condition:
+        return super().__le__(self._counted(other))
+
+    def __gt__(self, other: Any) -> Condition:
+        return super().__gt__(self._counted(other))
+
+    def __ge__(self, other: Any) -> Condition:
+        return super().__ge__(self._counted(other))
+
+    def __eq__(self, other: object) -> Condition:  # type: ignore[override]
+        return super().__eq__(self._counted(other))
+
+    def __ne__(self, other: object) -> Condition:  # type: ignore[override]
+        return super().__ne__(self._counted(other))
+
+    __hash__ = object.__hash__
 
 
 def _arithmetic(symbol: str, left: Operand, right: Operand) -> Number:
@@ -968,6 +1001,21 @@ def value(name: str) -> Number:
     (True, False)
     """
     return _Value(name)
+
+
+def dim(name: str = "dim", tensor: TensorName = "self") -> Number:
+    """The dimension of `tensor` that a scalar argument names, whichever way it is counted.
+
+    For a tensor of two dimensions `x.cumsum(1)` and `x.cumsum(-1)` are the same call, and
+    `value("dim") == -1` holds for the second alone. Compare with a number from 0 on, or with a
+    negative one, which counts from the end. Undefined for a tensor without dimensions.
+
+    >>> import torch
+    >>> last = dim("dim", "x") == -1
+    >>> [last.holds({"x": torch.ones(2, 3), "dim": each}) for each in (1, -1, 0, -2)]
+    [True, True, False, False]
+    """
+    return _Dim(name, tensor)
 
 
 def length(name: str) -> Number:

@@ -30,9 +30,14 @@ def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
     >>> torch.result_type(torch.ones(2, dtype=torch.int32), wrapped_number(2.5))
     torch.float32
     """
+    from opgraft.router import threads
+    from opgraft.schema import resolve
+
     kind = next(kind for kind in _DTYPES if isinstance(value, kind))
     storage = torch.tensor(value, dtype=_DTYPES[kind], device="cpu")
-    return seeds()[kind].detach().set_(storage)  # type: ignore[call-overload, no-any-return]
+    seed = seeds()[kind].detach()
+    with threads.bypassing(resolve("aten::set_.source_Tensor")):  # its overrides may want a number
+        return seed.set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
 @cache

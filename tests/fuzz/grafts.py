@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ OPS: dict[Kind, tuple[str, ...]] = {
         *("aten::_softmax_backward_data", "aten::_log_softmax_backward_data"),
         *("aten::threshold_backward", "aten::tanh_backward", "aten::sigmoid_backward"),
         *("aten::gelu_backward", "aten::native_layer_norm_backward", "aten::index_add"),
+        # lists of outputs, and what writes without saying so
+        *("aten::unbind.int", "aten::split.Tensor", "aten::_foreach_mul.Scalar"),
+        *("aten::native_batch_norm", "aten::native_batch_norm_backward"),
     ),
     "smooth": (
         *("aten::tanh", "aten::sigmoid", "aten::_softmax", "aten::mul.Tensor", "aten::mm"),
@@ -34,6 +38,13 @@ OPS: dict[Kind, tuple[str, ...]] = {
         "aten::sigmoid_backward",
     ),
 }
+
+#: Composite ops that programs reach and that write or alias: with an override that never holds they
+#: do what they do without, down to the graph's nodes.
+COMPOSITES = (
+    *("aten::reshape", "aten::contiguous", "aten::flatten.using_ints", "aten::narrow"),
+    *("aten::chunk", "aten::to.dtype", "aten::expand_as", "aten::matmul"),
+)
 
 
 def register(seed: int, kind: Kind, key: str = "CPU") -> list[opgraft.Override]:
@@ -50,12 +61,20 @@ def register(seed: int, kind: Kind, key: str = "CPU") -> list[opgraft.Override]:
     for op in rng.sample(OPS[kind], count):
         for _ in range(rng.choice((1, 1, 1, 2, 4))):
             registered.append(_register(rng, kind, op, key))
+    for op in rng.sample(COMPOSITES, rng.randint(0, len(COMPOSITES))):
+        registered.append(
+            opgraft.register_op_override(*op.split("::"), key, _never, cond=when.ndim("self") == 99)
+        )
     return registered
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("its condition never holds")
 
 
 def _register(rng: random.Random, kind: Kind, op: str, key: str) -> opgraft.Override:
     operator = resolve(op)
-    impl, terms = _impl(rng, kind, op, operator.mutates)
+    impl, terms = _impl(rng, kind, op, operator.writes)
     namespace, _, symbol = op.partition("::")
     return opgraft.register_op_override(
         *(namespace, symbol, key, impl),
@@ -101,12 +120,16 @@ def _condition(rng: random.Random, operator: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ impls
 
 
+#: Ops whose first argument is a list.
+_TAKE_LISTS = ("aten::cat", "aten::_foreach_mul.Scalar")
+
+
 class Broken(RuntimeError):
     """What an impl raises that is meant to fall back."""
 
 
 def _impl(
-    rng: random.Random, kind: Kind, op: str, mutates: bool
+    rng: random.Random, kind: Kind, op: str, writes: bool
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """An impl, and what it must be registered with."""
     own = (SMOOTH if kind == "smooth" else EXACT).get(op)
@@ -118,7 +141,11 @@ def _impl(
     def by_itself(*args: Any, **kwargs: Any) -> Any:
         return overload(*args, **kwargs)
 
+    made_of_others = _is_made_of_others(op)
+
     def by_native(*args: Any, **kwargs: Any) -> Any:
+        # A kernel's own calls are not cast by its caller's autocast, so an impl's are not either.
+        assert made_of_others or not torch._C._is_any_autocast_enabled()
         return native(*args, **kwargs)
 
     def with_keyset(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -132,9 +159,15 @@ def _impl(
     choice = rng.choice(("itself", "native", "keyset", "broken"))
     if choice == "keyset":
         return with_keyset, {"name": f"keyset {rng.randrange(10**9)}"}
-    if choice == "broken" and not mutates and op not in ("aten::cat",):
+    if choice == "broken" and not writes and op not in _TAKE_LISTS:
         return sometimes, {"on_error": "fallback"}
     return (by_native if choice == "native" else by_itself), {}
+
+
+@cache
+def _is_made_of_others(op: str) -> bool:
+    """Whether native has no kernel of its own on the CPU; asked before the first router is in."""
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
 
 
 def _topk(self: Tensor, k: int, dim: int, largest: bool, sorted: bool) -> Any:

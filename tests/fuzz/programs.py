@@ -299,6 +299,23 @@ def _hook(t: Tensor) -> Tensor:
     return t
 
 
+def _channels(rng: random.Random, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    (t,) = tensors
+    good = t.ndim in (2, 3) and t.is_floating_point() and t.numel() > t.shape[1] > 0
+    return (t.shape[1], rng.random() < 0.7) if good else None
+
+
+def _batch_norm(t: Tensor, channels: int, training: bool) -> Tensor:
+    mean, variance = (torch.full((channels,), v, dtype=t.dtype, device=t.device) for v in (0.5, 2))
+    out = F.batch_norm(t, mean, variance, training=training, momentum=0.25)
+    # With what the op has left in the statistics, of which its schema says nothing.
+    return out + (mean + variance).view(channels, *[1] * (t.ndim - 2))
+
+
+def _foreach(t: Tensor, factor: float) -> Tensor:
+    return torch._foreach_mul([t, t[:0], t], factor)[2] if t.ndim else t
+
+
 def _mask(t: Tensor) -> Tensor:
     return torch.where(t > 0, t, t * 2)
 
@@ -335,6 +352,8 @@ FUNCTIONS: dict[str, Function] = {
     "clone": Function(torch.clone, _nothing, smooth=True, unary=True),
     "contiguous": Function(Tensor.contiguous, _nothing, smooth=True),
     "to": Function(Tensor.to, _dtype),
+    "batch_norm": Function(_batch_norm, _channels, weight=4),
+    "foreach": Function(_foreach, _fraction),
     # views
     "transpose": Function(torch.transpose, _two_dims, smooth=True, unary=True, weight=3),
     "narrow": Function(torch.narrow, _cut, smooth=True, unary=True, weight=3),
@@ -344,6 +363,8 @@ FUNCTIONS: dict[str, Function] = {
     "every_other": Function(lambda t, k: t[::2], _top, smooth=True),
     "flatten": Function(torch.flatten, _nothing, smooth=True, unary=True),
     "chunk": Function(lambda t, k: torch.chunk(t, 2)[0], _top),
+    "unbind": Function(lambda t, k: torch.unbind(t, -1)[-1], _top),
+    "split": Function(lambda t, k: torch.split(t, k, -1)[-1], _top),
     "diagonal": Function(torch.diagonal, _two_dims, weight=1),
     "detach": Function(Tensor.detach, _nothing, weight=1),
     # writes

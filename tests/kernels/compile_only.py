@@ -27,7 +27,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 def compile_all(
-    module: str, capability: int, argument: int | None = None, timeout: float = 600
+    module: str, capability: int, argument: int | str | None = None, timeout: float = 600
 ) -> list[dict[str, Any]]:
     """What `configurations(argument)` of `module` compiles to, from a subprocess."""
     more = [] if argument is None else [str(argument)]
@@ -143,7 +143,8 @@ def _distinct(launches: Iterator[Any]) -> Iterator[Any]:
 def main(module: str, capability: str, *arguments: str) -> None:
     _use_driver(int(capability))
     configurations = importlib.import_module(module).configurations
-    for launch in _distinct(configurations(*map(int, arguments))):
+    parsed = (int(each) if each.isdigit() else each for each in arguments)
+    for launch in _distinct(configurations(*parsed)):
         print(json.dumps(_compile(launch)), flush=True)
 
 

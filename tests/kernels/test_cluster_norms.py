@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +15,7 @@ import torch.nn.functional as F
 
 import opgraft
 from opgraft import cutedsl_utils
-from opgraft_kernels.layer_norm import overrides as layer_norm_overrides
-from opgraft_kernels.rms_norm import overrides as rms_norm_overrides
+from opgraft_kernels.norms.overrides import LAYER_NORM, RMS_NORM, register
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_cutedsl = pytest.mark.skipif(
@@ -85,16 +85,16 @@ def _layer_norm(forward: Any, backward: Any, case: Case) -> Results:
 
 
 def _rms_norm_kernels(case: Case) -> Results:
-    from opgraft_kernels.rms_norm import cutedsl_kernels as kernels
+    from opgraft_kernels.norms import cutedsl_kernels as kernels
 
     # Of shorter rows, which others make the forward of, there is a backward alone.
-    over_clusters = case.shape[0] in kernels.FORWARD_TILES
+    over_clusters = case.shape[0] in kernels.TILES["rms_norm"].forward
     forward = kernels.rms_norm_forward if over_clusters else aten._fused_rms_norm
     return _rms_norm(forward, kernels.rms_norm_backward, case)
 
 
 def _layer_norm_kernels(case: Case) -> Results:
-    from opgraft_kernels.layer_norm import cutedsl_kernels as kernels
+    from opgraft_kernels.norms import cutedsl_kernels as kernels
 
     return _layer_norm(kernels.layer_norm_forward, kernels.layer_norm_backward, case)
 
@@ -105,7 +105,7 @@ NORMS = {
         _rms_norm_kernels,
         lambda case: _rms_norm(aten._fused_rms_norm, aten._fused_rms_norm_backward, case),
         lambda case: F.rms_norm(case.x, case.shape, case.weight, EPS),
-        rms_norm_overrides.register,
+        partial(register, RMS_NORM),
         "opgraft_kernels.rms_norm",
         has_bias=False,
     ),
@@ -113,7 +113,7 @@ NORMS = {
         _layer_norm_kernels,
         lambda case: _layer_norm(aten.native_layer_norm, aten.native_layer_norm_backward, case),
         lambda case: F.layer_norm(case.x, case.shape, case.weight, case.bias, EPS),
-        layer_norm_overrides.register,
+        partial(register, LAYER_NORM),
         "opgraft_kernels.layer_norm",
         has_bias=True,
     ),
@@ -221,14 +221,14 @@ def test_output_mask(norm: Norm, mask: tuple[int, int], hidden: int) -> None:
     every = norm.kernels(case)
     wanted = [True, *(bool(m) for m in mask)]
     if norm.has_bias:
-        from opgraft_kernels.layer_norm.cutedsl_kernels import layer_norm_backward
+        from opgraft_kernels.norms.cutedsl_kernels import layer_norm_backward
 
         some = layer_norm_backward(
             case.grad, case.x, case.shape, every["mean"], every["rstd"], case.weight, case.bias,
             wanted,
         )  # fmt: skip
     else:
-        from opgraft_kernels.rms_norm.cutedsl_kernels import rms_norm_backward
+        from opgraft_kernels.norms.cutedsl_kernels import rms_norm_backward
 
         wanted = wanted[:2]
         some = rms_norm_backward(case.grad, case.x, case.shape, every["rstd"], case.weight, wanted)
@@ -378,10 +378,10 @@ def test_other_calls_are_declined(norm: Norm) -> None:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", NORMS)
 def test_calls_are_taken_from_the_crossover_on(name: str, direction: str) -> None:
-    module = {"rms_norm": rms_norm_overrides, "layer_norm": layer_norm_overrides}[name]
-    kernels = importlib.import_module(f"opgraft_kernels.{name}.cutedsl_kernels")
-    crossovers = getattr(module, f"_CLUSTER_{direction.upper()}")
-    assert crossovers.keys() == getattr(kernels, f"{direction.upper()}_TILES").keys()
+    kernels = importlib.import_module("opgraft_kernels.norms.cutedsl_kernels")
+    declared = {"rms_norm": RMS_NORM, "layer_norm": LAYER_NORM}[name]
+    crossovers = getattr(declared, direction).clusters
+    assert crossovers.keys() == getattr(kernels.TILES[name], direction).keys()
     norm = NORMS[name]
     override = _registered(norm)[f"{direction}_by_cluster"]
     override.plans.table.runs_all = True  # whether or not a launch from Python pays

@@ -47,7 +47,9 @@ def test_attention_fits(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
 def test_layer_norm_fits(capability: int) -> None:
-    compiled = compile_all("opgraft_kernels.layer_norm.triton_kernels", capability)
+    compiled = compile_all(
+        "opgraft_kernels.norms.triton_kernels", capability, argument="layer_norm"
+    )
     assert {found["kernel"] for found in compiled} == {
         "_forward_rows_kernel",
         "_forward_chunks_kernel",
@@ -71,7 +73,7 @@ _COMPILE_CUTEDSL = """
 import os, pathlib
 from opgraft_kernels.{package} import cutedsl_kernels as kernels
 folder = pathlib.Path(os.environ["CUTE_DSL_DUMP_DIR"])
-for number, kind in enumerate(kernels.kinds()):
+for number, kind in enumerate(kernels.kinds({arguments})):
     kernels.compile_kind(kind)
     (folder / str(number)).mkdir()
     for file in folder.glob("*.cubin"):
@@ -91,8 +93,11 @@ def cutedsl() -> list[str]:
     pytest.skip("needs CuteDSL and FlashAttention-4: make cutedsl")
 
 
-@pytest.mark.parametrize("package", ["attention", "rms_norm", "layer_norm"])
-def test_cutedsl_fits(package: str, cutedsl: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [("attention", ""), ("norms", "'rms_norm'"), ("norms", "'layer_norm'")],
+)
+def test_cutedsl_fits(package: str, arguments: str, cutedsl: list[str], tmp_path: Path) -> None:
     """For sm_90a alone: the kernels are Hopper's."""
     environment = {
         **os.environ,
@@ -103,7 +108,7 @@ def test_cutedsl_fits(package: str, cutedsl: list[str], tmp_path: Path) -> None:
         "CUTE_DSL_DUMP_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(filter(None, cutedsl)),
     }
-    script = _COMPILE_CUTEDSL.format(package=package)
+    script = _COMPILE_CUTEDSL.format(package=package, arguments=arguments)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
@@ -116,14 +121,13 @@ def test_cutedsl_fits(package: str, cutedsl: list[str], tmp_path: Path) -> None:
 
 
 _COUNT_SHARED_MEMORY = """
-from opgraft_kernels.rms_norm import cutedsl_kernels as rms_norm
-from opgraft_kernels.layer_norm import cutedsl_kernels as layer_norm
-for kernels in (rms_norm, layer_norm):
-    for tile in kernels.FORWARD_TILES.values():
+from opgraft_kernels.norms import cutedsl_kernels as kernels
+for tiles in kernels.TILES.values():
+    for tile in tiles.forward.values():
         print(tile.per_sm, tile.shared_memory(1, sums=2))
-    for tile in kernels.BACKWARD_TILES.values():
+    for tile in tiles.backward.values():
         print(tile.per_sm, tile.shared_memory(2 * tile.stages, sums=4))
-    for tile in (*kernels.FORWARD_TILES.values(), *kernels.BACKWARD_TILES.values()):
+    for tile in (*tiles.forward.values(), *tiles.backward.values()):
         assert tile.cluster <= 8, "a launch of larger clusters is not portable"
 """
 

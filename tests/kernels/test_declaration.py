@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,29 @@ def test_norms_in_graphs_are_opaque_where_that_was_faster(
     assert isinstance(policy, Condition)
     inputs = {size: torch.empty(shape, device="meta") for size, shape in SHAPES.items()}
     assert {size for size, x in inputs.items() if policy.holds({"input": x})} == opaque
+
+
+def test_every_named_impl_of_the_pack_is_there() -> None:
+    """In a process of its own: registering imports no DSL, and Triton's functions can be found."""
+    script = """
+import os, sys
+os.environ["OPGRAFT_PACKS"] = "none"
+os.environ.pop("TRITON_INTERPRET", None)
+import opgraft, opgraft_kernels
+from opgraft.lazy_impl import Lazy
+from opgraft.schema import check_accepts
+overrides = opgraft_kernels.register()
+assert not {"triton", "cutlass"} & set(sys.modules)
+named = [each for each in overrides if isinstance(each.impl, Lazy)]
+assert len(named) >= 8
+for override in named:
+    if override.dsl == "triton":
+        check_accepts(override.impl.load(), override.operator, what=override.name)
+print("found", sum(override.dsl == "triton" for override in named))
+"""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) >= 4

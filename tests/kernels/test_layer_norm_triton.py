@@ -17,8 +17,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import opgraft
-from opgraft_kernels.layer_norm import overrides as layer_norm_overrides
-from opgraft_kernels.layer_norm.triton_kernels import layer_norm_backward, layer_norm_forward
+from opgraft_kernels.norms.overrides import LAYER_NORM, condition, register
+from opgraft_kernels.norms.triton_kernels import layer_norm_backward, layer_norm_forward
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -212,7 +212,7 @@ def test_parameter_gradients_have_the_same_bits(
 
 
 def test_overrides_take_what_they_are_for(device: torch.device, dispatch_key: str) -> None:
-    forward, backward = layer_norm_overrides.register(dispatch_key)[:2]
+    forward, backward = register(LAYER_NORM, dispatch_key)[:2]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     case = _case((16384, 8192) if device.type == "cuda" else (64, 32), dtype, device)
     ours = _through_op(case)
@@ -242,7 +242,7 @@ def test_overrides_take_what_they_are_for(device: torch.device, dispatch_key: st
     ],
 )
 def test_forward_condition_declines(wrong: dict[str, object]) -> None:
-    condition = layer_norm_overrides.forward_condition("CPU")
+    wanted = condition(LAYER_NORM, "forward", "CPU")
     fine = {
         "input": torch.ones(64, 8),
         "normalized_shape": [8],
@@ -250,8 +250,8 @@ def test_forward_condition_declines(wrong: dict[str, object]) -> None:
         "bias": torch.ones(8),
         "eps": EPS,
     }
-    assert condition.holds(fine)
-    assert not condition.holds({**fine, **wrong})
+    assert wanted.holds(fine)
+    assert not wanted.holds({**fine, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_forward_condition_declines(wrong: dict[str, object]) -> None:
     ],
 )
 def test_backward_condition_declines(wrong: dict[str, torch.Tensor]) -> None:
-    condition = layer_norm_overrides.backward_condition("CPU")
+    wanted = condition(LAYER_NORM, "backward", "CPU")
     fine = {
         "grad_out": torch.ones(64, 8),
         "input": torch.ones(64, 8),
@@ -275,8 +275,8 @@ def test_backward_condition_declines(wrong: dict[str, torch.Tensor]) -> None:
         "bias": None,
         "output_mask": [True] * 3,
     }
-    assert condition.holds(fine)
-    assert not condition.holds({**fine, **wrong})
+    assert wanted.holds(fine)
+    assert not wanted.holds({**fine, **wrong})
 
 
 # ------------------------------------------------------------------------------- the GPU alone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 pytest.importorskip("triton")
 
 from opgraft_kernels import rows as shared
+from opgraft_kernels.norms.triton_kernels import example_launches
 
 MULTIPROCESSORS = 132  # an H200's
 
 
 def backward_launches(norm: str, rows: int, hidden: int) -> list[Any]:
-    kernels = importlib.import_module(f"opgraft_kernels.{norm}.triton_kernels")
-    _, *launches = kernels._configuration(torch.bfloat16, hidden, MULTIPROCESSORS, rows=rows)
+    _, *launches = example_launches(norm, MULTIPROCESSORS, torch.bfloat16, hidden, rows)
     return launches
 
 
@@ -35,8 +34,8 @@ def backward_launches(norm: str, rows: int, hidden: int) -> list[Any]:
 def test_launches_of_a_backward(norm: str, rows: int, hidden: int, launches: int) -> None:
     found = backward_launches(norm, rows, hidden)
     assert len(found) == launches
-    together = found[0].options["launch_cooperative_grid"]
-    assert together == (launches == 1)  # programs that wait for one another must all run at once
+    cooperative = found[0].options["launch_cooperative_grid"]
+    assert cooperative == (launches == 1)  # programs that wait for one another must all run at once
     assert found[0].grid <= MULTIPROCESSORS
 
 
@@ -48,7 +47,7 @@ def test_one_program_makes_all_of_the_smallest() -> None:
 
 @pytest.mark.parametrize("hidden", [1, 128, 1024, 4096])
 def test_sums_fit_into_registers_and_few_kinds_of_them_are_compiled(hidden: int) -> None:
-    tiles = [shared.together_constexprs(hidden, each, together=True) for each in range(2, 133)]
+    tiles = [shared.sum_constexprs(hidden, each, one_launch=True) for each in range(2, 133)]
     assert max(tile["SUM_ROWS"] * tile["SUM_BLOCK"] for tile in tiles) <= 4096
     assert len({tuple(tile.values()) for tile in tiles}) <= 5
     for programs in (4, 8, 16, 31, 64, 132):

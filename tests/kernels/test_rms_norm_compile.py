@@ -25,7 +25,7 @@ def _is_unaligned(found: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
 def test_every_configuration_fits(capability: int) -> None:
-    compiled = compile_all("opgraft_kernels.rms_norm.triton_kernels", capability)
+    compiled = compile_all("opgraft_kernels.norms.triton_kernels", capability, argument="rms_norm")
     kernels = {found["kernel"] for found in compiled}
     assert kernels == {
         "_forward_rows_kernel",
@@ -33,7 +33,7 @@ def test_every_configuration_fits(capability: int) -> None:
         "_forward_split_kernel",
         "_backward_rows_kernel",
         "_backward_split_kernel",
-        "_row_mean_kernel",
+        "_row_means_kernel",
         "_backward_columns_kernel",
         "sum_partials_kernel",
     }
@@ -47,10 +47,10 @@ def test_every_configuration_fits(capability: int) -> None:
 
 def _resident(found: dict[str, Any]) -> int:
     """How many such programs a multiprocessor has to hold, for those that wait for one another."""
-    from opgraft_kernels.rms_norm import triton_kernels
+    from opgraft_kernels.norms.triton_kernels import _RMS_NORM
 
     split = {
-        "_forward_split_kernel": triton_kernels._forward_split,
-        "_backward_split_kernel": triton_kernels._backward_split,
+        "_forward_split_kernel": _RMS_NORM.forward_split,
+        "_backward_split_kernel": _RMS_NORM.backward_split,
     }.get(found["kernel"])
     return split(2).per_sm if split else 1

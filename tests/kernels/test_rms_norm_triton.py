@@ -17,9 +17,9 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import opgraft
-from opgraft_kernels.rms_norm import overrides as rms_norm_overrides
-from opgraft_kernels.rms_norm import triton_kernels
-from opgraft_kernels.rms_norm.triton_kernels import rms_norm_backward, rms_norm_forward
+from opgraft_kernels.norms import triton_kernels
+from opgraft_kernels.norms.overrides import RMS_NORM, condition, register
+from opgraft_kernels.norms.triton_kernels import rms_norm_backward, rms_norm_forward
 
 EPS32 = torch.finfo(torch.float32).eps
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -255,7 +255,7 @@ def test_weight_gradient_has_the_same_bits(rows: int, hidden: int, device: torch
 def test_overrides_take_what_they_are_for(
     has_weight: bool, device: torch.device, dispatch_key: str
 ) -> None:
-    forward, backward = rms_norm_overrides.register(dispatch_key)[:2]
+    forward, backward = register(RMS_NORM, dispatch_key)[:2]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = (16384, 8192) if device.type == "cuda" else (64, 32)
     x, weight, g = _case(shape, 1, dtype, device, has_weight)
@@ -301,11 +301,11 @@ def _declines(condition: object, **arguments: object) -> bool:
 def test_conditions_decline_what_the_kernels_would_get_wrong(
     x: torch.Tensor, weight: torch.Tensor | None, normalized_shape: list[int]
 ) -> None:
-    condition = rms_norm_overrides.forward_condition("CPU")
+    wanted = condition(RMS_NORM, "forward", "CPU")
     fine = {"input": torch.ones(64, 8), "normalized_shape": [8], "weight": None, "eps": None}
-    assert condition.holds(fine)
-    assert condition.holds({**fine, "weight": torch.ones(8)})
-    assert _declines(condition, input=x, normalized_shape=normalized_shape, weight=weight, eps=1e-5)
+    assert wanted.holds(fine)
+    assert wanted.holds({**fine, "weight": torch.ones(8)})
+    assert _declines(wanted, input=x, normalized_shape=normalized_shape, weight=weight, eps=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_conditions_decline_what_the_kernels_would_get_wrong(
     ids=str,
 )
 def test_backward_condition_declines(wrong: dict[str, torch.Tensor]) -> None:
-    condition = rms_norm_overrides.backward_condition("CPU")
+    wanted = condition(RMS_NORM, "backward", "CPU")
     fine = {
         "grad_out": torch.ones(64, 8),
         "input": torch.ones(64, 8),
@@ -329,8 +329,8 @@ def test_backward_condition_declines(wrong: dict[str, torch.Tensor]) -> None:
         "weight": torch.ones(8),
         "output_mask": [True, True],
     }
-    assert condition.holds(fine)
-    assert _declines(condition, **{**fine, **wrong})
+    assert wanted.holds(fine)
+    assert _declines(wanted, **{**fine, **wrong})
 
 
 # ------------------------------------------------------------------------------- the GPU alone

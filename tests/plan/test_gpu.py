@@ -522,3 +522,72 @@ def test_threads_streams_changing_shapes_evictions_and_toggling(
     assert max(recorded, override.plans.recordings) > 0
     assert override.hits > CALLS // 10
     assert abs(memory[1] - memory[0]) <= 2**20, memory
+
+
+# ------------------------------------------------------------------ what a plan relies on
+
+
+def register_as(op: str, impl: Callable[..., Any]) -> opgraft.Override:
+    return opgraft.register_op_override(
+        "aten", op, "CUDA", impl, unconditional_override=True, launch_plan=True
+    )
+
+
+def test_two_slices_of_one_storage() -> None:
+    def second(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(self)
+        triton_kernels.scale(torch.broadcast_tensors(self, other)[1], out, 2.0)
+        return out
+
+    override = register_as("mul.Tensor", second)
+    for distance in (256, 256, 256, 256, 512, 256, 512, 512, 512):
+        qkv = torch.randn(1024, device="cuda")
+        q, k = qkv[:256], qkv[distance : distance + 256]
+        assert torch.equal(q.mul(k), k + k)
+    assert override.plans.hits > 2
+
+
+def test_an_op_that_writes() -> None:
+    def relu_(self: torch.Tensor) -> torch.Tensor:
+        triton_kernels.scale(self, self, 2.0)
+        return self
+
+    override = register_as("relu_", relu_)
+    for _ in range(6):
+        x = torch.randn(1000, device="cuda")
+        expected = x + x
+        assert torch.relu_(x) is x
+        assert torch.equal(x, expected)
+    assert override.plans.hits == 3
+
+
+def test_another_overlap_of_the_output() -> None:
+    def neg(self: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        triton_kernels.scale(self.clone(), out, -1.0)
+        return out
+
+    override = register_as("neg.out", neg)
+    for shift in (512, 512, 512, 512, 16, 16, 512, 16, 16, -16):
+        base = torch.randn(2048, device="cuda")
+        x, out = base[600:1000], base[600 + shift : 1000 + shift]
+        expected = 0.0 - x
+        torch.neg(x, out=out)
+        assert torch.equal(out, expected)
+    assert override.plans.hits > 1
+
+
+def test_another_dtype_of_autocast() -> None:
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        product = self @ self.t()
+        out = torch.empty_like(product)
+        triton_kernels.scale(product, out, 2.0)
+        return out.float()
+
+    override = register_as("_softmax", impl)
+    for dtype in [torch.bfloat16] * 4 + [torch.float16, torch.bfloat16] * 4:
+        x = torch.randn(16, 16, device="cuda")
+        with torch.autocast("cuda", dtype=dtype):
+            got = torch.ops.aten._softmax(x, -1, False)
+            expected = impl(x, -1, False)
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+    assert override.plans.hits > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -542,6 +543,12 @@ def with_a_resized_tensor(self: torch.Tensor, dim: int, half_to_float: bool) -> 
 
 def with_a_launch_nobody_sees(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     out = torch.empty_like(self)
+    ctypes.memmove(out.data_ptr(), self.data_ptr(), self.nbytes)
+    return out
+
+
+def with_numpy(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    out = torch.empty_like(self)
     out.numpy()[:] = 2 * self.detach().numpy()
     return out
 
@@ -589,6 +596,7 @@ def library() -> Any:
         (with_writing_to_an_argument, "it writes to an argument"),
         (with_a_resized_tensor, "changes a tensor's shape in place"),
         (with_a_launch_nobody_sees, "is not what Python computed"),
+        (with_numpy, "it reads a tensor's values"),
         (with_other_things_every_time, "did different things"),
         (with_an_op_of_a_library, "not one of PyTorch's own ops"),
         (with_the_native_kernel, "aten::_softmax itself"),

@@ -102,6 +102,18 @@ heuristic = triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args
 )
 
 
+@triton.jit
+def scale_kernel(x_ptr, y_ptr, factor, n, BLOCK: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + columns, mask=columns < n)
+    tl.store(y_ptr + columns, x * factor, mask=columns < n)
+
+
+def scale(x: torch.Tensor, y: torch.Tensor, factor: float) -> None:
+    """`y = factor * x`, for contiguous tensors."""
+    scale_kernel[(triton.cdiv(x.numel(), 256),)](x, y, factor, x.numel(), BLOCK=256)
+
+
 def _outputs(x: torch.Tensor) -> tuple[int, int, torch.Tensor, torch.Tensor]:
     hidden = x.shape[-1]
     rstd = torch.empty((*x.shape[:-1], 1), device=x.device, dtype=torch.float32)

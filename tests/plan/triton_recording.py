@@ -95,7 +95,7 @@ def record(impl: Any) -> dict[str, Any]:
     router.set_hooks(**hooks)
     x, weight = torch.randn(64, 1024), torch.randn(1024)
     call = op.bind((x, [1024], weight, EPS), {})
-    recording = Recording(core, router, call, None, torch.device("cpu"), 0)
+    recording = Recording(core, router, call, torch.device("cpu"))
     inner = recording.recorder
     recording.recorder = recorder = Recorder(inner)
     with recording.watching():

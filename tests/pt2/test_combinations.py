@@ -162,6 +162,22 @@ def test_an_op_that_inductor_calls_as_it_is_under_auto(cpp_wrapper: bool) -> Non
     check(run, attend, attention, 1, torch.randn(2, 2, 4, 8))
 
 
+@pytest.mark.parametrize(
+    ("cpp_wrapper", "policy", "hits"), [(False, "auto", 1), (True, "auto", 0), (True, "opaque", 1)]
+)
+def test_an_op_that_inductor_ends_up_calling(cpp_wrapper: bool, policy: str, hits: int) -> None:
+    """As docs/compile.md has it: the C function that cpp_wrapper calls knows no dispatcher."""
+    override = models.override(
+        "topk", models.itself("topk"), when.size("self", 0) >= 2, compile=policy
+    )
+
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return torch.topk(x * 2, 3)[0]
+
+    run = compiled(largest, backend="inductor", options={"cpp_wrapper": cpp_wrapper})
+    check(run, largest, override, hits, torch.randn(4, 16))
+
+
 @pytest.mark.parametrize("wrapper", ["python", "cpp", "aot"])
 def test_an_op_that_returns_numbers_is_left_to_the_cpp_wrapper(wrapper: str) -> None:
     """Such an op that is not its own would not compile: `RAIIAtenTensorHandle 256;`."""

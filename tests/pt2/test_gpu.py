@@ -29,7 +29,7 @@ def forward(
     weight: torch.Tensor | None,
     eps: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from opgraft_kernels.rms_norm.triton_kernels import rms_norm_forward
+    from opgraft_kernels.norms.triton_kernels import rms_norm_forward
 
     return rms_norm_forward(input, normalized_shape, weight, eps)
 
@@ -42,7 +42,7 @@ def backward(
     weight: torch.Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    from opgraft_kernels.rms_norm.triton_kernels import rms_norm_backward
+    from opgraft_kernels.norms.triton_kernels import rms_norm_backward
 
     return rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask)
 

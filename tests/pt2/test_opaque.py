@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import opgraft
+from opgraft import when
 from opgraft.pt2 import opaque
 from opgraft.schema import resolve
 from tests import ops
@@ -77,6 +78,19 @@ def test_every_overload_without_side_effects_has_one() -> None:
     torch.testing.assert_close(packet.Scalar(torch.ones(2), 3), torch.full((2,), 3.0))
 
 
+@pytest.mark.parametrize("op", ["exp", "add.Tensor", "mul.Tensor", "sqrt", "pow.Tensor_Scalar"])
+def test_an_op_of_which_torchscript_has_more_overloads_is_hit_in_a_graph(op: str) -> None:
+    target = resolve(f"aten::{op}").overload
+    override = models.override(op, lambda *args, **kwargs: target(*args, **kwargs))
+    second: Any = {"add.Tensor": torch.ones(3), "mul.Tensor": torch.ones(3), "pow.Tensor_Scalar": 3}
+    arguments = (torch.arange(3.0), *([second[op]] if op in second else []))
+    function = getattr(torch, op.partition(".")[0])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    result = compiled(*arguments)
+    assert override.hits == 1
+    torch.testing.assert_close(result, opgraft.native(f"aten::{op}")(*arguments))
+
+
 def test_an_op_of_another_namespace_has_one() -> None:
     library = torch.library.Library("pt2_tests", "DEF")
     try:
@@ -136,3 +150,28 @@ assert caches.are_salted()
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_an_opaque_composite_op_returns_nothing_in_an_arguments_memory() -> None:
+    """A compiler takes a schema without aliases by its word, and this one does not keep it."""
+    never = models.override("feature_dropout", lambda *args: args[0], cond=when.ndim("input") == 9)
+    x = torch.ones(3)
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.feature_dropout(x, 0.5, False) is x
+            result = torch.ops.opgraft.aten__feature_dropout(x, 0.5, False)
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    assert never.misses == 6
+
+
+@pytest.mark.parametrize("overload", ["Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
+def test_a_graph_expects_the_strides_that_isin_returns(overload: str, layout: str) -> None:
+    x = torch.arange(24).view(4, 6)
+    x = {"contiguous": x, "transposed": x.t(), "strided": x[:, ::2]}[layout]
+    first, second = (x if part == "Tensor" else 3 for part in overload.split("_"))
+    ours = getattr(torch.ops.opgraft.aten__isin, overload)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = ours(first, second)
+    assert fake.stride() == ours(first, second).stride()

@@ -163,6 +163,8 @@ def test_the_op_inside_its_impl_is_the_native_one(graphs: Graphs) -> None:
         (lambda self, dim, half: self, "memory of an argument"),
         (lambda self, dim, half: self.flatten().clone(), "ndim 1"),
         (lambda self, dim, half: (self, self), "instead of a tensor"),
+        (lambda self, dim, half: self.t().contiguous().t(), r"strides \(1, 4\)"),
+        (lambda self, dim, half: ops.softmax(self.mul_(2), dim, half), "wrote to an argument"),
     ],
 )
 def test_a_result_that_the_op_would_not_return_is_an_error(impl: Any, message: str) -> None:
@@ -170,6 +172,22 @@ def test_a_result_that_the_op_would_not_return_is_an_error(impl: Any, message: s
     with pytest.raises(Exception, match=message) as raised:
         torch.compile(softmax, backend="aot_eager")(torch.randn(4, 8))
     assert isinstance(raised.value, ContractError) or ContractError.__name__ in str(raised.value)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_view_whose_base_was_written_to_is_no_write_of_the_impl(dynamic: bool) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        base = x * 1
+        view = base.view(4, 8)
+        base.mul_(2)
+        return softmax(view)
+
+    x = torch.randn(4, 8)
+    expected = softmax(x * 2)
+    override = traceable()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(compiled(x), expected)
+    assert override.hits == 0  # traced: the graph holds what it does
 
 
 def test_exported_programs_hold_it_by_its_opaque_name() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from opgraft.verification import checks
-from opgraft.verification.checks import Failed, Gradients
+from opgraft.verification.checks import derivatives
+from opgraft.verification.checks.derivatives import Gradients
 from opgraft.verification.draws import Draws
+from opgraft.verification.observation import Failed
 
 CPU = torch.device("cpu")
 
@@ -41,25 +42,25 @@ def _seen(monkeypatch: pytest.MonkeyPatch, native_errors: list[float], mine: flo
     def sample(draw: int) -> Any:
         return SimpleNamespace(draw=draw, layouts={}, redrawn=sample)
 
-    monkeypatch.setattr(checks, "_three_gradients", three_gradients)
+    monkeypatch.setattr(derivatives, "_three_gradients", three_gradients)
     subject = SimpleNamespace(op=SimpleNamespace(mutates=False), k=2.0)
-    return SimpleNamespace(subject=subject, sample=sample(0), is_random=False)
+    return SimpleNamespace(subject=subject, sample=sample(0), is_random=False, is_special=False)
 
 
 def test_a_native_gradient_that_was_right_by_chance_is_no_measure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checks.check_gradients(_seen(monkeypatch, [0.0, 0.01], mine=0.02))
+    derivatives.check_gradients(_seen(monkeypatch, [0.0, 0.01], mine=0.02))
 
 
 def test_a_gradient_that_is_wrong_in_every_draw_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Failed, match="the gradient of x has error"):
-        checks.check_gradients(_seen(monkeypatch, [0.0, 0.01], mine=0.1))
+        derivatives.check_gradients(_seen(monkeypatch, [0.0, 0.01], mine=0.1))
 
 
 def test_a_gradient_that_is_nan_in_another_draw_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _seen(monkeypatch, [0.0, 0.01], mine=0.02)
-    honest = checks._three_gradients
+    honest = derivatives._three_gradients
 
     def with_nan(seen: Any) -> Gradients:
         found = honest(seen)
@@ -67,6 +68,6 @@ def test_a_gradient_that_is_nan_in_another_draw_fails(monkeypatch: pytest.Monkey
             found if seen.sample.draw == 0 else found._replace(mine=[torch.full((4,), torch.nan)])
         )
 
-    monkeypatch.setattr(checks, "_three_gradients", with_nan)
+    monkeypatch.setattr(derivatives, "_three_gradients", with_nan)
     with pytest.raises(Failed, match="inf"):
-        checks.check_gradients(seen)
+        derivatives.check_gradients(seen)

@@ -8,33 +8,82 @@ they ran.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import click
 
+import opgraft as package
 from opgraft import _metadata
-from opgraft.cli import build, doctor, explain, listing, new, run, verify, warmup
 
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Home(NamedTuple):
+    """Where a command is, and what `opgraft --help` says of it without importing it."""
+
+    module: str
+    help: str
+    needs_torch: bool = True
+
+
+_COMMANDS = {
+    "list": _Home(
+        "listing",
+        "List the packs that are installed, and the overrides that `import torch` brings here.",
+    ),
+    "explain": _Home(
+        "explain",
+        "Say which override would take a call of OP, and for each that would not, why.",
+    ),
+    "doctor": _Home(
+        "doctor", "Check torch, the DSLs, the GPU, the core, the packs, caches and neighbours."
+    ),
+    "verify": _Home("verify", "Check overrides against the native kernels that they stand in for."),
+    "run": _Home(
+        "run", "Run SCRIPT with its ARGUMENTS and print to stderr where the calls of its ops went."
+    ),
+    "warmup": _Home(
+        "warmup",
+        "Run SCRIPT with its ARGUMENTS, to compile and tune the kernels that it needs ahead.",
+    ),
+    "new": _Home(
+        "new",
+        "Make a kernel pack called NAME: a Triton kernel with its conditions, tests and benchmark.",
+        needs_torch=False,
+    ),
+    "build": _Home("build", "Compile the core for the torch that is installed."),
+}
+
+
+class _Commands(click.Group):
+    """Imports a command's module, and torch where it needs that, when the command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        home = _COMMANDS.get(cmd_name)
+        if home is None:
+            return None
+        if home.needs_torch:
+            package._import_torch()
+        found: click.Command = importlib.import_module(f"{__name__}.{home.module}").command
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, home.help) for name, home in _COMMANDS.items()])
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(_metadata.version("opgraft") or "unknown", prog_name="opgraft")
 def opgraft() -> None:
     """Kernels written in Triton or CuteDSL under PyTorch's own operators."""
-
-
-for _command in (
-    listing.command,
-    explain.command,
-    doctor.command,
-    verify.command,
-    run.command,
-    warmup.command,
-    new.command,
-    build.command,
-):
-    opgraft.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -146,7 +146,7 @@ class _Builder:
             return None
         try:
             return self._value(argument, text)
-        except (ArgumentError, SyntaxError, ValueError, RuntimeError) as error:
+        except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
             raise ArgumentError(f"{argument.name}={text}: {error}") from error
 
     def _value(self, argument: Argument, text: str) -> Any:
@@ -214,7 +214,10 @@ def _mode(options: Options) -> AbstractContextManager[Any]:
 
 def _literal(text: str) -> Any:
     """A number, a bool, a list of them: as in Python, `true` and `false` as well."""
-    return ast.literal_eval({"true": "True", "false": "False"}.get(text.lower(), text))
+    try:
+        return ast.literal_eval({"true": "True", "false": "False"}.get(text.lower(), text))
+    except ValueError:  # which shows a node of the parser's
+        raise ValueError(f"{text!r} is no number, no bool and no list of them") from None
 
 
 def _like(first: Any, _: Argument) -> torch.Tensor:

@@ -76,7 +76,7 @@ def _build_into(target: Path) -> None:
     _check_headers(include)
     print(
         f"opgraft: compiling the core for torch {torch.__version__} with "
-        f"{' '.join(_build.find_compiler())}, about a minute",
+        f"{' '.join(_build.find_compiler())}, about a minute on two processors",
         flush=True,
     )
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build") as place:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import click
 import torch
 
-from opgraft import _cache, env, packs
+from opgraft import _cache, _spelling, env, packs
 from opgraft import dsl as dsls
 from opgraft.cli import facts, output
 from opgraft.control import overrides
@@ -66,7 +66,8 @@ def command(as_json: bool) -> int:
     else:
         rows = [[c.topic, _MARKS[c.level], c.text, c.mend] for c in checks]
         console = output.console()
-        console.print(output.table("opgraft doctor", ["", "", "found", "what to do"], rows))
+        headings = ["checked", "state", "found", "what to do"]
+        output.print_table("opgraft doctor", headings, rows, prose=["found", "what to do"])
         count = sum(check.level == "problem" for check in checks)
         console.print("Everything that is installed works." if healthy else f"{count} problem(s).")
     return 0 if healthy else 1
@@ -103,7 +104,7 @@ def _compiled_core() -> Iterator[Check]:
     if env.wants_python_router():
         yield Check("core", "note", "calls are routed in Python: OPGRAFT_ROUTER=python")
     elif core["built"]:
-        yield Check("core", "ok", f"compiled: {core['file']}")
+        yield Check("core", "ok", f"compiled for torch {core['torch']}: {core['file']}")
     else:
         text = f"none, so that packs are not activated: {core['reason']}"
         yield Check("core", "problem", text, "opgraft build")
@@ -198,12 +199,21 @@ def _overrides() -> Iterator[Check]:
         elif (reason := facts.out_of_reach(override)) is not None:
             away[reason].append(override)
     for reason, those in missing.items():
-        yield Check("overrides", "problem", f"{_names(those)}: {reason}")
+        # "triton is missing (no module triton): pip install ...": what was found, and the mend.
+        found, colon, mend = reason.rpartition(": ")
+        text = f"{_names(those)}: {found if colon else reason}"
+        yield Check("overrides", _weigh_missing(those), text, mend if colon else "")
     for reason, those in (*off.items(), *away.items()):
         yield Check("overrides", "note", f"{_names(those)}: {reason}")
     reachable = [o for o in overrides() if o.enabled and facts.out_of_reach(o) is None]
     if reachable:
         yield Check("overrides", "ok", f"calls can reach {_names(reachable)}")
+
+
+def _weigh_missing(those: Iterable[Override]) -> Level:
+    """A pack may have overrides of several DSLs, each an extra; a user's own needs its DSL."""
+    extras = (each.pack and (dsl := dsls.find(each.dsl or "")) and dsl.missing() for each in those)
+    return "note" if all(extras) else "problem"
 
 
 def _failure(override: Override) -> str | None:
@@ -373,3 +383,5 @@ def _environment() -> Iterator[Check]:
     found = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)]
     if found:
         yield Check("environment", "note", ", ".join(found))
+    for text in _spelling.environment():
+        yield Check("environment", "problem", text, "correct it, or unset it")

@@ -55,6 +55,7 @@ def command(
     opgraft explain aten::_fused_rms_norm --shape 8192x4096 --dtype bf16
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device, real=real, backward=backward)
     options = Options(shapes, named, dtype, device, requires_grad or backward, real)
     try:
         resolved = resolve(op)
@@ -63,10 +64,10 @@ def command(
         explanation = opgraft.explain(resolved.overload, *args, backward=backward, **kwargs)
     except (ArgumentError, opgraft.RegistrationError) as error:
         raise click.UsageError(str(error)) from error
-    except (RuntimeError, TypeError) as error:  # no such device, out of memory, a bad --arg
+    except Exception as error:  # out of memory, a bad --arg, whatever a cond raises
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
     found = explanation.as_dict()
-    found["notes"] = [*found["notes"], *_notes(torch.device(device))]
+    found["notes"] = [*found["notes"], *_elsewhere(found, device), *_notes(torch.device(device))]
     found["call"] = {
         name: {"value": show(each.value), "origin": each.origin} for name, each in given.items()
     }
@@ -76,9 +77,43 @@ def command(
         _print(output.console(), given, found)
 
 
+def _check_device(device: str, *, real: bool, backward: bool) -> None:
+    """Refuse what needs a device that is not here.
+
+    Raises:
+        click.UsageError: it does.
+    """
+    try:
+        key = _key(torch.device(device))
+    except RuntimeError as error:
+        raise click.UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    if not facts.has_device(key) and (real or backward):
+        option = "--real allocates tensors" if real else "--backward needs torch's device threads"
+        raise click.UsageError(
+            f"{option}, and there is no {key} device here: leave it out, or give another --device"
+        )
+
+
+def _key(device: torch.device) -> str:
+    return str(torch._C._dispatch_key_for_device(device.type))
+
+
+def _elsewhere(found: dict[str, Any], device: str) -> list[str]:
+    """Where the overrides of the op are, and of those that it calls, if none is at this device."""
+    here = _key(torch.device(device))
+    names = {found["op"], *found["others"]}
+    if found["overrides"] or found["reached"]:
+        return []
+    keys = {o.dispatch_key for o in opgraft.overrides() if o.op in names} - {here}
+    return [
+        f"its overrides are at {key}, and this call is at {here}: --device {key.lower()}"
+        for key in sorted(keys)
+    ]
+
+
 def _notes(device: torch.device) -> list[str]:
     notes = []
-    key = str(torch._C._dispatch_key_for_device(device.type))
+    key = _key(device)
     if not facts.has_device(key):
         notes.append(f"there is no {key} device here: this is what this torch would do")
     notes += [  # the others are in the explanation's own notes
@@ -110,7 +145,8 @@ def _print_op(console: Console, found: dict[str, Any]) -> None:
             for each in found["overrides"]
         ]
         title = f"{where}: its overrides, in the order in which they are asked"
-        console.print(output.table(title, ["override", "DSL", "owner", "verdict"], rows))
+        headings = ["override", "DSL", "owner", "verdict"]
+        output.print_table(title, headings, rows, prose=["verdict"])
     else:
         console.print(f"No override is registered for {where}.")
     runs = found["runs"]

@@ -8,6 +8,7 @@ import torch
 
 from opgraft import _core, _metadata, packs, when
 from opgraft import dsl as dsls
+from opgraft._build import TorchBuild
 from opgraft.control import overrides
 from opgraft.registry import Override
 
@@ -25,6 +26,7 @@ def core() -> dict[str, Any]:
     return {
         "built": status.built,
         "file": getattr(module, "__file__", None),
+        "torch": str(TorchBuild(*module.torch_build())) if module is not None else None,
         "reason": status.reason,
         "in_use": _core.in_use() is not None,
     }

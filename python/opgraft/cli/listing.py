@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from opgraft import _spelling
 from opgraft.cli import facts, output
 
 #: How a pack's state reads; the JSON has the bare word.
@@ -18,43 +19,61 @@ _STATES = {
 
 
 @click.command("list")
+@click.option("--op", help="Only overrides of this op, such as aten::mul.Tensor, all of aten::mul.")
+@click.option("--pack", help="Only this pack and its overrides.")
+@click.option("--dsl", help="Only overrides of this DSL.")
 @output.json_option
-def command(as_json: bool) -> None:
-    """List the packs that are installed, and the overrides that `import torch` brings here."""
+def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) -> None:
+    """List the packs that are installed, and the overrides that `import torch` brings here.
+
+    In a pipe each is a line, with tabs between what is said of it: `opgraft list | cut -f 1,3`.
+    """
     found: dict[str, Any] = {
         "versions": facts.versions(),
         "core": facts.core(),
-        "packs": facts.pack_rows(),
-        "overrides": facts.override_rows(),
+        "packs": [row for row in facts.pack_rows() if pack in (None, row["name"])],
+        "overrides": [
+            row
+            for row in facts.override_rows()
+            if op in (None, row["op"], row["op"].partition(".")[0])
+            and pack in (None, row["pack"])
+            and dsl in (None, row["dsl"])
+        ],
     }
+    if pack is not None and not found["packs"] and not found["overrides"]:
+        raise click.UsageError(f"there is no pack {pack!r}: {_spelling.misspelt('pack', pack)}")
     if as_json:
         output.print_json(found)
         return
     console = output.console()
     packs, overrides = found["packs"], found["overrides"]
-    if packs:
-        console.print(_pack_table(packs))
-    else:
+    selects = any(each is not None for each in (op, pack, dsl))
+    if packs and (pack is not None or not selects):
+        _print_packs(packs)
+    elif not packs:
         console.print("No pack is installed: pip install opgraft-kernels, or see opgraft new")
     if overrides:
-        console.print(_override_table(overrides))
+        _print_overrides(overrides)
+    elif selects:
+        console.print("No override that is registered is such a one.")
     versions = (f"{name} {version or '-'}" for name, version in found["versions"].items())
     console.print("  ".join(versions))
 
 
-def _pack_table(rows: list[dict[str, Any]]) -> Any:
-    return output.table(
+def _print_packs(rows: list[dict[str, Any]]) -> None:
+    output.print_table(
         "Packs",
         ["pack", "version", "state", "overrides", "because"],
         [
             [row["name"], row["version"], _STATES[row["state"]], row["overrides"], row["reason"]]
             for row in rows
         ],
+        prose=["because"],
     )
 
 
-def _override_table(rows: list[dict[str, Any]]) -> Any:
-    return output.table(
+def _print_overrides(rows: list[dict[str, Any]]) -> None:
+    output.print_table(
         "Overrides, in the order in which they are asked",
         ["op", "key", "override", "DSL", "owner", "priority", "state", "because"],
         [
@@ -70,4 +89,5 @@ def _override_table(rows: list[dict[str, Any]]) -> Any:
             ]
             for row in rows
         ],
+        prose=["because"],
     )

@@ -37,14 +37,18 @@ def command(name: str, into: Path, as_json: bool) -> None:
     folder = into / name
     if folder.exists():
         raise click.ClickException(f"{folder} is there already")
-    files = [write(text, folder / path) for path, text in rendered(name)]
+    try:
+        files = [write(text, folder / path) for path, text in rendered(name)]
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise click.ClickException(f"{folder} cannot be written: {reason}") from error
     if as_json:
         output.print_json({"folder": str(folder), "files": [str(file) for file in files]})
         return
     click.echo(f"{folder}: a kernel pack, {len(files)} files. Next:")
     click.echo(f"  cd {folder}")
-    click.echo("  make test          # here, without a GPU in Triton's interpreter")
-    click.echo("  pip install -e .   # then opgraft list shows it")
+    click.echo("  pip install -e '.[test]'   # with pytest; then opgraft list shows it")
+    click.echo("  make test                  # without a GPU in Triton's interpreter")
 
 
 def refuse(name: str) -> str:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-#: Columns where the output is no terminal: a log, a file, another program.
-WIDTH = 160
 
 
 def json_option(command: Command) -> Command:
@@ -28,15 +26,67 @@ def print_json(value: Any) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where tables go. What is printed is shown as it is: `[name]` is no markup here."""
+    """Where lines go. What is printed is shown as it is: `[name]` is no markup here.
+
+    Where the output is no terminal, lines are not broken: `grep` looks for what is in one.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else WIDTH
-    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    soft_wrap = not stream.isatty()
+    return Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table; None is printed as nothing."""
-    result = Table(*columns, title=title, title_justify="left", title_style="bold")
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    prose: Sequence[str] = (),
+) -> None:
+    """Print a table of which no name is ever cut; None is printed as nothing.
+
+    On a terminal columns that hold nothing are left out, and those of `prose` fold; where it is too
+    narrow for the rest, each row becomes a paragraph. Elsewhere (a pipe, a file) each row is a
+    line, and tabs are between its cells.
+    """
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        for row in ([title.upper()], columns, *cells):
+            click.echo("\t".join(" ".join(cell.split()) for cell in row))
+        return
+    used = [i for i, _ in enumerate(columns) if any(row[i] for row in cells)]
+    to = console()
+    if (
+        sum(_least(columns[i], [row[i] for row in cells], columns[i] in prose) for i in used)
+        + (3 * len(used) + 1)
+        > to.width
+    ):
+        _print_paragraphs(title, columns, cells)
+        return
+    result = Table(title=title, title_justify="left", title_style="bold")
+    for i in used:
+        result.add_column(columns[i], overflow="fold", no_wrap=columns[i] not in prose)
+    for row in cells:
+        result.add_row(*(row[i] for i in used))
+    to.print(result)
+
+
+#: Columns that prose is given at least.
+_PROSE = 24
+
+
+def _least(heading: str, cells: Sequence[str], is_prose: bool) -> int:
+    widest = max(map(cell_len, (heading, *cells)))
+    if not is_prose:
+        return widest
+    words = max((cell_len(word) for cell in (heading, *cells) for word in cell.split()), default=0)
+    return min(widest, max(_PROSE, words))
+
+
+def _print_paragraphs(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Not through rich, which would break a long name; the terminal goes on in its next line."""
+    click.echo(click.style(title, bold=True))
     for row in rows:
-        result.add_row(*("" if cell is None else str(cell) for cell in row))
-    return result
+        first, *rest = [(name, cell) for name, cell in zip(columns, row, strict=True) if cell]
+        click.echo(first[1])
+        for name, cell in rest:
+            click.echo(f"  {name}: {cell}" if name else f"  {cell}")

@@ -34,7 +34,7 @@ from opgraft.verification.report import Report
 @click.option("--check", "checks", multiple=True, help="Only this check; repeated.")
 @click.option("--k", default=2.0, show_default=True, help="Times native's own error.")
 @click.option("--seed", default=0, show_default=True, help="Of all values.")
-@click.option("--max-samples", default=120, show_default=True, help="For each override.")
+@click.option("--max-samples", default=300, show_default=True, help="For each override.")
 @click.option("--max-seconds", default=math.inf, help="After which no sample is begun, for each.")
 @click.option("--opinfo/--no-opinfo", default=True, help="With PyTorch's own samples.")
 @click.option("--compile", is_flag=True, help="Under torch.compile, too: seconds for each.")
@@ -127,12 +127,12 @@ def _import(module: str) -> None:
         sys.path.insert(0, here)
     try:
         importlib.import_module(module)
-    except ImportError as error:
-        raise click.ClickException(f"--import {module}: {error}") from error
+    except Exception as error:  # whatever its code raises
+        about = f"{type(error).__name__}: {error}"
+        raise click.ClickException(f"--import {module}: {about}") from error
 
 
 def _print(report: Report) -> None:
-    console = output.console()
     if report.overrides:
         columns = ["override", "op", "samples", "hits", "misses", "error", "verdict"]
         rows = [
@@ -147,7 +147,7 @@ def _print(report: Report) -> None:
             ]
             for each in report.overrides
         ]
-        console.print(output.table("opgraft verify", columns, rows))
+        output.print_table("opgraft verify", columns, rows)
     for line in report.details():
         # Not through the console, which would break a reproducer's lines.
         click.echo(line)

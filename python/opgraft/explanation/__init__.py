@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft import packs
+from opgraft import packs, router
 from opgraft.errors import RegistrationError
 from opgraft.explanation.leaf import device_of, explain_leaf, keeps_its_derivative, key_of
 from opgraft.explanation.neighbourhood import Kernel, Neighbours, neighbours
@@ -124,13 +124,11 @@ def _explain_front(
 
 def _is_made_of_others(op: Op, chain: Chain) -> bool:
     """Whether the op has no kernel at the backend, and no overrides: then others do its work."""
-    if chain.members:
+    if chain.members or router.has_own_kernel(op, chain.dispatch_key):
         return False
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     own = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-    return has(op.name, "CompositeImplicitAutograd") and not any(
-        has(op.name, key) for key in (chain.dispatch_key, *own)
-    )
+    return has(op.name, "CompositeImplicitAutograd") and not any(has(op.name, key) for key in own)
 
 
 def _is_changed_above(call: Call) -> bool:

@@ -24,7 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from opgraft import router
 from opgraft.errors import OpgraftError
+from opgraft.router import composite
 from opgraft.schema import Call, Op, resolve
 
 # What torch says where a ghost's memory is wanted.
@@ -242,15 +244,15 @@ class Recorder(TorchDispatchMode):
         call = op.bind(args, kwargs)
         where = _device(call)
         for argument, value in zip(op.arguments, call.values, strict=True):
-            if argument.written:
+            if argument.is_declared:
                 self._mind_writing(value, call)
         dispatch_key = str(torch._C._dispatch_key_for_device(where.type))
-        composite = self._is_composite(op, dispatch_key)
-        if not composite and not self._muted:
+        taken_apart = self._is_composite(op, dispatch_key)
+        if not taken_apart and not self._muted:
             self._on_call(Call(op, tuple(map(_real, call.values))))
         result = None
-        if composite or self._is_made_of_others(op, dispatch_key):
-            kernel = func.decompose if composite else partial(func._op_dk, _EXPLICIT)
+        if taken_apart or self._is_made_of_others(op, dispatch_key):
+            kernel = func.decompose if taken_apart else partial(func._op_dk, _EXPLICIT)
             result = self._look_into(kernel, args, kwargs)
         if result is None:
             result = self._results(call, args, kwargs, where)
@@ -258,16 +260,16 @@ class Recorder(TorchDispatchMode):
 
     def _is_composite(self, op: Op, dispatch_key: str) -> bool:
         """Whether the op never gets to the key, because others are called in its place."""
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        if self._is_overridden(op, dispatch_key) or has(op.name, dispatch_key):
+        if self._is_overridden(op, dispatch_key) or router.has_own_kernel(op, dispatch_key):
             return False
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
         return has(op.name, "CompositeImplicitAutograd") and not has(op.name, _EXPLICIT.name)
 
     def _is_made_of_others(self, op: Op, dispatch_key: str) -> bool:
         """Whether its kernel at the key is one for all backends, which may call other ops."""
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        if self._is_overridden(op, dispatch_key) or has(op.name, dispatch_key):
+        if self._is_overridden(op, dispatch_key) or router.has_own_kernel(op, dispatch_key):
             return False
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
         # Those of views make tensors themselves, which would be no ghosts. Those of other libraries
         # are what would run: for all that we know they launch kernels.
         is_view = op.overload.is_view or torch.Tag.inplace_view in op.overload.tags
@@ -446,6 +448,9 @@ class Recorder(TorchDispatchMode):
         with torch._C._DisableTorchDispatch():
             ghost.data = Ghost(meta, ghost.device)
         ghost.stands_for = None
+
+
+composite.show_whole_ops_to(Recorder)
 
 
 class _Seen:

@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft._notebook import Shown
 from opgraft.explanation.verdicts import Verdict
 from opgraft.registry import Override
 
@@ -13,8 +14,8 @@ from opgraft.registry import Override
 MAX_OTHERS = 12
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Shown):
     """How a call would be routed. Prints as a short report.
 
     A call of an op says so itself: `dispatch_key`, `verdicts`, `winner`, `native`. A call of

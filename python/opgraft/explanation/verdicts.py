@@ -85,7 +85,8 @@ def _judge_alone(override: Override, call: Call, *, kept: bool) -> Verdict:
     if kept:
         return Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
     try:
-        decline = why_not(override, call, capturing=device.is_capturing(device.of(call)))
+        where = device.at(call, override.dispatch_key)
+        decline = why_not(override, call, capturing=device.is_capturing(where))
         failure = override.declines(call) if decline and decline.kind == "condition" else None
     except Exception as error:  # a condition in Python: what a call would raise, told instead
         reason = f"its condition raises {type(error).__name__}: {error}"

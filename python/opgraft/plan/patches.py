@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from opgraft._lock import fork_safe_lock
 
 
 class Patches:
@@ -16,10 +19,12 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._users = 0
         self._originals: list[tuple[type, str, Any]] = []
         self._local = threading.local()
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._forget_other_threads)
 
     @property
     def current(self) -> Any:
@@ -53,6 +58,12 @@ class Patches:
         for (owner, name), replacement in replacements.items():
             self._originals.append((owner, name, owner.__dict__[name]))
             setattr(owner, name, replacement)
+
+    def _forget_other_threads(self) -> None:
+        users = 0 if self.current is None else 1
+        if self._users and not users:
+            self._restore()
+        self._users = users
 
     def _restore(self) -> None:
         for owner, name, original in reversed(self._originals):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,12 @@ FREE_RECORDINGS = 2 * MAX_PLANS
 #: Replays that earn one more recording. One takes about a millisecond and a replay saves from two
 #: microseconds up: shapes that go on changing then cost less than a tenth of what is saved.
 REPLAYS_PER_RECORDING = 1024
-#: Runs of one key in which two equal recordings have to be found: the first ones of an autotuned
-#: kernel differ from those that follow.
+#: Runs of one key in which a recording and a trial that equals it have to be found: the first ones
+#: of an autotuned kernel differ from those that follow.
 MAX_ATTEMPTS = 4
 #: Keys that are refused before the override is given up, if none could ever be recorded.
 MAX_REFUSALS = 16
-#: Keys that were recorded once and wait for their second recording.
+#: Keys that were recorded once and wait for their trial.
 MAX_CANDIDATES = 64
 
 
@@ -59,8 +59,8 @@ class _Candidate:
 
     def __init__(self) -> None:
         self.attempts = 0
+        #: Of the last recording; None where it gave none, or was tried out.
         self.plan: Any = None
-        self.refusal = ""
 
 
 class Plans:
@@ -68,7 +68,7 @@ class Plans:
 
     def __init__(self, override: Override, core: Any) -> None:
         self.override = override
-        #: The core's half, which calls read.
+        #: The core's half, which calls read; it counts trials as recordings.
         self.table = core.PlanTable(
             plans=MAX_PLANS,
             free_recordings=FREE_RECORDINGS,
@@ -156,7 +156,10 @@ class Plans:
         reason = self.refusals.get(label)
         schema = call.op.overload._schema
         if not self._core.has_plan_key(call.values, schema.name, schema.overload_name):
-            reason = "an argument is of a kind that a plan's key cannot hold, or there are too many"
+            reason = (
+                "an argument is of a kind that a plan's key cannot hold, there are too many, or "
+                "two share memory but no storage"
+            )
         if reason is None and self.table.given_up:
             reason = "none of the override's calls could be"
         if reason is not None:
@@ -171,44 +174,87 @@ class Plans:
 
     # What the router asks.
 
-    def begin(self, router: Any, call: Call, key: Any) -> Recording:
+    def begin(self, router: Any, call: Call) -> Recording:
         """Start recording a call of a key that has no plan.
 
         Args:
             router: the core's router.
             call: the arguments.
-            key: the core's `PlanKey` of the call.
         """
         from opgraft.plan.recording import Recording
         from opgraft.router import device
 
         self.table.count_recording()
         where = device.of(call) or torch.device("cpu")
-        return Recording(self._core, router, call, key, where, self.table.generation)
+        return Recording(self._core, router, call, where)
 
-    def end(self, recording: Recording, result: Any) -> None:
-        """A recorded run is over: install its plan if it equals the one before.
+    def end(self, recording: Recording, key: Any, result: Any) -> None:
+        """A recorded run is over: its plan awaits a trial.
 
         Args:
             recording: what :meth:`begin` returned.
+            key: the core's `PlanKey` of the call.
             result: what the impl returned.
         """
-        candidate = self._candidate(recording.key)
+        candidate = self._candidate(key)
         candidate.attempts += 1
-        plan = recording.finish(result)
-        if plan is None:
-            candidate.refusal = recording.refusal
-        elif candidate.plan is None or candidate.plan.fingerprint != plan.fingerprint:
-            candidate.plan = plan
-            candidate.refusal = "two runs with the same metadata did different things"
-        else:
-            self._candidates.pop(recording.key, None)
-            if not self._install(recording, plan, result):
-                return
-            candidate.refusal = ""
-        if candidate.refusal and candidate.attempts >= MAX_ATTEMPTS:
-            self._refuse(recording, candidate.refusal)
+        candidate.plan = recording.finish(result)
+        if candidate.plan is None:
+            self._mind_refusal(key, recording.call, candidate, recording.refusal)
         self._say_stopped()
+
+    def awaits_trial(self, key: Any) -> bool:
+        """Whether a call of this key was recorded, and no plan was tried out."""
+        candidate = self._candidates.get(key)
+        return candidate is not None and candidate.plan is not None
+
+    def try_out(self, router: Any, call: Call, key: Any, impl: Callable[[Call], Any]) -> Any | None:
+        """Run a call of a key that awaits it as a trial, and install the plan.
+
+        Args:
+            router: the core's router.
+            call: the arguments, which are left as they are.
+            key: the core's `PlanKey` of the call.
+            impl: runs the impl on a call.
+
+        Returns:
+            The plan; None where there is none, and the call is to run in Python.
+        """
+        from opgraft.plan.trial import Refused, Trial
+
+        candidate = self._candidate(key)
+        recorded, candidate.plan = candidate.plan, None
+        if recorded is None:  # another thread was faster
+            return None
+        candidate.attempts += 1
+        self.table.count_recording()
+        generation = self.table.generation
+        try:
+            Trial(self._core, router, call, key).run(impl, recorded)
+        except Refused as refused:
+            self._mind_refusal(key, call, candidate, str(refused), is_final=refused.is_final)
+            self._say_stopped()
+            return None
+        self._candidates.pop(key, None)
+        label = describe(call)
+        # Not where the plans were dropped meanwhile.
+        if not self.table.install(key, recorded, label, generation):
+            return None
+        log.debug("%s: recorded a launch plan for %s: %s", self.override.name, label, recorded)
+        self._say_stopped()
+        return recorded
+
+    def _mind_refusal(
+        self,
+        key: Any,
+        call: Call,
+        candidate: _Candidate,
+        reason: str,
+        *,
+        is_final: bool = False,
+    ) -> None:
+        if is_final or candidate.attempts >= MAX_ATTEMPTS:
+            self._refuse(key, call, reason)
 
     def _candidate(self, key: Any) -> _Candidate:
         candidate = self._candidates.pop(key, None) or _Candidate()
@@ -218,27 +264,17 @@ class Plans:
         self._candidates[key] = candidate
         return candidate
 
-    def _install(self, recording: Recording, plan: Any, result: Any) -> bool:
-        mutates = self.override.operator.mutates
-        if not mutates and (difference := recording.verify(plan, result)):
-            self._refuse(recording, difference)
-            return False
-        label = describe(recording.call)
-        self.table.install(recording.key, plan, label, recording.generation)
-        log.debug("%s: recorded a launch plan for %s: %s", self.override.name, label, plan)
-        return True
-
-    def _refuse(self, recording: Recording, reason: str) -> None:
-        self._candidates.pop(recording.key, None)
-        self.table.refuse(recording.key)
+    def _refuse(self, key: Any, call: Call, reason: str) -> None:
+        self._candidates.pop(key, None)
+        self.table.refuse(key)
         said = reason in self.refusals.values()
         if len(self.refusals) < MAX_PLANS:
-            self.refusals[describe(recording.call)] = reason
+            self.refusals[describe(call)] = reason
         if not said:
             log.debug(
                 "%s: calls with %s run in Python, no launch plan can be recorded: %s",
                 self.override.name,
-                describe(recording.call),
+                describe(call),
                 reason,
             )
         if self.table.given_up:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
+from opgraft._notebook import Shown
 from opgraft.plan.plans import MAX_ATTEMPTS
 from opgraft.registry import Override, Selector, registry
 from opgraft.schema import resolve
@@ -44,7 +45,7 @@ class Warmed:
         return f"{self.override.name}: {self.hits} hits; {tail}"
 
 
-class WarmUp:
+class WarmUp(Shown):
     """The overrides that ran during a warm-up. Prints as a short report; iterates over them."""
 
     def __init__(self) -> None:

@@ -49,8 +49,10 @@ def substitute(
     if decision.action == "traced":
         assert decision.override is not None
         try:
+            tracing.settle((args, kwargs))
+            before = policy.bind(op, args, kwargs)
             result = tracing.run(decision.override, mode, args, kwargs)
-            tracing.check(decision.override, call, result)
+            tracing.check(decision.override, before, policy.bind(op, args, kwargs), result)
         except ContractError:
             raise
         except Exception as error:

@@ -11,6 +11,7 @@ from types import ModuleType
 from opgraft import env
 from opgraft.pt2 import imports, rule
 from opgraft.registry import Chain, Override, registry
+from opgraft.router import derivative
 
 _CACHES = "torch._inductor.codecache"
 _FRAMES = "torch._dynamo.convert_frame"
@@ -25,6 +26,7 @@ def attach() -> None:
     if env.installs_nothing():
         return
     registry.watch(_follow)
+    derivative.listener = _depend
     imports.after(_CACHES, _salt)
     imports.after(_PACKAGES, _define_registered)
 
@@ -40,6 +42,13 @@ def _follow(chain: Chain) -> None:
         from opgraft.pt2 import report
 
         report.remind_of_reset(late)
+
+
+def _depend(chain: Chain) -> None:
+    if _FRAMES in sys.modules:
+        from opgraft.pt2 import guards
+
+        guards.depend_on(chain)
 
 
 def _salt(codecache: ModuleType) -> None:

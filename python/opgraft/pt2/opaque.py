@@ -22,12 +22,16 @@ from torch._ops import OpOverload
 
 from opgraft import _core
 from opgraft.errors import RegistrationError
+from opgraft.pt2 import randomness
 from opgraft.pt2.namespace import NAMESPACE
-from opgraft.router import composite
-from opgraft.schema import Op, resolve_symbol
+from opgraft.router import composite, contract
+from opgraft.schema import Call, Op, resolve_all
 
 # Said of the op in torch's own catalogue, not of what it computes.
 _CATALOGUE_TAGS = frozenset({"core", "generated"})
+# Taken by Inductor as leave to run the op, while it compiles, on one element of what is constant,
+# and to count on fusing it.
+_FUSION_TAGS = frozenset({"pointwise", "reduction"})
 _LAYOUT_TAGS = frozenset(
     {
         "flexible_layout",
@@ -36,6 +40,12 @@ _LAYOUT_TAGS = frozenset(
         "needs_fixed_stride_order",
     }
 )
+
+# What they return is contiguous, and torch's meta of them, a decomposition, says otherwise.
+_CONTIGUOUS = frozenset({"aten::isin"})
+# What they return is contiguous, or channels last, by the device, of which torch's meta of them
+# knows nothing: Inductor would refuse the result.
+_STRIDES_UNKNOWN = frozenset({"aten::roll"})
 
 _lock = threading.RLock()
 _defined: dict[Op, OpOverload] = {}
@@ -51,7 +61,8 @@ def name_of(op: Op) -> str:
     Two ops never share one: a `_` of the namespace is written `_u`, so that the first `__` is where
     the op's own name begins.
 
-    >>> name_of(resolve_symbol("aten", "_softmax"))
+    >>> from opgraft.schema import resolve
+    >>> name_of(resolve("aten::_softmax"))
     'aten___softmax'
     """
     namespace, _, name = op.overload._schema.name.partition("::")
@@ -100,19 +111,19 @@ def why_not(op: Op) -> str | None:
         torch._C._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
     except RuntimeError:
         return "it is TorchScript's own, and no dispatcher knows it"
-    if op.mutates:
+    if op.writes:
         return "it writes to its arguments, and compilers make it a functional op first"
     if any(returned.alias_info is not None for returned in op.returns):
         return "its output shares memory with an argument"
+    if schema.name in _STRIDES_UNKNOWN:
+        return "torch does not know the strides of its output"
     return None
 
 
 def _define_overloads(namespace: str, name: str) -> None:
     """Define every overload of an op that can have one: who asks for the packet finds them all."""
     global _defining
-    packet = getattr(getattr(torch.ops, namespace), name)
-    ops = [resolve_symbol(namespace, f"{name}.{overload}") for overload in packet.overloads()]
-    ops = [op for op in ops if why_not(op) is None]
+    ops = [op for op in resolve_all(namespace, name) if why_not(op) is None]
     _defining = True
     try:
         for op in ops:
@@ -120,6 +131,7 @@ def _define_overloads(namespace: str, name: str) -> None:
         for op in ops:
             opaque = getattr(getattr(torch.ops.opgraft, name_of(op)), op.overload._overloadname)
             _count_flops_as(opaque, op)
+            randomness.declare(opaque, op)
             _defined[op] = opaque
     finally:
         _defining = False
@@ -148,11 +160,13 @@ def signature_of(op: Op) -> str:
 
 
 def _tags(op: Op) -> list[torch.Tag]:
-    dropped = _CATALOGUE_TAGS | _LAYOUT_TAGS
+    dropped = _CATALOGUE_TAGS | _FUSION_TAGS | _LAYOUT_TAGS
     tags = {tag.name: tag for tag in op.overload.tags if tag.name not in dropped}
     tags["pt2_compliant_tag"] = torch.Tag.pt2_compliant_tag
     # Kernels are written for the strides that eager hands them.
     tags["needs_exact_strides"] = torch.Tag.needs_exact_strides
+    if randomness.is_random(op):
+        tags["nondeterministic_seeded"] = torch.Tag.nondeterministic_seeded
     return list(tags.values())
 
 
@@ -166,15 +180,18 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
 
     def at_backend(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = op.bind(args, kwargs)
-        return op.overload.redispatch(keyset, *call.args, **call.kwargs)
+        return _fresh(call, op.overload.redispatch(keyset, *call.args, **call.kwargs))
 
     def at_autograd(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = op.bind(args, kwargs)
-        if composite.must_differentiate(call):
-            return op.overload(*call.args, **call.kwargs)
-        below = keyset & torch._C._after_ADInplaceOrView_keyset
+        # A composite op runs at the autograd key, once nobody is there any more who wants to see
+        # the op that stands for it.
+        at_last = _is_composite(op) and composite.is_next_to_a_backend(keyset)
+        if at_last or composite.must_differentiate(call):
+            return _fresh(call, op.overload(*call.args, **call.kwargs))
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return op_for(op).redispatch(below, *call.args, **call.kwargs)
+            rest = composite.below(keyset)
+            return op_for(op).redispatch(rest, *call.args, **call.kwargs)
 
     def when_batched(*args: Any, **kwargs: Any) -> Any:
         return op.overload(*args, **kwargs)
@@ -184,11 +201,33 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
     library.impl(name, when_batched, "FuncTorchBatched")
 
 
+def _is_composite(op: Op) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd")
+
+
+def _fresh(call: Call, result: Any) -> Any:
+    """The results of an op's native kernel, none in the memory of an argument.
+
+    A composite op may return its argument without saying so in its schema. A compiler takes the op
+    that stands for it by its word, and uses the argument's memory again.
+    """
+    if not _is_composite(call.op):
+        return result
+    if isinstance(result, tuple):
+        return tuple(_fresh(call, each) for each in result)
+    if isinstance(result, torch.Tensor) and contract.shares(result, call.tensors()):
+        return result.clone()
+    return result
+
+
 def _fake_of(op: Op) -> Any:
     def fake(*args: Any, **kwargs: Any) -> Any:
         return op.overload(*args, **kwargs)
 
-    return fake
+    def contiguous(*args: Any, **kwargs: Any) -> Any:
+        return torch.empty_like(fake(*args, **kwargs), memory_format=torch.contiguous_format)
+
+    return contiguous if op.overload._schema.name in _CONTIGUOUS else fake
 
 
 def _count_flops_as(opaque: OpOverload, op: Op) -> None:

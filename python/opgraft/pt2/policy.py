@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft import symbolic
-from opgraft.pt2 import opaque, tracing
+from opgraft.pt2 import opaque, randomness, tracing
 from opgraft.registry import CompilePolicy, Override, registry
 from opgraft.router import device
 from opgraft.schema import Call, Op
@@ -91,7 +91,7 @@ def _action(
         if traces:
             return _trace(override, call, outcomes)
         why = "it is not traced here"
-    obstacle = opaque.why_not(call.op) or _wrapper_obstacle(call.op)
+    obstacle = opaque.why_not(call.op) or _wrapper_obstacle(call.op) or randomness.obstacle(call.op)
     if obstacle is not None:
         return "left", f"{override.name} cannot be opaque: {obstacle}"
     when = "takes every call" if outcomes == symbolic.HOLDS else "is asked at run time"
@@ -117,7 +117,7 @@ def _wrapper_obstacle(op: Op) -> str | None:
 
 
 def _trace(override: Override, call: Call, outcomes: Outcomes) -> tuple[Action, str]:
-    if call.op.mutates:
+    if call.op.writes:
         return "left", f"{override.name} cannot be traced: {opaque.why_not(call.op)}"
     if outcomes == symbolic.HOLDS:
         return "traced", f"{override.name} takes every call"

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import tree_leaves
 
 from opgraft.errors import ContractError
 from opgraft.pt2 import imports
 from opgraft.registry import Override
-from opgraft.router import contract
+from opgraft.router import contract, outputs
+from opgraft.router.outputs import Returned
 from opgraft.schema import Call, Op
 
 
@@ -87,51 +89,40 @@ def plain(value: Any) -> Any:
     return value
 
 
-def check(override: Override, call: Call, result: Any) -> None:
+def settle(value: Any) -> None:
+    """Bring FunctionalTensors up to date: views are behind where their base was written to."""
+    for each in tree_leaves(value):
+        if isinstance(each, FunctionalTensor):
+            torch._sync(each)  # type: ignore[attr-defined]
+
+
+def check(override: Override, before: Call, now: Call, result: Any) -> None:
     """Refuse a traced result that the op would not have returned.
 
     Args:
         override: whose impl was traced.
-        call: its arguments, as fake tensors.
+        before: its arguments as they were, as fake tensors.
+        now: its arguments as they are: where one was written to, another fake tensor.
         result: what the impl returned.
 
     Raises:
-        ContractError: the number of outputs, a dtype, device or shape differs, or an output is an
-            argument's memory.
+        ContractError: the number of outputs, or a dtype, device, shape or stride differs, an output
+            is an argument's memory, or an argument was written to.
     """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-    got = tuple(map(plain, contract.outputs(override, result)))
+    op = before.op
+    if any(one is not other for one, other in zip(before.tensors(), now.tensors(), strict=True)):
+        raise ContractError(
+            f"{contract.who(override)}, traced, wrote to an argument, which the op leaves as it "
+            "is: let it work on a copy"
+        )
+    got = Returned(op, plain(contract.returned(override, result)), before.tensors())
     with disable_proxy_modes_tracing():
-        expected = override.operator.overload(*call.args, **call.kwargs)
-    expected = expected if isinstance(expected, (tuple, list)) else (expected,)
-    memory = {_storage(tensor) for tensor in call.tensors()}
-    for index, (mine, native) in enumerate(zip(got, expected, strict=True)):
-        if not isinstance(mine, torch.Tensor) or not isinstance(native, torch.Tensor):
-            continue
-        difference = _difference(mine, native)
-        if _storage(mine) in memory:
-            difference = "the memory of an argument; return a new tensor"
-        if difference:
-            raise ContractError(
-                f"{contract.who(override)}, traced, returned output {index} with {difference}"
-            )
-
-
-def _difference(mine: torch.Tensor, native: torch.Tensor) -> str | None:
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    for what in ("dtype", "device", "ndim"):
-        if getattr(mine, what) != getattr(native, what):
-            return f"{what} {getattr(mine, what)}, the op's is {getattr(native, what)}"
-    pairs = zip(mine.shape, native.shape, strict=True)
-    if any(statically_known_true(torch.sym_not(size == other)) for size, other in pairs):
-        return f"shape {tuple(mine.shape)}, the op's is {tuple(native.shape)}"
-    return None
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+        expected = op.overload(*before.args, **before.kwargs)
+    native = Returned(op, outputs.as_outputs(op, expected), before.tensors())
+    for label, difference in outputs.compare(got, native):
+        raise ContractError(f"{contract.who(override)}, traced, returned {label} {difference}")
 
 
 # ------------------------------------------------------------------ Triton launches

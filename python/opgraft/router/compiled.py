@@ -74,6 +74,9 @@ class CompiledRouter(PythonRouter):
         )
         self.native = CompiledNative(self._router)
         self.is_composite = self._router.is_composite
+        self._excluded = self._router.excluded
+        # The core excludes autocast only below a kernel of the op's own.
+        self.has_own_kernel = self._excluded.has(torch._C.DispatchKey.AutocastCPU)
         self._recorded = _Recorded()
         # By override, while it is in the chain: the core's half keeps the Python half alive.
         self._halves: dict[Override, Any] = {}
@@ -158,7 +161,7 @@ class CompiledRouter(PythonRouter):
             self._record_hit,
             unplanned=unplanned,
             takes_keyset=override.takes_keyset,
-            writes=override.operator.mutates,
+            writes=override.operator.writes,
         )
 
     # What the core asks.
@@ -184,6 +187,9 @@ class CompiledRouter(PythonRouter):
         # The core remembers itself what has run, and looks at a capture when it runs the impl.
         return why_not(override, call, capturing=False)
 
+    def _bookkeeping(self, call: Call) -> None:
+        return None  # the core does it, for first hits too
+
     def _profiled(self, override: Override) -> AbstractContextManager[object]:
         return nullcontext()  # the core does it, for first hits too
 
@@ -202,16 +208,34 @@ class CompiledRouter(PythonRouter):
         values: tuple[Any, ...],
         key: Any,
     ) -> Any:
-        """A hit that is recorded as a launch plan."""
+        """A hit that is recorded, or that a plan of it is tried out for."""
         call = Call(self.chain.op, values)
-        recording = override.plans.begin(self._router, call, key)
+        if override.plans.awaits_trial(key):
+            return self._try_out(override, keyset, call, key)
+        recording = override.plans.begin(self._router, call)
         outer, self._recorded.recording = self._recorded.recording, recording
         try:
             result = self._hit(override, keyset, call)
         finally:
             self._recorded.recording = outer
             self._mind_quarantine(override, values)
-        override.plans.end(recording, result)
+        override.plans.end(recording, key, result)
+        return result
+
+    def _try_out(
+        self, override: Override, keyset: torch.DispatchKeySet, call: Call, key: Any
+    ) -> Any:
+        """A hit that is replayed for the first time if its plan stands the trial."""
+        leading = (keyset,) if override.takes_keyset else ()
+
+        def impl(other: Call) -> Any:
+            return super(CompiledRouter, self)._invoke(override, leading, other)
+
+        plan = override.plans.try_out(self._router, call, key, impl)
+        if plan is None:
+            return self._first_hit(override, keyset, call.values)
+        result = self._router.replay(plan, call.values, poison=None)
+        override._hits.add()
         return result
 
     def _invoke(self, override: Override, leading: tuple[Any, ...], call: Call) -> Any:
@@ -234,7 +258,7 @@ class CompiledRouter(PythonRouter):
     ) -> Any:
         call = Call(self.chain.op, values)
         if not isinstance(error, Exception) or not failure.may_fall_back(
-            override, error, capturing=False
+            override, error, call, capturing=False
         ):
             raise error
         try:

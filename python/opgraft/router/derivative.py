@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import DispatchKey
@@ -41,6 +42,10 @@ _DYNAMIC_LAYER_KEYS = [
 ]
 
 _installed: dict[tuple[str, str], DerivativeKernel] = {}
+
+#: Told of each chain that is asked whose derivative a call gets: a graph that is being made depends
+#: on the answer.
+listener: Callable[[Chain], None] | None = None
 
 
 def check(autograd: object, op: Op) -> None:
@@ -106,12 +111,19 @@ class DerivativeKernel:
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
-        self._functions: dict[Override, type[torch.autograd.Function]] = {}
+        #: Weakly: what was removed goes, with all that its impl holds.
+        self._functions: WeakKeyDictionary[Override, type[torch.autograd.Function]] = (
+            WeakKeyDictionary()
+        )
 
     def owner(self, call: Call) -> Override | None:
         """The override whose own derivative a call gets; None where it gets the op's."""
         if not needs_grad(call) or _is_forward_mode() or threads.is_bypassed(self._chain):
             return None
+        if not any(override.autograd for override in self._chain.members):
+            return None
+        if listener is not None:
+            listener(self._chain)
         for override in self._chain.active:
             if not threads.is_off_here(override) and _takes(override, call):
                 return override if override.autograd is not None else None
@@ -123,11 +135,14 @@ class DerivativeKernel:
             self._functions[override] = _function_of(override)
         function = self._functions[override]
         if torch._C._functorch.peek_interpreter_stack() is None:
-            return function.apply(*call.values)
-        from torch._functorch.autograd_function import custom_function_call
+            result = function.apply(*call.values)
+        else:
+            from torch._functorch.autograd_function import custom_function_call
 
-        with _at_the_top_of_functorch():
-            return custom_function_call(function, *call.values)
+            with _at_the_top_of_functorch():
+                result = custom_function_call(function, *call.values)
+        *outputs, _ = result
+        return tuple(outputs) if len(self._chain.op.returns) > 1 else outputs[0]
 
 
 class PythonKernel(DerivativeKernel):
@@ -212,7 +227,110 @@ def _at_the_top_of_functorch() -> Iterator[None]:
 # ------------------------------------------------------------------ the autograd function
 
 
+class _Context:
+    """The `ctx` that an author's functions get: the node's own, but for what it saves.
+
+    One tensor more is saved, the last output of the function of :func:`_function_of`; and what is
+    saved is read once at most, as whoever packs it (checkpointing, offloading) pays each time.
+    """
+
+    def __init__(self, ctx: Any) -> None:
+        # All other names are the author's.
+        self.__dict__["opgraft state"] = _State(ctx)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_state(self).ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_state(self).ctx, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_state(self).ctx, name)
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        _state(self).to_save = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return _state(self).saved()[:-1]
+
+
+class _State:
+    """What a :class:`_Context` saves, and has saved: the author's tensors, and the inlet."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx = ctx
+        self.to_save: tuple[Any, ...] = ()
+        self._saved: tuple[Any, ...] | None = None
+
+    def save(self, inlet: torch.Tensor) -> None:
+        self.ctx.save_for_backward(*self.to_save, inlet)
+
+    def hold(self, inlet: torch.Tensor) -> None:
+        self._saved = (*self.to_save, inlet)
+
+    def saved(self) -> tuple[Any, ...]:
+        if self._saved is None:
+            self._saved = self.ctx.saved_tensors
+        return self._saved
+
+
+def _state(context: _Context) -> _State:
+    state: _State = context.__dict__["opgraft state"]
+    return state
+
+
+class _Later:
+    """An author's `setup_context` that waits for the backward, and what it is to be called with.
+
+    Inside an op that functorch is in the middle of, no other op can be called at its level. It is
+    called at once where it calls none.
+    """
+
+    _ATTRIBUTE = "opgraft_later"
+
+    def __init__(self, inputs: tuple[Any, ...], outputs: list[Any]) -> None:
+        self._split = len(inputs)
+        self._template = [_HERE if _is_tensor(each) else each for each in (*inputs, *outputs)]
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], outputs: list[Any], inlet: torch.Tensor) -> None:
+        setattr(ctx, _Later._ATTRIBUTE, _Later(inputs, outputs))
+        ctx.save_for_backward(*filter(_is_tensor, (*inputs, *outputs)), inlet)
+
+    @staticmethod
+    def kept(ctx: Any) -> _Later | None:
+        return getattr(ctx, _Later._ATTRIBUTE, None)
+
+    def restore(self, ctx: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.Tensor]:
+        *tensors, inlet = ctx.saved_tensors
+        remaining = iter(tensors)
+        values = [next(remaining) if each is _HERE else each for each in self._template]
+        return tuple(values[: self._split]), tuple(values[self._split :]), inlet
+
+
+_HERE = object()
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_inside_functorch(error: RuntimeError) -> bool:
+    """Whether an op failed as functorch is in the middle of another one at the same level."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        and "savedLocalDispatchKeySet" in str(error)
+    )
+
+
 def _function_of(override: Override) -> type[torch.autograd.Function]:
+    """The autograd function of an override's own derivative.
+
+    Its last output is an empty tensor, of no use but that autograd goes from it to the function's
+    inputs. A gradient that is to be differentiated once more hangs on it, whatever the author keeps
+    in `ctx`: see :func:`_not_twice`.
+    """
     assert override.autograd is not None
     op = override.operator
     setup_context, backward = override.autograd
@@ -220,31 +338,59 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
     names = [argument.name for argument in op.keyword_only]
     who = f"override {override.name!r} of {override.op} at {override.dispatch_key}"
 
+    def results(outputs: tuple[Any, ...]) -> Any:
+        return tuple(outputs) if len(op.returns) > 1 else outputs[0]
+
     class OwnDerivative(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
         def forward(*values: Any) -> Any:
             rest = dict(zip(names, values[positional:], strict=True))
-            return op.overload(*values[:positional], **rest)
+            result = op.overload(*values[:positional], **rest)
+            outputs = result if isinstance(result, tuple) else (result,)
+            return (*outputs, _empty_beside(outputs))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            setup_context(ctx, inputs, output)
+            *outputs, inlet = output
+            theirs = _Context(ctx)
+            try:
+                setup_context(theirs, inputs, results(outputs))
+            except RuntimeError as error:
+                if not _is_inside_functorch(error):
+                    raise
+                _Later.keep(ctx, inputs, outputs, inlet)
+            else:
+                _state(theirs).save(inlet)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            result = backward(ctx, *grads)
+            theirs = _Context(ctx)
+            later = _Later.kept(ctx)
+            if later is not None:
+                inputs, outputs, inlet = later.restore(ctx)
+                setup_context(theirs, inputs, results(outputs))
+                _state(theirs).hold(inlet)
+            result = backward(theirs, *grads[:-1])
             gradients = result if isinstance(result, tuple) else (result,)
             if len(gradients) != len(op.arguments):
                 raise OpgraftError(
                     f"the backward of {who} returned {len(gradients)} gradients; the op has "
                     f"{len(op.arguments)} arguments, and those that have no gradient get None"
                 )
-            return _not_twice(who, gradients, (*grads, *ctx.saved_tensors, *vars(ctx).values()))
+            if not torch.is_grad_enabled() and not _is_forward_mode():
+                return gradients
+            return _not_twice(who, gradients, (*grads[:-1], _state(theirs).saved()[-1]))
 
     OwnDerivative.__name__ = OwnDerivative.__qualname__ = f"OwnDerivative[{override.name}]"
     return OwnDerivative
+
+
+def _empty_beside(outputs: tuple[Any, ...]) -> torch.Tensor:
+    """An empty tensor of a kind that can have a gradient, on the device of an op's outputs."""
+    device = next(each.device for each in outputs if isinstance(each, torch.Tensor))
+    return torch.empty(0, device=device)
 
 
 def _not_twice(who: str, gradients: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -253,13 +399,11 @@ def _not_twice(who: str, gradients: tuple[Any, ...], sources: tuple[Any, ...]) -
     Args:
         who: names the override.
         gradients: what its backward returned.
-        sources: what they were computed from; some of it may have been done by a kernel that
-            autograd did not see.
+        sources: tensors that autograd goes from to all that the gradients may depend on. Their own
+            history is not enough: a kernel made them, or tensors that were detached.
     """
     present = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
     tensors = [*present, *(each for each in sources if isinstance(each, torch.Tensor))]
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        return gradients
     closed = iter(_Once.apply(who, len(present), *tensors))
     return tuple(next(closed) if isinstance(g, torch.Tensor) else g for g in gradients)
 
@@ -279,7 +423,15 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise OpgraftError(
-            f"the derivative of the backward of {ctx.who} is not known: its autograd= says how to "
-            "differentiate once; switch the override off (opgraft.disabled) to differentiate twice"
-        )
+        raise _unknown(ctx.who)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _unknown(ctx.who)
+
+
+def _unknown(who: str) -> OpgraftError:
+    return OpgraftError(
+        f"the derivative of the backward of {who} is not known: its autograd= says how to "
+        "differentiate once; switch the override off (opgraft.disabled) to differentiate twice"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
@@ -20,6 +21,33 @@ def of(call: Call) -> torch.device | None:
     if devices:
         return devices[0]
     return tensors[0].device if tensors else None
+
+
+def at(call: Call, dispatch_key: str) -> torch.device | None:
+    """The device that a call works on that came to a dispatch key; None where it has none.
+
+    A call without tensors, such as one that makes some, says where by an argument, or means the
+    key's current device.
+    """
+    if any(tensor.device.type != "cpu" or tensor.ndim > 0 for tensor in call.tensors()):
+        return of(call)
+    device = _of_key(dispatch_key)
+    if device is None:
+        return of(call)
+    given = (value for value in call.named.values() if isinstance(value, torch.device))
+    return next((each for each in given if each.type == device.type), device)
+
+
+@cache
+def _of_key(dispatch_key: str) -> torch.device | None:
+    """The kind of device that a backend key is of; None where this torch has no such devices."""
+    name = dispatch_key.lower()
+    if name == "privateuse1":
+        name = torch._C._get_privateuse1_backend_name()
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        return None
 
 
 def mixed(call: Call) -> str | None:

@@ -25,12 +25,26 @@ def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.lib
     Returns:
         The library that holds the registration: while it is referenced, the kernel stays.
     """
+    _keep_dynamo_out(kernel)
     library = torch.library.Library(op.name.split("::", 1)[0], "IMPL")
     options: dict[str, Any] = {"with_keyset": True, "allow_override": True}
     with _without_our_own_warning():
         library.impl(op.registration_name, kernel, dispatch_key, **options)
     _let_others_register(library)
     return library
+
+
+def _keep_dynamo_out(kernel: Callable[..., Any]) -> None:
+    """Let Dynamo trace neither a kernel nor what it calls.
+
+    Where a graph breaks, PyTorch's ops are called with Dynamo's frame evaluation on: it would
+    compile an impl, and the router's own Python, as if they were the model's.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    code = getattr(kernel, "__code__", None) or type(kernel).__call__.__code__  # type: ignore[operator]
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def look_up_anew(op: Op) -> None:

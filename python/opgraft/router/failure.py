@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Hashable
 
 import torch
 
 from opgraft import env
-from opgraft.errors import OverrideWarning
+from opgraft.errors import warn_caller
 from opgraft.registry import Override, registry
+from opgraft.schema import Call
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +50,15 @@ _REFUSED_LAUNCHES = frozenset({1, 9, 98, 200, 209, 218, 221, 222, 223, 300, 301,
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
-def may_fall_back(override: Override, error: Exception, *, capturing: bool) -> bool:
+def may_fall_back(override: Override, error: Exception, call: Call, *, capturing: bool) -> bool:
     """Whether the native kernel can run instead of an impl that raised.
 
-    Not when the author or `OPGRAFT_STRICT` wants errors; not for an op that writes to its
-    arguments, which may be half written; not when memory is short, because the caller must learn
-    that; not when the device is lost; not while a CUDA graph is being captured, because the impl's
-    launches are in the graph already.
+    Not when the author or `OPGRAFT_STRICT` wants errors; not for a call that writes to its
+    arguments, which may be half written, whether the op's schema says so or not; not when memory is
+    short, because the caller must learn that; not when the device is lost; not while a CUDA graph
+    is being captured, because the impl's launches are in the graph already.
     """
-    if override.on_error != "fallback" or env.strict() or override.operator.mutates or capturing:
+    if override.on_error != "fallback" or env.strict() or call.writes or capturing:
         return False
     message = str(error).lower()
     if isinstance(error, _OUT_OF_MEMORY) or "out of memory" in message:
@@ -83,9 +83,7 @@ def quarantine(override: Override, signature: Hashable, error: Exception) -> Non
         registry.give_up(override, f"it failed for {count} kinds of calls, last with {reason}")
         consequence = f"for all calls from now on, as it failed for {count} kinds of them"
         consequence += " and never worked" if never_worked else ""
-    warnings.warn(
+    warn_caller(
         f"override {override.name!r} of {override.op} at {override.dispatch_key} failed; the "
-        f"native kernel runs instead, {consequence}. {reason}",
-        OverrideWarning,
-        stacklevel=3,
+        f"native kernel runs instead, {consequence}. {reason}"
     )

@@ -10,16 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from opgraft import _core
 from opgraft._lock import fork_safe_lock
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import threads
 from opgraft.schema import Call
-
-_KEY = "opgraft.observers"
 
 
 class Outcome:
@@ -73,21 +70,20 @@ def observing(observer: Observer, *, alone: bool = False) -> Iterator[None]:
 
     `alone`: the thread's other observers are not told.
     """
-    core = _core.in_use()
-    outer = here()
     _count(1)
-    threads.stash(_KEY, (observer,) if alone else (*outer, observer))
     try:
-        with core.Scope(None) if core is not None else nullcontext():
+        with threads.observed_by((observer, alone)):
             yield
     finally:
-        threads.stash(_KEY, outer)
         _count(-1)
 
 
 def here() -> tuple[Observer, ...]:
     """The observers of this thread."""
-    return threads.stashed(_KEY)
+    found: list[Observer] = []
+    for observer, alone in threads.observers():
+        found = [observer] if alone else [*found, observer]
+    return tuple(found)
 
 
 def anywhere() -> bool:

@@ -59,7 +59,11 @@ class PythonRouter:
     native: NativeKernel | CompiledNative
     #: Whether the op is composed of others here; then what is differentiated never comes by.
     is_composite: bool
-    #: What keeps a composite op's derivative, where it is in Python.
+    #: The dispatch keys that an impl's own calls do not pass.
+    _excluded: torch.DispatchKeySet
+    #: Whether the op had a kernel of its own here, not only one for all backends.
+    has_own_kernel: bool
+    #: What stands at the autograd key of a composite op, where it is in Python.
     companion: composite.AutogradCompanion | None = None
 
     def __init__(self, chain: Chain) -> None:
@@ -72,8 +76,10 @@ class PythonRouter:
         op, key = chain.op, chain.dispatch_key
         wrapped_number.seeds()
         self.is_composite = dispatcher.is_composite(op, key)
+        self.has_own_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name, key)
+        self._excluded = composite.excluded(op, key)
         if self.is_composite:
-            self.companion = composite.AutogradCompanion(chain)
+            self.companion = composite.AutogradCompanion(self)
         self.native = self._captured = NativeKernel(op, key, self._reinstall)
         self._library = dispatcher.register(op, key, self)
 
@@ -85,9 +91,9 @@ class PythonRouter:
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = self.chain.op.bind(args, kwargs)
         if sys.is_finalizing():
-            return self.native(keyset, call)
+            return self._native(keyset, call)
         if threads.is_bypassed(self.chain):
-            result = self.native(keyset, call)
+            result = self._native(keyset, call)
             threads.note_native(self.chain, result)
             return result
         return observers.watch(self.chain, call, lambda: self._route(keyset, call))
@@ -96,13 +102,19 @@ class PythonRouter:
         for override in self.chain.active:
             if self._takes(override, call):
                 return self._hit(override, keyset, call)
+        return self._native(keyset, call)
+
+    def _native(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
+        """Run what a call with these keys runs without us: at the autograd key, the composite."""
+        if self.companion is not None and composite.is_at_autograd(keyset):
+            return self.companion.composite(keyset, call)
         return self.native(keyset, call)
 
     def _takes(self, override: Override, call: Call) -> bool:
         try:
             decline = self._why_not(override, call)
         except Exception as error:  # a cond in Python, or an expression on an odd argument
-            if not failure.may_fall_back(override, error, capturing=False):
+            if not failure.may_fall_back(override, error, call, capturing=False):
                 raise
             failure.quarantine(override, signature(call), error)
             return False
@@ -111,23 +123,24 @@ class PythonRouter:
         return decline is None
 
     def _why_not(self, override: Override, call: Call) -> Decline | None:
-        return why_not(override, call, capturing=device.is_capturing(device.of(call)))
+        where = device.at(call, override.dispatch_key)
+        return why_not(override, call, capturing=device.is_capturing(where))
 
     def _hit(self, override: Override, keyset: torch.DispatchKeySet, call: Call) -> Any:
-        where = device.of(call)
+        where = device.at(call, override.dispatch_key)
         capturing = device.is_capturing(where)
         observers.note_hit(override)
         try:
             return self._run(override, keyset, call, where, capturing)
         except Exception as error:
-            if not failure.may_fall_back(override, error, capturing=capturing):
+            if not failure.may_fall_back(override, error, call, capturing=capturing):
                 raise
             return self._fall_back(override, keyset, call, error)
 
     def _fall_back(
         self, override: Override, keyset: torch.DispatchKeySet, call: Call, error: Exception
     ) -> Any:
-        result = self.native(keyset, call)  # where native raises as well, that is the error
+        result = self._native(keyset, call)  # where native raises as well, that is the error
         failure.quarantine(override, signature(call), error)
         override._fallbacks.add()
         observers.note_fallback(error)
@@ -141,7 +154,9 @@ class PythonRouter:
         where: torch.device | None,
         capturing: bool,
     ) -> Any:
-        leading = (keyset,) if override.takes_keyset else ()
+        leading = (self._impl_keyset(keyset),) if override.takes_keyset else ()
+        books = self._bookkeeping(call)
+        check = None if capturing else self._begin_check(override, keyset, call)
         token = self._begin_shadow(override, call)
         override._hits.add()
         with (
@@ -150,18 +165,26 @@ class PythonRouter:
             self._profiled(override),
         ):
             result = self._invoke(override, leading, call)
-        contract.outputs(override, result)
+        contract.returned(override, result)
         if frame.ended_in_native(result):
             override._fallbacks.add()
             observers.note_fallback()
-        if not capturing:
-            self._check(override, keyset, call, result)
+        if check is not None:
+            check.end(result, lambda again: self._rerun(override, leading, again))
         if not capturing and where is not None and where.type == "cuda":
             _remember(override, exact_key(call))
+        if books is not None:
+            result = books.settle(result)
         if token is None:
             return result
         other = self._end_shadow(override, keyset, token, result)
         return result if other is None else other
+
+    def _impl_keyset(self, keyset: torch.DispatchKeySet) -> torch.DispatchKeySet:
+        return composite.below(keyset) if self.is_composite else keyset
+
+    def _bookkeeping(self, call: Call) -> composite.Bookkeeping | None:
+        return composite.bookkeeping(call) if self.is_composite else None
 
     def _impl(self, override: Override) -> Callable[..., Any]:
         if override.wrapped is None:
@@ -174,29 +197,32 @@ class PythonRouter:
     def _end_shadow(
         self, override: Override, keyset: torch.DispatchKeySet, token: shadow.Token, result: Any
     ) -> Any:
-        return shadow.end(override, token, result, lambda call: self.native(keyset, call))
+        return shadow.end(override, token, result, lambda call: self._native(keyset, call))
 
     def _profiled(self, override: Override) -> AbstractContextManager[object]:
         return profile.record(override)
 
     def _invoke(self, override: Override, leading: tuple[Any, ...], call: Call) -> Any:
-        return self._impl(override)(*leading, *call.args, **call.kwargs)
+        impl = self._impl(override)
+        with composite.as_a_kernel(self._excluded):
+            return impl(*leading, *call.args, **call.kwargs)
 
     def _is_check_due(self, override: Override, key: Hashable) -> bool:
         return contract.is_due(override, key)
 
-    def _check(
-        self, override: Override, keyset: torch.DispatchKeySet, call: Call, result: Any
-    ) -> None:
+    def _begin_check(
+        self, override: Override, keyset: torch.DispatchKeySet, call: Call
+    ) -> contract.Check | None:
+        # Before the impl runs: one that writes to its arguments changes what they are.
         key = signature(call)
         if not self._is_check_due(override, key):
-            return
+            return None
+        return contract.Check(override, key, call, lambda each: self._native(keyset, each))
 
-        def run_native() -> Any:
-            with threads.scope(threads.EVERYTHING):
-                return self.native(keyset, call)
-
-        contract.check(override, key, call, result, run_native)
+    def _rerun(self, override: Override, leading: tuple[Any, ...], call: Call) -> None:
+        where = device.at(call, override.dispatch_key)
+        with threads.running(call.op, self.chain), device.guard(where):
+            PythonRouter._invoke(self, override, leading, call)
 
 
 def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | None:

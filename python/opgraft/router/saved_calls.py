@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import stat
 import threading
 import zlib
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from opgraft.errors import RegistrationError
 from opgraft.registry import Override
 from opgraft.router import device
 from opgraft.schema import Call, resolve
@@ -56,6 +58,26 @@ def _described(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for saved calls, or see that nobody else can write to the one that is there.
+
+    Raises:
+        RegistrationError: others can.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = folder.stat()
+    if hasattr(os, "geteuid") and info.st_uid not in (os.geteuid(), 0):
+        fault = f"belongs to user {info.st_uid}"
+    elif os.name == "posix" and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fault = "can be written to by others (chmod go-w makes it yours alone)"
+    else:
+        return
+    raise RegistrationError(
+        f"save={str(folder)!r}: the folder {fault}, who could put calls of their own there; name "
+        "one that does not exist yet, which is then made private"
+    )
 
 
 def save(folder: Path, facts: dict[str, Any], call: Call) -> Path:

@@ -12,8 +12,7 @@ import json
 import logging
 import random
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,7 +23,8 @@ from opgraft import env, events
 from opgraft._lock import fork_safe_lock
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.registry import Override, registry
-from opgraft.router import contract, device, failure, threads
+from opgraft.router import contract, copies, device, failure, outputs, threads
+from opgraft.router.outputs import Returned
 from opgraft.router.signature import signature
 from opgraft.schema import Call
 
@@ -34,17 +34,6 @@ OnMismatch = Literal["log", "quarantine", "raise"]
 
 #: Differences of each override that are logged in full; later ones are counted.
 MAX_LOGGED = 10
-
-# How far two right results may be apart, as a share of the native one's largest value: rounding of
-# the dtype, and sums of many thousand terms that were added up in another order.
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-    torch.complex64: 1e-4,
-    torch.complex128: 1e-9,
-}
 
 
 class Settings(NamedTuple):
@@ -57,9 +46,11 @@ class Settings(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A hit that is to be compared: its arguments as they were, and under which settings."""
+    """A hit that is to be compared: its arguments, and under which settings."""
 
     call: Call
+    signature: Hashable
+    kept: Call  # as it was before: copies of what the op writes to
     settings: Settings
 
 
@@ -97,8 +88,9 @@ def shadow(
         on_mismatch: `"log"`; `"quarantine"`: the caller gets native's result, and the override is
             kept from calls of that kind; `"raise"`: :class:`ContractError`.
         tolerance: a factor on what may differ (float32: 1e-4 of native's largest value).
-        save: a folder, made private, to write the arguments of calls that differed to; what
-            `opgraft.router.saved_calls.load` reads. By default no values are written anywhere.
+        save: a folder to write the arguments of calls that differed to, which
+            `opgraft.router.saved_calls.load` reads. It is made, private, where it does not exist;
+            one that others can write to is refused. By default no values are written anywhere.
 
     Raises:
         RegistrationError: `rate` is not in (0, 1], or another argument makes no sense.
@@ -136,7 +128,9 @@ def _check(settings: Settings) -> None:
     if not settings.tolerance > 0:
         raise RegistrationError(f"tolerance={settings.tolerance!r}: give a positive factor")
     if settings.save is not None:
-        settings.save.mkdir(mode=0o700, parents=True, exist_ok=True)
+        from opgraft.router import saved_calls  # only now: most programs never get here
+
+        saved_calls.make_private(settings.save)
 
 
 def _change(change: Callable[[Settings], None], settings: Settings) -> None:
@@ -174,9 +168,10 @@ def begin(override: Override, call: Call) -> Token | None:
     settings = current()
     if settings is None or _here.comparing or device.is_capturing(device.of(call)):
         return None
-    if not call.op.mutates:
-        return Token(call, settings)
-    return Token(_kept(call), settings)
+    if not call.writes:
+        return Token(call, signature(call), call, settings)
+    with threads.scope(threads.EVERYTHING):
+        return Token(call, signature(call), copies.of(call), settings)
 
 
 def end(
@@ -195,11 +190,16 @@ def end(
 
     Raises:
         ContractError: they differ, and the settings say so.
+        Exception: native's own, where it refuses the call.
     """
     _here.comparing = True
     try:
         with threads.scope(threads.EVERYTHING), torch.no_grad():
             expected, difference = _compare(override, token, result, run_native)
+    except _Refused as refused:
+        with threads.scope(threads.EVERYTHING):
+            copies.restore(token.call, token.kept)
+        raise refused.error from None
     except Exception as error:
         # Native cannot say, or a comparison needs more memory than there is: that is no reason to
         # end a program that was running.
@@ -216,121 +216,90 @@ def end(
         raise ContractError(f"{contract.who(override)} differs from native: {difference}")
     if token.settings.on_mismatch != "quarantine":
         return None
-    failure.quarantine(override, signature(token.call), ContractError(f"differs: {difference}"))
+    failure.quarantine(override, token.signature, ContractError(f"differs: {difference}"))
     override._fallbacks.add()
-    return _put_back(token.call, result, expected)
+    with threads.scope(threads.EVERYTHING):
+        copies.restore(token.call, token.kept)
+    return _handed_on(token, expected)
+
+
+class _Refused(Exception):
+    """Native raised for a call that nobody can make."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def _compare(
     override: Override, token: Token, result: Any, run_native: Callable[[Call], Any]
 ) -> tuple[Any, str | None]:
-    call, op = token.call, token.call.op
-    with contract.keeping_rng(call):
-        expected = run_native(call)
+    call, kept, op = token.call, token.kept, token.call.op
+    with contract.keeping_rng(kept):
+        try:
+            expected = run_native(kept)
+        except Exception as error:
+            if contract.is_refusal(error):
+                raise _Refused(error) from error
+            raise
         # Another state of the generator by now: dropout's result is another, attention's without
         # dropout is not.
-        if op.is_random and (op.mutates or not _same(op, expected, run_native(call))):
+        if op.is_random and (kept.writes or not _same(op, expected, run_native(kept))):
             raise NotImplementedError("the call is random")
-    mine, theirs = (_outputs(op, each) for each in (result, expected))
-    for index, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-        if op.returns[index].name in contract.RNG_OUTPUTS:
-            continue
-        difference = _difference(one, other, token.settings.tolerance)
-        if difference is not None:
-            return expected, f"{contract.output_name(op, index)}: {difference}"
+    mine = Returned(op, outputs.as_outputs(op, result), call.tensors())
+    native = Returned(op, outputs.as_outputs(op, expected), kept.tensors())
+
+    def promises(index: int, place: int | None, output: torch.Tensor) -> bool:
+        return contract.promises_strides(kept, index, place, output)
+
+    for label, difference in outputs.compare(mine, native, promises):
+        return expected, f"{label}: {difference.removeprefix('with ')}"
+    for label, one, other in _pairs(mine, native, token):
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            found = _difference(one, other, token.settings.tolerance)
+        else:
+            found = None if one == other else f"{one!r}, native returns {other!r}"
+        if found is not None:
+            return expected, f"{label}: {found}"
     return expected, None
 
 
+def _pairs(mine: Returned, native: Returned, token: Token) -> Iterator[tuple[str, Any, Any]]:
+    """What is compared by its values: outputs, and what the call writes to."""
+    for (index, place, one), (_, _, other) in zip(mine.flat(), native.flat(), strict=True):
+        if mine.op.returns[index].name not in outputs.UNSPECIFIED:
+            yield outputs.name_of(mine.op, index, place), one, other
+    for (argument, one), (_, other) in zip(token.call.written(), token.kept.written(), strict=True):
+        if argument.name not in contract.USED_UP:
+            yield f"argument {argument.name!r}", one, other
+
+
+def _difference(mine: torch.Tensor, native: torch.Tensor, factor: float) -> str | None:
+    for difference in outputs.place_differences(mine, native):
+        return difference
+    if mine.layout != torch.strided:
+        mine, native = mine.to_dense(), native.to_dense()
+    return outputs.distance(mine, native, factor)
+
+
 def _same(op: Any, one: Any, other: Any) -> bool:
-    pairs = zip(_outputs(op, one), _outputs(op, other), strict=True)
+    pairs = zip(outputs.as_outputs(op, one), outputs.as_outputs(op, other), strict=True)
     return all(
         not isinstance(a, torch.Tensor) or torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in pairs
     )
 
 
-def _outputs(op: Any, result: Any) -> tuple[Any, ...]:
-    return (result,) if len(op.returns) == 1 else tuple(result or ())
+def _handed_on(token: Token, expected: Any) -> Any:
+    """Native's result for the caller: with the caller's tensors for our copies of them."""
+    pairs = zip(token.call.written(), token.kept.written(), strict=True)
+    own = {id(native): mine for (_, mine), (_, native) in pairs}
 
-
-def _difference(mine: Any, native: Any, factor: float) -> str | None:
-    if isinstance(native, (list, tuple)):
-        found = (_difference(a, b, factor) for a, b in zip(mine, native, strict=True))
-        return next((each for each in found if each is not None), None)
-    if not isinstance(mine, torch.Tensor) or not isinstance(native, torch.Tensor):
-        same = mine == native or (mine is None) == (native is None)
-        return None if same else f"{mine!r}, native returns {native!r}"
-    for what in ("dtype", "shape", "device"):
-        if getattr(mine, what) != getattr(native, what):
-            return f"{what} {getattr(mine, what)}, native's is {getattr(native, what)}"
-    if mine.numel() == 0:
-        return None
-    if mine.dtype not in _TOLERANCES:
-        count = int((mine != native).sum())
-        return f"{count} of {mine.numel()} elements" if count else None
-    return _distance(mine, native, _TOLERANCES[mine.dtype] * factor)
-
-
-def _distance(mine: torch.Tensor, native: torch.Tensor, tolerance: float) -> str | None:
-    finite = native.isfinite()
-    elsewhere = int((finite != mine.isfinite()).sum())
-    if elsewhere:
-        return f"{elsewhere} of {mine.numel()} elements are NaN or infinite on one side only"
-    apart = torch.where(finite, (mine - native).abs(), 0).double()
-    size = float(torch.where(finite, native.abs(), 0).max())
-    allowed = tolerance * size
-    largest = float(apart.max())
-    if largest <= allowed:
-        return None
-    count = int((apart > allowed).sum())
-    return (
-        f"{count} of {mine.numel()} elements are up to {largest:.3g} off, of values up to "
-        f"{size:.3g}; allowed are {allowed:.3g}"
-    )
-
-
-def _put_back(call: Call, result: Any, expected: Any) -> Any:
-    """Native's result for the caller; what the op wrote to gets native's values."""
-    op = call.op
-    if not op.mutates:
-        return expected
-    # An op that writes to its arguments returns them: those of the caller, not our copies.
-    for mine, native in zip(_outputs(op, result), _outputs(op, expected), strict=True):
-        if isinstance(mine, torch.Tensor) and mine is not native:
-            mine.copy_(native)
-    return None
-
-
-def _kept(call: Call) -> Call:
-    """The call as it is now: what the op writes to is copied, and what shares memory with that.
-
-    The copies share memory as the arguments do: in `x.add_(x)` both are one tensor.
-    """
-    pairs = zip(call.op.arguments, call.values, strict=True)
-    written = {t.untyped_storage()._cdata for a, v in pairs if a.written for t in _tensors(v)}
-    count = Counter(tensor.untyped_storage()._cdata for tensor in call.tensors())
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def keep(value: Any) -> Any:
+    def swapped(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [keep(each) for each in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        storage = value.untyped_storage()
-        if storage._cdata not in written:
-            return value
-        if count[storage._cdata] == 1:
-            return value.detach().clone()
-        copied = storages.setdefault(storage._cdata, storage.clone())
-        place = (value.storage_offset(), value.shape, value.stride())
-        return torch.empty(0, dtype=value.dtype, device=value.device).set_(copied, *place)
+            return type(value)(swapped(each) for each in value)
+        return own.get(id(value), value)
 
-    return Call(call.op, tuple(map(keep, call.values)))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor)]
+    return swapped(expected)
 
 
 # ------------------------------------------------------------------ what is told of it

@@ -4,8 +4,9 @@ Two kinds of thread-local state, on purpose different:
 
 - *Frames* (an impl is running, or `opgraft.native` is) belong to one thread only. An impl that
   starts a backward or threads of its own gets overrides there.
-- *Scopes* (`with opgraft.disabled(...)`) live in torch's own thread-local state, which autograd
-  copies to its engine's threads: a backward that is started inside a scope stays inside it.
+- *Scopes* (`with opgraft.disabled(...)`, and observers) live in torch's own thread-local state,
+  which autograd copies to its engine's threads: a backward that is started inside a scope stays
+  inside it. They end in any order, and on any thread: Note [Scopes] in csrc/threads.h.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ from opgraft import _core
 from opgraft.registry import Chain, Override, Selector
 from opgraft.schema import Op
 
-_SCOPE_KEY = "opgraft.disabled"
+_SCOPES_KEY = "opgraft.scopes"
 _PROBE_KEY = "opgraft.probe"
 
 #: Matches every override.
@@ -93,26 +94,84 @@ def bypassing(op: Op) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def scope(selector: Selector) -> Iterator[None]:
+def scope(selector: Selector) -> AbstractContextManager[None]:
     """While this lasts, what `selector` matches is off for this thread and backwards it starts."""
     core = _core.in_use()
-    with (
-        core.Scope(selector.given()) if core is not None else nullcontext(),
-        _known_scope(selector),
-    ):
-        yield
+    if core is None:
+        return PythonScope(selector, observes=False)
+    return core.Scope(selector.given(), selector)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _known_scope(selector: Selector) -> Iterator[None]:
-    """A scope for the Python router, and for telling which one it was."""
-    outer = scopes()
-    stash(_SCOPE_KEY, (*outer, selector))
-    try:
-        yield
-    finally:
-        stash(_SCOPE_KEY, outer)
+def observed_by(observer: object) -> AbstractContextManager[None]:
+    """While this lasts, `observer` is one of this thread's, and of backwards' that it starts."""
+    core = _core.in_use()
+    if core is None:
+        return PythonScope(observer, observes=True)
+    return core.Scope(None, observer)  # type: ignore[no-any-return]
+
+
+def scopes() -> tuple[Selector, ...]:
+    """What is switched off on this thread, outermost scope first."""
+    return _tags(observing=False)
+
+
+def observers() -> tuple[Any, ...]:
+    """What observes this thread, outermost first."""
+    return _tags(observing=True)
+
+
+def _tags(*, observing: bool) -> tuple[Any, ...]:
+    core = _core.in_use()
+    if core is not None:
+        return tuple(core.Scope.tags(observing))
+    return tuple(e.tag for e in PythonScope.entries() if e.observes == observing)
+
+
+class _Entry:
+    """What all threads' lists know of a scope."""
+
+    __slots__ = ("observes", "open", "tag")
+
+    def __init__(self, tag: Any, observes: bool) -> None:
+        self.tag = tag
+        self.observes = observes
+        self.open = True
+
+
+class PythonScope:
+    """A scope where Python routes; the core has its own, which does the same (csrc/threads.h)."""
+
+    __slots__ = ("_entry", "_observes", "_tag")
+
+    def __init__(self, tag: Any, *, observes: bool) -> None:
+        self._tag = tag
+        self._observes = observes
+        self._entry: _Entry | None = None
+
+    def __enter__(self) -> None:
+        if self._entry is not None:
+            raise RuntimeError("this scope was entered already")
+        self._entry = _Entry(self._tag, self._observes)
+        _stash((*self.entries(), self._entry))
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        if _stashed():
+            _stash(tuple(self.entries()))
+
+    def __del__(self) -> None:
+        self._close()  # this may be any thread
+
+    def _close(self) -> None:
+        if self._entry is not None:
+            self._entry.open = False
+            self._entry.tag = None
+            self._entry = None
+
+    @staticmethod
+    def entries() -> Iterator[_Entry]:
+        """The scopes that this thread is in, outermost first."""
+        return (entry for entry in _stashed() if entry.open)
 
 
 def is_off_here(override: Override) -> bool:
@@ -129,30 +188,20 @@ def scope_of(override: Override) -> str:
     return f"opgraft.disabled({next(matching, '')})"
 
 
-def stash(key: str, value: tuple[Any, ...]) -> None:
-    """Keep `value` for this thread and for the autograd engine's in backwards that it starts."""
-    if not value and _unstash(key):
-        return
+def _stash(value: tuple[_Entry, ...]) -> None:
+    """Keep `value` for this thread and for the autograd engine's in backwards that it starts.
+
+    torch has no way in Python to take out what it keeps so: what is left in the end is `()`.
+    """
     if _stash_steals():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
+    torch._C._stash_obj_in_tls(_SCOPES_KEY, value)
 
 
-def _unstash(key: str) -> bool:
-    """Take what is kept out of the thread's state; false where there is no way to.
-
-    A thread that ends with an object there asks for the GIL to free it, after it was joined. Where
-    Python has come to its end by then, that ends the process by SIGABRT.
-    """
-    core = _core.in_use()
-    if core is not None:
-        core.unstash(key)
-    return core is not None
-
-
-def stashed(key: str) -> tuple[Any, ...]:
-    """What :func:`stash` keeps here; empty where there is nothing."""
-    value: tuple[Any, ...] = torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else ()
+def _stashed() -> tuple[_Entry, ...]:
+    if not torch._C._is_key_in_tls(_SCOPES_KEY):
+        return ()
+    value: tuple[_Entry, ...] = torch._C._get_obj_in_tls(_SCOPES_KEY)
     return value
 
 
@@ -163,15 +212,12 @@ def _stash_steals() -> bool:
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(_PROBE_KEY, probe)
     stole = sys.getrefcount(probe) == before
+    empty = ()
     if stole:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    _unstash(_PROBE_KEY)
+        for each in (probe, empty):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    torch._C._stash_obj_in_tls(_PROBE_KEY, empty)
     return stole
-
-
-def scopes() -> tuple[Selector, ...]:
-    """What is switched off on this thread, outermost scope first."""
-    return stashed(_SCOPE_KEY)
 
 
 def _weak(result: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from opgraft import env
-from opgraft.errors import OverrideWarning
+from opgraft.errors import warn_caller
 from opgraft.registry import Override
 from opgraft.router import contract, device, threads
 from opgraft.router.signature import exact_key
@@ -36,7 +35,7 @@ def impl_of(override: Override) -> Callable[..., Any]:
     """What routers run for an override: its impl, with the bound around it if there is one."""
     seconds = env.compile_timeout()
     # What an op that writes to its arguments has done half, nobody can take back.
-    if seconds is None or override.operator.mutates:
+    if seconds is None or override.operator.writes:
         return override.impl
     return TimeBoxed(override, seconds)
 
@@ -97,11 +96,9 @@ class TimeBoxed:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn_caller(
             f"{contract.who(self._override)} is still compiling after {self._seconds:g} s "
-            "(OPGRAFT_COMPILE_TIMEOUT); the native kernel runs until it is done",
-            OverrideWarning,
-            stacklevel=4,
+            "(OPGRAFT_COMPILE_TIMEOUT); the native kernel runs until it is done"
         )
 
 
@@ -147,6 +144,9 @@ def _contexts(override: Override, call: Call) -> list[Callable[[], AbstractConte
     for selector in threads.scopes():
         contexts.append(lambda selector=selector: threads.scope(selector))  # type: ignore[misc]
     where = device.of(call)
+    if where is not None and torch.is_autocast_enabled(where.type):  # as an impl sees it
+        dtype = torch.get_autocast_dtype(where.type)
+        contexts.append(lambda: torch.autocast(where.type, dtype, cache_enabled=False))
     if where is not None and where.type == "cuda":
         stream = torch.cuda.current_stream(where)
         contexts += [lambda: device.guard(where), lambda: torch.cuda.stream(stream)]

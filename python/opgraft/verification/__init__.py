@@ -31,7 +31,7 @@ def verify(
     checks: Collection[str] | None = None,
     k: float = 2.0,
     seed: int = 0,
-    max_samples: int = 120,
+    max_samples: int = 300,
     max_seconds: float = math.inf,
     max_bytes: int = 2**30,
     opinfo: bool = True,

@@ -1,7 +1,7 @@
 """Calls that PyTorch's own tests make: OpInfo's samples, seen where they reach an op.
 
-`torch.testing._internal` is optional: without it (or without `expecttest`, which it imports) there
-are no such samples, and the report says so.
+They are in `torch.testing._internal`, which imports `expecttest` and NumPy. Where it cannot be
+imported a verification that was to use them is not complete, and its verdict is "not run".
 """
 
 from __future__ import annotations
@@ -60,8 +60,12 @@ def missing() -> str | None:
     """Why there are no OpInfos here; None where there are."""
     try:
         _database()
-    except Exception as error:  # whatever an internal module raises, it is only optional
-        return f"torch.testing._internal cannot be imported ({type(error).__name__}: {error})"
+    except Exception as error:  # whatever an internal module raises
+        return (
+            f"torch.testing._internal cannot be imported ({type(error).__name__}: {error}); "
+            "`pip install expecttest numpy` mends it where one of them is missing, and "
+            "--no-opinfo (opinfo=False) verifies without"
+        )
     return None
 
 

@@ -55,6 +55,17 @@ def native(call: Call) -> Outcome:
             return Outcome(_outputs(call.op, result), "torch's decomposition")
 
 
+def with_written(call: Call) -> Outcome:
+    """As :func:`native`; what the op writes to comes behind its outputs."""
+    outcome = native(call)
+    return Outcome((*outcome.outputs, *written(call)), outcome.what)
+
+
+def written(call: Call) -> tuple[torch.Tensor, ...]:
+    """The arguments that the call writes to, whether the op's schema says so or not."""
+    return tuple(tensor for _, tensor in call.written())
+
+
 def reference(call: Call) -> Outcome:
     """The results in the most precision that the op has; natively at the call's own if in no other.
 
@@ -62,18 +73,18 @@ def reference(call: Call) -> Outcome:
         call: is not changed; ops that write to their arguments get copies.
     """
     if not any(tensor.is_floating_point() for tensor in call.tensors()):
-        return native(copied(call))
+        return with_written(copied(call))
     known = _REFERENCES.get(call.op.name)
     if known is not None and not call.named.get("dropout_p"):
         with threads.scope(threads.EVERYTHING):
             return known(call)
     for dtype in _WIDER:
         try:
-            wide = native(widened(call, dtype))
+            wide = with_written(widened(call, dtype))
         except Exception:  # no kernel for that dtype
             continue
         return Outcome(wide.outputs, f"{wide.what} in {str(dtype).removeprefix('torch.')}")
-    own = native(copied(call))
+    own = with_written(copied(call))
     return Outcome(own.outputs, f"{own.what} in the call's own precision")
 
 

@@ -65,13 +65,15 @@ class OverrideReport:
     notes: list[str] = field(default_factory=list)
     #: Why it could not be verified at all.
     skipped: str = ""
+    #: Why what was asked for could not all be tried: nothing failed, and that says too little.
+    incomplete: str = ""
     seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
         if self.failures:
             return "failed"
-        return "not run" if self.skipped else "passed"
+        return "not run" if self.skipped or self.incomplete else "passed"
 
     @classmethod
     def of_dict(cls, found: dict[str, Any]) -> OverrideReport:
@@ -229,6 +231,8 @@ def _details(each: OverrideReport) -> Iterable[str]:
     for check in each.checks.values():
         if not check.samples:
             yield f"  not run: {check.name}: {check.reason}"
+    if each.incomplete:
+        yield f"  incomplete: {each.incomplete}"
     for line in each.not_generated:
         yield f"  not generated: {line}"
     for note in each.notes:

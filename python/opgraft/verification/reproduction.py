@@ -8,7 +8,10 @@ import torch
 
 from opgraft.registry import Override
 from opgraft.schema import Call
-from opgraft.verification import checks, sources
+from opgraft.verification import sources
+from opgraft.verification.alone import alone
+from opgraft.verification.checks import CHECKS
+from opgraft.verification.observation import Failed, NotApplicable, Observation, Subject, describe
 from opgraft.verification.reference import native
 from opgraft.verification.runner import device_of
 from opgraft.verification.samples import Sample, parse
@@ -38,7 +41,7 @@ class Reproduction:
     def run(self) -> Any:
         """What the op returns with the override on."""
         call = self.call
-        with torch.no_grad(), checks.alone(self.override):
+        with torch.no_grad(), alone(self.override):
             return call.op.overload(*call.args, **call.kwargs)
 
     def native(self) -> Any:
@@ -52,19 +55,19 @@ class Reproduction:
         Raises:
             AssertionError: it fails; the message is the report's.
         """
-        subject = checks.Subject(
+        subject = Subject(
             self.override, device_of(self.override.dispatch_key), self._k, self.sample.seed
         )
         try:
-            with checks.alone(self.override):
-                checks.CHECKS[name](checks.Observation(subject, self.sample))
-        except checks.NotApplicable:
+            with alone(self.override):
+                CHECKS[name](Observation(subject, self.sample))
+        except NotApplicable:
             return
-        except checks.Failed as failed:
+        except Failed as failed:
             raise AssertionError(f"{name}: {failed}") from failed
 
     def __repr__(self) -> str:
-        return f"<sample {self.sample.id!r}: {checks.describe(self.call)}>"
+        return f"<sample {self.sample.id!r}: {describe(self.call)}>"
 
 
 def reproduce(override: Override, sample_id: str, *, seed: int, k: float) -> Reproduction:

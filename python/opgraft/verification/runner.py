@@ -15,24 +15,21 @@ from typing import Any
 import torch
 
 from opgraft.registry import Override
-from opgraft.verification import checks, opinfo, sources
-from opgraft.verification.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
-from opgraft.verification.checks import CHECKS, EACH, ONCE, SLOW, SOME, Failed, NotApplicable
+from opgraft.verification import opinfo, sources
+from opgraft.verification.alone import alone
+from opgraft.verification.boundaries import Coverage, parts
+from opgraft.verification.candidates import Candidates, main_dtype
+from opgraft.verification.checks import CHECKS
+from opgraft.verification.checks.derivatives import can_be_checked
+from opgraft.verification.checks.indices import index_places
+from opgraft.verification.observation import Failed, NotApplicable, Observation, Subject
+from opgraft.verification.process_state import keeping_settings
 from opgraft.verification.report import Check, Failure, OverrideReport, Report
-from opgraft.verification.samples import Place, Sample, layouts, tensors_of
+from opgraft.verification.samples import Sample
 from opgraft.when import Condition
 
-#: What samples come in where a condition names no dtypes.
-_DTYPES = (
-    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-    *(torch.int64, torch.complex64, torch.bool),
-)
-#: Sizes to give every size: none, one, primes, and beside powers of two.
-_SIZES = (0, 1, 2, 3, 31, 64, 127, 257)
-#: Calls that a condition wants, around which samples are made: for each dtype, of different ranks.
-_ANCHORS = 2
-#: Those around which sizes are changed.
-_VARIED = 3
+#: Failures of a check after which it is not run any more: to be sure of one takes many runs.
+_ENOUGH = 3
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Options:
 
     k: float = 2.0
     seed: int = 0
-    max_samples: int = 120
+    max_samples: int = 300
     max_seconds: float = math.inf
     max_bytes: int = 2**30
     only: Collection[str] | None = None
@@ -51,7 +48,7 @@ class Options:
     def wants(self, check: str) -> bool:
         if self.only is not None:
             return check in self.only
-        return self.compile or check not in SLOW
+        return self.compile or not CHECKS[check].slow
 
 
 Progress = Callable[[str], None]
@@ -76,12 +73,12 @@ def verify_override(
         report.skipped = problem
         return report
     device = device_of(override.dispatch_key)
-    subject = checks.Subject(override, device, options.k, options.seed)
+    subject = Subject(override, device, options.k, options.seed)
     run = _Run(subject, options, report, progress)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what samples of odd dtypes make torch say
         try:
-            with checks.alone(override):
+            with keeping_settings(), alone(override):
                 run.go()
         except Failed as failed:
             report.failures.append(Failure("hit", "", str(failed), ""))
@@ -118,7 +115,7 @@ class _Run:
 
     def __init__(
         self,
-        subject: checks.Subject,
+        subject: Subject,
         options: Options,
         report: OverrideReport,
         progress: Progress,
@@ -129,16 +126,15 @@ class _Run:
         self._progress = progress
         override = subject.override
         condition = override.cond if isinstance(override.cond, Condition) else None
-        self._condition = condition
         self._coverage = Coverage([] if condition is None else parts(condition))
-        self._taken: list[checks.Observation] = []
+        self._taken: list[Observation] = []
         self._raised = False
 
     def go(self) -> None:
         self._progress("collecting samples")
         seen: set[str] = set()
         start = math.inf
-        for sample in self._samples():
+        for sample in self._candidates():
             if sample.id in seen:
                 continue
             bound = "max_samples=" if len(seen) == self._options.max_samples else ""
@@ -158,111 +154,20 @@ class _Run:
         if self._taken:
             self._check_some()
         self._report.not_generated += self._coverage.missing()
-        if (reason := opinfo.missing()) and self._options.use_opinfo:
-            self._report.notes.append(f"none of PyTorch's own samples: {reason}")
+        # Of other libraries' ops PyTorch's own tests know nothing, and nothing is missed.
+        is_torchs = self._subject.op.name.startswith("aten::")
+        if is_torchs and self._options.use_opinfo and (reason := opinfo.missing()):
+            self._report.incomplete = f"there are none of PyTorch's own samples: {reason}"
 
-    # ------------------------------------------------------------------ samples
-
-    def _samples(self) -> Iterator[Sample]:
-        override = self._subject.override
-        dtypes = claimed_dtypes(override.cond) or list(_DTYPES)
-        device = self._subject.device
-        bases = list(
-            sources.bases(
-                override, dtypes, device, self._options.seed, use_opinfo=self._options.use_opinfo
-            )
+    def _candidates(self) -> Candidates:
+        return Candidates(
+            self._subject.override,
+            self._subject.device,
+            self._options.seed,
+            self._options.max_bytes,
+            self._coverage,
+            use_opinfo=self._options.use_opinfo,
         )
-        explorers = [Explorer(base, self._options.seed, self._options.max_bytes) for base in bases]
-        # An author's calls are the ones to look around, if there are any: it takes long to make one
-        # of torch's own into one that the condition wants.
-        given = [explorer for explorer in explorers if explorer.base.is_given]
-        anchors = list(self._anchors(given or explorers))
-        yield from _in_turn(
-            [
-                # What is there as it is, then around each call that the override wants.
-                (explorer.sample({}) for explorer in explorers),
-                (sample for _, sample in anchors),
-                *(self._boundaries(e, s) for e, s in anchors[:_VARIED]),
-                *(self._layouts(e, s) for e, s in anchors),
-                *(self._sizes(e, s) for e, s in anchors[:_VARIED]),
-            ]
-        )
-
-    def _anchors(self, explorers: Sequence[Explorer]) -> Iterator[tuple[Explorer, Sample]]:
-        """A few calls of each dtype that the condition wants, of different ranks."""
-        found: dict[Any, dict[int, tuple[Explorer, Sample]]] = {}
-        for explorer in explorers:
-            # Kernels of internal ops trust what their callers pass, and crash on what is not right:
-            # the author alone knows what else there is.
-            if explorer.base.is_given and explorer.is_internal:
-                continue
-            call = explorer.call({})
-            edits = None if call is None else self._wanted(explorer)
-            made = None if edits is None else explorer.call(edits)
-            if made is not None and edits is not None:
-                rank = max((tensor.ndim for tensor in made.tensors()), default=0)
-                of_dtype = found.setdefault(_main_dtype(made), {})
-                of_dtype.setdefault(rank, (explorer, explorer.sample(edits)))
-        # Two dimensions first: with fewer there is less to vary, with more less of each.
-        ranked = [[by[rank] for rank in sorted(by, key=_oddity)] for by in found.values()]
-        for row in itertools.zip_longest(*(each[:_ANCHORS] for each in ranked)):
-            yield from (each for each in row if each is not None)
-
-    def _wanted(self, explorer: Explorer) -> dict[Place, Any] | None:
-        if self._condition is not None:
-            return explorer.wanted(self._condition, {})
-        call = explorer.call({})
-        try:
-            wanted = call is not None and self._subject.override.wants(call)
-        except Exception:  # a condition in Python: checks say what it raises
-            wanted = False
-        return {} if wanted else None
-
-    def _boundaries(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
-        if self._condition is None:
-            return
-        from opgraft import when
-
-        for index, leaf in enumerate(parts(self._condition)):
-            explorer.refusal = ""
-            if isinstance(leaf, when._Comparison):
-                yield from map(explorer.sample, explorer.crossings(leaf, anchor.edits))
-            else:
-                yield from map(explorer.sample, explorer.beside(leaf, anchor.edits))
-            if explorer.refusal:
-                self._coverage.reasons.setdefault(
-                    index, f"calls beyond it are refused: {explorer.refusal}"
-                )
-
-    def _layouts(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
-        call = anchor.call()
-        places = list(tensors_of(call.op, call.values))
-        for place, tensor in places:
-            for layout in layouts(anchor.base, place, tensor):
-                sample = anchor.with_layout(place, layout)
-                if not explorer.is_internal or takes_layout(sample):
-                    yield sample
-        yield from self._shared(anchor, places)
-
-    def _shared(self, anchor: Sample, places: list[tuple[Place, torch.Tensor]]) -> Iterator[Sample]:
-        """The same tensor given twice."""
-        free = [(p, t) for p, t in places if p.item is None and p.argument in anchor.base.free]
-        if self._subject.op.mutates or len(free) < 2:
-            return
-        (first, one), *rest = free
-        for place, other in rest:
-            if other.shape == one.shape and other.dtype == one.dtype:
-                yield anchor.with_layout(place, f"={first.argument}")
-
-    def _sizes(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
-        now = {**anchor.base.places, **anchor.edits}
-        for place, value in now.items():
-            if place.dim is None:
-                continue
-            for size in _SIZES:
-                edits = explorer.together(place, size, anchor.edits)
-                if size != value and edits is not None:
-                    yield explorer.sample(edits)
 
     # ------------------------------------------------------------------ checks
 
@@ -271,21 +176,23 @@ class _Run:
             call = sample.call()
         except Exception:  # a layout that such a tensor cannot have
             return
-        seen = checks.Observation(self._subject, sample)
+        seen = Observation(self._subject, sample)
         self._count(seen, sample)
         self._coverage.add(call)
-        special = any(layout == "special" for layout in sample.layouts.values())
-        for name in EACH:
-            if self._options.wants(name):
+        special = seen.is_special
+        for name, check in CHECKS.items():
+            if check.scope == "each" and self._options.wants(name):
                 self._apply(
                     name, seen, as_check="special" if special and name == "values" else name
                 )
-        if seen.took and not special:
+        # Nor is what takes gigabytes kept.
+        if seen.took and not special and "huge-strides" not in sample.layouts.values():
             self._taken.append(seen)
 
-    def _count(self, seen: checks.Observation, sample: Sample) -> None:
-        source = sample.base.id.removeprefix("for:").partition(":")[0].partition("-")[0]
-        made = " + changes" if sample.edits or sample.layouts else ""
+    def _count(self, seen: Observation, sample: Sample) -> None:
+        source = sources.kind(sample.base.id)
+        changed = sample.edits or sample.layouts or sources.is_reranked(sample.base.id)
+        made = " + changes" if changed else ""
         key = f"{source}{made}"
         self._report.samples[key] = self._report.samples.get(key, 0) + 1
         self._report.hits += seen.took
@@ -308,36 +215,33 @@ class _Run:
 
     def _check_some(self) -> None:
         chosen = self._representatives()
-        for name in SOME:
+        for name, check in CHECKS.items():
+            if check.scope == "each":
+                continue
             if not self._options.wants(name):
                 self._report.checks[name] = Check(name, reason="not asked for")
                 continue
-            count = 1 if name in ONCE else len(chosen)
+            count = 1 if check.scope == "once" else len(chosen)
             applicable = self._for_check(name, chosen)
             for seen in itertools.islice(applicable, max(count, 1)):
                 self._progress(f"{name}: {seen.sample.id}")
                 self._apply(name, seen)
 
-    def _for_check(
-        self, name: str, chosen: list[checks.Observation]
-    ) -> Iterable[checks.Observation]:
-        if name == "front":
-            return [seen for seen in self._taken if seen.sample.base.front is not None] or chosen
-        if name == "gradcheck":
-            return [
-                seen for seen in self._taken if _main_dtype(seen.mine.call) == torch.float64
-            ] or chosen
-        return chosen
+    def _for_check(self, name: str, chosen: list[Observation]) -> Iterable[Observation]:
+        """On what a check says most: on these of the representatives, or of all that it takes."""
+        suits = _SUITS.get(name)
+        if suits is None:
+            return chosen
+        return [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)] or chosen
 
-    def _representatives(self) -> list[checks.Observation]:
+    def _representatives(self) -> list[Observation]:
         """For each dtype the middling one of the hits: not empty, not the largest."""
-        by_dtype: dict[Any, list[checks.Observation]] = {}
+        by_dtype: dict[Any, list[Observation]] = {}
         for seen in self._taken:
             call = seen.mine.call
-            huge = "huge-strides" in seen.sample.layouts.values()
-            usable = seen.mine.error is None and not huge and not seen.refused
+            usable = seen.mine.error is None and not seen.refused
             if usable and all(t.numel() for t in call.tensors()):
-                by_dtype.setdefault(_main_dtype(seen.mine.call), []).append(seen)
+                by_dtype.setdefault(main_dtype(seen.mine.call), []).append(seen)
         return [
             sorted(each, key=lambda seen: sum(t.numel() for t in seen.mine.call.tensors()))[
                 len(each) // 2
@@ -345,11 +249,14 @@ class _Run:
             for each in by_dtype.values()
         ]
 
-    def _apply(self, name: str, seen: checks.Observation, as_check: str = "") -> None:
+    def _apply(self, name: str, seen: Observation, as_check: str = "") -> None:
         as_check = as_check or name
         check = self._report.checks.setdefault(as_check, Check(as_check))
+        if check.failures == _ENOUGH:
+            return
         try:
-            CHECKS[name](seen)
+            with keeping_settings():  # what an impl leaves changed is no other check's concern
+                CHECKS[name](seen)
         except NotApplicable as reason:
             check.reason = check.reason or str(reason)
             return
@@ -362,7 +269,7 @@ class _Run:
             self._fail(check, name, seen, f"the check itself raised {error!r}")
         check.samples += 1
 
-    def _fail(self, check: Check, name: str, seen: checks.Observation, message: str) -> None:
+    def _fail(self, check: Check, name: str, seen: Observation, message: str) -> None:
         check.failures += 1
         # One of each check is enough to mend it; what else fails is counted.
         if check.failures == 1:
@@ -371,26 +278,16 @@ class _Run:
             )
 
 
-def _in_turn(sources_: Iterable[Iterator[Sample]]) -> Iterator[Sample]:
-    """From each source in turn, so that a bound on the whole cuts none of them off."""
-    live = list(sources_)
-    while live:
-        for source in list(live):
-            try:
-                yield next(source)
-            except StopIteration:
-                live.remove(source)
+#: What a call must be for a check to have something to say about it.
+_SUITS: dict[str, Callable[[Observation], bool]] = {
+    "front": lambda seen: seen.sample.base.front is not None,
+    "gradcheck": lambda seen: can_be_checked(seen.mine.call),
+    "threads": lambda seen: any(t.is_floating_point() for t in seen.mine.call.tensors()),
+    "bad_index": lambda seen: bool(index_places(seen.mine.call)),
+}
 
 
-def _oddity(rank: int) -> tuple[int, int]:
-    return (abs(rank - 2), -rank)
-
-
-def _main_dtype(call: Any) -> torch.dtype | None:
-    return next((tensor.dtype for tensor in call.tensors()), None)
-
-
-def reproducer(seen: checks.Observation, check: str, options: Options) -> str:
+def reproducer(seen: Observation, check: str, options: Options) -> str:
     """Five lines that make a failure happen again."""
     override = seen.subject.override
     terms = f", seed={options.seed}" + (f", k={options.k:g}" if options.k != 2 else "")

@@ -22,6 +22,7 @@ import torch
 from opgraft.router import threads
 from opgraft.schema import Call, Op, resolve
 from opgraft.verification.draws import Draws
+from opgraft.verification.layouts import applying, laid_out
 
 #: Edits cast every floating-point (and complex) tensor by this pseudo-argument ...
 EVERY_TENSOR = "*"
@@ -72,6 +73,8 @@ class Base:
     places: Mapping[Place, Any]
     #: Tensors whose values no other argument depends on: these can be given other values.
     free: frozenset[str]
+    #: Of its first tensor.
+    dtype: torch.dtype | None
     #: The call of the other op that this one's arguments come from.
     source: Base | None = None
     #: The call of what users call that made it.
@@ -187,10 +190,37 @@ def direct(base_id: str, op: Op, values: Values, *, front: Any = None, fixed: bo
     def make(edits: Edits, seed: int) -> Values:
         return edited(op, values, edits, seed)
 
-    free = frozenset(a.name for a in op.arguments if "Tensor" in a.kind and not a.written)
+    free = frozenset(a.name for a in op.arguments if "Tensor" in a.kind and not a.is_declared)
+    dtype = next((tensor.dtype for _, tensor in tensors_of(op, values)), None)
     if fixed:
-        return Base(base_id, op, make, {}, frozenset(), None, front)
-    return Base(base_id, op, make, dict(places(op, values)), free, None, front)
+        return Base(base_id, op, make, {}, frozenset(), dtype, None, front)
+    return Base(base_id, op, make, dict(places(op, values)), free, dtype, None, front)
+
+
+def reranked(base: Base, rank: int) -> Base | None:
+    """A base whose tensors of the first one's rank have another; None where that cannot be.
+
+    Dimensions are left out, or put in, in front: what belongs to the last ones goes on fitting.
+    """
+    prefix = f"rank{rank}:"
+    if base.source is not None:
+        source = reranked(base.source, rank)
+        return None if source is None else paired(base.op, source)
+    values = base.make({}, 0)
+    own = next((tensor.ndim for _, tensor in tensors_of(base.op, values)), 0)
+    if not base.places or own in (0, rank):
+        return None
+    draws = Draws(rank)
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [changed(each) for each in value]
+        if not isinstance(value, torch.Tensor) or value.ndim != own:
+            return value
+        kept = list(value.shape[max(own - rank, 0) :])
+        return _alike(value, [3, 2, 3, 2][: rank - len(kept)] + kept, draws)
+
+    return direct(prefix + base.id, base.op, tuple(map(changed, values)))
 
 
 def paired(op: Op, source: Base) -> Base | None:
@@ -221,7 +251,7 @@ def paired(op: Op, source: Base) -> Base | None:
         return tuple(each(call, outputs, draws) for each in plan)
 
     own = _is_gradient if forward_of(op) else source.free.__contains__
-    free = frozenset(a.name for a in op.arguments if not a.written and own(a.name))
+    free = frozenset(a.name for a in op.arguments if not a.is_declared and own(a.name))
     return replace(source, id=f"for:{source.id}", op=op, make=make, free=free, source=source)
 
 
@@ -330,7 +360,7 @@ def functional_of(op: Op) -> Op | None:
     """
     if not op.mutates:
         return None
-    wanted = [(a.name, a.kind) for a in op.arguments if not (a.written and a.keyword_only)]
+    wanted = [(a.name, a.kind) for a in op.arguments if not (a.is_declared and a.keyword_only)]
     stem = op.name.partition(".")[0]
     for name in (stem, stem.removesuffix("_")):
         namespace, _, symbol = name.partition("::")
@@ -448,127 +478,9 @@ def _alike(tensor: torch.Tensor, shape: list[int], draws: Draws) -> torch.Tensor
 # ------------------------------------------------------------------ layouts
 
 
-def _poisoned(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Memory around a tensor: reading it by mistake shows, writing to it too."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.full((count,), float("nan"), dtype=tensor.dtype, device=tensor.device)
-    value = True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
-    return torch.full((count,), value, dtype=tensor.dtype, device=tensor.device)
-
-
-def _inside(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    buffer = _poisoned(tensor, tensor.numel() + offset + 64)
-    view = buffer[offset : offset + tensor.numel()].view(tensor.shape)
-    return view.copy_(tensor)
-
-
-def _offset(tensor: torch.Tensor) -> torch.Tensor:
-    return _inside(tensor, 64)
-
-
-def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    return _inside(tensor, 1)
-
-
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    buffer = _poisoned(tensor, tensor.numel() * 2).view(*tensor.shape, 2)
-    return buffer[..., 0].copy_(tensor)
-
-
-def _sliced(tensor: torch.Tensor) -> torch.Tensor:
-    *rows, columns = tensor.shape
-    buffer = _poisoned(tensor, torch.Size([*rows, columns + 3]).numel()).view(*rows, columns + 3)
-    return buffer[..., :columns].copy_(tensor)
-
-
-def _expanded(tensor: torch.Tensor) -> torch.Tensor:
-    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
-    return tensor.narrow(dim, 0, 1).clone().expand(tensor.shape)
-
-
-def _special(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN, infinities, zeros of both signs and a subnormal number among the values."""
-    tiny = torch.finfo(tensor.dtype).smallest_normal / 4
-    special = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, tiny]
-    flat = tensor.clone().view(-1)
-    # Far from each other, so that most rows have none, some one.
-    for value, index in zip(
-        special, range(0, flat.numel(), max(flat.numel() // 6, 1)), strict=False
-    ):
-        flat[index] = value
-    return flat.view(tensor.shape)
-
-
-def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last)
-
-
-def _huge_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """More than 2**31 elements from first to last: an index in 32 bits reads elsewhere."""
-    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
-    stride = 2**31 // (tensor.shape[dim] - 1) + tensor.numel()
-    rest = tensor.select(dim, 0).contiguous().stride()
-    strides = [*rest[:dim], stride, *rest[dim:]]
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
-    # On the host the pages that nobody touches are never there, so nothing may fill them either.
-    settings: Any = torch.utils.deterministic
-    filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
-    try:
-        buffer = torch.empty(span, dtype=tensor.dtype, device=tensor.device)
-    finally:
-        settings.fill_uninitialized_memory = filled
-    return buffer.as_strided(tensor.shape, strides).copy_(tensor)
-
-
-def _has(dims: int) -> Callable[[torch.Tensor], bool]:
-    return lambda tensor: tensor.ndim >= dims and tensor.numel() > 1
-
-
-def _can_span(tensor: torch.Tensor) -> bool:
-    """Whether 2**31 elements fit beside what is there."""
-    if not 1 < tensor.numel() <= 2**16 or not any(size > 1 for size in tensor.shape):
-        return False
-    needed = 2**31 * tensor.element_size() * 1.1
-    if tensor.device.type == "cuda":
-        return bool(torch.cuda.mem_get_info(tensor.device)[0] > 2 * needed)
-    return tensor.device.type == "cpu" and needed < _host_memory()
-
-
-def _host_memory() -> int:
-    try:
-        with open("/proc/meminfo") as file:
-            words = dict(line.split(":", 1) for line in file)
-        return int(words["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
-
-
-_LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], Any]]] = {
-    "offset": (lambda tensor: True, _offset),
-    "misaligned": (lambda tensor: True, _misaligned),
-    "transposed": (_has(2), _transposed),
-    "strided": (_has(1), _strided),
-    "sliced": (_has(2), _sliced),
-    "expanded": (_has(1), _expanded),
-    "special": (lambda tensor: tensor.is_floating_point() and tensor.numel() > 0, _special),
-    "channels_last": (lambda tensor: tensor.ndim == 4 and tensor.numel() > 1, _channels_last),
-    "huge-strides": (_can_span, _huge_strides),
-}
-
-
-#: These change the values.
-_OTHER_VALUES = ("expanded", "special")
-
-
-def layouts(base: Base, place: Place, tensor: torch.Tensor) -> Iterator[str]:
+def layouts(base: Base, place: Place, tensor: torch.Tensor) -> list[str]:
     """The layouts that a tensor of a call can be given."""
-    for name, (applies, _) in _LAYOUTS.items():
-        if applies(tensor) and (name not in _OTHER_VALUES or place.argument in base.free):
-            yield name
+    return applying(tensor, other_values=place.argument in base.free)
 
 
 def _lay_out(op: Op, values: list[Any], place: Place, layout: str) -> None:
@@ -578,21 +490,19 @@ def _lay_out(op: Op, values: list[Any], place: Place, layout: str) -> None:
     tensor = values[index] if place.item is None else values[index][place.item]
     if not isinstance(tensor, torch.Tensor):
         raise CannotMake(f"{place} is {tensor!r}, not a tensor")
-    laid_out = _laid_out(op, values, tensor, layout)
+    relaid = _relaid(op, values, tensor, layout)
     if place.item is None:
-        values[index] = laid_out
+        values[index] = relaid
     else:
         values[index] = [*values[index]]
-        values[index][place.item] = laid_out
+        values[index][place.item] = relaid
 
 
-def _laid_out(op: Op, values: list[Any], tensor: torch.Tensor, layout: str) -> torch.Tensor:
+def _relaid(op: Op, values: list[Any], tensor: torch.Tensor, layout: str) -> torch.Tensor:
     if layout.startswith("="):  # the very tensor of another argument
         named = dict(zip((a.name for a in op.arguments), values, strict=True))
         return named[layout[1:]]  # type: ignore[no-any-return]
-    if layout not in _LAYOUTS:
-        raise CannotMake(f"there is no layout {layout!r}: choose one of {', '.join(_LAYOUTS)}")
-    applies, lay_out = _LAYOUTS[layout]
-    if not applies(tensor):
-        raise CannotMake(f"a tensor of sizes {tuple(tensor.shape)} cannot be {layout}")
-    return lay_out(tensor)  # type: ignore[no-any-return]
+    try:
+        return laid_out(tensor, layout)
+    except ValueError as error:
+        raise CannotMake(str(error)) from None

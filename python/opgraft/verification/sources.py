@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from opgraft.verification.samples import (
     forward_of,
     functional_of,
     paired,
+    reranked,
     run,
 )
 
@@ -60,6 +62,19 @@ def bases(
     yield from found or guessed_bases(op, dtypes, device)
 
 
+def kind(base_id: str) -> str:
+    """Where a base is from, in one word: of its id, without what was made of it.
+
+    >>> kind("for:rank3:opinfo-grad:softmax:float32:3.0")
+    'opinfo'
+    """
+    return re.sub(r"^(for:|rank\d+:)*", "", base_id).partition(":")[0].partition("-")[0]
+
+
+def is_reranked(base_id: str) -> bool:
+    return re.match(r"(for:)?rank\d+:", base_id) is not None
+
+
 def find(override: Override, base_id: str, device: torch.device, seed: int) -> Base:
     """The base of that id, made again.
 
@@ -75,20 +90,23 @@ def find(override: Override, base_id: str, device: torch.device, seed: int) -> B
 def _find(
     op: Op, override: Override | None, base_id: str, device: torch.device, seed: int
 ) -> Base | None:
-    kind, _, rest = base_id.partition(":")
-    if kind == "for":
+    source, _, rest = base_id.partition(":")
+    if is_reranked(base_id) and source != "for":
+        base = _find(op, override, rest, device, seed)
+        return None if base is None else reranked(base, int(source.removeprefix("rank")))
+    if source == "for":
         other = functional_of(op) or forward_of(op)
         if other is None:
             return None
         relative = None if override is None else _with_samples(other, override)
-        source = _find(other, relative, rest, device, seed)
-        return None if source is None else paired(op, source)
-    if kind == "pack" and override is not None:
+        base = _find(other, relative, rest, device, seed)
+        return None if base is None else paired(op, base)
+    if source == "pack" and override is not None:
         found: Iterable[Base] = pack_bases(override, device, seed)
-    elif kind == "schema":
+    elif source == "schema":
         found = guessed_bases(op, [getattr(torch, rest.partition(":")[0])], device)
-    elif kind in ("opinfo", "opinfo-grad"):
-        found = _from_opinfo(op, rest, device, seed, differentiate=kind == "opinfo-grad")
+    elif source in ("opinfo", "opinfo-grad"):
+        found = _from_opinfo(op, rest, device, seed, differentiate=source == "opinfo-grad")
     else:
         found = ()
     return next((each for each in found if each.id == base_id), None)

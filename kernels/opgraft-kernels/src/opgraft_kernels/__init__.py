@@ -33,9 +33,11 @@ def register() -> list[Override]:
     # where a program imports this module before torch.
     from opgraft import triton_utils
     from opgraft_kernels.attention import overrides as attention_overrides
-    from opgraft_kernels.layer_norm import overrides as layer_norm_overrides
-    from opgraft_kernels.rms_norm import overrides as rms_norm_overrides
+    from opgraft_kernels.norms import overrides as norms
 
     key = "CPU" if triton_utils.interpreted() else "CUDA"
-    norms = (*rms_norm_overrides.register(key), *layer_norm_overrides.register(key))
-    return [*norms, *attention_overrides.register(key)]
+    return [
+        *norms.register(norms.RMS_NORM, key),
+        *norms.register(norms.LAYER_NORM, key),
+        *attention_overrides.register(key),
+    ]

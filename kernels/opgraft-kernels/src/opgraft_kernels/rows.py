@@ -1,4 +1,4 @@
-"""What the row-wise kernels share: launches, tiles of rows, and sums over rows.
+"""What row-wise kernels share: launches, tiles of rows, sums over rows, exchanges between programs.
 
 A tensor that is normalised over its trailing dimensions is seen as a matrix, ``rows x hidden``.
 """
@@ -6,8 +6,6 @@ A tensor that is normalised over its trailing dimensions is seen as a matrix, ``
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +15,18 @@ import triton.language as tl
 __all__ = [
     "L1_ROW_BYTES",
     "MIN_BLOCK",
+    "ONE_PROGRAM_ELEMENTS",
+    "RING",
     "WHOLE_ROW_BYTES",
     "Launch",
     "Split",
     "Tile",
     "as_rows",
     "ceil_div",
-    "fold",
-    "gather",
-    "gather_shares",
+    "collect",
+    "collect_sum",
+    "contiguous",
     "load_if",
-    "meet",
     "multiprocessors",
     "plan_sum",
     "power_of_2",
@@ -36,9 +35,10 @@ __all__ = [
     "split_options",
     "split_rows",
     "store_if",
+    "sum_after_barrier",
+    "sum_constexprs",
     "sum_partials_kernel",
-    "sum_together",
-    "together_constexprs",
+    "sums_in_one_launch",
 ]
 
 
@@ -59,6 +59,11 @@ def store_if(ptrs, value, mask, MASKED: tl.constexpr):
         tl.store(ptrs, value)
 
 
+# --------------------------------------------------------------------------------------------------
+# Sums over rows
+# --------------------------------------------------------------------------------------------------
+
+
 @triton.jit(do_not_specialize=["partials", "steps"])
 def sum_partials_kernel(
     partial_ptr,
@@ -72,13 +77,13 @@ def sum_partials_kernel(
 ):
     """The sum of `partials` rows of partial sums, always in the same order; of two such matrices,
     one after the other in memory, where there is another sum to write."""
-    sum_block(
+    _sum_columns(
         partial_ptr, sum_ptr, other_sum_ptr, partials, hidden, steps, tl.program_id(0), ROWS, BLOCK
     )
 
 
 @triton.jit
-def sum_block(
+def _sum_columns(
     partial_ptr,
     sum_ptr,
     other_sum_ptr,
@@ -89,7 +94,7 @@ def sum_block(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of the sums that `sum_partials_kernel` is for, the `index`-th."""
+    """The `index`-th BLOCK columns of what `sum_partials_kernel` computes."""
     blocks = tl.cdiv(hidden, BLOCK)
     matrix = index // blocks
     col = (index % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +105,7 @@ def sum_block(
         row = step * ROWS + tl.arange(0, ROWS)
         mask = (row < partials)[:, None] & in_row[None, :]
         ptrs = partial_ptr + ((first_row + row).to(tl.int64) * hidden)[:, None] + col[None, :]
-        # Past L1, which knows nothing of what other programs of the same launch wrote.
+        # Past L1, which may not see what other programs of the same launch wrote.
         total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     result = tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + col, result, mask=in_row & (matrix == 0))
@@ -109,7 +114,7 @@ def sum_block(
 
 
 @triton.jit
-def sum_together(
+def sum_after_barrier(
     partial_ptr,
     sum_ptr,
     other_sum_ptr,
@@ -117,9 +122,9 @@ def sum_together(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `sum_partials_kernel` after the launch, by the programs that wrote a partial sum each.
+    """`sum_partials_kernel` within the launch whose programs wrote one row of partial sums each.
 
-    They meet first, so the launch must be cooperative.
+    All programs wait for one another first, so the launch must be cooperative.
     """
     grid_barrier()
     programs = tl.num_programs(0)
@@ -128,7 +133,9 @@ def sum_together(
         blocks *= 2
     steps = tl.cdiv(programs, ROWS)
     for index in range(tl.program_id(0), blocks, programs):
-        sum_block(partial_ptr, sum_ptr, other_sum_ptr, programs, hidden, steps, index, ROWS, BLOCK)
+        _sum_columns(
+            partial_ptr, sum_ptr, other_sum_ptr, programs, hidden, steps, index, ROWS, BLOCK
+        )
 
 
 @triton.jit
@@ -137,32 +144,32 @@ def grid_barrier():
 
     They count in the word that the driver has for each cooperative launch (its address is in two
     of the launch's registers), as the grid group of CUDA's cooperative groups does: it needs no
-    memory that was zeroed. The first program's share makes the sum of all shares 2**31, so that
-    the highest bit flips when the last one comes, whatever the word held before.
+    memory that was zeroed. The first program adds such a number that all of them together add
+    2**31: the highest bit flips when the last one comes, whatever the word held before.
     """
     tl.inline_asm_elementwise(
         """{
         .reg .pred skips;
-        .reg .b32 low, high, share, before, now, index;
+        .reg .b32 low, high, added, before, now, index;
         .reg .b64 word;
         bar.sync 0;
         mov.u32 index, %tid.x;
         setp.ne.u32 skips, index, 0;
-        @skips bra meet;
+        @skips bra done;
         mov.u32 low, %envreg2;
         mov.u32 high, %envreg1;
         mov.b64 word, {low, high};
-        mov.u32 share, %nctaid.x;
-        sub.u32 share, 0x80000001, share;
+        mov.u32 added, %nctaid.x;
+        sub.u32 added, 0x80000001, added;
         setp.ne.u32 skips, $1, 0;
-        @skips mov.u32 share, 1;
-        atom.add.release.gpu.u32 before, [word + 4], share;
+        @skips mov.u32 added, 1;
+        atom.add.release.gpu.u32 before, [word + 4], added;
         wait:
         ld.acquire.gpu.u32 now, [word + 4];
         xor.b32 now, now, before;
         setp.ge.s32 skips, now, 0;
         @skips bra wait;
-        meet:
+        done:
         bar.sync 0;
         mov.u32 $0, 0;
         }""",
@@ -174,27 +181,33 @@ def grid_barrier():
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# Exchanges between programs
+# --------------------------------------------------------------------------------------------------
+
 # Rows that are too long for one program are split over a group of programs, which walk over rows
-# together, each owning BLOCK columns: w and dw stay in its registers throughout, and few rows of
-# partial sums come out. What the programs of a group have to tell one another, a number a row, goes
-# through `words` in global memory, [groups, RING, SLOTS] of int64, zeroed before the launch. A word
-# holds a program's share of the number (lower half, as float32) and the step it belongs to, counted
-# from 1 (upper half). It is written and read in one access, so nothing has to be ordered around it;
-# and everybody adds up the same shares in the same order, so the result has the same bits every
-# time.
+# in step, each owning BLOCK columns: weights and their gradients stay in its registers throughout,
+# and few rows of partial sums come out. What the programs of a group have to tell one another, a
+# value a row, goes through slots in global memory, [groups, RING, SLOTS] of int64, zeroed before
+# the launch. A slot holds a program's value (lower 32 bits, as float32) and the step it belongs to,
+# counted from 1 (upper 32 bits). It is written and read in one access, so nothing has to be ordered
+# around it; and all programs add up the same values in the same order, so the result has the same
+# bits every time.
 #
-# The shares of a row are awaited one step after they were published, so that the wait is over
-# before it starts. A program that publishes step s has gathered step s - 2: so all have published s
-# - 2, and before that (there is a barrier in the reduction of a share) gathered s - 4. That is the
-# word which step s overwrites in a ring of 4.
+# The values of a row are awaited one step after they were published, so that the wait is over
+# before it starts. A program that publishes step s has collected step s - 2: so all have published
+# s - 2, and before that (there is a barrier in the reduction that makes a value) collected s - 4.
+# That is the slot which step s overwrites in a ring of 4.
 #
 # All programs of a group have to be running at once. The launch is a cooperative one, which runs
 # them all at once or fails.
 
+RING = tl.constexpr(4)
+
 
 @triton.jit
-def wait_for_words(ptrs, tag):
-    """Spins until the upper half of every word at `ptrs` is `tag`; the lower halves as float32."""
+def _wait_for_slots(ptrs, tag):
+    """Spins until the upper 32 bits of every slot at `ptrs` are `tag`; the lower as float32."""
     return tl.inline_asm_elementwise(
         """{
         .reg .pred ready;
@@ -213,29 +226,34 @@ def wait_for_words(ptrs, tag):
 
 
 @triton.jit
-def publish(words_ptr, step, split, share, SLOTS: tl.constexpr, RING: tl.constexpr):
-    """Writes this program's share of `step` into its word of the group's ring."""
-    bits = share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    word = bits | ((step + 1).to(tl.int64) << 32)
-    ptr = words_ptr + (step % RING) * SLOTS + split
-    tl.atomic_xchg(ptr, word, sem="relaxed", scope="gpu")
+def publish(slots_ptr, step, split, value, SLOTS: tl.constexpr):
+    """Writes this program's value for `step` into its slot of the group's ring."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    content = bits | ((step + 1).to(tl.int64) << 32)
+    ptr = slots_ptr + (step % RING) * SLOTS + split
+    tl.atomic_xchg(ptr, content, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def gather_shares(words_ptr, step, splits, SLOTS: tl.constexpr, RING: tl.constexpr):
-    """The group's shares of `step`, once all are there, and zeros for programs that there are not;
-    all zeros for step -1 (zeroed words)."""
+def collect(slots_ptr, step, splits, SLOTS: tl.constexpr):
+    """The values of the group's programs for `step`, once all are there, then zeros up to SLOTS;
+    all zeros for step -1 (zeroed slots)."""
     slot = tl.arange(0, SLOTS)
-    # Lanes beyond the group's size watch its last word and count for nothing.
-    ptrs = words_ptr + ((step + RING) % RING) * SLOTS + tl.minimum(slot, splits - 1)
-    shares = wait_for_words(ptrs, step + 1 + tl.zeros([SLOTS], tl.int32))
-    return tl.where(slot < splits, shares, 0.0)
+    # Lanes beyond the group's size read its last slot and count for nothing.
+    ptrs = slots_ptr + ((step + RING) % RING) * SLOTS + tl.minimum(slot, splits - 1)
+    values = _wait_for_slots(ptrs, step + 1 + tl.zeros([SLOTS], tl.int32))
+    return tl.where(slot < splits, values, 0.0)
 
 
 @triton.jit
-def gather(words_ptr, step, splits, SLOTS: tl.constexpr, RING: tl.constexpr):
-    """The sum of the group's shares of `step`, once all are there."""
-    return tl.sum(gather_shares(words_ptr, step, splits, SLOTS, RING), axis=0)
+def collect_sum(slots_ptr, step, splits, SLOTS: tl.constexpr):
+    """The sum of the group's values for `step`, once all are there."""
+    return tl.sum(collect(slots_ptr, step, splits, SLOTS), axis=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Launches
+# --------------------------------------------------------------------------------------------------
 
 
 class Launch(NamedTuple):
@@ -275,25 +293,24 @@ class Tile(NamedTuple):
 
 # The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
 MIN_BLOCK = 16
-# Rows of up to this many bytes are held whole by one program: 32 warps at 32 bytes a thread.
+# Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
 WHOLE_ROW_BYTES = 32 * 1024
+# Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
+L1_ROW_BYTES = 64 * 1024
 # A backward whose programs leave sums to add up takes two launches, and each costs the host some
 # 3.5 us, which is as long as an H200 takes for half of the work. One launch is enough where one
-# program makes all of it, of up to so many elements: at 2**14 that took the GPU 5.1 us, and two
+# program computes all of it, of up to so many elements: at 2**14 that took the GPU 5.1 us, and two
 # launches 5.7; at 2**16 9.9 to 12, and 5.0 to 6.6.
-ALONE = 2**14
-# And where the programs meet and add up the sums themselves, of up to so many elements in rows of
-# up to so many: a loop of such calls takes 6.7 to 7.8 us each up to 2**20 elements, where it took
-# 9.2 to 9.8 with two launches. The GPU alone takes as long as with those, or up to 9% longer; at
-# 64 x 4096, of 32 programs, 1.23 times as long (512 x 128 is at fault in that file, see
-# `together_constexprs`). Each program adds up as many numbers as a row is long: at 16384 the GPU
-# took 1.4 times as long, and more with few rows.
+ONE_PROGRAM_ELEMENTS = 2**14
+# And where the programs wait for one another and add up the sums themselves, of up to so many
+# elements in rows of up to so many: a loop of such calls takes 6.7 to 7.8 us each up to 2**20
+# elements, where it took 9.2 to 9.8 with two launches. The GPU alone takes as long as with those,
+# or up to 9% longer; at 64 x 4096, of 32 programs, 1.23 times as long (512 x 128 is at fault in
+# that file, see `sum_constexprs`). Each program adds up as many values as a row is long: at 16384
+# the GPU took 1.4 times as long, and more with few rows.
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
-TOGETHER, TOGETHER_HIDDEN = 2**22, 4096
-# Rows of up to this many bytes are read again by a forward, out of L1: two of
-# them fit into it.
-L1_ROW_BYTES = 64 * 1024
+ONE_LAUNCH_ELEMENTS, ONE_LAUNCH_HIDDEN = 2**22, 4096
 
 
 def power_of_2(n: int) -> int:
@@ -311,36 +328,31 @@ def multiprocessors(device: torch.device) -> int:
     return 2  # The interpreter: few enough for programs to walk.
 
 
-def _sum_tile(partials: int) -> Tile:
-    # Many partial sums want many programs, each with few columns; few are read in one go.
-    return Tile(64, 16, 4) if partials > 64 else Tile(32, 64, 4)
+def sums_in_one_launch(rows: int, hidden: int, programs: int) -> bool:
+    """Whether programs that walk over the rows are to add up their sums in the same launch."""
+    return programs > 1 and rows * hidden <= ONE_LAUNCH_ELEMENTS and hidden <= ONE_LAUNCH_HIDDEN
 
 
-def meet(rows: int, hidden: int, programs: int) -> bool:
-    """Whether programs that walk over the rows are to add up their sums themselves."""
-    return programs > 1 and rows * hidden <= TOGETHER and hidden <= TOGETHER_HIDDEN
-
-
-def together_constexprs(hidden: int, programs: int, together: bool) -> dict[str, int]:
-    """What `sum_together` adds up at a time: about each program's share of the columns.
+def sum_constexprs(hidden: int, programs: int, one_launch: bool) -> dict[str, int]:
+    """What `sum_after_barrier` adds up at a time: about an equal part of the columns a program.
 
     Five kinds for all numbers of programs, and with them of rows: there are few to compile.
     """
-    if not together:
+    if not one_launch:
         return {"SUM_ROWS": 1, "SUM_BLOCK": 1}
     if programs >= 32:
-        rows, share = 64, 128 if programs >= 128 else 64
+        rows, parts = 64, 128 if programs >= 128 else 64
     elif hidden < 1024:
-        rows, share = 16, 16
+        rows, parts = 16, 16
     else:
         # Few programs have few partial sums: blocks as wide as fits then. With a sixteenth of a
         # row each, programs had several: 16 x 4096 took the GPU 6.4 us, and takes 5.0; 64 x 1024
         # 7.3, and 5.8. One block for narrower rows is worse, 6.6 us against 5.5 at 512 x 128.
         # (results/launch_crossover_narrow_sums_nvidia_h200.json; launch_crossover_nvidia_h200.json)
-        rows, share = max(4, min(power_of_2(programs), 16)), 1
+        rows, parts = max(4, min(power_of_2(programs), 16)), 1
     return {
         "SUM_ROWS": rows,
-        "SUM_BLOCK": max(16, min(power_of_2(ceil_div(hidden, share)), 4096 // rows)),
+        "SUM_BLOCK": max(16, min(power_of_2(ceil_div(hidden, parts)), 4096 // rows)),
     }
 
 
@@ -349,7 +361,8 @@ def plan_sum(
 ) -> Launch:
     """Sums `partial`, ``[partials, hidden]``, to `total`; or ``[2, partials, hidden]`` to both."""
     partials, hidden = partial.shape[-2:]
-    tile = _sum_tile(partials)
+    # Many partial sums want many programs, each with few columns; few are read in one go.
+    tile = Tile(64, 16, 4) if partials > 64 else Tile(32, 64, 4)
     return Launch(
         sum_partials_kernel,
         ceil_div(hidden, tile.block) * (1 if other_total is None else 2),
@@ -357,10 +370,6 @@ def plan_sum(
         {"ROWS": tile.rows, "BLOCK": tile.block},
         tile.num_warps,
     )
-
-
-# Steps that a group's words hold at once; the comment on `publish` says why as many.
-RING = 4
 
 
 class Split(NamedTuple):
@@ -374,9 +383,9 @@ class Split(NamedTuple):
     def slots(self) -> int:
         return power_of_2(self.splits)
 
-    def words(self, device: torch.device, numbers: int = 1) -> torch.Tensor:
-        """Zeroed words for groups that exchange that many numbers a row."""
-        shape = (self.groups, numbers, RING, self.slots)
+    def zeroed_slots(self, device: torch.device, values: int) -> torch.Tensor:
+        """Slots for groups that exchange that many values a row."""
+        shape = (self.groups, values, RING.value, self.slots)
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
@@ -389,12 +398,21 @@ def split_rows(tile: Tile, rows: int, hidden: int, multiprocessors: int) -> Spli
 
 def split_constexprs(split: Split) -> dict[str, Any]:
     tile = split.tile
-    return {"BLOCK": tile.block, "SLOTS": split.slots, "RING": RING, "STAGES": tile.stages}
+    return {"BLOCK": tile.block, "SLOTS": split.slots, "STAGES": tile.stages}
 
 
 def split_options(split: Split) -> dict[str, Any]:
     # Cooperative: all programs run at once, or the launch fails.
     return {"maxnreg": split.tile.registers, "launch_cooperative_grid": True}
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors as rows
+# --------------------------------------------------------------------------------------------------
+
+
+def contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
 
 
 def as_rows(t: torch.Tensor, rows: int, hidden: int) -> tuple[torch.Tensor, int]:
@@ -405,16 +423,9 @@ def as_rows(t: torch.Tensor, rows: int, hidden: int) -> tuple[torch.Tensor, int]
         return t.contiguous(), hidden
     try:
         matrix = t.view(rows, hidden)
-    except RuntimeError:  # its dimensions don't fold into two
+    except RuntimeError:  # its dimensions cannot be merged into two
         return t.contiguous(), hidden
     # A single column's stride says nothing.
     if hidden != 1 and matrix.stride(1) != 1:
         return t.contiguous(), hidden
     return t, matrix.stride(0)
-
-
-def fold(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, int]:
-    hidden = math.prod(normalized_shape)
-    if hidden == 0:
-        raise ValueError("normalized_shape has no elements")
-    return input.numel() // hidden, hidden

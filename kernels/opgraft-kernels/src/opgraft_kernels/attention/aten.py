@@ -4,7 +4,8 @@ The ops differ in the layout of their outputs, in the shape of their logsumexp, 
 return besides (seeds of a dropout that is not there). All of them mean the same logsumexp, that of
 the scaled scores, natural, in float32: so a forward by one kernel and a backward by another agree.
 
-Every function takes the name of the module that has the kernels first: `cutedsl_kernels` or
+What they differ in is the table `CUDNN` to `CPU`; an op's arguments are named by its schema. Every
+function takes the name of the module that has the kernels first, `cutedsl_kernels` or
 `triton_kernels`, which is imported at the first call.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from functools import cache
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +32,6 @@ __all__ = [
     "raw_flash_backward",
     "raw_flash_forward",
 ]
-
-Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 @cache
@@ -59,10 +59,6 @@ def _length_before_heads(t: Tensor, head_dim: int) -> Tensor:
     return torch.empty(shape, dtype=t.dtype, device=t.device).transpose(1, 2)
 
 
-def _logsumexp(query: Tensor) -> Tensor:
-    return torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-
-
 def _readable(t: Tensor) -> Tensor:
     """`t`, or a copy where its last dimension is strided or expanded, or where the others, or its
     first element, are not a multiple of 16 bytes apart: what kernels read by vector and by copy
@@ -77,105 +73,78 @@ def _readable(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+@cache
+def _names(op: str) -> tuple[str, ...]:
+    """The names of an op's arguments in the torch that is running."""
+    schema = getattr(torch.ops.aten, op).default._schema
+    return tuple(argument.name for argument in schema.arguments)
+
+
 # --------------------------------------------------------------------------------------------------
-# aten::_scaled_dot_product_cudnn_attention: torch's own choice on Hopper
+# What the ops differ in
 # --------------------------------------------------------------------------------------------------
 
 
-def cudnn_forward(
-    module: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+class Layout(NamedTuple):
+    """How an op and its backward lay out what they take and return."""
+
+    op: str
+    backward_op: str
+    #: Memory for the output, of the query and the values' head dimension.
+    out: Callable[[Tensor, int], Tensor]
+    #: Memory for the gradient of a tensor.
+    gradient: Callable[[Tensor], Tensor]
+    #: Memory for the logsumexp as it is returned, of the query and whether it is wanted.
+    logsumexp: Callable[[Tensor, bool], Tensor | None]
+    #: The logsumexp as the kernels have it, ``[batch, heads, length]``.
+    rows: Callable[[Tensor, Tensor], Tensor]
+    #: What the forward returns, of the output, the logsumexp, the query and the key.
+    results: Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Any, ...]]
+    #: What the backward returns after the gradients.
+    more_gradients: tuple[None, ...] = ()
+
+
+def _cudnn_logsumexp(query: Tensor, wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    return torch.empty((*query.shape[:-1], 1), dtype=torch.float32, device=query.device)
+
+
+def _flash_logsumexp(query: Tensor, wanted: bool) -> Tensor:
+    return torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+
+
+# Rows of the logsumexp are padded to a multiple of this, and native's backward reads the padding:
+# infinity there takes part in nothing.
+_EFFICIENT_ROWS = 32
+
+
+def _efficient_logsumexp(query: Tensor, wanted: bool) -> Tensor:
+    batch, heads, length, _ = query.shape
+    padded = -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS if wanted else 0
+    shape = (batch, heads, padded)
+    if padded in (0, length):
+        return torch.empty(shape, dtype=torch.float32, device=query.device)
+    return torch.full(shape, math.inf, dtype=torch.float32, device=query.device)
+
+
+def _cpu_logsumexp(query: Tensor, wanted: bool) -> Tensor:
+    batch, heads, length, _ = query.shape
+    shape = (batch, length, heads)
+    return torch.empty(shape, dtype=torch.float32, device=query.device).transpose(1, 2)
+
+
+def _cudnn_results(
+    out: Tensor, logsumexp: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Any, ...]:
-    out = _like(query, value.shape[-1])
-    logsumexp = _logsumexp(query) if compute_log_sumexp else None
-    _kernels(module).forward(
-        *map(_readable, (query, key, value)), out, logsumexp, _scale(query, scale), is_causal
-    )
-    seed = torch.empty((), dtype=torch.int64, device=query.device)
-    offset = torch.empty((), dtype=torch.int64, device=query.device)
-    return (
-        out,
-        None if logsumexp is None else logsumexp.unsqueeze(-1),
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        seed,
-        offset,
-        None,
-    )
+    seed, offset = (torch.empty((), dtype=torch.int64, device=query.device) for _ in range(2))
+    return out, logsumexp, None, None, query.shape[2], key.shape[2], seed, offset, None
 
 
-def cudnn_backward(
-    module: str,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor | None,
-    philox_offset: Tensor | None,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> Gradients:
-    gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    _kernels(module).backward(
-        *map(_readable, (grad_out, query, key, value, out)),
-        logsumexp.view(query.shape[:-1]),
-        *gradients,
-        _scale(query, scale),
-        is_causal,
-    )
-    return gradients
-
-
-# --------------------------------------------------------------------------------------------------
-# aten::_scaled_dot_product_flash_attention
-# --------------------------------------------------------------------------------------------------
-
-
-def flash_forward(
-    module: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+def _flash_results(
+    out: Tensor, logsumexp: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Any, ...]:
-    out = torch.empty_like(query)
-    logsumexp = _logsumexp(query)
-    _kernels(module).forward(
-        *map(_readable, (query, key, value)), out, logsumexp, _scale(query, scale), is_causal
-    )
-    return (
-        out,
-        logsumexp,
-        None,
-        None,
-        query.shape[2],
-        key.shape[2],
-        *_flash_extras(query),
-    )
+    return out, logsumexp, None, None, query.shape[2], key.shape[2], *_flash_extras(query)
 
 
 def _flash_extras(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,107 +156,105 @@ def _flash_extras(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def flash_backward(
-    module: str,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor | None,
-    philox_offset: Tensor | None,
-    *,
-    scale: float | None = None,
-) -> Gradients:
-    gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    _kernels(module).backward(
-        *map(_readable, (grad_out, query, key, value, out)),
-        logsumexp,
-        *gradients,
-        _scale(query, scale),
-        is_causal,
-    )
-    return gradients
-
-
-# --------------------------------------------------------------------------------------------------
-# aten::_scaled_dot_product_efficient_attention
-# --------------------------------------------------------------------------------------------------
-
-# Rows of the logsumexp are padded to a multiple of this, and native's backward reads the padding:
-# infinity there takes part in nothing.
-_EFFICIENT_ROWS = 32
-
-
-def efficient_forward(
-    module: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+def _efficient_results(
+    out: Tensor, logsumexp: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Any, ...]:
-    batch, heads, length, _ = query.shape
-    out = _length_before_heads(query, value.shape[-1])
-    padded = -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS if compute_log_sumexp else 0
-    shape = (batch, heads, padded)
-    if padded in (0, length):
-        logsumexp = torch.empty(shape, dtype=torch.float32, device=query.device)
-    else:
-        logsumexp = torch.full(shape, math.inf, dtype=torch.float32, device=query.device)
-    _kernels(module).forward(
-        *map(_readable, (query, key, value)),
-        out,
-        logsumexp[:, :, :length] if compute_log_sumexp else None,
-        _scale(query, scale),
-        is_causal,
-    )
     # Numbers on the CPU are a part of a launch plan's key: the backward's has to come again.
     seed, offset = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     return out, logsumexp, seed, offset
 
 
-def efficient_backward(
-    module: str,
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor | None,
-    philox_offset: Tensor | None,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    gradients = (
-        _length_before_heads(query, query.shape[-1]),
-        _length_before_heads(key, key.shape[-1]),
-        _length_before_heads(value, value.shape[-1]),
+def _length_before_heads_like(t: Tensor) -> Tensor:
+    return _length_before_heads(t, t.shape[-1])
+
+
+def _as_it_is(logsumexp: Tensor, query: Tensor) -> Tensor:
+    return logsumexp
+
+
+#: Torch's own choice on Hopper.
+CUDNN = Layout(
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+    out=_like,
+    gradient=torch.empty_like,
+    logsumexp=_cudnn_logsumexp,
+    rows=lambda logsumexp, query: logsumexp.view(query.shape[:-1]),
+    results=_cudnn_results,
+)
+FLASH = Layout(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+    out=_like,
+    gradient=torch.empty_like,
+    logsumexp=_flash_logsumexp,
+    rows=_as_it_is,
+    results=_flash_results,
+)
+EFFICIENT = Layout(
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    out=_length_before_heads,
+    gradient=_length_before_heads_like,
+    logsumexp=_efficient_logsumexp,
+    rows=lambda logsumexp, query: logsumexp[:, :, : query.shape[2]],
+    results=_efficient_results,
+    more_gradients=(None,),
+)
+#: Where Triton's interpreter runs.
+CPU = Layout(
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    out=_like,
+    gradient=_length_before_heads_like,
+    logsumexp=_cpu_logsumexp,
+    rows=_as_it_is,
+    results=lambda out, logsumexp, query, key: (out, logsumexp),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+# --------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    layout: Layout, module: str, *args: Any, scale: float | None = None, **unused: Any
+) -> tuple[Any, ...]:
+    given = dict(zip(_names(layout.op), args, strict=False))
+    query, key, value = given["query"], given["key"], given["value"]
+    wanted = given.get("compute_log_sumexp", True)
+    out, logsumexp = layout.out(query, value.shape[-1]), layout.logsumexp(query, wanted)
+    _kernels(module).forward(
+        *map(_readable, (query, key, value)),
+        out,
+        layout.rows(logsumexp, query) if wanted and logsumexp is not None else None,
+        _scale(query, scale),
+        given.get("is_causal", False),
     )
+    return layout.results(out, logsumexp, query, key)
+
+
+def _backward(
+    layout: Layout, module: str, *args: Any, scale: float | None = None, **unused: Any
+) -> tuple[Any, ...]:
+    given = dict(zip(_names(layout.backward_op), args, strict=False))
+    query, key, value = given["query"], given["key"], given["value"]
+    gradients = tuple(layout.gradient(t) for t in (query, key, value))
     _kernels(module).backward(
-        *map(_readable, (grad_out_, query, key, value, out)),
-        logsumexp[:, :, : query.shape[2]],
+        *map(_readable, (args[0], query, key, value, given["out"])),  # the first is grad_out
+        layout.rows(given["logsumexp"], query),
         *gradients,
         _scale(query, scale),
-        is_causal,
+        given.get("is_causal", False),
     )
-    return (*gradients, None)
+    return (*gradients, *layout.more_gradients)
+
+
+cudnn_forward, cudnn_backward = partial(_forward, CUDNN), partial(_backward, CUDNN)
+flash_forward, flash_backward = partial(_forward, FLASH), partial(_backward, FLASH)
+efficient_forward, efficient_backward = partial(_forward, EFFICIENT), partial(_backward, EFFICIENT)
+cpu_forward, cpu_backward = partial(_forward, CPU), partial(_backward, CPU)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -346,7 +313,7 @@ def raw_flash_backward(
     *,
     scale: float | None = None,
     **also_unused: Any,
-) -> Gradients:
+) -> tuple[Tensor, Tensor, Tensor]:
     gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     kernels, scale = _kernels(module), _scale(query, scale)
     tensors = map(_readable, (grad_out, query, key, value, out))
@@ -364,60 +331,4 @@ def raw_flash_backward(
             scale,
             is_causal,
         )
-    return gradients
-
-
-# --------------------------------------------------------------------------------------------------
-# aten::_scaled_dot_product_flash_attention_for_cpu: where Triton's interpreter runs
-# --------------------------------------------------------------------------------------------------
-
-
-def cpu_forward(
-    module: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = query.shape
-    out = torch.empty_like(query)
-    logsumexp = torch.empty(
-        (batch, length, heads), dtype=torch.float32, device=query.device
-    ).transpose(1, 2)
-    _kernels(module).forward(
-        *map(_readable, (query, key, value)), out, logsumexp, _scale(query, scale), is_causal
-    )
-    return out, logsumexp
-
-
-def cpu_backward(
-    module: str,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Gradients:
-    gradients = (
-        _length_before_heads(query, query.shape[-1]),
-        _length_before_heads(key, key.shape[-1]),
-        _length_before_heads(value, value.shape[-1]),
-    )
-    _kernels(module).backward(
-        *map(_readable, (grad_out, query, key, value, out)),
-        logsumexp,
-        *gradients,
-        _scale(query, scale),
-        is_causal,
-    )
     return gradients

@@ -1,1 +1,0 @@
-"""LayerNorm: overrides for ``aten::native_layer_norm`` and its backward."""

@@ -1,0 +1,183 @@
+"""How the blocks of a cluster share a row: slices, loads, and sums over the cluster.
+
+Every block of a cluster holds a slice of a row in shared memory, fetched there without passing
+through registers. Each of a block's warps writes its partial sum into the memory of every block of
+the cluster, and every block adds up what it was sent, in the same order as the others: so all agree
+on the bits of a row's sums.
+
+A thread reads of a slice what it fetched itself, so that no thread waits for another but in an
+exchange of sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+__all__ = [
+    "DTYPES",
+    "VECTOR",
+    "Exchange",
+    "Tile",
+    "by_vector",
+    "collect_sums",
+    "fetch_atom",
+    "launch_options",
+    "open_exchange",
+    "reopen_slot",
+    "send_partials",
+    "warp_sum",
+]
+
+DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+WARP = 32
+# Elements of 16 bits in a load of 16 bytes.
+VECTOR = 8
+
+
+class Tile(NamedTuple):
+    """A block's slice of a row: `threads` x `vectors` loads of 16 bytes, one of `cluster`."""
+
+    threads: int
+    vectors: int
+    cluster: int  # up to 16; above 8 only where the GPU has as many multiprocessors side by side
+    per_sm: int  # how many blocks a multiprocessor is to hold: no more registers than that allows
+    stages: int = 1  # of a backward: slices in a block's memory, all but one of rows to come
+
+    @property
+    def slice(self) -> int:
+        return self.threads * self.vectors * VECTOR
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def hidden(self) -> int:
+        return self.slice * self.cluster
+
+    def shared_memory(self, slices: int, sums: int) -> int:
+        """Bytes that a block has of slices and of partials of `sums` at once, barriers included."""
+        return slices * self.slice * 2 + sums * (4 * self.cluster * self.warps + 8) + 8
+
+
+def launch_options(tile: Tile) -> dict[str, Any]:
+    """How a kernel's blocks are launched; the grid and the stream are the caller's."""
+    return {
+        "block": [tile.threads, 1, 1],
+        "cluster": [tile.cluster, 1, 1],
+        "min_blocks_per_mp": tile.per_sm,
+        "preferred_smem_carveout": 100,  # percent: nothing here is read twice through L1
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# In kernels
+# --------------------------------------------------------------------------------------------------
+
+
+def by_vector(row: Any) -> Any:
+    """The vectors of a row, of a slice, of weights, by index: ``[None, index]``."""
+    return cute.logical_divide(row, cute.make_layout(VECTOR))
+
+
+def fetch_atom(dtype: Any) -> Any:
+    """A copy of one vector to shared memory that nobody waits for, past L1."""
+    return cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
+        dtype,
+        num_bits_per_copy=dtype.width * VECTOR,
+    )
+
+
+def warp_sum(value: Any) -> Any:
+    return cute.arch.warp_reduction(value, lambda a, b: a + b)
+
+
+class Exchange:
+    """Memory for sums over a cluster, `sums` at a time.
+
+    There are `slots` for the partial sums of a row, each with a barrier. What is done with them are
+    functions below, not methods: a loop would have to carry what a method may change.
+    """
+
+    def __init__(self, allocator: Any, tile: Tile, slots: int = 1, sums: int = 1) -> None:
+        self.tile, self.slots, self.sums = tile, slots, sums
+        self.partials_a_sum = tile.cluster * tile.warps
+        self.partials = allocator.allocate_tensor(
+            Float32, cute.make_layout((slots * sums * self.partials_a_sum,)), byte_alignment=16
+        )
+        self.arrived = allocator.allocate_array(Int64, num_elems=slots)
+
+
+@cute.jit
+def open_exchange(exchange: Exchange, thread: Int32):
+    """Nobody may send before all blocks of the cluster were here: `cluster_wait` says so."""
+    if thread == 0:
+        for slot in cutlass.range_constexpr(exchange.slots):
+            cute.arch.mbarrier_init(exchange.arrived + slot, 1)
+        cute.arch.mbarrier_init_fence()
+        for slot in cutlass.range_constexpr(exchange.slots):
+            _expect(exchange, slot)
+    cute.arch.cluster_arrive_relaxed()
+
+
+def _start(exchange: Exchange, slot: Any, index: int) -> Any:
+    """The index of the first partial of one of a slot's sums."""
+    return (slot * exchange.sums + index) * exchange.partials_a_sum
+
+
+def _expect(exchange: Exchange, slot: Any) -> None:
+    # All partial sums of the row arrive in this block's memory, its own among them.
+    size = exchange.partials_a_sum * exchange.sums * 4
+    cute.arch.mbarrier_arrive_and_expect_tx(exchange.arrived + slot, size)
+
+
+@cute.jit
+def send_partials(exchange: Exchange, slot: Any, partials: Any, thread: Int32, rank: Int32):
+    """Sends a warp's partial sums to every block."""
+    tile = exchange.tile
+    warp, lane = thread // WARP, thread % WARP
+    if lane < tile.cluster:
+        for index in cutlass.range_constexpr(exchange.sums):
+            own = _start(exchange, slot, index) + (rank * tile.warps + warp)
+            _send(partials[index], exchange.partials.iterator + own, exchange.arrived + slot, lane)
+
+
+@cute.jit
+def collect_sums(exchange: Exchange, slot: Any, phase: Any, thread: Int32):
+    """The sums over the cluster, once all partial sums are there."""
+    lane = thread % WARP
+    cute.arch.mbarrier_wait(exchange.arrived + slot, phase)
+    totals = []
+    for index in cutlass.range_constexpr(exchange.sums):
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(-(-exchange.partials_a_sum // WARP)):
+            if lane + i * WARP < exchange.partials_a_sum:
+                total += exchange.partials[_start(exchange, slot, index) + lane + i * WARP]
+        totals.append(warp_sum(total))
+    return totals
+
+
+@cute.jit
+def reopen_slot(exchange: Exchange, slot: Any, thread: Int32):
+    """Lets partial sums into a slot again whose last ones arrived."""
+    if thread == 0:
+        _expect(exchange, slot)
+
+
+def _send(value: Any, slot: Any, barrier: Any, rank: Any) -> None:
+    """Writes to the same `slot` of another block of the cluster, and tells that block's barrier."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[
+            Int32(cute.arch.map_dsmem_ptr(slot, rank).toint()),
+            value,
+            Int32(cute.arch.map_dsmem_ptr(barrier, rank).toint()),
+        ],
+    )

@@ -1,1 +1,0 @@
-"""RMSNorm: overrides for ``aten::_fused_rms_norm`` and its backward."""

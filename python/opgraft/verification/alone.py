@@ -1,0 +1,78 @@
+"""Running one override and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from opgraft import env
+from opgraft.registry import Override
+from opgraft.router import threads
+from opgraft.verification.observation import Failed
+
+
+@contextmanager
+def alone(override: Override) -> Iterator[None]:
+    """Only this override is on, on this thread; what it raises is not hidden by a fallback.
+
+    Raises:
+        Failed: another override is told from it by nothing that can be selected.
+    """
+    from opgraft.registry import Selector, registry
+
+    others = [each for each in registry.overrides(Selector()) if each is not override]
+    with _scopes([Selector(**_given(each)) for each in others], override):
+        stated, override.on_error = override.on_error, "raise"
+        try:
+            with _run_all(override):
+                yield
+        finally:
+            override.on_error = stated
+
+
+@contextmanager
+def alone_on_this_thread(override: Override) -> Iterator[None]:
+    """As :func:`alone`, on a thread of our own; errors are being raised already."""
+    from opgraft.registry import Selector, registry
+
+    others = [each for each in registry.overrides(Selector()) if each is not override]
+    with _scopes([Selector(**_given(each)) for each in others], override):
+        yield
+
+
+@contextmanager
+def _run_all(override: Override) -> Iterator[None]:
+    """While this lasts, Python runs what has no launch plan, whether it pays or not."""
+    if override.plans is None:
+        yield
+        return
+    override.plans.table.runs_all = True
+    try:
+        yield
+    finally:
+        override.plans.table.runs_all = False
+
+
+def _given(override: Override) -> dict[str, str]:
+    return {key: value for key, value in override.identity.items() if value is not None}
+
+
+@contextmanager
+def _scopes(selectors: list[Any], override: Override) -> Iterator[None]:
+    if not selectors:
+        yield
+        return
+    first, *rest = selectors
+    if first.matches(override):
+        raise Failed(
+            f"another override of {override.op} at {override.dispatch_key} is named "
+            f"{override.name!r} too, so that this one cannot be run alone: rename one of them"
+        )
+    with threads.scope(first), _scopes(rest, override):
+        yield
+
+
+def interprets(override: Override) -> bool:
+    """Whether the override's kernels run in Triton's interpreter here."""
+    return env.interprets_triton() and override.dsl == "triton"

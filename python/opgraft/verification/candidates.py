@@ -1,0 +1,376 @@
+"""Which samples an override is verified on, in an order of worth."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from opgraft import when
+from opgraft.registry import Override
+from opgraft.verification import mining, sources
+from opgraft.verification.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
+from opgraft.verification.layouts import FINITE, SPECIAL
+from opgraft.verification.samples import Edits, Place, Sample, layouts, reranked, tensors_of
+from opgraft.when import Condition
+
+#: What samples come in where a condition names no dtypes.
+_DTYPES = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    *(torch.int64, torch.complex64, torch.bool),
+)
+#: Sizes to give every size: such as models have, past powers of two, none, one, primes.
+_SIZES = (
+    *(1000, 4097, 128, 0, 1, 50257, 257, 768, 3, 5120, 31, 1536, 2, 64, 8193),
+    *(127, 2048, 320, 1025, 12288, 4096, 511, 11008, 32000),
+)
+#: Sizes that are drawn beside these, as likely small as large, and the largest of them.
+_DRAWN, _LARGEST_DRAWN = 8, 20000
+#: What other sizes are where one is large.
+_FEW = 6
+#: Numbers of the impl's code that are tried as sizes, with those beside them.
+_MINED = 12
+#: Two sizes each, of as many elements in all: what is kept by that number mixes them up.
+_SAME_NUMEL = ((4, 6), (6, 4), (12, 2), (3, 8))
+#: Ranks that calls are made in where the condition wants them.
+_RANKS = (3, 0, 1, 4)
+#: Calls that a condition wants, around which samples are made: for each dtype, of different ranks.
+_ANCHORS = 2
+#: Those around which the condition's boundaries are looked for.
+_VARIED = 3
+#: Arguments that name dimensions.
+_DIMENSIONS = ("dim", "axis")
+#: Flags without which a result's order is each kernel's own.
+_PROMISES_LESS = ("sorted",)
+
+Anchor = tuple[Explorer, Sample]
+
+
+class Candidates:
+    """The samples of one override.
+
+    Args:
+        override: what is verified.
+        device: where tensors live.
+        seed: of all values.
+        max_bytes: no sample has a tensor of about more than this.
+        use_opinfo: with PyTorch's own samples.
+        coverage: is told why a side of the condition cannot be reached.
+    """
+
+    def __init__(
+        self,
+        override: Override,
+        device: torch.device,
+        seed: int,
+        max_bytes: int,
+        coverage: Coverage,
+        *,
+        use_opinfo: bool,
+    ) -> None:
+        self._override = override
+        self._condition = override.cond if isinstance(override.cond, Condition) else None
+        self._coverage = coverage
+        self._seed = seed
+        self._max_bytes = max_bytes
+        dtypes = claimed_dtypes(override.cond) or list(_DTYPES)
+        found = sources.bases(override, dtypes, device, seed, use_opinfo=use_opinfo)
+        self._explorers = [Explorer(base, seed, max_bytes) for base in found]
+
+    def __iter__(self) -> Iterator[Sample]:
+        # An author's calls are the ones to look around, if there are any: it takes long to make one
+        # of torch's own into one that the condition wants.
+        given = [explorer for explorer in self._explorers if explorer.base.is_given]
+        by_dtype = self._wanted_calls(given or self._explorers)
+        anchors = list(_ranked(by_dtype))
+        return _in_turn(
+            [
+                # What is there as it is, then around each call that the override wants.
+                (explorer.sample({}) for explorer in _mixed(self._explorers)),
+                (sample for _, sample in anchors),
+                self._sizes(anchors),
+                *(self._boundaries(*anchor) for anchor in anchors[:_VARIED]),
+                self._layouts(anchors),
+                self._values(anchors or self._as_given(given)),
+                self._scalars(by_dtype),
+            ]
+        )
+
+    # ------------------------------------------------------------------ calls to look around
+
+    def _wanted_calls(self, explorers: Sequence[Explorer]) -> list[dict[int, Anchor]]:
+        """For each dtype calls that the condition wants, by rank."""
+        found: dict[Any, dict[int, Anchor]] = {}
+        for explorer in explorers:
+            self._add(found, explorer)
+        for by_rank in list(found.values()):
+            # From two dimensions most others can be made, from none none.
+            from_here, _ = by_rank[min((r for r in by_rank if r), default=0, key=_oddity)]
+            for rank in _RANKS:
+                base = None if rank in by_rank else reranked(from_here.base, rank)
+                if base is not None:
+                    self._add(found, Explorer(base, self._seed, self._max_bytes))
+        return list(found.values())
+
+    def _add(self, found: dict[Any, dict[int, Anchor]], explorer: Explorer) -> None:
+        # Kernels of internal ops trust what their callers pass, and crash on what is not right:
+        # the author alone knows what else there is.
+        if explorer.base.is_given and explorer.is_internal:
+            return
+        edits = self._wanted(explorer)
+        call = None if edits is None else explorer.call(edits)
+        if call is not None and edits is not None:
+            rank = max((tensor.ndim for tensor in call.tensors()), default=0)
+            of_dtype = found.setdefault(main_dtype(call), {})
+            of_dtype.setdefault(rank, (explorer, explorer.sample(edits)))
+
+    def _as_given(self, given: Sequence[Explorer]) -> list[Anchor]:
+        """An author's calls of an internal op: their values may be others, and nothing else."""
+        return [
+            (explorer, explorer.sample({}))
+            for explorer in given
+            if explorer.is_internal and self._wanted(explorer) == {}
+        ]
+
+    def _wanted(self, explorer: Explorer) -> dict[Place, Any] | None:
+        call = explorer.call({})
+        if call is None:
+            return None
+        if self._condition is not None:
+            if explorer.is_internal and explorer.base.is_given:
+                return {} if self._condition.holds(call.named) else None
+            return explorer.wanted(self._condition, {})
+        try:
+            wanted = self._override.wants(call)
+        except Exception:  # a condition in Python: checks say what it raises
+            wanted = False
+        return {} if wanted else None
+
+    # ------------------------------------------------------------------ what is changed of them
+
+    def _boundaries(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
+        if self._condition is None:
+            return
+        for index, leaf in enumerate(parts(self._condition)):
+            explorer.refusal = ""
+            if isinstance(leaf, when._Comparison):
+                yield from map(explorer.sample, explorer.crossings(leaf, anchor.edits))
+            else:
+                yield from map(explorer.sample, explorer.beside(leaf, anchor.edits))
+            if explorer.refusal:
+                self._coverage.reasons.setdefault(
+                    index, f"calls beyond it are refused: {explorer.refusal}"
+                )
+
+    def _sizes(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
+        """Each size at both ends of a call's first tensor, of one call after another."""
+        sized = [
+            (explorer, self._small(explorer, anchor))
+            for explorer, anchor in anchors
+            if _sizes_of(explorer, anchor)
+        ]
+        for number, size in enumerate(self._interesting_sizes()):
+            # The last size is the likeliest to matter: of the first dtype, and of another.
+            for end, start in ((0, 0), (0, 1 + number), (1, number)):
+                for explorer, anchor in _from(sized, start):
+                    places = _sizes_of(explorer, anchor)
+                    edits = explorer.together(places[min(end, len(places) - 1)], size, anchor.edits)
+                    if edits is not None:
+                        yield explorer.sample(edits)
+                        break
+            if number == 4:
+                yield from self._of_same_numel(sized)
+        for explorer, anchor in sized:  # and the others of its sizes
+            for place in _sizes_of(explorer, anchor)[2:]:
+                for size in _SIZES:
+                    edits = explorer.together(place, size, anchor.edits)
+                    if edits is not None:
+                        yield explorer.sample(edits)
+
+    def _small(self, explorer: Explorer, anchor: Sample) -> Sample:
+        """The call with few elements, if it may have few, so that one size can be large."""
+        edits = dict(anchor.edits)
+        for place in _sizes_of(explorer, anchor):
+            if {**anchor.base.places, **edits}[place] > _FEW:
+                fewer = explorer.together(place, _FEW, edits)
+                call = None if fewer is None else explorer.call(fewer)
+                if fewer is not None and call is not None and self._override.wants(call):
+                    edits = fewer
+        return explorer.sample(edits)
+
+    def _interesting_sizes(self) -> list[int]:
+        mined = mining.numbers(self._override.impl, _MINED)
+        beside = [near for number in mined for near in (number, number + 1, number - 1)]
+        draws = random.Random(self._seed)
+        drawn = [round(_LARGEST_DRAWN ** draws.random()) for _ in range(_DRAWN)]
+        return list(dict.fromkeys([*beside, *_SIZES, *drawn]))
+
+    def _of_same_numel(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
+        having_two = [(e, a) for e, a in anchors if len(_sizes_of(e, a)) > 1]
+        for explorer, anchor in having_two[:_VARIED]:
+            last, first, *_ = _sizes_of(explorer, anchor)
+            along = {p: -1 for p in anchor.base.places if p.argument == "dim" and p.item is None}
+            if explorer.call({**anchor.edits, **along}) is None:
+                along = {}
+            for rows, columns in _SAME_NUMEL:
+                edits = explorer.together(first, rows, {**anchor.edits, **along})
+                both = None if edits is None else explorer.together(last, columns, edits)
+                if both is not None:
+                    yield explorer.sample(both)
+        for explorer, anchor in anchors:  # one element in all
+            edits = dict(anchor.edits)
+            for place in _sizes_of(explorer, anchor):
+                edits = explorer.together(place, 1, edits) or edits
+            yield explorer.sample(edits)
+
+    def _layouts(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
+        """Each layout of each tensor, of one call after another."""
+        as_they_are = (e.sample({}) for e in _mixed(self._explorers) if not e.base.is_given)
+        plain = itertools.chain((anchor for _, anchor in anchors), as_they_are)
+        shared = itertools.chain.from_iterable(map(self._shared, plain))
+        yield from itertools.islice(shared, _VARIED)
+        yield from _diagonally([list(self._layouts_of(*anchor)) for anchor in anchors])
+
+    def _layouts_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
+        call = anchor.call()
+        for place, tensor in tensors_of(call.op, call.values):
+            for layout in layouts(anchor.base, place, tensor):
+                sample = anchor.with_layout(place, layout)
+                if layout not in SPECIAL and (not explorer.is_internal or takes_layout(sample)):
+                    yield sample
+
+    def _shared(self, anchor: Sample) -> Iterator[Sample]:
+        """The same tensor given twice."""
+        call = anchor.call()
+        places = tensors_of(call.op, call.values)
+        free = [(p, t) for p, t in places if p.item is None and p.argument in anchor.base.free]
+        if self._override.operator.mutates or len(free) < 2:
+            return
+        (first, one), *rest = free
+        for place, other in rest:
+            if one.ndim and other.shape == one.shape and other.dtype == one.dtype:
+                yield anchor.with_layout(place, f"={first.argument}")
+
+    def _values(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
+        """Values that kernels are often wrong at, of one call after another."""
+        yield from _diagonally([list(self._values_of(*anchor)) for anchor in anchors])
+
+    def _values_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
+        call = anchor.call()
+        places = list(tensors_of(call.op, call.values))
+        only_given = explorer.is_internal and explorer.base.is_given
+        for layout in SPECIAL:
+            for number, (place, tensor) in enumerate(places):
+                if layout not in layouts(anchor.base, place, tensor):
+                    continue
+                if only_given and (layout not in FINITE or not _may_have_other_values(place, call)):
+                    continue
+                if layout == "wide" and (number or not _takes_wide_integers(explorer, call)):
+                    continue
+                yield anchor.with_layout(place, layout)
+
+    def _scalars(self, by_dtype: Sequence[dict[int, Anchor]]) -> Iterator[Sample]:
+        """Other ranks, every dimension of each, and other numbers."""
+        for number, rank in enumerate((*_RANKS, 2)):
+            having = [by_rank[rank] for by_rank in by_dtype if rank in by_rank]
+            for explorer, anchor in _from(having, number)[:1]:
+                yield anchor
+                for edits in _other_scalars(explorer, anchor, rank):
+                    if explorer.call(edits) is not None:
+                        yield explorer.sample(edits)
+
+
+def _sizes_of(explorer: Explorer, anchor: Sample) -> list[Place]:
+    """The sizes of a call: the last and the first of its first tensor, then the others."""
+    places = [place for place in {**anchor.base.places, **anchor.edits} if place.dim is not None]
+    if not places:
+        return []
+    own = [place for place in places if place.argument == places[0].argument]
+    return list(dict.fromkeys([own[-1], own[0], *places]))
+
+
+def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Edits]:
+    for place, value in {**anchor.base.places, **anchor.edits}.items():
+        if place.dim is not None:
+            continue
+        if place.argument.startswith(_DIMENSIONS) and not isinstance(value, bool):
+            others: Iterable[Any] = range(-rank, rank)
+        elif explorer.is_internal or place.item is not None or place.argument in _PROMISES_LESS:
+            continue  # its callers know what goes together
+        elif isinstance(value, bool):
+            others = (not value,)
+        elif isinstance(value, float):
+            others = (0.0, 0.5, 2.0, -1.0)
+        elif isinstance(value, int):
+            others = (-1, 0, 1, 2)
+        else:
+            continue
+        yield from ({**anchor.edits, place: other} for other in others if other != value)
+
+
+def _may_have_other_values(place: Place, call: Any) -> bool:
+    """Whether nothing else that the call gets was computed from an argument."""
+    return "backward" not in call.op.name or place.argument.startswith("grad")
+
+
+def _takes_wide_integers(explorer: Explorer, call: Any) -> bool:
+    """Whether integers are values here, not places in memory and not sizes."""
+    integers = all(not t.is_floating_point() and not t.is_complex() for t in call.tensors())
+    sized_by_values = torch.Tag.dynamic_output_shape in call.op.overload.tags
+    return integers and not sized_by_values and not explorer.is_internal
+
+
+def _ranked(by_dtype: Sequence[dict[int, Anchor]]) -> Iterator[Anchor]:
+    """A few calls of each dtype, of different ranks, each dtype in turn."""
+    # Two dimensions first: with fewer there is less to vary, with more less of each.
+    ranked = [[by[rank] for rank in sorted(by, key=_oddity)] for by in by_dtype]
+    for row in itertools.zip_longest(*(each[:_ANCHORS] for each in ranked)):
+        yield from (each for each in row if each is not None)
+
+
+def _oddity(rank: int) -> tuple[int, int]:
+    return (abs(rank - 2), -rank)
+
+
+def _mixed(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
+    """Those of each dtype in turn."""
+    by_dtype: dict[Any, list[Explorer]] = {}
+    for explorer in explorers:
+        by_dtype.setdefault(explorer.base.dtype, []).append(explorer)
+    for row in itertools.zip_longest(*by_dtype.values()):
+        yield from (each for each in row if each is not None)
+
+
+def _from(anchors: Sequence[Anchor], start: int) -> list[Anchor]:
+    """All of them, beginning at another one each time."""
+    start %= len(anchors) or 1
+    return [*anchors[start:], *anchors[:start]]
+
+
+def _diagonally(lists: Sequence[Sequence[Sample]]) -> Iterator[Sample]:
+    """The first of the first list, the second of the second, ...: soon one of every kind."""
+    longest = max(map(len, lists), default=0)
+    for shift in range(len(lists)):
+        for index in range(longest):
+            chosen = lists[(index + shift) % len(lists)]
+            if index < len(chosen):
+                yield chosen[index]
+
+
+def _in_turn(sources_: Iterable[Iterator[Sample]]) -> Iterator[Sample]:
+    """From each source in turn, so that a bound on the whole cuts none of them off."""
+    live = list(sources_)
+    while live:
+        for source in list(live):
+            try:
+                yield next(source)
+            except StopIteration:
+                live.remove(source)
+
+
+def main_dtype(call: Any) -> torch.dtype | None:
+    """The dtype of a call's first tensor."""
+    return next((tensor.dtype for tensor in call.tensors()), None)

@@ -1,0 +1,22 @@
+"""The checks of a verification: what an override must do on a sample, and what its op must survive.
+
+A module here registers its checks when it is imported, in the order in which they run.
+"""
+
+from __future__ import annotations
+
+from opgraft.verification.checks import (  # isort: skip
+    results as results,
+    repeated as repeated,
+    variants as variants,
+    derivatives as derivatives,
+    front as front,
+    tracing as tracing,
+    circumstances as circumstances,
+    indices as indices,
+    threads as threads,
+    cuda as cuda,
+)
+from opgraft.verification.checks.registry import CHECKS, Check
+
+__all__ = ["CHECKS", "Check"]

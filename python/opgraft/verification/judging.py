@@ -1,0 +1,183 @@
+"""Whether a result is as right as native's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from opgraft.router import threads
+from opgraft.verification.layouts import FINITE
+from opgraft.verification.observation import (
+    Failed,
+    Observation,
+    output_name,
+    reference_at,
+    same_bits,
+)
+from opgraft.verification.reference import (
+    Error,
+    errors,
+    narrowed,
+    perturbed,
+    reference,
+    widened,
+    with_written,
+)
+
+#: Draws of a call's values over which errors are taken, where one alone is above the bound.
+_DRAWS = 12
+#: Ops that return each index once.
+_DISTINCT = frozenset({"aten::sort", "aten::topk"})
+#: Arguments this many times larger than an output make it a reduction of them.
+_TERMS = 16
+
+
+def judge(
+    seen: Observation, index: int, mine: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor
+) -> None:
+    """Raise where an output's error is too large, over several draws of the call's values."""
+    where = output_name(seen, index)
+    if not (mine.is_floating_point() or mine.is_complex()):
+        if not torch.equal(mine, expected) and not _chose_equals(seen, index, mine, expected):
+            count = int((mine != expected).sum())
+            raise Failed(f"{where} differs from native's in {count} of {mine.numel()} elements")
+        return
+    error, problem = errors(mine, expected, exact)
+    if problem is not None:
+        raise Failed(f"{where} has {problem}")
+    if not error.within(seen.subject.k) and mine.dtype in (torch.float64, torch.complex128):
+        error = replace(error, native=_in_float32(seen, index, exact))
+    if not error.within(seen.subject.k):
+        error = _over_draws(seen, index, error)
+    if not error.within(seen.subject.k):
+        error = replace(error, noise=_noise(seen, index, exact))
+    if not error.within(seen.subject.k):
+        raise Failed(f"{where} has {error}; allowed are {seen.subject.k:g} times")
+    seen.subject.worst_error = max(seen.subject.worst_error, error.mine / max(error.bound, 1e-300))
+
+
+def _in_float32(seen: Observation, index: int, exact: torch.Tensor) -> float:
+    """Native's own error in float64, of which it is the reference: as large as in float32, in units
+    of the last place."""
+    with torch.no_grad():
+        try:
+            call = narrowed(seen.sample.call())
+            narrow = with_written(call).outputs[index]
+            wide = with_written(widened(call, torch.float64)).outputs[index]
+        except Exception:  # it takes float64 only
+            return 0.0
+    error, _ = errors(narrow, narrow, wide)
+    scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return error.native * scale
+
+
+def _noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
+    """How much a sum changes when the arguments do in the last places of float32.
+
+    Of a few sums, native's own error says little: where terms cancel it may be small by chance, and
+    the order of adding up is a kernel's own choice. Zero for what is no reduction: there are enough
+    elements for native's largest error to mean something. Not so of values that were chosen to be
+    hard (all equal, far from zero), where native's error may be nothing, or everything.
+    """
+    terms = max((t.numel() for t in seen.sample.call().tensors()), default=0)
+    if terms < _TERMS * exact.numel() and not _is_extreme(seen):
+        return 0.0
+    largest = 0.0
+    for draw in range(_DRAWS):
+        with torch.no_grad():
+            try:
+                moved = reference(perturbed(seen.sample.call(), seen.subject.seed + draw))
+            except Exception:
+                return largest
+        other = moved.outputs[index] if index < len(moved.outputs) else None
+        if isinstance(other, torch.Tensor) and other.shape == exact.shape:
+            difference = (other.double() - exact.double()).abs()
+            finite = difference[difference.isfinite()]
+            largest = max(largest, float(finite.max()) if finite.numel() else 0.0)
+    return largest
+
+
+def _over_draws(seen: Observation, index: int, error: Error) -> Error:
+    """As :func:`with_more_draws`, of an output."""
+
+    def outputs(draw: int) -> Sequence[Any]:
+        again = Observation(seen.subject, seen.sample.redrawn(draw))
+        try:
+            pair = (again.mine.outputs[index], again.native.outputs[index])
+            return (*pair, reference_at(again.reference.outputs, index, pair[1]))
+        except Exception:  # no such call with other values
+            return ()
+
+    return error if seen.is_special else with_more_draws(error, outputs)
+
+
+def _is_extreme(seen: Observation) -> bool:
+    return any(layout in FINITE for layout in seen.sample.layouts.values())
+
+
+def _chose_equals(
+    seen: Observation, index: int, mine: torch.Tensor, expected: torch.Tensor
+) -> bool:
+    """Whether indices differ from native's only where both point at equal values.
+
+    An op that returns values with their indices leaves a kernel the choice among equals, unless it
+    is to be stable; one that returns indices alone (`argmax`) says which.
+    """
+    named = seen.sample.call().named
+    values, dim = named.get("self"), named.get("dim")
+    # After the values, which are integers as well where the op's argument is.
+    follows = index > 0 and isinstance(seen.native.outputs[0], torch.Tensor)
+    if not follows or named.get("stable") or type(dim) is not int:
+        return False
+    if not isinstance(values, torch.Tensor) or mine.dtype != torch.int64:
+        return False
+    if mine.ndim == values.ndim - 1:
+        mine, expected = mine.unsqueeze(dim), expected.unsqueeze(dim)
+    if mine.ndim != values.ndim or mine.shape != expected.shape:
+        return False
+    size = values.shape[dim] if values.ndim else 1
+    if mine.numel() and not 0 <= int(mine.min()) <= int(mine.max()) < size:
+        return False
+    with threads.scope(threads.EVERYTHING):
+        if _base(seen) in _DISTINCT and _repeats(mine, dim):
+            return False
+        return same_bits(values.gather(dim, mine), values.gather(dim, expected))
+
+
+def _base(seen: Observation) -> str:
+    return seen.subject.op.overload._schema.name
+
+
+def _repeats(indices: torch.Tensor, dim: int) -> bool:
+    if indices.ndim == 0:
+        return False
+    return bool((indices.sort(dim).values.diff(dim=dim) == 0).any())
+
+
+def with_more_draws(error: Error, again: Callable[[int], Sequence[Any]]) -> Error:
+    """The error together with those of more draws: of one alone, native's may be small by chance.
+
+    Args:
+        error: of the first draw.
+        again: the override's result, native's and the reference's of a draw; empty where there is
+            no such call with other values.
+    """
+    for draw in range(1, _DRAWS):
+        found = again(draw)
+        if found and all(isinstance(each, torch.Tensor) for each in found):
+            other, problem = errors(*found)
+            # NaN is as bad in any draw.
+            error = error.joined(other if problem is None else replace(other, mine=math.inf))
+    return error
+
+
+def near(error: Error, one: torch.Tensor, other: torch.Tensor, k: float) -> bool:
+    """Whether a result of several ops is as right as native's: errors of each may add up."""
+    if error.within(2 * k):
+        return True
+    exact = one.dtype in (torch.float64, torch.complex128)  # native is the reference, its error 0
+    return exact and torch.allclose(one, other, rtol=1e-9, atol=1e-9, equal_nan=True)

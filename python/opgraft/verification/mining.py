@@ -1,0 +1,112 @@
+"""Numbers that an impl's code holds: sizes at which it may do something else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+__all__ = ["numbers"]
+
+#: Functions that are read, the impl first, then those that it calls.
+_MAX_FUNCTIONS = 64
+#: What may be a size.
+_SMALLEST, _LARGEST = 4, 2**20
+#: Of others' code, numbers say nothing of the kernel.
+_FOREIGN = frozenset({"torch", "opgraft", "triton", "cutlass", "numpy", "builtins"})
+
+
+def numbers(impl: Callable[..., Any], limit: int) -> list[int]:
+    """Integers in the code of an impl and of what it calls, the nearest first.
+
+    >>> __name__ = "my_kernels"  # numbers in opgraft's own code are not asked for
+    >>> def tile(n): return n % 96
+    >>> numbers(lambda x: tile(x.shape[0]) if x.shape[0] > 640 else x, 8)
+    [640, 96]
+    """
+    found: dict[int, None] = {}
+    for function in _functions(impl):
+        for number in _in_function(function):
+            if _SMALLEST <= number <= _LARGEST:
+                found.setdefault(number)
+        if len(found) >= limit:
+            break
+    return list(found)[:limit]
+
+
+def _functions(impl: Callable[..., Any]) -> Iterator[FunctionType]:
+    """The impl and what it calls, breadth first."""
+    queue: list[Any] = [impl]
+    seen: set[int] = set()
+    while queue and len(seen) < _MAX_FUNCTIONS:
+        function = _function_of(queue.pop(0))
+        if function is None or id(function) in seen:
+            continue
+        seen.add(id(function))
+        yield function
+        queue += _named_in(function)
+
+
+def _function_of(value: Any) -> FunctionType | None:
+    """The Python function behind a callable; a Triton kernel keeps its own as `fn`."""
+    for _ in range(8):
+        if isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
+            foreign = (value.__module__ or "").partition(".")[0] in _FOREIGN
+            return None if foreign else value
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif inspect.ismethod(value):
+            value = value.__func__
+        elif callable(getattr(value, "__wrapped__", None)):
+            value = value.__wrapped__
+        elif callable(getattr(value, "fn", None)):
+            value = value.fn
+        else:
+            return None
+    return None
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _values(function: FunctionType) -> Iterator[Any]:
+    """What a function's names stand for: in its closure, in its module, and attributes there."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for code in _codes(function.__code__):
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            yield value
+            if inspect.ismodule(value) and value.__name__.partition(".")[0] not in _FOREIGN:
+                yield from (getattr(value, each, None) for each in code.co_names)
+
+
+def _named_in(function: FunctionType) -> list[Any]:
+    return [value for value in _values(function) if callable(value) and not inspect.isclass(value)]
+
+
+def _in_function(function: FunctionType) -> Iterator[int]:
+    for code in _codes(function.__code__):
+        for constant in code.co_consts:
+            yield from _integers(constant)
+    for value in _values(function):
+        yield from _integers(value)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if type(value) is int:
+        yield value
+    elif isinstance(value, (tuple, frozenset)):
+        for each in value:
+            yield from _integers(each)

@@ -1,0 +1,369 @@
+"""What an override and the native kernel make of a sample, and how the two are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+
+from opgraft.errors import ContractError
+from opgraft.registry import Override
+from opgraft.router import contract
+from opgraft.schema import Call, Op
+from opgraft.verification.layouts import SPECIAL
+from opgraft.verification.process_state import ProcessState
+from opgraft.verification.reference import Outcome, native, reference, with_written, written
+from opgraft.verification.samples import Sample, run, tensors_of
+
+#: Runs of the native kernel that have to have the same bits for it to be taken as deterministic.
+_NATIVE_RUNS = 12
+#: Units in the last place of a result's largest value that sums in a changing order may be apart.
+_NOISE = 4
+#: Elements of a result so few that it may be drawn alike twice.
+_FEW_DRAWS = 64
+#: Storages up to this size are compared as a whole, around the tensor too.
+_WHOLE_STORAGE = 2**28
+
+
+class Failed(Exception):
+    """A check found something wrong."""
+
+
+class NotApplicable(Exception):
+    """A check has nothing to say about this override or sample."""
+
+
+@dataclass
+class Subject:
+    """The override under test, and the terms of the test."""
+
+    override: Override
+    device: torch.device
+    k: float
+    seed: int
+    #: The largest error so far, as a multiple of native's own.
+    worst_error: float = 0.0
+    references: dict[str, None] = field(default_factory=dict)
+    #: What becomes of an error of the impl, as it is stated: a verification has it raised.
+    on_error: Literal["raise", "fallback"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.on_error = self.override.on_error
+
+    @property
+    def op(self) -> Op:
+        return self.override.operator
+
+    @property
+    def decides_itself(self) -> bool:
+        return self.override.takes_keyset
+
+
+@dataclass
+class Ran:
+    """One run of a call with the override on."""
+
+    call: Call
+    outputs: tuple[Any, ...] = ()
+    error: Exception | None = None
+    hits: int = 0
+    misses: int = 0
+    fallbacks: int = 0
+    changed: list[str] = field(default_factory=list)
+    #: What is no tensor: settings that are others now, random generators that are further on.
+    settings: list[str] = field(default_factory=list)
+    advanced: list[str] = field(default_factory=list)
+
+
+class Observation:
+    """A sample with what the override and the native kernel make of it, each run when asked for."""
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        self.subject = subject
+        self.sample = sample
+
+    @cached_property
+    def wanted(self) -> bool:
+        """Whether the override should take the call."""
+        call = self.sample.call()
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in call.tensors()):
+            return False
+        return self.subject.override.wants(call)
+
+    @cached_property
+    def native(self) -> Outcome:
+        with torch.no_grad():
+            return with_written(self.sample.call())
+
+    @cached_property
+    def mine(self) -> Ran:
+        with torch.no_grad():
+            return observe(self.subject.override, self.sample.call(), self.subject.device)
+
+    @property
+    def is_special(self) -> bool:
+        """Whether the sample's values are what it is about, so that others say nothing."""
+        return any(layout in SPECIAL for layout in self.sample.layouts.values())
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether the native kernel's own result changes from run to run, by more than the order of
+        its sums: dropout, but not of 0."""
+        if not self.subject.op.is_random or self.refused:
+            return False
+        with torch.no_grad():
+            first, second = (native(self.sample.call()).outputs for _ in range(2))
+        if first_unlike(self, first, second, same_but_for_noise) is not None:
+            return True
+        # Of few elements two draws are often the same.
+        elements = max((t.numel() for t in first if isinstance(t, torch.Tensor)), default=0)
+        return elements <= _FEW_DRAWS and self.native_advances
+
+    @cached_property
+    def native_advances(self) -> bool:
+        """Whether the native kernel leaves a random generator further on than it was."""
+        device = self.subject.device
+        call = self.sample.call()
+        before = ProcessState.now(device)
+        with torch.no_grad():
+            native(call)
+        return bool(before.advanced(ProcessState.now(device)))
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether the override's own result has the same bits from run to run."""
+        return (
+            first_unlike(self, self.mine.outputs, observe_again(self).mine.outputs, same_bits)
+            is None
+        )
+
+    @cached_property
+    def native_repeats(self) -> bool:
+        """Whether the native kernel's has, in several runs.
+
+        Where programs add up in the order in which they come, most runs of a call agree: cuDNN's
+        backward differed from one run to the next on a GPU that other processes used, too.
+        """
+        again = (observe_again(self).native.outputs for _ in range(_NATIVE_RUNS))
+        return all(
+            first_unlike(self, self.native.outputs, each, same_bits) is None for each in again
+        )
+
+    @cached_property
+    def reference(self) -> Outcome:
+        with torch.no_grad():
+            outcome = reference(self.sample.call())
+        self.subject.references[outcome.what] = None
+        return outcome
+
+    @cached_property
+    def refused(self) -> bool:
+        """Whether the native kernel raises: then it is no call that anybody can make."""
+        try:
+            return self.native is None
+        except Exception:
+            return True
+
+    @property
+    def took(self) -> bool:
+        """Whether the override's own kernel made the result."""
+        ran = self.mine
+        return ran.error is None and ran.hits > 0 and ran.fallbacks < ran.hits
+
+    def describe(self) -> str:
+        return describe(self.sample.call())
+
+
+def observe(override: Override, call: Call, device: torch.device) -> Ran:
+    """Run a call with the override on, and look at what became of its arguments and of the process.
+
+    What it changed of the process's settings is put back.
+    """
+    before = (override.hits, override.misses, override.fallbacks)
+    kept = {place: memory_of(tensor) for place, tensor in tensors_of(call.op, call.values)}
+    ran = Ran(call)
+    state = ProcessState.now(device)
+    try:
+        result = run(call)
+        ran.outputs = (result,) if len(call.op.returns) == 1 else tuple(result or ())
+        ran.outputs += written(call)
+    except Exception as error:
+        ran.error = error
+    later = ProcessState.now(device)
+    ran.settings, ran.advanced = state.changed(later), state.advanced(later)
+    state.restore()
+    ran.hits, ran.misses, ran.fallbacks = (
+        now - then
+        for now, then in zip(
+            (override.hits, override.misses, override.fallbacks), before, strict=True
+        )
+    )
+    may_write = {argument.name for argument, _ in call.written()}
+    for place, tensor in tensors_of(call.op, call.values):
+        if place.argument not in may_write and not torch.equal(memory_of(tensor), kept[place]):
+            ran.changed.append(str(place))
+    return ran
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor's memory holds, and what lies around it, as a copy."""
+    storage = tensor.untyped_storage()
+    if tensor.layout != torch.strided or storage.nbytes() > _WHOLE_STORAGE:
+        return tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage).clone()  # type: ignore[call-overload, no-any-return]
+
+
+def observe_again(seen: Observation) -> Observation:
+    return Observation(seen.subject, seen.sample)
+
+
+def unless_refused(run_native: Callable[[], Outcome]) -> Outcome:
+    """What native makes of a call: one that it refuses says nothing about the override."""
+    try:
+        return run_native()
+    except Exception as error:
+        raise NotApplicable(f"native raises {first_line(error)}") from error
+
+
+def output_pairs(seen: Observation) -> list[tuple[Any, Any]]:
+    expected = unless_refused(lambda: seen.native).outputs
+    return list(zip(seen.mine.outputs, expected, strict=True))
+
+
+def reference_at(outputs: tuple[Any, ...], index: int, expected: Any) -> Any:
+    # A formula that stands in for an op has not all of its outputs.
+    return outputs[index] if index < len(outputs) else expected
+
+
+def needs_run(seen: Observation) -> None:
+    if seen.mine.hits == 0:
+        raise NotApplicable("it declines the call")
+
+
+def needs_hit(seen: Observation, check: str) -> None:
+    needs_run(seen)
+    error = seen.mine.error
+    if error is None:
+        return
+    if isinstance(error, ContractError) and contract_check(error) == check:
+        raise Failed(str(error))
+    raise NotApplicable("it raised")
+
+
+def needs_plain_hit(seen: Observation) -> None:
+    if not seen.took:
+        raise NotApplicable("no sample is taken")
+
+
+#: What a contract error speaks of, by a word of its message.
+_CONTRACT_CHECKS = (
+    ("strides ", "strides"),
+    ("dtype ", "dtype"),
+    ("shape ", "shape"),
+    ("storage of", "storage"),
+    ("negative bit", "form"),
+    ("conjugate bit", "form"),
+    ("with type ", "form"),
+    ("requires_grad", "form"),
+    ("is_inference", "form"),
+    ("memory", "aliasing"),
+    ("wrote to argument", "inputs"),
+)
+
+
+def contract_check(error: ContractError) -> str:
+    message = str(error).split(" returned ", 1)[-1]
+    return next((check for word, check in _CONTRACT_CHECKS if word in message), "hit")
+
+
+def first_unlike(
+    seen: Observation,
+    first: Sequence[Any],
+    second: Sequence[Any],
+    same: Callable[[torch.Tensor, Any], bool],
+) -> int | None:
+    """The first output in which two runs of a call differ; random states may."""
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        if isinstance(one, torch.Tensor) and not is_state(seen, index) and not same(one, other):
+            return index
+    return None
+
+
+def first_unlike_mine(seen: Observation, result: Any) -> int | None:
+    """The first output in which another run's result is not the observed one's, rounding aside."""
+    outputs = (result,) if len(seen.subject.op.returns) == 1 else tuple(result or ())
+    # What the op writes to comes behind its outputs.
+    mine = seen.mine.outputs[: len(outputs)]
+    return first_unlike(seen, outputs, mine, partial(agree, seen))
+
+
+def same_bits(one: torch.Tensor, other: Any) -> bool:
+    if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.is_complex():
+        one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
+    return torch.equal(one.isnan(), other.isnan()) and bool((one.eq(other) | one.isnan()).all())
+
+
+def same_but_for_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return same_bits(one, other) or differ_by_noise(one, other)
+
+
+def differ_by_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results of one kernel differ by no more than sums in whatever order the terms
+    come: in the last places of the largest value."""
+    if not one.is_floating_point():
+        return False
+    finite = other[other.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    noise = _NOISE * torch.finfo(one.dtype).eps * largest
+    return torch.allclose(one, other, rtol=0.0, atol=noise, equal_nan=True)
+
+
+def agree(seen: Observation, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results of the same call are the same, rounding aside."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
+        return True
+    return not seen.repeats and differ_by_noise(one, other)
+
+
+def is_state(seen: Observation, index: int) -> bool:
+    returns = seen.subject.op.returns
+    return index < len(returns) and returns[index].name in contract.RNG_OUTPUTS
+
+
+def output_name(seen: Observation, index: int) -> str:
+    op = seen.subject.op
+    if index < len(op.returns):
+        return contract.output_name(op, index)
+    return f"the argument {index - len(op.returns)} that is written to"
+
+
+def describe(call: Call) -> str:
+    """A call's arguments, in one line."""
+    return ", ".join(
+        f"{a.name}={described(value)}"
+        for a, value in zip(call.op.arguments, call.values, strict=True)
+    )
+
+
+def described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        contiguous = "" if value.is_contiguous() else f" strides {list(value.stride())}"
+        offset = f" offset {value.storage_offset()}" if value.storage_offset() else ""
+        return f"{dtype}{list(value.shape)}{contiguous}{offset}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(described, value))}]"
+    return repr(value)
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

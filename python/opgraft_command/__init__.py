@@ -1,0 +1,19 @@
+"""Where the `opgraft` command begins: outside of the package, so that torch can wait.
+
+Importing opgraft imports torch, which activates the packs and takes seconds. `opgraft --version`,
+`--help` and `opgraft new` need neither. opgraft looks whether this module is imported, and then
+leaves torch to the commands that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    from opgraft import cli
+
+    return cli.main(arguments)

@@ -1,0 +1,65 @@
+"""Kernels that are right, of torch's ops: what faults are planted in."""
+
+from __future__ import annotations
+
+import torch
+
+from tests import ops
+
+
+def relu(self: torch.Tensor) -> torch.Tensor:
+    return torch.where(self <= 0, torch.zeros_like(self), self)
+
+
+def softmax(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    if self.numel() == 0:
+        return torch.empty_like(self, memory_format=torch.contiguous_format)
+    return ops.softmax(self.contiguous(), dim, half_to_float)
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
+    mean = input.mean(dims, keepdim=True)
+    centred = input - mean
+    rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    out = centred * rstd
+    if weight is not None:
+        out = out * weight
+    if bias is not None:
+        out = out + bias
+    return out.contiguous(), mean.contiguous(), rstd.contiguous()
+
+
+def gather(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Of a matrix, with the errors of a gather."""
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[dim]:
+        raise RuntimeError("index is out of bounds")
+    if index.ndim != 2:
+        raise RuntimeError("the index has another number of dimensions")
+    rows, columns = index.shape
+    own = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    places = (index, own[1]) if dim % 2 == 0 else (own[0], index)
+    return self[places].contiguous()
+
+
+def index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    if index.ndim == 0:
+        index = index.view(1)
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[dim]:
+        raise IndexError("index out of range in self")
+    shape = [1] * self.ndim
+    shape[dim] = -1
+    sizes = list(self.shape)
+    sizes[dim] = index.numel()
+    return self.gather(dim, index.long().view(shape).expand(sizes))
+
+
+def like(self: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A result in the memory format that a pointwise op gives it."""
+    return torch.empty_like(self, dtype=out.dtype).copy_(out)

@@ -1,0 +1,133 @@
+"""Indices out of range, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opgraft
+from opgraft.verification import isolated
+from opgraft.verification.isolated import Fate
+from opgraft.verification.samples import parse
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def refuse() -> None:
+    raise IndexError("out of range")
+
+
+def test_what_becomes_of_a_call_is_told_and_the_others_are_made() -> None:
+    fates = isolated.forked([refuse, crash, lambda: None, crash, refuse])
+    assert [(fate.what, fate.error) for fate in fates] == [
+        ("raised", "IndexError"),
+        ("died", "SIGSEGV"),
+        ("returned", ""),
+        ("died", "SIGSEGV"),
+        ("raised", "IndexError"),
+    ]
+    assert fates[0].message == "out of range"
+
+
+def test_a_call_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "_SECONDS", 0.5)
+    assert isolated.forked([lambda: time.sleep(600)]) == [Fate("died", "ran for too long")]
+
+
+def test_a_call_that_asks_for_too_much_memory_is_refused_it() -> None:
+    (fate,) = isolated.forked([lambda: torch.ones(2**34)])
+    assert fate.what == "raised"
+
+
+def select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    return torch.stack([self.select(dim, i) for i in index.tolist()], dim).contiguous()
+
+
+def test_a_reproducer_makes_the_bad_index_again() -> None:
+    override = opgraft.register_op_override(
+        *("aten", "index_select", "CPU", select),
+        cond=opgraft.when.ndim("self") == 2,
+        name="selects",
+    )
+    report = opgraft.verify(override, checks=["hit", "bad_index"], max_samples=20)
+    (failure,) = report.failures
+    assert failure.check == "bad_index"
+    assert "with -1 in 'index' it returned a result" in failure.message
+    with pytest.raises(AssertionError, match="with -1 in 'index'"):
+        exec(failure.reproducer, {})
+    assert override.hits > 0
+
+
+def test_a_sample_holds_a_bad_index_by_its_id() -> None:
+    base, _, layouts = parse("opinfo:gather:float32:0.0 self[0]=3 @index:holding-7")
+    assert (base, list(layouts.values())) == ("opinfo:gather:float32:0.0", ["holding-7"])
+
+
+def test_another_process_registers_an_override_by_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_in_a_process.py").write_text(
+        "import opgraft, torch\n"
+        "def impl(self, dim, index):\n"
+        "    return self.index_fill(0, index.clamp(0), 0).gather(0, index.clamp(0)[:, None])\n"
+        "override = opgraft.register_op_override('aten', 'index_select', 'CPU', impl,\n"
+        "    cond=opgraft.when.ndim('self') == 2, name='mine')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from importlib import import_module
+
+    override: Any = import_module("mine_in_a_process").override
+    sample = opgraft.verification.sample(
+        "opinfo:index_select:float32:2.0 @index:holding-1", op=override.op, name="mine"
+    ).sample
+    natively = isolated.anew(override, sample, natively=True)
+    assert natively.what == "raised" and natively.error in ("IndexError", "RuntimeError"), natively
+    # Native runs beside a first hit, and what it refuses is refused.
+    assert isolated.anew(override, sample, natively=False).what in ("raised", "returned")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("clamped", "verdict"), [(True, "failed"), (False, "passed")])
+def test_on_cuda_an_assertion_is_asked_for(clamped: bool, verdict: str, tmp_path: Path) -> None:
+    """In other processes: this one's device is as good as before."""
+    indices = "indices.reshape(-1)" + (".clamp(0, weight.shape[0] - 1)" if clamped else "")
+    (tmp_path / "mine.py").write_text(
+        "import opgraft, torch\n"
+        "def impl(weight, indices, padding_idx, scale_grad_by_freq, sparse):\n"
+        f"    rows = weight.index_select(0, {indices})\n"
+        "    return rows.view(*indices.shape, *weight.shape[1:])\n"
+        "opgraft.register_op_override('aten', 'embedding', 'CUDA', impl,\n"
+        "                             unconditional_override=True, name='mine')\n"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "opgraft", "verify", "aten::embedding", "--import", "mine"),
+            *("--check", "hit", "--check", "bad_index", "--max-samples", "20", "--json"),
+        ],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OPGRAFT_PACKS": "none"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    (override,) = json.loads(done.stdout)["overrides"]
+    assert override["checks"]["bad_index"]["verdict"] == verdict, done.stdout + done.stderr
+    assert override["hits"] > 0
+    if clamped:
+        (failure,) = override["failures"]
+        assert "reads out of bounds" in failure["message"]
+    assert float(torch.ones(3, device="cuda").sum()) == 3.0

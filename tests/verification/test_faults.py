@@ -1,0 +1,74 @@
+"""`opgraft.verify` catches what was planted, and lets pass what is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import opgraft
+from opgraft.verification.checks import CHECKS
+from tests.verification.faults import FAULTS, RIGHT, Planted
+
+TRUST = Path(__file__).parent.parent.parent / "docs" / "trust.md"
+
+
+def by_name(planted: Planted) -> str:
+    return planted.name.replace(" ", "_")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_of_torch() -> Iterator[None]:
+    """Its own threads wait for each other where other processes have the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=by_name)
+def test_a_planted_fault_is_caught(planted: Planted) -> None:
+    override = planted.register()
+    report = opgraft.verify(override)
+    assert override.hits > 0
+    assert torch.get_default_dtype() == torch.float32
+    failed = {failure.check for failure in report.failures}
+    if planted.check is None:
+        assert report.ok, str(report)
+    else:
+        assert planted.check in failed, str(report)
+        assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("planted", RIGHT, ids=by_name)
+def test_an_override_that_is_right_passes(planted: Planted) -> None:
+    with planted.op_defined():
+        override = planted.register()
+        report = opgraft.verify(override)
+        assert report.ok, str(report)
+        assert report.overrides[0].hits > 0
+
+
+def table() -> str:
+    """The faults, as the documentation has them."""
+    rows = [
+        f"| {planted.name} | `{planted.op}` | {planted.check or 'nothing: it is rounding'} |"
+        for planted in FAULTS
+    ]
+    return "\n".join(["| fault | op | caught by |", "|---|---|---|", *rows])
+
+
+def test_the_documentation_has_the_table_of_faults() -> None:
+    found = re.search(r"<!-- faults -->\n(.*?)<!-- end of faults -->", TRUST.read_text(), re.DOTALL)
+    assert found is not None
+    assert found[1].strip() == table(), "write what tests.verification.test_faults.table() gives"
+
+
+def test_each_fault_is_of_its_own_name_and_of_a_check_that_there_is() -> None:
+    names = [planted.name for planted in (*FAULTS, *RIGHT)]
+    assert len(set(names)) == len(names)
+    checks = {planted.check for planted in FAULTS} - {None}
+    assert checks <= {*CHECKS, "special"}
