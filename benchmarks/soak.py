@@ -365,7 +365,7 @@ def run(
                 "misses": override.misses,
                 "shadowed": override.shadowed,
                 "mismatches": override.mismatches,
-                "quarantined": len(override.quarantined),
+                "quarantined": len(override.state.quarantined),
             }
             for override in overrides
         ]

@@ -15,6 +15,7 @@ import torch
 
 import opgraft
 from opgraft import ContractError, _core
+from opgraft.registry.state import CHECKED_HITS, OverrideState
 from opgraft.router import contract
 from tests import ops
 
@@ -70,12 +71,12 @@ def test_too_few_outputs_are_refused_on_every_hit() -> None:
 
     override = register(impl, op="_fused_rms_norm")
     x = torch.randn(4, 4)
-    for _ in range(contract.CHECKED_HITS + 1):
+    for _ in range(CHECKED_HITS + 1):
         torch.ops.aten._fused_rms_norm(x, [4], None, None)
     results.append((x,))
     with pytest.raises(ContractError, match="returned 1 values; the op has 2 outputs"):
         torch.ops.aten._fused_rms_norm(x, [4], None, None)
-    assert override.hits == contract.CHECKED_HITS + 2
+    assert override.hits == CHECKED_HITS + 2
 
 
 def test_an_in_place_op_returns_its_argument() -> None:
@@ -112,11 +113,11 @@ def test_only_the_first_hits_of_a_signature_are_compared() -> None:
     override = register(ops.softmax)
     for rows in range(1, 6):
         torch.softmax(torch.randn(rows, 4), -1)  # sizes do not make a new signature
-    assert list(override.checked.values()) == [contract.CHECKED_HITS]
+    assert list(override.state.checked.values()) == [CHECKED_HITS]
     torch.softmax(torch.randn(4), -1)
     torch.softmax(torch.randn(4, 4).double(), -1)
     torch.softmax(torch.randn(4, 4)[:, :3], -1)
-    assert len(override.checked) == 4
+    assert len(override.state.checked) == 4
     assert override.hits == 8
 
 
@@ -257,10 +258,10 @@ def test_outputs_without_strides_pass_where_they_are_right(layout: str) -> None:
     override = register(native_of(op), op=op)
     expected = call().to_dense()
     with opgraft.shadow(rate=1.0, on_mismatch="raise"):
-        for _ in range(contract.CHECKED_HITS):
+        for _ in range(CHECKED_HITS):
             assert torch.equal(call().to_dense(), expected)
-    assert override.hits == contract.CHECKED_HITS + 1
-    assert override.shadowed == contract.CHECKED_HITS
+    assert override.hits == CHECKED_HITS + 1
+    assert override.shadowed == CHECKED_HITS
 
 
 SPARSE_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -349,11 +350,11 @@ def layer_norm_backward(mask: list[bool]) -> Any:
 def test_what_chooses_the_kind_of_an_output_is_part_of_a_calls_kind(name: str) -> None:
     op, argument, instead, good, bad = KINDS[name]
     override = register(forgets(op, argument, instead), op=op)
-    for _ in range(contract.CHECKED_HITS + 1):
+    for _ in range(CHECKED_HITS + 1):
         good()
     with pytest.raises(ContractError, match="override 'mine'"):
         bad()
-    assert override.hits == contract.CHECKED_HITS + 2
+    assert override.hits == CHECKED_HITS + 2
 
 
 def test_sizes_and_numbers_make_no_kinds() -> None:
@@ -363,7 +364,7 @@ def test_sizes_and_numbers_make_no_kinds() -> None:
         torch.ones(size, 2).view(2, size)
         torch.ones(3).clamp(0.5 * size, size)
     assert (override.hits, clamp.hits) == (39, 39)
-    assert (len(override.checked), len(clamp.checked)) == (1, 1)
+    assert (len(override.state.checked), len(clamp.state.checked)) == (1, 1)
 
 
 def test_integers_make_a_bounded_number_of_kinds() -> None:
@@ -373,8 +374,8 @@ def test_integers_make_a_bounded_number_of_kinds() -> None:
         torch.ones(60).roll(shift)
     for dim in range(4):
         torch.ones(1, 1, 1, 1).argmax(dim)
-    assert len(override.checked) == 1
-    assert len(choice.checked) == 4
+    assert len(override.state.checked) == 1
+    assert len(choice.state.checked) == 4
 
 
 # ------------------------------------------------------------------ what is written
@@ -471,10 +472,10 @@ def test_an_op_that_writes_passes_where_it_is_right(name: str) -> None:
     op, call = RIGHT_WRITERS[name]
     expected = call()
     override = register(native_of(op), op=op)
-    for _ in range(contract.CHECKED_HITS + 1):
+    for _ in range(CHECKED_HITS + 1):
         found = call()
         assert torch.equal(found, expected) and found.stride() == expected.stride()
-    assert override.hits == contract.CHECKED_HITS + 1
+    assert override.hits == CHECKED_HITS + 1
 
 
 def test_what_is_too_large_to_copy_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,9 +525,9 @@ def test_parts_of_one_arena_are_results_of_their_own() -> None:
         return place.view(result.shape).copy_(result)
 
     override = register(impl)
-    for _ in range(contract.CHECKED_HITS + 1):
+    for _ in range(CHECKED_HITS + 1):
         torch.softmax(torch.randn(3, 4), -1)
-    assert override.hits == contract.CHECKED_HITS + 1
+    assert override.hits == CHECKED_HITS + 1
 
 
 # ------------------------------------------------------------------ what native refuses
@@ -560,9 +561,9 @@ def test_natives_error_is_the_result(name: str, shadowed: bool) -> None:
     with pytest.raises(kind) as stock:
         call()
     override = register(impl, op=op)
-    checked = contract.CHECKED_HITS if not shadowed else 0
+    checked = CHECKED_HITS if not shadowed else 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contract, "is_due", lambda *args: not shadowed)
+        patch.setattr(OverrideState, "is_check_due", lambda *args: not shadowed)
         if shadowed:
             with opgraft.shadow(rate=1.0), pytest.raises(kind) as raised:
                 call()
@@ -577,9 +578,9 @@ def test_natives_error_is_the_result(name: str, shadowed: bool) -> None:
 
 def test_what_native_only_lacks_an_override_may_bring() -> None:
     override = register(lambda self, dim, half: ops.softmax(self.float(), dim, False).long())
-    for _ in range(contract.CHECKED_HITS + 1):
+    for _ in range(CHECKED_HITS + 1):
         assert torch.softmax(torch.ones(2, 3, dtype=torch.int64), -1).dtype == torch.int64
-    assert override.hits == contract.CHECKED_HITS + 1
+    assert override.hits == CHECKED_HITS + 1
 
 
 @pytest.mark.parametrize(

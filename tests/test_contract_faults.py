@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 import opgraft
 from opgraft import ContractError, _core
-from opgraft.router import contract, outputs
+from opgraft.registry.state import CHECKED_HITS
+from opgraft.router import outputs
 from opgraft.schema import Call, Op
 from tests import reached
 
@@ -85,9 +86,9 @@ def test_a_right_impl_passes(way: Callable[[Op], Any], calls: dict[Op, list[Call
             continue
         override = register(op, way(op))
         for call in known:
-            for _ in range(contract.CHECKED_HITS + 1):
+            for _ in range(CHECKED_HITS + 1):
                 run(call)
-        assert override.hits >= len(known) * (contract.CHECKED_HITS + 1), op
+        assert override.hits >= len(known) * (CHECKED_HITS + 1), op
         hit += override.hits
         override.remove()
     assert hit > 300
@@ -307,7 +308,7 @@ def tried(calls: dict[Op, list[Call]], fault: Fault) -> Iterator[tuple[Op, str |
             override = register(op, faulty(op, fault, memory))
             said = None
             try:
-                for _ in range(contract.CHECKED_HITS):
+                for _ in range(CHECKED_HITS):
                     run(call)
             except ContractError as error:
                 said = str(error)

@@ -355,7 +355,7 @@ class Machine:
             getattr(self, type(step).__name__.lower())(step)
         for override in self.overrides:
             counts = (override.hits, override.misses, override.fallbacks)
-            quarantined = sorted(override.quarantined.values())
+            quarantined = sorted(override.state.quarantined.values())
             self.trace.append((override.name, counts, quarantined, override.enabled))
         registry.reset()
         return self.trace

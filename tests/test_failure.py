@@ -101,7 +101,7 @@ def test_never_falls_back_from(error: BaseException) -> None:
     override = register(error)
     with pytest.raises(type(error)):
         softmax(2, 2)
-    assert (override.hits, override.fallbacks, override.quarantined) == (1, 0, {})
+    assert (override.hits, override.fallbacks, override.state.quarantined) == (1, 0, {})
 
 
 def test_an_op_that_writes_to_its_arguments_raises() -> None:
@@ -117,7 +117,7 @@ def test_strict_always_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     override = register(ValueError("strict"))
     with pytest.raises(ValueError, match="strict"):
         softmax(2, 2)
-    assert override.quarantined == {}
+    assert override.state.quarantined == {}
 
 
 def test_where_native_raises_as_well_that_is_the_error_and_nothing_is_quarantined() -> None:
@@ -129,7 +129,7 @@ def test_where_native_raises_as_well_that_is_the_error_and_nothing_is_quarantine
         warnings.simplefilter("error", OverrideWarning)
         torch.bmm(torch.ones(1, 2, 3), torch.ones(1, 4, 5))
     assert isinstance(raised.value.__context__, ValueError)
-    assert override.quarantined == {}
+    assert override.state.quarantined == {}
 
 
 def test_a_broken_contract_falls_back_too() -> None:
@@ -243,7 +243,7 @@ def test_never_falls_back_where_the_device_may_be_lost(error: Exception) -> None
     override = register(error)
     with pytest.raises(type(error)):
         softmax(2, 2)
-    assert override.quarantined == {}
+    assert override.state.quarantined == {}
 
 
 def run(program: str, **environment: str) -> str:
@@ -356,7 +356,7 @@ def test_what_worked_before_is_not_given_up() -> None:
     with pytest.warns(OverrideWarning) as caught:
         for x in [*kinds(), *kinds()]:
             torch.softmax(x, -1)
-    assert len(caught) == len(override.quarantined) == 6
+    assert len(caught) == len(override.state.quarantined) == 6
     assert override.enabled
     assert (override.hits, override.fallbacks) == (12, 6)
 
@@ -447,7 +447,7 @@ def test_a_call_does_not_wait_longer_than_it_may(slow: Slow) -> None:
             assert torch.softmax(x, -1).tolist() == [[0.5, 0.5], [0.5, 0.5]]
     assert len(caught) == 1
     assert len(slow.threads) == 1  # nobody compiles it twice
-    assert (override.hits, override.fallbacks, override.quarantined) == (3, 3, {})
+    assert (override.hits, override.fallbacks, override.state.quarantined) == (3, 3, {})
     slow.compiled.set()
     until(lambda: (torch.softmax(x, -1), override.hits > override.fallbacks)[1])
     assert threading.get_ident() in slow.threads  # from then on, without another thread

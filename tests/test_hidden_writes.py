@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import opgraft
 from opgraft import ContractError, _core, when
-from opgraft.router import contract
+from opgraft.registry.state import CHECKED_HITS
 from opgraft.schema import HIDDEN_WRITES, Call, resolve
 from tests import reached
 
@@ -191,7 +191,7 @@ def statistics(steps: int, *, training: bool = True) -> list[torch.Tensor]:
     return [mean, variance, out]
 
 
-STEPS = contract.CHECKED_HITS + 3
+STEPS = CHECKED_HITS + 3
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -249,7 +249,7 @@ def test_a_call_that_writes_raises_where_its_impl_does() -> None:
     override = on_batch_norm(failing, on_error="fallback")
     with pytest.raises(RuntimeError, match="no compiler"):
         statistics(1)
-    assert (override.hits, override.fallbacks, override.quarantined) == (1, 0, {})
+    assert (override.hits, override.fallbacks, override.state.quarantined) == (1, 0, {})
 
 
 def test_a_call_that_writes_nothing_falls_back() -> None:

@@ -281,7 +281,7 @@ def test_a_cell_that_is_run_again_replaces(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(4):
             exec(CELL, cell)
     assert opgraft.overrides(op="aten::_softmax", dispatch_key="CPU") == made[-1:]
-    assert [override.removed for override in made] == [True, True, True, False]
+    assert [override.state.removed for override in made] == [True, True, True, False]
     assert made[-1].name == "cell.impl"
     assert "was defined again" in caplog.text
     torch.softmax(torch.ones(2, 3), -1)
@@ -295,7 +295,7 @@ def test_one_function_registered_twice_is_two_overrides() -> None:
     second = opgraft.register_op_override(
         "aten", "_softmax", "CPU", cell["impl"], cond=when.ndim("self") == 3
     )
-    assert [override.removed for override in (*made, second)] == [False, False]
+    assert [override.state.removed for override in (*made, second)] == [False, False]
 
 
 def test_functions_that_another_makes_are_as_many_overrides() -> None:

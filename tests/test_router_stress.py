@@ -125,7 +125,7 @@ def test_calls_while_overrides_come_go_and_change_places() -> None:
             # A name that is there already replaces its owner: another priority, another place.
             index = random.randrange(8)
             added = register(index)
-            overrides[:] = [o for o in overrides if not o.removed] + [added]
+            overrides[:] = [o for o in overrides if not o.state.removed] + [added]
         elif kind == 2:
             opgraft.disable(dsl=f"dsl{random.randrange(2)}")
         elif kind == 3:

@@ -197,7 +197,7 @@ def test_ctrl_c_while_an_impl_runs() -> None:
         try:
             torch.softmax(torch.ones(2), -1)
         except KeyboardInterrupt:
-            print("interrupted", override.hits, override.fallbacks, len(override.quarantined))
+            print("interrupted", override.hits, override.fallbacks, len(override.state.quarantined))
         """
     )
     assert printed == "interrupted 1 0 0\n"

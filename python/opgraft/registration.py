@@ -13,7 +13,7 @@ from opgraft import _core, _spelling, env, events, packs, router
 from opgraft import dsl as dsls
 from opgraft.errors import RegistrationError
 from opgraft.pt2 import hooks
-from opgraft.registry import Chain, CompilePolicy, OnError, Override, registry
+from opgraft.registry import Chain, CompilePolicy, Declaration, OnError, Override, registry
 from opgraft.router import composite
 from opgraft.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.when import Condition, Expression, ExpressionError
@@ -132,7 +132,7 @@ def register_op_override(
         from opgraft.router import derivative
 
         derivative.check(autograd, op)
-    override = Override(
+    declaration = Declaration(
         name=name or _default_name(impl),
         operator=op,
         dispatch_key=dispatch_key,
@@ -150,10 +150,11 @@ def register_op_override(
         samples=samples,
         unavailable=_unavailable(dsl, owner),
     )
+    override = Override(declaration, registry)
     if launch_plan:
         from opgraft.plan.plans import for_override
 
-        override.plans = for_override(override)
+        override.state.plans = for_override(override)
     _install(override, replace=name is not None or _is_defined_again(override))
     return override
 

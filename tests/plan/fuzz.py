@@ -24,7 +24,7 @@ import torch
 import opgraft
 from opgraft import _core
 from opgraft.plan import testing
-from opgraft.router.python import PythonRouter
+from opgraft.router import contract
 
 #: Calls in the order of which keys are seen, recorded, tried out and replayed.
 CALLS = 18
@@ -341,7 +341,7 @@ def execute(program: Program, *, planned: bool) -> Run:
         on_error="raise",
     )
     outcomes: list[Any] = []
-    unchecked = mock.patch.object(PythonRouter, "_begin_check", lambda *_: None)
+    unchecked = mock.patch.object(contract, "begin", lambda *_: None)
     unchecked.start()
     try:
         for way_index, seed in program.calls:

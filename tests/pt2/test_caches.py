@@ -135,7 +135,7 @@ def test_a_process_with_others_compiles_anew(step: str, results: dict[str, dict[
 def test_a_policy_that_is_assigned_later_counts() -> None:
     override = opgraft.register_op_override("aten", "_softmax", "CPU", lambda *args: args[0])
     before = caches.registry_state()
-    override.compile = "opaque"
+    override.declaration = override.declaration.replaced(compile="opaque")
     assert caches.registry_state() != before
-    override.compile = "auto"
+    override.declaration = override.declaration.replaced(compile="auto")
     assert caches.registry_state() == before

@@ -101,7 +101,7 @@ def test_replace(compiled: Compiled, override: Override) -> None:
     replacement = Formula(3).register()
     assert compiled.slope() == 3
     assert (override.hits, replacement.hits) == (1, 1)
-    assert override.removed
+    assert override.state.removed
 
 
 def test_an_override_that_comes_before_it(compiled: Compiled, override: Override) -> None:

@@ -118,7 +118,7 @@ def test_an_override_that_raises_fails_with_its_error() -> None:
     report = opgraft.verify(override, checks=["hit"], opinfo=False)
     assert failed(report) == {"hit"}
     assert re.search("it raised (ValueError: no such tile|TypeError: flat)", str(report))
-    assert override.on_error == "fallback" and not override.quarantined
+    assert override.on_error == "fallback" and not override.state.quarantined
 
 
 def test_an_override_that_is_never_hit_fails() -> None:

@@ -218,10 +218,10 @@ def _weigh_missing(those: Iterable[Override]) -> Level:
 
 def _failure(override: Override) -> str | None:
     """What went wrong with it since it was registered."""
-    if override.given_up is not None:
-        return f"given up: {override.given_up}"
-    if override.quarantined:
-        kinds, last = len(override.quarantined), list(override.quarantined.values())[-1]
+    if override.state.given_up is not None:
+        return f"given up: {override.state.given_up}"
+    if override.state.quarantined:
+        kinds, last = len(override.state.quarantined), list(override.state.quarantined.values())[-1]
         return f"kept from {kinds} kinds of calls; the last failed with {last}"
     if override.mismatches:
         return f"{override.mismatches} of {override.shadowed} hits differ from native's result"

@@ -60,4 +60,4 @@ def native_origin(chain: Chain) -> str:
     installed = router.installed(chain)
     if installed is None:
         return dispatcher.top_kernel(chain.op, chain.dispatch_key)
-    return installed.native.origin
+    return installed.native_origin

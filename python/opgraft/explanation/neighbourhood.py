@@ -118,9 +118,9 @@ def of_chain(chain: Chain) -> Neighbours:
         else:
             side.append(Kernel(origin))
     router = installed(chain)
-    if router is not None and not below and router.native.origin:
+    if router is not None and not below and router.native_origin:
         # No kernel at this very key: one for all backends, or for composite ops.
-        below.append(Kernel(router.native.origin))
+        below.append(Kernel(router.native_origin))
     return Neighbours(
         chain.op.name,
         chain.dispatch_key,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from opgraft.registry import Chain, Override
 from opgraft.router import composite, device
-from opgraft.router.python import Decline, why_not
+from opgraft.router.decision import Decline, why_not
 from opgraft.schema import Call
 from opgraft.when import Failure
 

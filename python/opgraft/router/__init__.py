@@ -1,7 +1,8 @@
 """Routers: one per op and dispatch key, installed at the dispatcher on the first registration.
 
-The way of a call: :mod:`opgraft.router.python` (dispatcher to override), :mod:`opgraft.when`
-(condition), :mod:`opgraft.router.native` (what runs on a miss).
+The way of a call: :mod:`opgraft.router.python` (dispatcher to override),
+:mod:`opgraft.router.decision` (whether an override takes it), then :mod:`opgraft.router.native` on
+a miss, :mod:`opgraft.router.hit` on a hit.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import torch
 from opgraft import _core
 from opgraft.registry import Chain
 from opgraft.router import composite, dispatcher
+from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter, use
 from opgraft.router.python import PythonRouter
 from opgraft.schema import Op
 
-_routers: dict[tuple[str, str], PythonRouter] = {}
+_routers: dict[tuple[str, str], Router] = {}
 
 
-def install(chain: Chain) -> PythonRouter:
+def install(chain: Chain) -> Router:
     """The router of a chain; the first call puts it in at the dispatcher, where it stays.
 
     Raises:
@@ -34,7 +36,7 @@ def install(chain: Chain) -> PythonRouter:
         return _routers[key]
 
 
-def _make(chain: Chain) -> PythonRouter:
+def _make(chain: Chain) -> Router:
     core = _core.in_use()
     if core is None:
         return PythonRouter(chain)
@@ -42,7 +44,7 @@ def _make(chain: Chain) -> PythonRouter:
     return CompiledRouter(chain)
 
 
-def installed(chain: Chain) -> PythonRouter | None:
+def installed(chain: Chain) -> Router | None:
     """The router of a chain, if it is in."""
     return _routers.get((chain.op.name, chain.dispatch_key))
 

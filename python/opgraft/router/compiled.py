@@ -1,15 +1,14 @@
 """The router in C++, and what of its work stays in Python because it is rare.
 
-The core (csrc/router.h) decides and runs warm calls: conditions, the native kernel, impls. Python
-does the first hits of each kind of call, which are compared with native, conditions that are Python
-callables, and what happens after an impl raised. Each of these is the Python router's own code.
+The core (csrc/router.h) decides and runs warm calls: conditions, the native kernel, impls. It asks
+Python for the first hits of each kind of call, which are compared with native, for hits that are
+recorded, for conditions that are Python callables, and for what happens after an impl raised: the
+methods from `_takes` on. Each of them does what the Python router does, by the same functions.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,11 @@ from opgraft._core import shut_down_at_exit
 from opgraft.errors import ContractError
 from opgraft.program import Node, compile_condition, pack_capability
 from opgraft.registry import Chain, Override
+from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import contract, failure, observers, shadow
-from opgraft.router.python import PythonRouter, why_not
+from opgraft.router.base import Router
+from opgraft.router.decision import takes
+from opgraft.router.hit import fall_back, hit, impl_of, run_impl
 from opgraft.router.signature import signature
 from opgraft.schema import Call
 
@@ -45,116 +47,112 @@ def _capability(index: int) -> int:
     return pack_capability(when.cuda_capability(index))
 
 
-class CompiledNative:
-    """The native kernel as the core captured it: by value, so that nobody can take it away."""
+class CompiledRouter(Router):
+    """What torch's dispatcher calls is the core's router; this tells it what to route to."""
 
-    def __init__(self, core_router: Any) -> None:
-        self._router = core_router
-        self.origin: str = core_router.native_origin
+    is_compiled = True
 
-    def __call__(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
-        return self._router.call_native(keyset, call.values)
-
-
-class CompiledRouter(PythonRouter):
-    """Our kernel at one op and dispatch key, in C++."""
-
-    def _install(self, chain: Chain) -> None:
+    def _install(self) -> None:
+        chain = self.chain
         schema = chain.op.overload._schema
         place = _deferred.take(chain.op.name, chain.dispatch_key)
         self._kept_a_place = place is not None
         self._router = place or _core.Router(schema.name, schema.overload_name, chain.dispatch_key)
         self._router.set_hooks(
-            takes=self._takes_values,
+            takes=self._takes,
             first=self._first_hit,
             recover=self._recover,
             capturing=getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never),
             error=ContractError,
             observe=self._observe,
         )
-        self.native = CompiledNative(self._router)
         self.is_composite = self._router.is_composite
-        self._excluded = self._router.excluded
+        self.excluded = self._router.excluded
         # The core excludes autocast only below a kernel of the op's own.
-        self.has_own_kernel = self._excluded.has(torch._C.DispatchKey.AutocastCPU)
-        self._recorded = _Recorded()
-        # By override, while it is in the chain: the core's half keeps the Python half alive.
-        self._halves: dict[Override, Any] = {}
+        self.has_own_kernel = self.excluded.has(torch._C.DispatchKey.AutocastCPU)
+        # By override, while it is in the chain. Each keeps the Python override alive.
+        self._core_overrides: dict[Override, Any] = {}
         # And what stands in for it, published while shadow mode is on.
         self._shadowed: dict[Override, Any] = {}
         chain.listener = self.publish
         self.publish(chain)
 
+    @property
+    def native_origin(self) -> str:
+        origin: str = self._router.native_origin
+        return origin
+
+    def run_native(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
+        return self._router.call_native(keyset, call.values)
+
+    # What the core is told.
+
     def publish(self, chain: Chain) -> None:
         """Route to what is active in the chain now."""
-        for override in [o for o in self._halves if o not in chain.members]:
-            del self._halves[override]
+        for override in [o for o in self._core_overrides if o not in chain.members]:
+            del self._core_overrides[override]
             _drop_plans(override)
         for override in chain.members:
             if override not in chain.active:
                 _drop_plans(override)
-        settings = shadow.current()
         self._shadowed = {}
-        halves = [self._half(override) for override in chain.active]
-        if settings is not None:
-            halves = [self._shadow(override, settings.rate) for override in chain.active]
-        if not halves and chain.members and observers.anywhere():
+        published = [self._core_override(override) for override in chain.active]
+        if (settings := shadow.current()) is not None:
+            published = [self._shadow(override, settings.rate) for override in chain.active]
+        if not published and chain.members and observers.anywhere():
             # The core looks no further than an empty chain, and observers want to know of calls
             # that find every override switched off.
-            halves = [_decliner()]
+            published = [_decliner()]
         if self._kept_a_place and (placeholder := _deferred.placeholder()) is not None:
-            halves.insert(0, placeholder)  # calls wait until packs are registered as a whole
-        self._router.publish(halves)
+            published.insert(0, placeholder)  # calls wait until packs are registered as a whole
+        self._router.publish(published)
 
-    def _half(self, override: Override) -> Any:
-        if override not in self._halves:
-            self._halves[override] = self._compile(override)
-        return self._halves[override]
+    def _core_override(self, override: Override) -> Any:
+        if override not in self._core_overrides:
+            self._core_overrides[override] = self._compile(override)
+        return self._core_overrides[override]
 
     def _compile(self, override: Override) -> Any:
-        half = _core.Override(
-            override.identity,
-            override._hits,
-            override._misses,
-            override._fallbacks,
-        )
-        half.set_python_impl(
+        state = override.state
+        made = _core.Override(override.identity, state.hits, state.misses, state.fallbacks)
+        made.set_python_impl(
             self._router,
             override,
-            self._impl(override),
+            impl_of(override),
             takes_keyset=override.takes_keyset,
             falls_back=override.on_error == "fallback",
-            checked_hits=contract.CHECKED_HITS,
+            checked_hits=CHECKED_HITS,
             who=contract.who(override),
         )
         if override.plans is not None:
-            self._plan(override, half)
+            self._plan(override, made)
         nodes = None
         if isinstance(override.condition, when.Condition):
             nodes = compile_condition(override.condition, override.operator)
         if nodes is not None:
-            half.set_condition(nodes)
+            made.set_condition(nodes)
         elif override.condition is not None:
-            half.ask_python()
-        if override.quarantined:  # by signatures that the core does not know
-            half.ask_python()
-        return half
+            made.ask_python()
+        if state.quarantined:  # by signatures that the core does not know
+            made.ask_python()
+        return made
 
     def _shadow(self, override: Override, rate: float) -> Any:
-        self._shadowed[override] = self._half(override).shadowed(
+        self._shadowed[override] = self._core_override(override).shadowed(
             self._router,
             override,
-            begin=self._begin_shadow_of,
-            end=self._end_shadow_of,
+            begin=self._begin_shadow,
+            end=self._end_shadow,
             rate=rate,
         )
         return self._shadowed[override]
 
-    def _plan(self, override: Override, half: Any) -> None:
+    def _plan(self, override: Override, made: Any) -> None:
+        assert override.plans is not None
         unplanned = None
         if override.unplanned is not None:
             unplanned = compile_condition(override.unplanned, override.operator)
-        half.set_plans(
+        made.set_plans(
             self._router,
             override,
             override.plans.table,
@@ -164,42 +162,32 @@ class CompiledRouter(PythonRouter):
             writes=override.operator.writes,
         )
 
+    def _tell_of_quarantine(self, override: Override, values: tuple[Any, ...]) -> None:
+        """Tell the core where a call of these values has put the override into quarantine."""
+        told = self._core_overrides.get(override)
+        quarantined = override.state.quarantined
+        if told is None or not quarantined:
+            return
+        if signature(Call(self.chain.op, values)) not in quarantined:
+            return
+        if not told.quarantine(self._router, values):
+            told.ask_python()
+            if (shadowed := self._shadowed.get(override)) is not None:
+                shadowed.ask_python()
+
     # What the core asks.
 
-    def _begin_shadow_of(self, override: Override, values: tuple[Any, ...]) -> shadow.Token | None:
-        return shadow.begin(override, Call(self.chain.op, values))
-
-    def _end_shadow_of(
-        self, override: Override, keyset: torch.DispatchKeySet, token: shadow.Token, result: Any
-    ) -> Any:
-        try:
-            return self._end_shadow(override, keyset, token, result)
-        finally:
-            self._mind_quarantine(override, token.call.values)
-
-    def _begin_shadow(self, override: Override, call: Call) -> shadow.Token | None:
-        return None  # the core does it, for first hits too
-
-    def _takes_values(self, override: Override, values: tuple[Any, ...]) -> bool:
-        return self._takes(override, Call(self.chain.op, values))
-
-    def _why_not(self, override: Override, call: Call) -> Any:
+    def _takes(self, override: Override, values: tuple[Any, ...]) -> bool:
         # The core remembers itself what has run, and looks at a capture when it runs the impl.
-        return why_not(override, call, capturing=False)
-
-    def _bookkeeping(self, call: Call) -> None:
-        return None  # the core does it, for first hits too
-
-    def _profiled(self, override: Override) -> AbstractContextManager[object]:
-        return nullcontext()  # the core does it, for first hits too
+        return takes(override, Call(self.chain.op, values), capturing=False)
 
     def _first_hit(
         self, override: Override, keyset: torch.DispatchKeySet, values: tuple[Any, ...]
     ) -> Any:
         try:
-            return self._hit(override, keyset, Call(self.chain.op, values))
+            return hit(self, override, keyset, Call(self.chain.op, values))
         finally:
-            self._mind_quarantine(override, values)
+            self._tell_of_quarantine(override, values)
 
     def _record_hit(
         self,
@@ -209,16 +197,15 @@ class CompiledRouter(PythonRouter):
         key: Any,
     ) -> Any:
         """A hit that is recorded, or that a plan of it is tried out for."""
+        assert override.plans is not None
         call = Call(self.chain.op, values)
         if override.plans.awaits_trial(key):
             return self._try_out(override, keyset, call, key)
         recording = override.plans.begin(self._router, call)
-        outer, self._recorded.recording = self._recorded.recording, recording
         try:
-            result = self._hit(override, keyset, call)
+            result = hit(self, override, keyset, call, recording)
         finally:
-            self._recorded.recording = outer
-            self._mind_quarantine(override, values)
+            self._tell_of_quarantine(override, values)
         override.plans.end(recording, key, result)
         return result
 
@@ -226,28 +213,17 @@ class CompiledRouter(PythonRouter):
         self, override: Override, keyset: torch.DispatchKeySet, call: Call, key: Any
     ) -> Any:
         """A hit that is replayed for the first time if its plan stands the trial."""
-        leading = (keyset,) if override.takes_keyset else ()
+        assert override.plans is not None
 
         def impl(other: Call) -> Any:
-            return super(CompiledRouter, self)._invoke(override, leading, other)
+            return run_impl(self, override, keyset, other)
 
         plan = override.plans.try_out(self._router, call, key, impl)
         if plan is None:
             return self._first_hit(override, keyset, call.values)
         result = self._router.replay(plan, call.values, poison=None)
-        override._hits.add()
+        override.state.hits.add()
         return result
-
-    def _invoke(self, override: Override, leading: tuple[Any, ...], call: Call) -> Any:
-        recording = self._recorded.recording
-        if recording is None or recording.call is not call:
-            return super()._invoke(override, leading, call)
-        with recording.watching():
-            return super()._invoke(override, leading, call)
-
-    def _is_check_due(self, override: Override, key: Hashable) -> bool:
-        # What is recorded is replayed unchecked.
-        return self._recorded.recording is not None or super()._is_check_due(override, key)
 
     def _recover(
         self,
@@ -264,9 +240,20 @@ class CompiledRouter(PythonRouter):
         try:
             raise error  # so that native's own error, if it raises as well, has this as its context
         except Exception:
-            return self._fall_back(override, keyset, call, error)
+            return fall_back(self, override, keyset, call, error)
         finally:
-            self._mind_quarantine(override, values)
+            self._tell_of_quarantine(override, values)
+
+    def _begin_shadow(self, override: Override, values: tuple[Any, ...]) -> shadow.Token | None:
+        return shadow.begin(override, Call(self.chain.op, values))
+
+    def _end_shadow(
+        self, override: Override, keyset: torch.DispatchKeySet, token: shadow.Token, result: Any
+    ) -> Any:
+        try:
+            return shadow.end(override, token, result, lambda call: self.run_native(keyset, call))
+        finally:
+            self._tell_of_quarantine(override, token.call.values)
 
     def _observe(self, values: tuple[Any, ...], kept: bool) -> Callable[..., None] | None:
         end = observers.begin(self.chain, Call(self.chain.op, values), kept=kept)
@@ -285,30 +272,12 @@ class CompiledRouter(PythonRouter):
 
         return report
 
-    def _mind_quarantine(self, override: Override, values: tuple[Any, ...]) -> None:
-        """Tell the core where a call of these values has put the override into quarantine."""
-        half = self._halves.get(override)
-        if half is None or not override.quarantined:
-            return
-        if signature(Call(self.chain.op, values)) not in override.quarantined:
-            return
-        if not half.quarantine(self._router, values):
-            half.ask_python()
-            if (shadowed := self._shadowed.get(override)) is not None:
-                shadowed.ask_python()
-
 
 def _decliner() -> Any:
     """An override that takes no call."""
-    half = _core.Override({}, _core.Counter(), _core.Counter(), _core.Counter())
-    half.set_condition(_NEVER)
-    return half
-
-
-class _Recorded(threading.local):
-    """What this thread records."""
-
-    recording: Any = None
+    made = _core.Override({}, _core.Counter(), _core.Counter(), _core.Counter())
+    made.set_condition(_NEVER)
+    return made
 
 
 def _drop_plans(override: Override) -> None:

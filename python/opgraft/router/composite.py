@@ -11,9 +11,9 @@ books: what the pieces would have noted is noted for it (:class:`Bookkeeping`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -22,12 +22,10 @@ from torch.autograd import forward_ad
 from opgraft import _core
 from opgraft._keys import BACKEND_KEYS
 from opgraft.errors import ContractError, RegistrationError
+from opgraft.registry import Chain
 from opgraft.router import dispatcher, observers, threads
 from opgraft.router.native import NativeKernel
 from opgraft.schema import Call, Op
-
-if TYPE_CHECKING:
-    from opgraft.router.python import PythonRouter
 
 NOTE = (
     "composite here: calls in grad mode with a tensor that requires grad, and forward-mode AD, "
@@ -82,9 +80,9 @@ def check(op: Op, dispatch_key: str) -> None:
 class AutogradCompanion:
     """Stands at the autograd key of the backend of a composite op, in front of its router."""
 
-    def __init__(self, router: PythonRouter) -> None:
+    def __init__(self, chain: Chain, router: Callable[..., Any]) -> None:
         self._router = router
-        self._chain = chain = router.chain
+        self._chain = chain
         self._op = chain.op
         self._backend = DispatchKey.__members__[chain.dispatch_key]
         autograd_key = f"Autograd{chain.dispatch_key}"
@@ -110,7 +108,7 @@ class AutogradCompanion:
         if not kept:
             for override in self._chain.active:
                 if not threads.is_off_here(override):
-                    override._misses.add()
+                    override.state.misses.add()
         return observers.watch(self._chain, call, lambda: self.composite(keyset, call), kept=kept)
 
 

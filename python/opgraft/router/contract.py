@@ -25,15 +25,11 @@ from opgraft.errors import ContractError
 from opgraft.registry import Override
 from opgraft.router import copies, outputs, threads
 from opgraft.router.outputs import Returned
+from opgraft.router.signature import signature
 from opgraft.schema import Argument, Call
 
 log = logging.getLogger(__name__)
 
-#: Hits of each signature that are compared with native. Two, because a first run can differ from
-#: the next ones (autotuning, a cached buffer that is returned twice).
-CHECKED_HITS = 2
-#: Signatures per override that are checked; past that an op is called in too many ways to go on.
-MAX_SIGNATURES = 128
 #: Bytes that an op may write to for native to run beside it, on copies: twice as many are made.
 MAX_COPIED_BYTES = 2**28
 #: Bytes of arguments that are compared with what they were, tensor by tensor while they fit.
@@ -78,20 +74,29 @@ def returned(override: Override, result: Any) -> tuple[Any, ...]:
     return tuple(result)
 
 
-def is_due(override: Override, signature: Hashable) -> bool:
-    """Whether this hit is one of the first of its signature."""
-    done = override.checked.get(signature)
-    if done is None:
-        return len(override.checked) < MAX_SIGNATURES
-    return done < CHECKED_HITS
-
-
 def is_refusal(error: Exception) -> bool:
     """Whether native's error says that the call is wrong, not that native cannot do it."""
     if isinstance(error, (NotImplementedError, *OUT_OF_MEMORY)):
         return False
     message = str(error).lower()
     return _OVERLAP in message or not any(sign in message for sign in _LACKS)
+
+
+def begin(
+    override: Override, call: Call, run_native: Callable[[Call], Any], always: bool
+) -> Check | None:
+    """Before a hit: what it is to be compared with; None where it is not to be.
+
+    Args:
+        override: whose impl is to run.
+        call: the arguments.
+        run_native: runs the native kernel on a call.
+        always: compare it, whether it is one of the first of its signature or not.
+    """
+    key = signature(call)
+    if not always and not override.state.is_check_due(key):
+        return None
+    return Check(override, key, call, run_native)
 
 
 class Check:
@@ -177,7 +182,7 @@ class Check:
             self._check_reuse(mine)
         # Last: what failed is compared again next time. Where native could not answer it does
         # count, so that native is not asked for ever.
-        override.checked[self._signature] = override.checked.get(self._signature, 0) + 1
+        override.state.note_checked(self._signature)
 
     def _check_returned_arguments(self, mine: Returned) -> None:
         """An op that writes to its arguments returns those very arguments."""
@@ -251,27 +256,21 @@ class Check:
 
     def _check_reuse(self, mine: Returned) -> None:
         """Results of two calls, which may live at once, do not share memory."""
-        places = [
+        found = [
             (storage, copies.span(tensor))
             for tensor in mine.tensors()
             if not outputs.is_empty(tensor) and not shares(tensor, mine.given)
             if (storage := copies.storage_of(tensor)) is not None
         ]
-        for storage, (first, last) in places:
-            for kept, (begin, end) in self._override.results.get(self._signature, ()):
+        for storage, (first, last) in found:
+            for kept, (begin, end) in self._override.state.results_of(self._signature):
                 if kept.cdata == storage._cdata and first < end and begin < last:
                     raise ContractError(
                         f"{who(self._override)} returned the memory of an earlier result, which "
                         "it has kept; return a new tensor on every call"
                     )
-        # Weakly, and only while another hit is to be compared with this one. The memory itself goes
-        # with the result; the name of its storage is not given to another one meanwhile.
-        if len(self._override.results) < MAX_SIGNATURES:
-            self._override.results[self._signature] = [
-                (StorageWeakRef(storage), place) for storage, place in places
-            ]
-        if self._override.checked.get(self._signature, 0) + 1 >= CHECKED_HITS:
-            self._override.results.pop(self._signature, None)
+        places = [(StorageWeakRef(storage), place) for storage, place in found]
+        self._override.state.keep_results(self._signature, places)
 
 
 def _watched(call: Call) -> Iterator[tuple[Argument, torch.Tensor, torch.Tensor]]:

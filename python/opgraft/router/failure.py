@@ -58,7 +58,9 @@ def may_fall_back(override: Override, error: Exception, call: Call, *, capturing
     short, because the caller must learn that; not when the device is lost; not while a CUDA graph
     is being captured, because the impl's launches are in the graph already.
     """
-    if override.on_error != "fallback" or env.strict() or call.writes or capturing:
+    if override.state.raises_errors or override.on_error != "fallback" or env.strict():
+        return False
+    if call.writes or capturing:
         return False
     message = str(error).lower()
     if isinstance(error, _OUT_OF_MEMORY) or "out of memory" in message:
@@ -70,14 +72,14 @@ def may_fall_back(override: Override, error: Exception, call: Call, *, capturing
 
 def quarantine(override: Override, signature: Hashable, error: Exception) -> None:
     """Keep the override from calls of this signature, and say so once."""
-    if signature in override.quarantined or override.given_up is not None:
+    state = override.state
+    if signature in state.quarantined or state.given_up is not None:
         return
     reason = f"{type(error).__name__}: {error}"
-    override.quarantined[signature] = reason
+    count = state.quarantine(signature, reason)
     log.info("quarantined %r for %s", override.name, signature, exc_info=error)
     consequence = "for calls of this kind from now on"
-    count = len(override.quarantined)
-    never_worked = not override.checked
+    never_worked = state.never_worked
     if count >= MAX_QUARANTINED or (never_worked and count >= MAX_FAILED_AT_FIRST):
         # Out of its chain, so that no call pays for asking it.
         registry.give_up(override, f"it failed for {count} kinds of calls, last with {reason}")

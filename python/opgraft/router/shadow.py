@@ -155,12 +155,12 @@ def _from_environment() -> None:
 # ------------------------------------------------------------------ one hit
 
 
-def draw() -> Settings | None:
-    """The settings, if this hit is to be compared: what the Python router asks."""
+def begin_if_drawn(override: Override, call: Call) -> Token | None:
+    """As :func:`begin`, for the share of hits that is to be compared; the core draws itself."""
     settings = current()
     if settings is None or _random.random() >= settings.rate:
         return None
-    return settings
+    return begin(override, call)
 
 
 def begin(override: Override, call: Call) -> Token | None:
@@ -207,17 +207,17 @@ def end(
         return None
     finally:
         _here.comparing = False
-    override._shadowed.add()
+    override.state.shadowed.add()
     if difference is None:
         return None
-    override._mismatches.add()
+    override.state.mismatches.add()
     _report(override, token, difference)
     if token.settings.on_mismatch == "raise":
         raise ContractError(f"{contract.who(override)} differs from native: {difference}")
     if token.settings.on_mismatch != "quarantine":
         return None
     failure.quarantine(override, token.signature, ContractError(f"differs: {difference}"))
-    override._fallbacks.add()
+    override.state.fallbacks.add()
     with threads.scope(threads.EVERYTHING):
         copies.restore(token.call, token.kept)
     return _handed_on(token, expected)

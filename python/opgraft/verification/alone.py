@@ -22,13 +22,19 @@ def alone(override: Override) -> Iterator[None]:
     from opgraft.registry import Selector, registry
 
     others = [each for each in registry.overrides(Selector()) if each is not override]
-    with _scopes([Selector(**_given(each)) for each in others], override):
-        stated, override.on_error = override.on_error, "raise"
-        try:
-            with _run_all(override):
-                yield
-        finally:
-            override.on_error = stated
+    off = [Selector(**_given(each)) for each in others]
+    with _scopes(off, override), raising_errors(override, True), _run_all(override):
+        yield
+
+
+@contextmanager
+def raising_errors(override: Override, raises: bool) -> Iterator[None]:
+    """While this lasts, errors of the impl are raised, or become what was declared."""
+    before, override.state.raises_errors = override.state.raises_errors, raises
+    try:
+        yield
+    finally:
+        override.state.raises_errors = before
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -47,11 +47,6 @@ class Subject:
     #: The largest error so far, as a multiple of native's own.
     worst_error: float = 0.0
     references: dict[str, None] = field(default_factory=dict)
-    #: What becomes of an error of the impl, as it is stated: a verification has it raised.
-    on_error: Literal["raise", "fallback"] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.on_error = self.override.on_error
 
     @property
     def op(self) -> Op:

@@ -11,6 +11,7 @@ import torch
 from opgraft.router import threads
 from opgraft.schema import Call
 from opgraft.verification import isolated
+from opgraft.verification.alone import raising_errors
 from opgraft.verification.checks.registry import check
 from opgraft.verification.isolated import Fate
 from opgraft.verification.layouts import held, holding
@@ -106,13 +107,9 @@ def _on_cpu(call: Call) -> Call:
 
 
 def _check_on_cpu(seen: Observation, samples: list[tuple[Sample, Fate]]) -> None:
-    override = seen.subject.override
-    stated, override.on_error = override.on_error, seen.subject.on_error
-    try:
+    with raising_errors(seen.subject.override, False):
         calls = [sample.call() for sample, _ in samples]
         fates = isolated.forked([partial(run, call) for call in calls])
-    finally:
-        override.on_error = stated
     for (sample, native), mine in zip(samples, fates, strict=True):
         if mine.what == "no process":
             raise NotApplicable("no process can be forked here")

@@ -10,7 +10,7 @@ import torch
 from opgraft.errors import ContractError
 from opgraft.registry import Override
 from opgraft.router import contract
-from opgraft.router.python import why_not
+from opgraft.router.decision import why_not
 from opgraft.verification.checks.registry import check
 from opgraft.verification.judging import judge
 from opgraft.verification.observation import (

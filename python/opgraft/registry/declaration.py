@@ -1,0 +1,87 @@
+"""What `register_op_override` was told of an override, and nothing that changes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from opgraft.registry.rules import Selector
+from opgraft.schema import Op
+from opgraft.when import Condition
+
+OnError = Literal["raise", "fallback"]
+CompilePolicy = Literal["auto", "opaque", "inductor", "traceable"]
+
+
+class Declaration:
+    """An implementation for one op at one dispatch key, as its author declares it. Immutable."""
+
+    #: Its name in messages and for selectors.
+    name: str
+    operator: Op
+    dispatch_key: str
+    impl: Callable[..., Any]
+    #: The condition that calls must meet; None: there is none.
+    cond: Condition | Callable[..., Any] | None
+    #: Whether `impl` gets the `DispatchKeySet` first.
+    takes_keyset: bool
+    #: The kernel language, or a label.
+    dsl: str | None
+    #: The pack that registers it; None: the user.
+    pack: str | None
+    priority: int
+    on_error: OnError
+    compile: CompilePolicy | Condition
+    #: `(setup_context, backward)` of a derivative of its own.
+    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None
+    launch_plan: bool
+    #: Calls to verify it on, for a device: arguments as tuples, or as dicts by name.
+    samples: Callable[..., Iterable[Any]] | None
+    #: Which of the calls that `cond` wants are worth `impl` in Python, where no launch plan
+    #: replays them; None: all of them.
+    unplanned: Condition | None
+    #: Why it can never run here (its DSL is missing); None where it can.
+    unavailable: str | None
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        operator: Op,
+        dispatch_key: str,
+        impl: Callable[..., Any],
+        cond: Condition | Callable[..., Any] | None = None,
+        takes_keyset: bool = False,
+        dsl: str | None = None,
+        pack: str | None = None,
+        priority: int = 0,
+        on_error: OnError = "raise",
+        compile: CompilePolicy | Condition = "auto",
+        autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+        launch_plan: bool = False,
+        samples: Callable[..., Iterable[Any]] | None = None,
+        unplanned: Condition | None = None,
+        unavailable: str | None = None,
+    ) -> None:
+        given = locals()
+        vars(self).update({field: given[field] for field in type(self).__annotations__})
+
+    def __setattr__(self, field: str, value: object) -> None:
+        raise AttributeError(
+            f"{field} of override {self.name!r} cannot be changed: it was declared by "
+            "register_op_override; register it again under the same name="
+        )
+
+    def replaced(self, **changes: Any) -> Declaration:
+        """The same declaration with some fields changed."""
+        return Declaration(**vars(self) | changes)
+
+    @property
+    def op(self) -> str:
+        """The op's name as torch prints it, such as `"aten::mul.Tensor"`."""
+        return self.operator.name
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What selectors compare."""
+        return {key: getattr(self, key) for key in Selector.KEYS}

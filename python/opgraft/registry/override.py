@@ -1,0 +1,162 @@
+"""An override: what was declared, what became of it, and what it does for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from opgraft import env
+from opgraft.registry.declaration import CompilePolicy, Declaration, OnError
+from opgraft.registry.state import OverrideState
+from opgraft.schema import Call, Op
+from opgraft.when import Condition, Failure
+
+if TYPE_CHECKING:
+    from opgraft.plan.plans import Plans
+    from opgraft.registry.chains import Registry
+
+
+def _declared(field: str) -> Any:
+    return property(attrgetter(f"declaration.{field}"), doc=f"`{field}`, as it was declared.")
+
+
+class Override:
+    """An implementation for one op at one dispatch key, as `register_op_override` returns it."""
+
+    name: str = _declared("name")
+    #: The op's name as torch prints it, such as `"aten::mul.Tensor"`.
+    op: str = _declared("op")
+    operator: Op = _declared("operator")
+    dispatch_key: str = _declared("dispatch_key")
+    impl: Callable[..., Any] = _declared("impl")
+    cond: Condition | Callable[..., Any] | None = _declared("cond")
+    takes_keyset: bool = _declared("takes_keyset")
+    dsl: str | None = _declared("dsl")
+    pack: str | None = _declared("pack")
+    priority: int = _declared("priority")
+    on_error: OnError = _declared("on_error")
+    compile: CompilePolicy | Condition = _declared("compile")
+    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = _declared("autograd")
+    launch_plan: bool = _declared("launch_plan")
+    samples: Callable[..., Any] | None = _declared("samples")
+    unplanned: Condition | None = _declared("unplanned")
+    unavailable: str | None = _declared("unavailable")
+    #: What selectors compare.
+    identity: dict[str, str | None] = _declared("identity")
+
+    def __init__(self, declaration: Declaration, registry: Registry) -> None:
+        self.declaration = declaration
+        self.state = OverrideState()
+        self._registry = registry
+
+    def __repr__(self) -> str:
+        owner = f"pack {self.pack}" if self.pack else "user"
+        label = f"{self.op} at {self.dispatch_key}, {self.dsl or 'no DSL'}, {owner}"
+        return f"<Override {self.name!r} of {label}>"
+
+    def __copy__(self) -> Override:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Override:
+        """Itself: what is registered is there once, also for the copy of a module that holds it."""
+        return self
+
+    @property
+    def hits(self) -> int:
+        """How often `impl` ran."""
+        return self.state.hits.total()
+
+    @property
+    def misses(self) -> int:
+        """How often the condition declined a call."""
+        return self.state.misses.total()
+
+    @property
+    def fallbacks(self) -> int:
+        """How many hits ended in the native kernel."""
+        return self.state.fallbacks.total()
+
+    @property
+    def shadowed(self) -> int:
+        """How many hits were compared with the native kernel, by `opgraft.shadow`."""
+        return self.state.shadowed.total()
+
+    @property
+    def mismatches(self) -> int:
+        """How many of those differed."""
+        return self.state.mismatches.total()
+
+    @property
+    def plans(self) -> Plans | None:
+        """Its launch plans: their keys, hits and bytes; None where it can have none."""
+        return self.state.plans
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a call can reach it, as the rules of `enable` and `disable` stand."""
+        return self.why_off() is None
+
+    def why_off(self) -> str | None:
+        """Why no call can reach it: removed, failed, disabled by which rule, ...; None if on."""
+        if self.state.removed:
+            return "removed"
+        if self.unavailable is not None:
+            return self.unavailable
+        if env.installs_nothing():
+            return "disabled by OPGRAFT_DISABLE=1"
+        if self.state.given_up is not None:
+            return f"given up: {self.state.given_up}"
+        rule = self._registry.rule_for(self)
+        return None if rule is None or rule.enables else f"disabled by {rule}"
+
+    def remove(self) -> None:
+        """Take it out of its chain; calls that are running it finish. Removing twice is fine."""
+        self._registry.remove(self)
+
+    @property
+    def condition(self) -> Condition | Callable[..., Any] | None:
+        """What calls are compared with: `cond`, and where there can be no plans `unplanned` too."""
+        if self.plans is not None or self.unplanned is None:
+            return self.cond
+        if self.cond is None:
+            return self.unplanned
+        if isinstance(self.cond, Condition):
+            return self.cond & self.unplanned
+        cond, unplanned, op = self.cond, self.unplanned, self.operator
+
+        def both(*args: Any, **kwargs: Any) -> bool:
+            return unplanned.holds(op.bind(args, kwargs).named) and bool(cond(*args, **kwargs))
+
+        return both
+
+    def has_policy(self, policy: CompilePolicy) -> bool:
+        """Whether this is its policy in compiled graphs, for every call."""
+        return isinstance(self.compile, str) and self.compile == policy
+
+    def wants(self, call: Call) -> bool:
+        """Whether the condition holds for a call."""
+        condition = self.condition
+        if condition is None:
+            return True
+        if isinstance(condition, Condition):
+            return condition.holds(call.named)
+        return bool(condition(*call.args, **call.kwargs))
+
+    def declines(self, call: Call) -> Failure | None:
+        """The part of the condition that declines a call; None where it wants it."""
+        condition = self.condition
+        if isinstance(condition, Condition):
+            return condition.failure(call.named)
+        if self.wants(call):
+            return None
+        return Failure(f"cond {getattr(self.cond, '__qualname__', self.cond)!s}", "returned false")
+
+    @property
+    def order(self) -> tuple[bool, int, str, int]:
+        """Its place in the chain: the lowest is asked first.
+
+        The user's own before packs'; higher priority; packs by name; last registered first.
+        """
+        pack = self.pack or ""
+        return (self.pack is not None, -self.priority, pack, -self.state.sequence)
