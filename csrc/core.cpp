@@ -156,10 +156,9 @@ Condition to_condition(const std::vector<NodeTuple>& tuples) {
 py::handle capability_function;
 
 int64_t look_capability_up(c10::DeviceIndex index) {
-  const Router::InPython here;
-  if (!here.allowed()) return kUnknownCapability;
-  const WithGil gil;
-  return capability_function(static_cast<int>(index)).cast<int64_t>();
+  const PythonAccess python;
+  if (!python) return kUnknownCapability;
+  return call_python(capability_function, py::int_(static_cast<int>(index))).cast<int64_t>();
 }
 
 // --------------------------------------------------------------------------- routers

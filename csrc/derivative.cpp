@@ -3,13 +3,13 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
 #include <utility>
 
 #include "epochs.h"
+#include "tensors.h"
 
 namespace opgraft {
 
@@ -51,8 +51,8 @@ struct Wanted {
       if (!begin->isTensor() || !begin->toTensor().defined()) continue;
       const at::Tensor& tensor = begin->toTensor();
       backward = backward || (grad && tensor.requires_grad());
-      forward = forward || tensor._fw_grad(/*level=*/0).defined();
       const auto& impl = *begin->unsafeToTensorImpl();
+      forward = forward || has_tangent(impl);
       wrapped = wrapped || impl.key_set().has_any(kWrapped) || impl.has_symbolic_sizes_strides();
     }
   }
@@ -117,19 +117,11 @@ bool Derivative::may_own(const c10::IValue* arguments) const {
 }
 
 bool Derivative::own(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const {
-  const Router::InPython here;
-  if (!here.allowed()) return false;
-  const WithGil gil;
+  const PythonAccess python;
+  if (!python) return false;
   const auto values = signature_.to_python(stack.data() + stack.size() - arguments_);
   const auto keys = py::cast(keyset);
-  PyObject* answer =
-      PyObject_CallFunctionObjArgs(hook_.get().ptr(), keys.ptr(), values.ptr(), nullptr);
-  if (answer == nullptr) {
-    python_error error;
-    error.persist();
-    throw error;  // NOLINT: torch's own type, which restores type, value and traceback
-  }
-  const auto result = py::reinterpret_steal<py::object>(answer);
+  const auto result = call_python(hook_.get(), keys, values);
   if (result.is(py::handle(Py_NotImplemented))) return false;
   auto results = signature_.to_results(result, who_);
   torch::jit::drop(stack, arguments_);

@@ -29,13 +29,11 @@ void PythonObserver::observe(Call& call, bool kept, const std::function<void()>&
 }
 
 PythonRef PythonObserver::begin(const Call& call, bool kept) const {
-  const Router::InPython here;
-  if (!here.allowed()) return {};
-  const WithGil gil;
+  const PythonAccess python;
+  if (!python) return {};
   if (!begin_.get()) return {};  // nothing is registered there yet
   const auto values = signature_->to_python(call.begin());
-  auto function = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
-      begin_.get().ptr(), values.ptr(), kept ? Py_True : Py_False, nullptr));
+  auto function = try_python(begin_.get(), values, py::bool_(kept));
   if (!function) report();
   if (!function || function.is_none()) return {};
   return PythonRef(std::move(function));
@@ -44,17 +42,14 @@ PythonRef PythonObserver::begin(const Call& call, bool kept) const {
 void PythonObserver::end(const PythonRef& function, const Call& call, bool raised,
                          double seconds) {
   if (!function.get()) return;
-  const Router::InPython here;
-  if (!here.allowed()) return;
-  const WithGil gil;
+  const PythonAccess python;
+  if (!python) return;
   py::object ran = py::none();
   if (call.ran != nullptr) {
     ran = py::make_tuple(call.ran->identity.pack, call.ran->identity.name);
   }
-  const py::float_ spent(seconds);
-  const auto done = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
-      function.get().ptr(), ran.ptr(), call.fell_back ? Py_True : Py_False,
-      raised ? Py_True : Py_False, spent.ptr(), nullptr));
+  const auto done = try_python(function.get(), ran, py::bool_(call.fell_back), py::bool_(raised),
+                               py::float_(seconds));
   if (!done) report();
 }
 

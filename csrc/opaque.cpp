@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "router.h"
+#include "tensors.h"
 
 namespace opgraft {
 
@@ -91,25 +91,6 @@ struct FromTheTop final : c10::OperatorKernel {
   c10::OperatorHandle origin;
 };
 
-bool must_differentiate(const at::Tensor& tensor, bool grad) {
-  return tensor.defined() && ((grad && tensor.requires_grad()) || tensor._fw_grad(0).defined());
-}
-
-bool must_differentiate(const torch::jit::Stack& stack, size_t arguments) {
-  const bool grad = c10::GradMode::is_enabled();
-  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) {
-    const auto& value = stack[i];
-    if (value.isTensor()) {
-      if (must_differentiate(value.toTensor(), grad)) return true;
-    } else if (value.isList()) {
-      for (const c10::IValue& item : value.toListRef()) {
-        if (item.isTensor() && must_differentiate(item.toTensor(), grad)) return true;
-      }
-    }
-  }
-  return false;
-}
-
 bool is_next_to_a_backend(c10::DispatchKeySet keyset) {
   const auto next = (keyset & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
   return c10::toFunctionalityKey(next) == c10::DispatchKey::Dense;
@@ -122,7 +103,8 @@ struct AtAutograd final : c10::OperatorKernel {
   explicit AtAutograd(c10::OperatorHandle origin) : origin(std::move(origin)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
-    if (must_differentiate(*stack, origin.schema().arguments().size()) ||
+    const auto arguments = torch::jit::last(*stack, origin.schema().arguments().size());
+    if (must_differentiate(view(arguments)) ||
         (is_composite(origin) && is_next_to_a_backend(keyset))) {
       const FreshResults fresh(origin, *stack);
       origin.callBoxed(stack);

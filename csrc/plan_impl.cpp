@@ -50,10 +50,8 @@ bool launch_hooks_are_set() {
   }
   for (const auto& holder : hooks->holders) {
     if (size_of(holder.dict->ma_used) == holder.size) continue;
-    const Router::InPython here;
-    if (!here.allowed()) return true;
-    const WithGil gil;
-    return py::handle(hooks->changed)().cast<bool>();
+    const PythonAccess python;
+    return !python || call_python(hooks->changed).cast<bool>();
   }
   return false;
 }
@@ -187,23 +185,17 @@ bool PlannedImpl::run_unplanned(const Override& override, Call& call, c10::Devic
 
 bool PlannedImpl::record(const Override& override, Call& call, c10::Device device,
                          const PlanKey& key) {
-  const Router::InPython here;
-  if (!here.allowed()) return false;
-  const WithGil gil;
-  if (!device.is_cpu()) {
-    // What a recording does (allocations, copies to compare) has no place in a graph.
-    PyObject* answer = PyObject_CallNoArgs(options_.capturing.get().ptr());
-    if (answer == nullptr) throw_python_error();
-    const bool capturing = py::reinterpret_steal<py::object>(answer).ptr() == Py_True;
-    if (capturing) return run_unplanned(override, call, device, true);
+  const PythonAccess python;
+  if (!python) return false;
+  // What a recording does (allocations, copies to compare) has no place in a graph.
+  if (!device.is_cpu() && call_python(options_.capturing.get()).is(py::handle(Py_True))) {
+    return run_unplanned(override, call, device, true);
   }
   const auto values = options_.signature->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
   const auto token = py::cast(key);
-  const auto result = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
-      options_.record.get().ptr(), options_.override.get().ptr(), keyset.ptr(), values.ptr(),
-      token.ptr(), nullptr));
-  if (!result) throw_python_error();
+  const auto result =
+      call_python(options_.record.get(), options_.override.get(), keyset, values, token);
   auto results = options_.signature->to_results(result, "a recorded impl");
   call.answer(results);
   return true;

@@ -4,15 +4,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <limits>
 #include <utility>
 
-#include "epochs.h"
-#include "thread_states.h"
 #include "torch_private.h"
 #include "torch_python.h"
 
@@ -22,22 +19,6 @@ namespace {
 
 py::object wrap(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
-
-// Gives this thread another callback of Dynamo's; returns the one of before, or null where Dynamo is not to
-// be had. `None` is none.
-PyObject* set_eval_frame(PyObject* callback) {
-  static PyObject* const setter = [] {  // never destroyed: calls may come until the process ends
-    PyObject* module = PyImport_ImportModule("torch._C._dynamo.eval_frame");
-    PyObject* found = module == nullptr ? nullptr : PyObject_GetAttrString(module, "set_eval_frame");
-    Py_XDECREF(module);
-    if (found == nullptr) PyErr_Clear();
-    return found;
-  }();
-  if (setter == nullptr) return nullptr;
-  PyObject* before = PyObject_CallOneArg(setter, callback);
-  if (before == nullptr) PyErr_Clear();
-  return before;
 }
 
 // --------------------------------------------------------------------------- keys of a call
@@ -139,48 +120,6 @@ uint64_t exact_key(const Call& call) {
 }
 
 }  // namespace
-
-void throw_python_error() {
-  python_error error;
-  error.persist();
-  throw error;  // NOLINT: torch's own type, which restores type, value and traceback
-}
-
-PythonRef::~PythonRef() {
-  if (object_ == nullptr || !Py_IsInitialized()) return;
-  const Router::InPython here;
-  if (!here.allowed()) return;  // the process ends anyway
-  const WithGil gil;
-  Py_DECREF(object_);
-}
-
-WithGil::WithGil() {
-  // On a thread that has a state already this makes none; PyGILState_GetThisThreadState tells.
-  if (C10_UNLIKELY(PyGILState_GetThisThreadState() == nullptr)) ThreadStates::keep();
-  state_ = PyGILState_Ensure();
-  untraced_.emplace();
-  if (C10_UNLIKELY(ThreadStates::any_ended())) ThreadStates::delete_ended();
-  if (C10_UNLIKELY(Epochs::has_left())) Epochs::instance().collect();
-}
-
-WithoutDynamo::WithoutDynamo() {
-  // Dynamo puts its own frame evaluation in while any thread compiles or runs what it compiled.
-  if (C10_LIKELY(_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) ==
-                 _PyEval_EvalFrameDefault)) {
-    return;
-  }
-  callback_ = set_eval_frame(Py_None);
-}
-
-WithoutDynamo::~WithoutDynamo() {
-  if (callback_ == nullptr) return;
-  // An error may be on its way to the caller: calling Python with one set is not allowed.
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  Py_XDECREF(set_eval_frame(callback_));
-  Py_DECREF(callback_);
-  PyErr_Restore(type, value, traceback);
-}
 
 // --------------------------------------------------------------------------- Signature
 
@@ -360,15 +299,10 @@ PythonImpl::PythonImpl(py::object override, py::object function, bool takes_keys
       who_(std::move(who)) {}
 
 bool PythonImpl::wants(const Override&, Call& call) {
-  const Router::InPython here;
-  if (!here.allowed()) return false;
-  const WithGil gil;
+  const PythonAccess python;
+  if (!python) return false;
   const auto values = signature_->to_python(call.begin());
-  PyObject* answer =
-      PyObject_CallFunctionObjArgs(hooks_->takes.get().ptr(), override_.get().ptr(), values.ptr(),
-                                   nullptr);
-  if (answer == nullptr) throw_python_error();
-  return py::reinterpret_steal<py::object>(answer).cast<bool>();
+  return call_python(hooks_->takes.get(), override_.get(), values).cast<bool>();
 }
 
 bool PythonImpl::quarantine(const Call& call) {
@@ -385,15 +319,12 @@ bool PythonImpl::is_quarantined(const Call& call) {
 
 bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
   if (is_quarantined(call)) return false;
-  const Router::InPython here;
-  if (!here.allowed()) return false;
-  const WithGil gil;
+  const PythonAccess python;
+  if (!python) return false;
   const bool accelerated = !device.is_cpu();
   bool capturing = false;
   if (accelerated) {
-    PyObject* answer = PyObject_CallNoArgs(hooks_->capturing.get().ptr());
-    if (answer == nullptr) throw_python_error();
-    capturing = py::reinterpret_steal<py::object>(answer).ptr() == Py_True;
+    capturing = call_python(hooks_->capturing.get()).is(py::handle(Py_True));
     if (C10_UNLIKELY(capturing) && ran_.count(exact_key(call)) == 0) {
       override.misses->add();
       return false;
@@ -423,10 +354,7 @@ std::vector<c10::IValue> PythonImpl::results(py::handle result) const {
 std::vector<c10::IValue> PythonImpl::call_first(const Call& call) const {
   const auto values = signature_->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
-  const auto result = py::reinterpret_steal<py::object>(
-      PyObject_CallFunctionObjArgs(hooks_->first.get().ptr(), override_.get().ptr(), keyset.ptr(),
-                                   values.ptr(), nullptr));
-  if (!result) throw_python_error();
+  const auto result = call_python(hooks_->first.get(), override_.get(), keyset, values);
   return signature_->to_results(result, who_);  // Python has looked at it
 }
 
@@ -446,10 +374,8 @@ std::vector<c10::IValue> PythonImpl::recover(const Call& call,
                                              const py::error_already_set& error) const {
   const auto values = signature_->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
-  const auto result = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
-      hooks_->recover.get().ptr(), override_.get().ptr(), keyset.ptr(), values.ptr(),
-      error.value().ptr(), nullptr));
-  if (!result) throw_python_error();
+  const auto result =
+      call_python(hooks_->recover.get(), override_.get(), keyset, values, error.value());
   return signature_->to_results(result, who_);
 }
 
@@ -476,12 +402,8 @@ py::object PythonImpl::vectorcall(const Call& call) const {
 // --------------------------------------------------------------------------- Placeholder
 
 bool Placeholder::wants(const Override&, Call&) {
-  const Router::InPython here;
-  if (!here.allowed()) return false;
-  const WithGil gil;
-  PyObject* answer = PyObject_CallNoArgs(arrived_.get().ptr());
-  if (answer == nullptr) throw_python_error();
-  return py::reinterpret_steal<py::object>(answer).ptr() == Py_True;
+  const PythonAccess python;
+  return python && call_python(arrived_.get()).is(py::handle(Py_True));
 }
 
 }  // namespace opgraft

@@ -1,8 +1,6 @@
 // An impl in Python: how a call's arguments become Python's, and its results come back.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
-
 #include <atomic>
 #include <array>
 #include <memory>
@@ -11,63 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "python.h"
 #include "router.h"
 
 namespace opgraft {
-
-namespace py = pybind11;
-
-// A reference to a Python object that may be dropped on any thread, with or without the GIL.
-class PythonRef {
- public:
-  PythonRef() = default;
-  explicit PythonRef(py::object object) : object_(object.release().ptr()) {}
-  PythonRef(PythonRef&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  PythonRef& operator=(PythonRef&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~PythonRef();
-
-  py::handle get() const noexcept { return object_; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-// Throws the Python error that is set, as torch hands it through C++.
-[[noreturn]] void throw_python_error();
-
-// While it lives, Dynamo traces nothing that runs on this thread. Where a graph breaks, PyTorch's ops are
-// called with Dynamo's frame evaluation on: it would compile an impl, and the router's own Python, as if
-// they were the model's. Needs the GIL, and costs a comparison while no thread compiles.
-class WithoutDynamo {
- public:
-  WithoutDynamo();
-  ~WithoutDynamo();
-  WithoutDynamo(const WithoutDynamo&) = delete;
-  WithoutDynamo& operator=(const WithoutDynamo&) = delete;
-
- private:
-  PyObject* callback_ = nullptr;  // what Dynamo calls for a frame; null: nothing was changed
-};
-
-// Holds the GIL to call Python, which Dynamo does not trace, on a thread that Python never saw too
-// (Note [Thread states]); and does what waits for somebody who has the GIL.
-class WithGil {
- public:
-  WithGil();
-  ~WithGil() {
-    untraced_.reset();
-    PyGILState_Release(state_);
-  }
-  WithGil(const WithGil&) = delete;
-  WithGil& operator=(const WithGil&) = delete;
-
- private:
-  PyGILState_STATE state_;
-  std::optional<WithoutDynamo> untraced_;
-};
 
 // How an op's arguments become Python objects and its results come back. One per router.
 class Signature {

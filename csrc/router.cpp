@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "epochs.h"
+#include "tensors.h"
 #include "torch_private.h"
 #include "typed.h"
 
@@ -66,31 +66,6 @@ bool put(Router& router, c10::DispatchKey key, bool at_autograd) {
 
 // --------------------------------------------------------------------------- the call's tensors
 
-// Applies `visit` to each until it returns false.
-template <class Visit>
-C10_NOINLINE bool all_tensors_of(const Argument& list, Visit& visit) {
-  for (size_t index = 0; index < list.size(); ++index) {
-    const Argument item = list.item(index);
-    if (item.is_none()) continue;
-    const auto* tensor = item.tensor();
-    if (tensor == nullptr) break;  // a list of something else
-    if (!visit(*tensor)) return false;
-  }
-  return true;
-}
-
-template <class Visit>
-bool all_tensors(c10::ArrayRef<Argument> arguments, Visit&& visit) {
-  for (const Argument& argument : arguments) {
-    if (const auto* tensor = argument.tensor()) {
-      if (!visit(*tensor)) return false;
-    } else if (C10_UNLIKELY(argument.may_hold_tensors())) {
-      if (!all_tensors_of(argument, visit)) return false;
-    }
-  }
-  return true;
-}
-
 // Keys under which a tensor's memory does not hold its values, or it has none to speak of.
 const c10::DispatchKeySet kLazy{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                 c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
@@ -107,21 +82,6 @@ bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device, bool& foun
     found = true;
     device = here;
     return true;
-  });
-}
-
-bool has_tangent(const c10::TensorImpl& tensor) {
-  if (tensor.autograd_meta() == nullptr) return false;
-  const at::Tensor self(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-      const_cast<c10::TensorImpl*>(&tensor)));
-  return self._fw_grad(/*level=*/0).defined();
-}
-
-// Whether autograd, backward or forward, has to see through a call.
-bool must_differentiate(c10::ArrayRef<Argument> arguments) {
-  const bool grad = c10::GradMode::is_enabled();
-  return !all_tensors(arguments, [grad](const c10::TensorImpl& tensor) {
-    return !(grad && tensor.requires_grad()) && !has_tangent(tensor);
   });
 }
 
@@ -245,26 +205,30 @@ void Router::route(Call& call, bool observed) {
 // of, is the composite's, whatever the conditions say.
 std::unique_ptr<Pending> Router::pending_at_autograd(const Argument* arguments,
                                                      c10::DispatchKeySet keyset) const {
-  if (Frame::bypasses(this, name_)) return bypassed();
+  if (Frame::bypasses(this, name_)) return ended(Pending::End::Bypassed);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
   const bool kept = must_differentiate({arguments, arguments_});
   const Between found = kept ? Between::Others : between(keyset, key_);
   if (C10_LIKELY(!kept && found == Between::Nothing)) return pending(arguments);
-  if (!kept && found == Between::Tracer && !writes_or_aliases_) return whole();
-  if (C10_UNLIKELY(Scope::any()) && Scope::is_observed()) return to_observe(kept, /*left=*/true);
+  if (!kept && found == Between::Tracer && !writes_or_aliases_) return ended(Pending::End::Whole);
+  if (C10_UNLIKELY(Scope::any()) && Scope::is_observed()) {
+    return ended(kept ? Pending::End::ObservedKept : Pending::End::ObservedLeft);
+  }
   if (!kept) count_misses();
   return nullptr;
 }
 
 // Every call runs this, with caches that the op itself has filled: what is rare is out of the way.
 std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observed) const {
-  if (Frame::bypasses(this, name_)) return bypassed();
+  if (Frame::bypasses(this, name_)) return ended(Pending::End::Bypassed);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
   const Epochs::Reader reader;
   const Chain* chain = chain_.load(std::memory_order_seq_cst);
   if (C10_UNLIKELY(chain == nullptr || shutting_down.load(std::memory_order_relaxed))) return nullptr;
   const bool scoped = Scope::any();
-  if (C10_UNLIKELY(scoped) && !observed && Scope::is_observed()) return to_observe();
+  if (C10_UNLIKELY(scoped) && !observed && Scope::is_observed()) {
+    return ended(Pending::End::Observed);
+  }
   c10::Device device(c10::DeviceType::CPU);
   bool placed = false;
   if (C10_UNLIKELY(!is_plain(c10::ArrayRef<Argument>(arguments, arguments_), device, placed))) {
@@ -309,23 +273,9 @@ c10::Device Router::device_without_tensors(const Argument* arguments) const {
   return c10::Device(device_type_);
 }
 
-std::unique_ptr<Pending> Router::bypassed() {
+std::unique_ptr<Pending> Router::ended(Pending::End end) {
   auto found = std::make_unique<Pending>();
-  found->bypassed = true;
-  return found;
-}
-
-std::unique_ptr<Pending> Router::to_observe(bool kept, bool left) {
-  auto found = std::make_unique<Pending>();
-  found->observed = true;
-  found->kept = kept;
-  found->left = left;
-  return found;
-}
-
-std::unique_ptr<Pending> Router::whole() {
-  auto found = std::make_unique<Pending>();
-  found->whole = true;
+  found->end = end;
   return found;
 }
 
@@ -355,7 +305,7 @@ std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
     std::optional<Bookkeeping> books;
     if (C10_UNLIKELY(composite_.has_value())) books = bookkeeping({arguments, arguments_});
     if (replay_early(override, *early.entry, arguments, found->results)) {
-      found->done = true;
+      found->end = Pending::End::Replayed;
       if (C10_UNLIKELY(frame.ended_in_native(found->results, outputs_))) override.fallbacks->add();
       if (C10_UNLIKELY(books.has_value())) books->settle(found->results, outputs_, name_);
       return found;
@@ -382,27 +332,38 @@ void Router::count_misses(const Chain& chain) {
 }
 
 void Router::finish(Pending& pending, Call& call, bool observed) {
-  if (pending.done) {
-    call.answer(pending.results);
-    return;
+  using End = Pending::End;
+  const auto run_native = [&] {
+    native(call.keyset).call(call.op, call.keyset, &call.stack);
+  };
+  switch (pending.end) {
+    case End::Replayed:
+      call.answer(pending.results);
+      return;
+    case End::Taken:
+      if (!try_rest(pending, call, observed)) run_native();
+      return;
+    case End::Bypassed:
+      run_native();
+      Frame::note_native(this, call.stack, outputs_);
+      return;
+    case End::Observed:
+      observer_->observe(call, /*kept=*/false, [&] { route(call, /*observed=*/true); });
+      return;
+    case End::ObservedLeft:
+      observer_->observe(call, /*kept=*/false, [&] {
+        count_misses();
+        run_native();
+      });
+      return;
+    case End::ObservedKept:
+      observer_->observe(call, /*kept=*/true, run_native);
+      return;
+    case End::Whole:
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op_.redispatchBoxed(call.keyset & c10::after_ADInplaceOrView_keyset, &call.stack);
+      return;
   }
-  const NativeKernel& native = this->native(call.keyset);
-  if (C10_UNLIKELY(pending.observed)) {
-    observer_->observe(call, pending.kept, [&] {
-      if (!pending.left) return route(call, /*observed=*/true);
-      if (!pending.kept) count_misses();
-      native.call(call.op, call.keyset, &call.stack);
-    });
-    return;
-  }
-  if (C10_UNLIKELY(pending.whole)) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    op_.redispatchBoxed(call.keyset & c10::after_ADInplaceOrView_keyset, &call.stack);
-    return;
-  }
-  if (!pending.bypassed && try_rest(pending, call, observed)) return;
-  native.call(call.op, call.keyset, &call.stack);
-  if (pending.bypassed) Frame::note_native(this, call.stack, outputs_);
 }
 
 // Where an impl declines after all, the ones behind it are asked.

@@ -153,16 +153,20 @@ class NativeKernel {
   c10::DispatchKey key_;
 };
 
-// A call that the native kernel may not be all there is to: who may want it.
+// A call that the native kernel is not all there is to: where its routing ended.
 struct Pending {
-  bool done = false;      // somebody did, and these are the results
-  torch::jit::Stack results;
-  bool bypassed = false;  // nobody does: this thread said so, and wants to know what native returns
-  bool observed = false;  // the observer is to be told of the call, and whoever wants it asked then
-  bool kept = false;      // the call keeps the derivative of a composite op: no override is asked
-  bool left = false;      // the call is the composite's: no override is asked
-  bool whole = false;     // a tracer wants to see the op as it is: the call goes on below autograd
-  bool holds = false;     // the condition of the first one does
+  enum class End : uint8_t {
+    Taken,         // at an override that may take it; those behind it are asked if it declines after all
+    Replayed,      // at a launch plan, which has been replayed
+    Bypassed,      // nobody is asked: this thread said so, and wants to know what native returns
+    Observed,      // the observer is to be told of the call, and it is routed then
+    ObservedLeft,  // the same, and the composite has the call, whatever the conditions say
+    ObservedKept,  // the same, since the composite's derivative is to be kept
+    Whole,         // a tracer wants to see the op as it is: the call goes on below autograd
+  };
+  End end = End::Taken;
+  torch::jit::Stack results;  // where it was replayed
+  bool holds = false;         // the condition of the first of `rest` does
   c10::Device device{c10::DeviceType::CPU};
   Chain rest;  // the first override that may take the call, and those behind it
 
@@ -233,9 +237,7 @@ class alignas(64) Router {
   Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer);
 
  private:
-  C10_NOINLINE static std::unique_ptr<Pending> bypassed();
-  C10_NOINLINE static std::unique_ptr<Pending> to_observe(bool kept = false, bool left = false);
-  C10_NOINLINE static std::unique_ptr<Pending> whole();
+  C10_NOINLINE static std::unique_ptr<Pending> ended(Pending::End end);
   C10_NOINLINE static std::unique_ptr<Pending> taken(const Chain& chain, size_t first, bool holds,
                                                      c10::Device device);
   C10_NOINLINE static void count_misses(const Chain& chain);

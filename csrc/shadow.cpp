@@ -28,29 +28,23 @@ bool ShadowImpl::wants(const Override&, Call& call) {
 }
 
 PythonRef ShadowImpl::begin(const Call& call) const {
-  const Router::InPython here;
-  if (!here.allowed()) return {};
-  const WithGil gil;
+  const PythonAccess python;
+  if (!python) return {};
   const auto values = options_.signature->to_python(call.begin());
-  auto token = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
-      options_.begin.get().ptr(), options_.override.get().ptr(), values.ptr(), nullptr));
-  if (!token) throw_python_error();
+  auto token = call_python(options_.begin.get(), options_.override.get(), values);
   if (token.is_none()) return {};
   return PythonRef(std::move(token));
 }
 
 void ShadowImpl::end(Call& call, const PythonRef& token) const {
-  const Router::InPython here;
-  if (!here.allowed()) return;
-  const WithGil gil;
+  const PythonAccess python;
+  if (!python) return;
   const auto outputs = static_cast<ptrdiff_t>(call.op.schema().returns().size());
   torch::jit::Stack results(call.stack.end() - outputs, call.stack.end());
   const auto mine = options_.signature->pop_results(results);
   const auto keyset = py::cast(call.keyset);
-  const auto other = py::reinterpret_steal<py::object>(
-      PyObject_CallFunctionObjArgs(options_.end.get().ptr(), options_.override.get().ptr(),
-                                   keyset.ptr(), token.get().ptr(), mine.ptr(), nullptr));
-  if (!other) throw_python_error();
+  const auto other =
+      call_python(options_.end.get(), options_.override.get(), keyset, token.get(), mine);
   if (other.is_none()) return;
   auto replacement = options_.signature->to_results(other, "the native kernel");
   torch::jit::drop(call.stack, static_cast<size_t>(outputs));

@@ -77,7 +77,9 @@ template <class Return, class... Args>
   Router& router = kernel.router;
   const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
   if (auto pending = kernel.pending(view.data(), keyset); C10_UNLIKELY(pending != nullptr)) {
-    if (pending->done) return results<Return>(std::move(pending->results), std::tie(arguments...));
+    if (pending->end == Pending::End::Replayed) {
+      return results<Return>(std::move(pending->results), std::tie(arguments...));
+    }
     const std::array<Boxable, sizeof...(Args)> boxables{boxable(arguments)...};
     return results<Return>(run_boxed(router, std::move(pending), keyset, boxables),
                            std::tie(arguments...));
