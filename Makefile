@@ -40,7 +40,7 @@ CUTEDSL ?= nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-
 quickstart: $(STAMPS)/install
 	@$(PY) examples/quickstart.py
 
-test: $(STAMPS)/test
+test: $(STAMPS)/probes
 	@$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
@@ -112,6 +112,12 @@ $(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) ke
 	@echo "== installing opgraft and opgraft-kernels"
 	@OPGRAFT_BUILD_CORE=0 $(PIP) --no-build-isolation --no-deps -e . -e kernels/opgraft-kernels
 	@$(PY) -c 'from opgraft import _core; print("==", _core.status())'
+	@touch $@
+
+# What tests do in C++, once for all their processes; not where there is no compiler.
+$(STAMPS)/probes: $(STAMPS)/test $(wildcard tests/probes/*.cpp)
+	@echo "== compiling what tests do in C++"
+	@$(PY) -m tests.probes
 	@touch $@
 
 # opgraft is there by now, so these install what its extras name and leave it as it is.

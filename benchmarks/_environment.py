@@ -132,7 +132,8 @@ def _with_requirements(*names: str) -> list[metadata.Distribution]:
 def _files_of(distributions: Iterable[metadata.Distribution]) -> Iterator[Path]:
     """The files and folders of distributions in the folder that they are installed in."""
     for distribution in distributions:
-        names = {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}
+        found = {file.parts[0] for file in distribution.files or ()}
+        names = found - {"..", "__pycache__"}  # what several distributions share
         yield from (Path(str(distribution.locate_file(name))) for name in sorted(names))
 
 

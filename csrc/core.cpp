@@ -335,112 +335,6 @@ class Reading {
   std::optional<Epochs::Reader> reader_;
 };
 
-// An impl in C++: the first argument plus one.
-void plus_one(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  const auto count = op.schema().arguments().size();
-  const auto first = torch::jit::peek(*stack, 0, count).toTensor();
-  torch::jit::drop(*stack, count);
-  stack->emplace_back(at::add(first, 1));
-}
-
-// An op with the arguments of a call: tensors, and after them what else it takes.
-std::pair<c10::OperatorHandle, torch::jit::Stack> call_of(const std::string& name,
-                                                          const std::string& overload,
-                                                          const std::vector<at::Tensor>& tensors,
-                                                          const py::tuple& rest) {
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-  torch::jit::Stack arguments(tensors.begin(), tensors.end());
-  for (const auto& value : rest) {
-    const auto& type = op.schema().arguments()[arguments.size()].type();
-    arguments.push_back(torch::jit::toIValue(value, type));
-  }
-  return {std::move(op), std::move(arguments)};
-}
-
-// Whether a call of an op on another thread gets to its end while this one holds the GIL.
-bool needs_no_gil(const std::string& name, const std::string& overload,
-                  const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
-  const auto [op, arguments] = call_of(name, overload, tensors, rest);
-  auto call = std::async(std::launch::async, [&op, stack = arguments]() mutable {
-    op.callBoxed(&stack);
-  });
-  const bool done = call.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
-  const py::gil_scoped_release release;
-  call.get();
-  return done;
-}
-
-// Whether a thread that Python never saw, and that has called an op, ends while this one holds the GIL.
-bool ends_without_gil(const std::string& name, const std::string& overload,
-                      const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
-  const auto [op, arguments] = call_of(name, overload, tensors, rest);
-  std::promise<void> called, may_end;
-  std::function<void()> body = [&] {
-    try {
-      {
-        auto stack = arguments;
-        op.callBoxed(&stack);
-      }  // its tensors are Python's, too
-      called.set_value();
-    } catch (...) {
-      called.set_exception(std::current_exception());
-    }
-    may_end.get_future().wait();
-  };
-  pthread_t thread{};  // std::thread cannot be joined for a while
-  const auto run = [](void* function) -> void* {
-    (*static_cast<std::function<void()>*>(function))();
-    return nullptr;
-  };
-  TORCH_CHECK(pthread_create(&thread, nullptr, run, &body) == 0, "no thread could be made");
-  std::exception_ptr error;
-  {
-    const py::gil_scoped_release release;
-    try {
-      called.get_future().get();
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  may_end.set_value();
-  timespec until{};
-  clock_gettime(CLOCK_REALTIME, &until);
-  until.tv_sec += 10;
-  const bool ended = pthread_timedjoin_np(thread, nullptr, &until) == 0;
-  if (!ended) {
-    const py::gil_scoped_release release;
-    pthread_join(thread, nullptr);
-  }
-  if (error) std::rethrow_exception(error);
-  return ended;
-}
-
-// Calls an op from a thread that Python never saw, `times` times; returns the seconds of one call.
-double call_on_a_thread(const std::string& name, const std::string& overload,
-                        const std::vector<at::Tensor>& tensors, const py::tuple& rest, int times) {
-  const auto [op, arguments] = call_of(name, overload, tensors, rest);
-  std::chrono::duration<double> spent{};
-  std::exception_ptr error;
-  {
-    const py::gil_scoped_release release;
-    std::thread thread([&] {
-      try {
-        const auto start = std::chrono::steady_clock::now();
-        for (int i = 0; i < times; ++i) {
-          auto stack = arguments;
-          op.callBoxed(&stack);
-        }
-        spent = std::chrono::steady_clock::now() - start;
-      } catch (...) {
-        error = std::current_exception();
-      }
-    });
-    thread.join();
-  }
-  if (error) std::rethrow_exception(error);
-  return spent.count() / times;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
@@ -583,18 +477,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            "From now on every call is a miss; waits for calls that are in Python.");
   core.attr("ORIGIN") = kOrigin;
 
-  core.def("call_on_a_thread", &call_on_a_thread, py::arg("name"), py::arg("overload"),
-           py::arg("tensors"), py::arg("rest"), py::arg("times"),
-           "For tests: calls an op from a thread that Python never saw.");
-  core.def("needs_no_gil", &needs_no_gil, py::arg("name"), py::arg("overload"), py::arg("tensors"),
-           py::arg("rest"),
-           "For tests: whether a call on another thread ends while this one holds the GIL.");
-  core.def("ends_without_gil", &ends_without_gil, py::arg("name"), py::arg("overload"),
-           py::arg("tensors"), py::arg("rest"),
-           "For tests: whether a thread that called ends while this one holds the GIL.");
   py::class_<Reading>(core, "Reading", "For tests: this thread is in the middle of a call.")
       .def(py::init<>())
       .def("__enter__", &Reading::enter)
       .def("__exit__", &Reading::exit);
-  core.attr("plus_one") = py::capsule(reinterpret_cast<void*>(&plus_one));
 }

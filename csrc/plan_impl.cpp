@@ -332,17 +332,6 @@ py::object call_spied(Recorder& recorder, uint64_t handle, std::vector<at::Tenso
   return call();
 }
 
-// --------------------------------------------------------------------------- a kernel, for tests
-
-// y[i] = factor * x[i] for i < n; the parameters are x, y (float32), n (int64) and factor (float64).
-void scale_kernel(void** parameters, int32_t) {
-  const auto* x = *static_cast<const float**>(parameters[0]);
-  auto* y = *static_cast<float**>(parameters[1]);
-  const int64_t n = *static_cast<const int64_t*>(parameters[2]);
-  const double factor = *static_cast<const double*>(parameters[3]);
-  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(factor * x[i]);
-}
-
 torch::jit::Stack stack_of(const py::tuple& values, const std::string& name,
                            const std::string& overload) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
@@ -492,7 +481,6 @@ void bind_plans(py::module_& core) {
            "The sizes of a CUfunction's parameters; empty where the driver cannot tell.");
   core.def("watch_launch_hooks", &watch_launch_hooks, py::arg("lists"), py::arg("holders"),
            py::arg("changed"));
-  core.attr("scale_kernel") = reinterpret_cast<uint64_t>(&scale_kernel);
 }
 
 }  // namespace opgraft

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks._environment import Environment
 from opgraft import _core
+from tests import probes
 
 pytestmark = pytest.mark.skipif(
     _core.load() is None, reason="without a compiled core packs are not activated"
@@ -168,9 +169,13 @@ def test_backward_in_the_engines_thread_activates(environment: Environment, put_
 
 
 def test_a_call_of_a_thread_that_python_never_saw(environment: Environment, put_pack: Any) -> None:
-    program = """
-        core = sys.modules["opgraft._C_torch" + "_".join(torch.__version__.split(".")[:2])]
-        core.call_on_a_thread("aten::_softmax", "", [x], (-1, False), 1)
+    probes.load()
+    program = f"""
+        from importlib.util import module_from_spec, spec_from_file_location
+        spec = spec_from_file_location("opgraft_probes", {str(probes.extension())!r})
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.call_on_a_thread("aten::_softmax", "", [x], (-1, False), 1)
         assert is_active()
     """
     assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"softmax": 1}

@@ -27,7 +27,7 @@ from opgraft import _core, when
 from opgraft.registry import Override, registry
 from opgraft.router.compiled import CompiledRouter
 from opgraft.schema import resolve
-from tests import ops
+from tests import ops, probes
 
 core: Any = _core.in_use()
 if core is None:
@@ -239,7 +239,7 @@ def test_a_thread_that_python_never_saw_reaches_a_python_impl() -> None:
         return ops.softmax(self, dim, half_to_float)
 
     override = on_softmax(impl)
-    core.call_on_a_thread("aten::_softmax", "", [torch.randn(4, 64)], (-1, False), 5_000)
+    probes.call_on_a_thread("aten::_softmax", [torch.randn(4, 64)], (-1, False), 5_000)
     assert override.hits == 5_000
     assert idents and threading.get_ident() not in idents
 
@@ -247,7 +247,7 @@ def test_a_thread_that_python_never_saw_reaches_a_python_impl() -> None:
 def test_many_such_threads_one_after_another() -> None:
     override = on_softmax()
     for _ in range(200):
-        core.call_on_a_thread("aten::_softmax", "", [torch.randn(4, 64)], (-1, False), 3)
+        probes.call_on_a_thread("aten::_softmax", [torch.randn(4, 64)], (-1, False), 3)
     assert override.hits == 600
 
 
@@ -255,7 +255,7 @@ def test_such_threads_and_pythons_own_at_once() -> None:
     override = on_softmax(cond=when.ndim("self") == 2)
 
     def run() -> None:
-        core.call_on_a_thread("aten::_softmax", "", [torch.randn(4, 64)], (-1, False), 1_000)
+        probes.call_on_a_thread("aten::_softmax", [torch.randn(4, 64)], (-1, False), 1_000)
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     with Callers(2) as callers:
@@ -271,7 +271,7 @@ def test_a_thread_that_called_python_ends_while_another_holds_the_gil() -> None:
     """Whoever joins a thread of C++ need not know that Python ran there."""
     override = on_softmax(cond=lambda *_: True)
     for _ in range(20):
-        assert core.ends_without_gil("aten::_softmax", "", [torch.randn(4, 64)], (-1, False))
+        assert probes.ends_without_gil("aten::_softmax", [torch.randn(4, 64)], (-1, False))
     assert override.hits == 20
 
 
@@ -290,7 +290,7 @@ def test_what_such_a_thread_kept_in_python_is_freed_when_python_is_next_called()
     kept: list[weakref.ref[Kept]] = []
     on_softmax(impl)
     for _ in range(5):
-        core.call_on_a_thread("aten::_softmax", "", [torch.randn(4, 64)], (-1, False), 1)
+        probes.call_on_a_thread("aten::_softmax", [torch.randn(4, 64)], (-1, False), 1)
     torch.softmax(torch.randn(4, 64), -1)
     assert len(kept) == 5
     assert [each() for each in kept] == [None] * 5
@@ -312,7 +312,7 @@ def test_an_exception_keeps_its_type_across_such_a_thread(error: Exception) -> N
     override = on_softmax(impl)
     for times in (1, 100):
         with pytest.raises(type(error)) as raised:
-            core.call_on_a_thread("aten::_softmax", "", [torch.randn(2, 4)], (-1, False), times)
+            probes.call_on_a_thread("aten::_softmax", [torch.randn(2, 4)], (-1, False), times)
         assert raised.value is error
     assert override.hits == 2
 
@@ -323,7 +323,7 @@ def test_an_exception_of_a_condition_keeps_its_type_too() -> None:
 
     on_softmax(cond=cond)
     with pytest.raises(OwnError, match="cond"):
-        core.call_on_a_thread("aten::_softmax", "", [torch.randn(2, 4)], (-1, False), 1)
+        probes.call_on_a_thread("aten::_softmax", [torch.randn(2, 4)], (-1, False), 1)
 
 
 def test_fallback_works_on_such_a_thread() -> None:
@@ -332,7 +332,7 @@ def test_fallback_works_on_such_a_thread() -> None:
 
     override = on_softmax(impl, on_error="fallback")
     with pytest.warns(opgraft.OverrideWarning):
-        core.call_on_a_thread("aten::_softmax", "", [torch.randn(2, 4)], (-1, False), 1_000)
+        probes.call_on_a_thread("aten::_softmax", [torch.randn(2, 4)], (-1, False), 1_000)
     assert (override.hits, override.fallbacks) == (1, 1)
 
 
@@ -372,7 +372,7 @@ def test_more_threads_than_cores_lose_no_count() -> None:
 
     def run() -> None:
         together.wait()
-        core.call_on_a_thread("aten::_softmax", "", [torch.randn(4, 64)], (-1, False), times)
+        probes.call_on_a_thread("aten::_softmax", [torch.randn(4, 64)], (-1, False), times)
         for _ in range(times):
             counter.add()
 
@@ -490,7 +490,7 @@ FORKING = """
     def cpp():  # threads that come and go, each with a slot among the router's readers
         core = _core.in_use()
         while True:
-            core.call_on_a_thread("aten::_softmax", "", [x], (-1, False), 1)
+            probes.call_on_a_thread("aten::_softmax", [x], (-1, False), 1)
 
     def python():  # a thread that is in an impl most of the time
         while True:
@@ -591,12 +591,12 @@ def test_an_impl_in_cpp_is_hit_without_python(softmax_router: CompiledRouter) ->
     half = core.Override({**identity, "name": "plus one"}, hits, misses, fallbacks)
     nodes = compile_condition(when.size("self", -1) == 64, resolve("aten::_softmax"))
     half.set_condition(nodes)
-    half.set_boxed_impl(core.plus_one)
+    half.set_boxed_impl(probes.load().plus_one)
     _publish(softmax_router, [half])
     x = torch.randn(4, 64)
     assert torch.equal(torch.softmax(x, -1), x + 1)
     assert torch.softmax(torch.ones(1, 2), -1).tolist() == [[0.5, 0.5]]
-    core.call_on_a_thread("aten::_softmax", "", [x], (-1, False), 1_000)
+    probes.call_on_a_thread("aten::_softmax", [x], (-1, False), 1_000)
     assert (hits.total(), misses.total(), fallbacks.total()) == (1_001, 1, 0)
     with opgraft.disabled(name="plus one"):
         assert not torch.equal(torch.softmax(x, -1), x + 1)
@@ -609,7 +609,8 @@ def test_an_impl_in_cpp_is_hit_without_python(softmax_router: CompiledRouter) ->
 
 ENDING = """
     import ctypes, sys, threading, time, torch, opgraft
-    from opgraft import _core, when
+    from opgraft import when
+    from tests import probes
 
     threads, overridden = sys.argv[1], sys.argv[2] == "overridden"
     calls = [0]
@@ -635,7 +636,7 @@ ENDING = """
             torch.softmax(x, -1)
 
     def cpp():
-        _core.in_use().call_on_a_thread("aten::_softmax", "", [x], (-1, False), 10**9)
+        probes.call_on_a_thread("aten::_softmax", [x], (-1, False), 10**9)
 
     targets = {"python": [python] * 2, "c++": [cpp] * 2, "both": [python, cpp]}[threads]
     for target in targets:

@@ -18,6 +18,7 @@ from opgraft import _core, router, when
 from opgraft.registry import registry
 from opgraft.router.compiled import CompiledRouter
 from opgraft.schema import resolve
+from tests import probes
 
 if _core.in_use() is None:
     pytest.skip(f"Python routes here: {_core.status()}", allow_module_level=True)
@@ -244,14 +245,13 @@ def test_the_same_op_inside_the_impl_is_native() -> None:
 
 def test_a_boxed_call_is_routed_alike() -> None:
     mine = override("aten::_softmax", cond=when.size("self", -1) == 4)
-    core = _core.in_use()
     with torch.inference_mode():  # without the autograd kernel, which would unbox it
         hit = torch.ops.aten._softmax.default(x(3, 4), -1, False)
         torch.ops.aten._softmax.default(x(3, 5), -1, False)
     assert_same(hit, opgraft.native("aten::_softmax")(x(3, 4), -1, False) + 1)
     assert (mine.hits, mine.misses) == (1, 1)
-    core.call_on_a_thread("aten::_softmax", "", [x(3, 4)], (-1, False), 10)
-    core.call_on_a_thread("aten::_softmax", "", [x(3, 5)], (-1, False), 10)
+    probes.call_on_a_thread("aten::_softmax", [x(3, 4)], (-1, False), 10)
+    probes.call_on_a_thread("aten::_softmax", [x(3, 5)], (-1, False), 10)
     assert (mine.hits, mine.misses) == (11, 11)
 
 

@@ -22,7 +22,7 @@ import torch
 
 import opgraft
 from opgraft import _core, when
-from tests import ops
+from tests import ops, probes
 
 ROOT = Path(__file__).parent.parent
 
@@ -300,7 +300,6 @@ def resident() -> int:
 @pytest.mark.skipif(_core.in_use() is None, reason="a million calls through Python take minutes")
 @pytest.mark.parametrize("kind", ["miss", "hit"])
 def test_memory_after_a_million_calls(kind: str) -> None:
-    core = _core.in_use()
     constant = torch.zeros(4)
     override = opgraft.register_op_override(
         "aten", "relu", "CPU", lambda self: constant.clone(),
@@ -308,7 +307,7 @@ def test_memory_after_a_million_calls(kind: str) -> None:
     )  # fmt: skip
 
     def call(times: int) -> None:
-        core.call_on_a_thread("aten::relu", "", [torch.zeros(4)], (), times)
+        probes.call_on_a_thread("aten::relu", [torch.zeros(4)], (), times)
 
     call(20_000)
     gc.collect()

@@ -23,8 +23,8 @@ import torch
 
 import opgraft
 from opgraft import _core
-from opgraft.plan import testing
 from opgraft.router import contract
+from tests import probes
 
 #: Calls in the order of which keys are seen, recorded, tried out and replayed.
 CALLS = 18
@@ -70,7 +70,7 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     if x.dtype != torch.float32 or not x.is_contiguous():
         x = x.float().contiguous()
     y = torch.empty(x.shape, dtype=torch.float32)
-    testing.scale(x, y, factor)
+    probes.scale(x, y, factor)
     return y
 
 
@@ -80,7 +80,7 @@ def _by_address(x: torch.Tensor, factor: float) -> torch.Tensor:
     core = _core.in_use()
     assert core is not None
     y = torch.empty(x.shape, dtype=torch.float32)
-    testing.launch(core.scale_kernel, x.data_ptr(), y, x.numel(), factor)
+    probes.launch(probes.load().scale_kernel, x.data_ptr(), y, x.numel(), factor)
     return y
 
 
@@ -176,7 +176,7 @@ def impl_of(program: Program) -> Callable[..., torch.Tensor]:
             row[: values.numel()].add_(values.float())
         if target is None:
             return result
-        testing.scale(result, target, 1.0)
+        probes.scale(result, target, 1.0)
         if program.steps[0].number > 0:
             target.mul_(0.5)
         return target

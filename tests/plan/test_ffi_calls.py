@@ -17,6 +17,7 @@ import torch
 
 import opgraft
 from opgraft.plan import ffi_calls
+from tests import probes
 from tests.plan.conftest import replays, warm
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
@@ -161,7 +162,7 @@ def test_a_replay_needs_no_gil(
     warm(override, x)
     core = _core.in_use()
     assert core is not None
-    assert core.needs_no_gil("aten::_softmax", "", [x], (-1, False))
+    assert probes.needs_no_gil("aten::_softmax", [x], (-1, False))
 
 
 def test_the_methods_are_put_back(

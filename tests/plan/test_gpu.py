@@ -19,6 +19,7 @@ import opgraft
 import opgraft_kernels
 from opgraft import _core, cutedsl_utils, when
 from opgraft.plan import plans
+from tests import probes
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -209,8 +210,8 @@ def test_a_thread_that_python_never_saw_and_without_the_gil(planned: opgraft.Ove
     rest = ([1024], weight, EPS)
     before = planned.plans.hits
     # The tensor comes first; the others follow in the op's order.
-    core.call_on_a_thread("aten::_fused_rms_norm", "", [x], rest, 3)
-    assert core.needs_no_gil("aten::_fused_rms_norm", "", [x], rest)
+    probes.call_on_a_thread("aten::_fused_rms_norm", [x], rest, 3)
+    assert probes.needs_no_gil("aten::_fused_rms_norm", [x], rest)
     torch.cuda.synchronize()
     assert planned.plans.hits == before + 4
 

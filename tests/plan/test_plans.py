@@ -22,8 +22,9 @@ import torch
 import opgraft
 from opgraft import _core, when
 from opgraft.errors import ContractError, RegistrationError
-from opgraft.plan import plans, testing, triton_launches
+from opgraft.plan import plans, triton_launches
 from opgraft.plan.plans import Plans
+from tests import probes
 from tests.plan.conftest import doubled, replays, warm
 
 Register = Callable[..., opgraft.Override]
@@ -187,7 +188,7 @@ def wide_softmax(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Ten
     """Any dtype and strides, by ops in between."""
     x = self.float().contiguous()
     out = torch.empty_like(x)
-    testing.scale(x, out, 2.0)
+    probes.scale(x, out, 2.0)
     return out.to(torch.float32 if half_to_float else self.dtype)
 
 
@@ -244,7 +245,7 @@ def test_autocast_and_inference_mode_are_part_of_the_key(register: Register) -> 
 def add_scaled(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """`mul`, wrongly but so that it tells its arguments apart: 2 * self."""
     out = torch.empty_like(self)
-    testing.scale(self, out, float(other) if other.ndim == 0 else 2.0)
+    probes.scale(self, out, float(other) if other.ndim == 0 else 2.0)
     return out
 
 
@@ -267,8 +268,8 @@ def test_a_python_number_is_part_of_the_key() -> None:
 def test_an_argument_that_comes_twice() -> None:
     def product(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         first, second = torch.empty_like(self), torch.empty_like(self)
-        testing.scale(other, first, 1.0)
-        testing.scale(first, second, 1.0)
+        probes.scale(other, first, 1.0)
+        probes.scale(first, second, 1.0)
         return second
 
     override = register_mul(product)
@@ -294,10 +295,10 @@ def record(register: Register, impl: Callable[..., Any], x: torch.Tensor) -> tor
 def test_temporaries_and_several_launches(register: Register) -> None:
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         one, two = torch.empty_like(self), torch.empty(self.shape)
-        testing.scale(self, one, 3.0)
-        testing.scale(one, two, 5.0)
+        probes.scale(self, one, 3.0)
+        probes.scale(one, two, 5.0)
         out = torch.empty_like(self)
-        testing.scale(two, out, 2.0)
+        probes.scale(two, out, 2.0)
         return out
 
     x = torch.randn(4, 8)
@@ -324,7 +325,7 @@ def test_temporaries_and_several_launches(register: Register) -> None:
 def test_outputs_of_every_allocation(register: Register, allocate: Callable[..., Any]) -> None:
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         out = allocate(self)
-        testing.scale(self, out, 2.0)
+        probes.scale(self, out, 2.0)
         return out
 
     x = torch.randn(4, 8)
@@ -338,7 +339,7 @@ def test_views_of_arguments(register: Register) -> None:
         out = torch.empty_like(self)
         rows = self.view(-1).split(self.shape[1])
         for row, result in zip(rows, out, strict=True):
-            testing.scale(row, result, 2.0)
+            probes.scale(row, result, 2.0)
         return out
 
     storage = torch.randn(100)
@@ -349,8 +350,8 @@ def test_views_of_arguments(register: Register) -> None:
 def test_arguments_on_one_storage_are_told_apart_by_their_views() -> None:
     def second(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(other.view(2, -1)[1], out.view(2, -1)[1], 1.0)
-        testing.scale(self.view(2, -1)[0], out.view(2, -1)[0], 1.0)
+        probes.scale(other.view(2, -1)[1], out.view(2, -1)[1], 1.0)
+        probes.scale(self.view(2, -1)[0], out.view(2, -1)[0], 1.0)
         return out
 
     override = register_mul(second)
@@ -367,7 +368,7 @@ def test_ops_in_between(register: Register) -> None:
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         partial = torch.zeros(3, *self.shape)
         for row in partial:
-            testing.scale(self, row, 2.0)
+            probes.scale(self, row, 2.0)
         partial[0].add_(1.0)
         out = partial.sum(0).sub_(1.0) * 0.5 + torch.ones_like(self)
         return torch.cat([out, out])[: len(self)].clone()
@@ -384,7 +385,7 @@ def test_a_copy_of_a_strided_argument(register: Register) -> None:
 def test_a_scalar_of_the_op_as_a_constant() -> None:
     def leaky(self: torch.Tensor, negative_slope: float) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(self, out, negative_slope)
+        probes.scale(self, out, negative_slope)
         return out
 
     override = opgraft.register_op_override(
@@ -413,7 +414,7 @@ def test_several_outputs_some_of_them_none(weighted: bool, mask: tuple[bool, boo
         for wanted, like in zip(output_mask, (input, weight), strict=True):
             grad = torch.empty_like(like) if wanted and like is not None else None
             if grad is not None:
-                testing.scale(grad_out, grad, 3.0 + len(grads))
+                probes.scale(grad_out, grad, 3.0 + len(grads))
             grads.append(grad)
         return grads[0], grads[1]
 
@@ -443,7 +444,7 @@ def test_several_outputs_some_of_them_none(weighted: bool, mask: tuple[bool, boo
 
 def test_an_op_that_writes_to_its_argument_and_returns_it() -> None:
     def relu_(self: torch.Tensor) -> torch.Tensor:
-        testing.scale(self.clone(), self, 2.0)
+        probes.scale(self.clone(), self, 2.0)
         return self
 
     override = opgraft.register_op_override(
@@ -460,7 +461,7 @@ def test_an_op_that_writes_to_its_argument_and_returns_it() -> None:
 
 def test_an_out_variant() -> None:
     def mul_out(self: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        testing.scale(other, out, 2.0)
+        probes.scale(other, out, 2.0)
         return out
 
     override = opgraft.register_op_override(
@@ -479,7 +480,7 @@ def test_an_op_with_a_list_of_tensors() -> None:
         out = torch.empty(sum(len(t) for t in tensors))
         start = 0
         for tensor in tensors:
-            testing.scale(tensor, out[start : start + len(tensor)], 2.0)
+            probes.scale(tensor, out[start : start + len(tensor)], 2.0)
             start += len(tensor)
         return out
 
@@ -508,7 +509,7 @@ _cached: dict[tuple[int, ...], torch.Tensor] = {}
 
 def with_item(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     out = torch.empty_like(self)
-    testing.scale(self, out, self.view(-1)[0].item())
+    probes.scale(self, out, self.view(-1)[0].item())
     return out
 
 
@@ -519,7 +520,7 @@ def with_random_numbers(self: torch.Tensor, dim: int, half_to_float: bool) -> to
 def with_a_cached_buffer(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     buffer = _cached.setdefault(tuple(self.shape), torch.ones_like(self))
     out = torch.empty_like(self)
-    testing.scale(buffer, out, 2.0)
+    probes.scale(buffer, out, 2.0)
     return out
 
 
@@ -537,7 +538,7 @@ def with_writing_to_an_argument(self: torch.Tensor, dim: int, half_to_float: boo
 
 def with_a_resized_tensor(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     out = torch.empty(0).resize_(self.shape)
-    testing.scale(self, out, 2.0)
+    probes.scale(self, out, 2.0)
     return out
 
 
@@ -559,8 +560,8 @@ def with_the_native_kernel(self: torch.Tensor, dim: int, half_to_float: bool) ->
 
 def with_a_temporary(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     half, out = torch.empty_like(self), torch.empty_like(self)
-    testing.scale(self, half, 0.5)
-    testing.scale(half, out, 4.0)
+    probes.scale(self, half, 0.5)
+    probes.scale(half, out, 4.0)
     return out
 
 
@@ -569,7 +570,7 @@ _factors = iter(range(1, 1000))
 
 def with_other_things_every_time(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     out = torch.empty_like(self)
-    testing.scale(self, out, float(next(_factors)))
+    probes.scale(self, out, float(next(_factors)))
     return out
 
 
@@ -631,7 +632,7 @@ def test_returning_the_argument_is_refused_by_the_contract_first(register: Regis
 def test_the_contract_is_checked_for_each_key_that_is_recorded(register: Register) -> None:
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         out = torch.empty(self.shape[0] + (self.shape[1] == 16), self.shape[1])
-        testing.scale(self, out, 2.0)
+        probes.scale(self, out, 2.0)
         return out
 
     register(impl)
@@ -706,7 +707,7 @@ def test_recording_inside_a_recording(register: Register) -> None:
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(-self, out, -2.0)
+        probes.scale(-self, out, -2.0)
         return out
 
     x = torch.randn(4, 8)
@@ -1071,7 +1072,7 @@ def test_an_op_inside_a_plan_that_raises(register: Register) -> None:
 def test_a_plan_whose_op_changed_its_mind_goes_back_to_python(register: Register) -> None:
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(self.clone(), out, 2.0)
+        probes.scale(self.clone(), out, 2.0)
         return out
 
     override = register(impl)
@@ -1096,11 +1097,11 @@ def test_a_plan_whose_op_changed_its_mind_goes_back_to_python(register: Register
 def test_out_of_memory_is_an_error_and_the_plan_stays() -> None:
     program = """
 import resource, torch, opgraft
-from opgraft.plan import testing
+from tests import probes
 def impl(self, dim, half_to_float):
     torch.empty(2**28, dtype=torch.uint8)[:1].zero_()
     out = torch.empty_like(self)
-    testing.scale(self, out, 2.0)
+    probes.scale(self, out, 2.0)
     return out
 override = opgraft.register_op_override(
     "aten", "_softmax", "CPU", impl, unconditional_override=True, launch_plan=True
@@ -1146,7 +1147,7 @@ def test_a_replay_on_a_thread_that_python_never_saw(register: Register) -> None:
     core = _core.in_use()
     assert core is not None
     before = override.plans.hits
-    core.call_on_a_thread("aten::_softmax", "", [x], (-1, False), 10)
+    probes.call_on_a_thread("aten::_softmax", [x], (-1, False), 10)
     assert override.plans.hits == before + 10
 
 
@@ -1156,7 +1157,7 @@ def test_a_replay_needs_no_gil(register: Register) -> None:
     warm(override, x)
     core = _core.in_use()
     assert core is not None
-    assert core.needs_no_gil("aten::_softmax", "", [x], (-1, False))
+    assert probes.needs_no_gil("aten::_softmax", [x], (-1, False))
     assert override.plans.hits == 1
 
 
@@ -1168,7 +1169,7 @@ def test_a_backward_op_in_the_autograd_engine() -> None:
     ) -> torch.Tensor:
         threads.add(threading.get_ident())
         out = torch.empty_like(output)
-        testing.scale(grad_output.contiguous(), out, 3.0)
+        probes.scale(grad_output.contiguous(), out, 3.0)
         return out
 
     override = opgraft.register_op_override(
@@ -1276,14 +1277,14 @@ def test_the_end_of_the_interpreter_with_replaying_threads() -> None:
     # Threads of C++: stock torch does not survive daemon threads of Python here.
     program = """
 import ctypes, threading, time, torch, opgraft
-from opgraft import _core
+from tests import probes
 from tests.plan.conftest import doubled
 override = opgraft.register_op_override(
     "aten", "_softmax", "CPU", doubled, unconditional_override=True, launch_plan=True
 )
 x = torch.randn(4, 8)
 def forever():
-    _core.in_use().call_on_a_thread("aten::_softmax", "", [x], (-1, False), 10**9)
+    probes.call_on_a_thread("aten::_softmax", [x], (-1, False), 10**9)
 for _ in range(2):
     threading.Thread(target=forever, daemon=True).start()
 while override.plans.hits < 1000:

@@ -16,9 +16,10 @@ import torch
 
 import opgraft
 from opgraft import _core, when
-from opgraft.plan import plans, testing
+from opgraft.plan import plans
 from opgraft.plan.trial import stand_ins
 from opgraft.schema import Call, resolve
+from tests import probes
 from tests.plan import fuzz
 from tests.plan.conftest import doubled, replays, warm
 
@@ -99,7 +100,7 @@ def test_a_launch_nobody_sees_in_an_op_that_writes_is_refused(op: str) -> None:
 @pytest.mark.parametrize("op", WRITING)
 def test_an_op_that_writes_is_replayed_and_written_to_once_a_call(op: str) -> None:
     make, call = WRITING[op]
-    override = register(op, make(lambda x, y: testing.scale(x, y, 3.0)))
+    override = register(op, make(lambda x, y: probes.scale(x, y, 3.0)))
     for count in range(6):
         tensors = _vectors(3)
         source, versions = tensors[0].clone(), [each._version for each in tensors]
@@ -300,7 +301,7 @@ VIEWS = [_second_broadcast, _second_of_a_grid, _by_data, _by_all_of_it]
 def test_views_of_two_slices_of_one_storage(view: Callable[..., torch.Tensor]) -> None:
     def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(view(self, other), out, 2.0)
+        probes.scale(view(self, other), out, 2.0)
         return out
 
     override = register("mul.Tensor", impl)
@@ -319,7 +320,7 @@ def test_views_of_two_slices_of_one_storage(view: Callable[..., torch.Tensor]) -
 def test_memory_beyond_the_arguments_is_refused() -> None:
     def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(self.as_strided((8,), (1,), self.storage_offset() + 8), out, 2.0)
+        probes.scale(self.as_strided((8,), (1,), self.storage_offset() + 8), out, 2.0)
         return out
 
     override = register("mul.Tensor", impl)
@@ -332,7 +333,7 @@ def test_memory_beyond_the_arguments_is_refused() -> None:
 def test_a_view_at_an_offset_of_the_storage_itself_is_refused() -> None:
     def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(self.as_strided((4,), (1,), 4), out[:4], 2.0)
+        probes.scale(self.as_strided((4,), (1,), 4), out[:4], 2.0)
         out[4:].fill_(0.0)
         return out
 
@@ -347,7 +348,7 @@ def test_a_view_at_an_offset_of_the_storage_itself_is_refused() -> None:
 @pytest.mark.parametrize("shift", [-48, -16, -4, 0, 4, 16, 48, 64])
 def test_an_output_that_overlaps_the_input(shift: int) -> None:
     def neg(self: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        testing.scale(self, out, -1.0)
+        probes.scale(self, out, -1.0)
         return out
 
     override = register("neg.out", neg)
@@ -376,7 +377,7 @@ def _by_mm(self: torch.Tensor, *_: Any) -> torch.Tensor:
     product = self @ self.t()
     out = torch.empty_like(self)
     # As a kernel that was compiled for one dtype reads it.
-    testing.scale(product.view(torch.float32) if product.itemsize == 4 else self, out, 2.0)
+    probes.scale(product.view(torch.float32) if product.itemsize == 4 else self, out, 2.0)
     return out.add_(product.float())
 
 
@@ -421,7 +422,7 @@ def test_a_step_that_gets_another_tensor_than_it_did_goes_back_to_python(
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         out = torch.empty_like(self)
         x = self.clone()
-        testing.scale(self if x.dtype != torch.float32 else x.contiguous()[:, :8], out, 2.0)
+        probes.scale(self if x.dtype != torch.float32 else x.contiguous()[:, :8], out, 2.0)
         return out
 
     opgraft.register_op_override("aten", "clone", "CPU", clone, unconditional_override=True)
@@ -483,7 +484,7 @@ READS: dict[str, Callable[[torch.Tensor], float]] = {
 def test_a_value_that_is_read_back_is_in_no_plan(read: str, dtype: torch.dtype) -> None:
     def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(self)
-        testing.scale(self, out, READS[read](other))
+        probes.scale(self, out, READS[read](other))
         return out
 
     override = register("mul.Tensor", impl)
@@ -524,7 +525,7 @@ def test_a_view_by_a_value_is_in_no_plan(view: Callable[..., torch.Tensor]) -> N
 def test_a_number_that_the_impl_has_written_to_is_not_the_keys() -> None:
     def impl(self: torch.Tensor, other: torch.Tensor, *, alpha: float) -> torch.Tensor:
         self.copy_(other)
-        testing.scale(torch.ones(1), self.view(1), float(self))
+        probes.scale(torch.ones(1), self.view(1), float(self))
         return self
 
     override = register("add_.Tensor", impl)
@@ -542,7 +543,7 @@ def test_an_address_that_is_a_constant_is_in_no_plan(temporary: bool) -> None:
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         x, out = self.clone() if temporary else self, torch.empty_like(self)
-        testing.launch(core.scale_kernel, x.data_ptr(), out, x.numel(), 2.0)
+        probes.launch(probes.load().scale_kernel, x.data_ptr(), out, x.numel(), 2.0)
         return out
 
     override = register("_softmax", impl)
@@ -559,7 +560,7 @@ def test_a_trial_keeps_the_alignment_that_a_condition_asks_for(alignment: int) -
     def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         seen.append(self.data_ptr() % alignment)
         out = torch.empty_like(self)
-        testing.scale(self, out, 2.0)
+        probes.scale(self, out, 2.0)
         return out
 
     base = torch.randn(256)
