@@ -111,7 +111,7 @@ $(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) ke
 	@$(PY) setup.py -q build_ext --inplace
 	@echo "== installing opgraft and opgraft-kernels"
 	@OPGRAFT_BUILD_CORE=0 $(PIP) --no-build-isolation --no-deps -e . -e kernels/opgraft-kernels
-	@$(PY) -c 'from opgraft import _core; print("==", _core.status())'
+	@$(PY) -c 'from opgraft.core import loader; print("==", loader.status())'
 	@touch $@
 
 # What tests do in C++, once for all their processes; not where there is no compiler.

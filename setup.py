@@ -50,8 +50,10 @@ def skip(reason: str) -> None:
 
 
 def compiles() -> ModuleType:
-    """`opgraft._build`, without opgraft, which imports torch."""
-    spec = importlib.util.spec_from_file_location("_build", ROOT / "python/opgraft/_build.py")
+    """`opgraft.core.building`, without opgraft, which imports torch."""
+    spec = importlib.util.spec_from_file_location(
+        "building", ROOT / "python/opgraft/core/building.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

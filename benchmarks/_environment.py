@@ -169,11 +169,11 @@ def wheels(folder: Path) -> list[Path]:
 
 def with_opgraft(folder: Path, built: Sequence[Path]) -> Environment:
     """An environment with opgraft and opgraft-kernels, and this process's core, if it has one."""
-    from opgraft import _core
+    from opgraft.core import loader
 
     environment = make(folder)
     environment.install(*built)
-    core = _core.load()
+    core = loader.load()
     if core is not None and core.__file__ is not None:
         shutil.copy2(core.__file__, environment.packages / "opgraft")
     return environment

@@ -276,8 +276,8 @@ class Opgraft(Contender):
     def install(self) -> None:
         import opgraft
         from opgraft import when
+        from opgraft.ops.schema import resolve
         from opgraft.plan import recording
-        from opgraft.schema import resolve
 
         self._opgraft = opgraft
         self._agree = recording.agree

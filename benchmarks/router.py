@@ -188,10 +188,11 @@ class Opgraft(Contender):
         if self.router == "python":
             os.environ["OPGRAFT_ROUTER"] = "python"
         import opgraft
-        from opgraft import _core, when
+        from opgraft import when
+        from opgraft.core import loader
 
-        if self.router == "compiled" and _core.in_use() is None:
-            raise RuntimeError(f"there is no compiled router to measure: {_core.status()}")
+        if self.router == "compiled" and loader.in_use() is None:
+            raise RuntimeError(f"there is no compiled router to measure: {loader.status()}")
         self._opgraft = opgraft
         dtypes = (torch.float32, torch.float16)
         for op, overrides, hit in itertools.product(OPS, COUNTS, (False, True)):

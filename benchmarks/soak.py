@@ -45,8 +45,8 @@ from torch import Tensor, nn
 
 import opgraft
 from opgraft import when
+from opgraft.ops.schema import resolve
 from opgraft.registry import registry
-from opgraft.schema import resolve
 
 HIDDEN, HEADS, CLASSES = 64, 4, 32
 WINDOW = 100

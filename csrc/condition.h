@@ -2,8 +2,8 @@
 // GIL.
 //
 // Three-valued, as in Python: a part that has no value is undefined, and a condition holds only where
-// it is true. `python/opgraft/program.py` makes the nodes; the two must agree on every call, which
-// tests/test_differential.py checks.
+// it is true. `python/opgraft/when/compilation.py` makes the nodes; the two must agree on every call,
+// which tests/test_differential.py checks.
 #pragma once
 
 #include <ATen/core/ivalue.h>

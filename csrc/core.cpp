@@ -74,7 +74,7 @@ Place to_place(const PlaceTuple& place) {
   return Place{std::get<0>(place), std::get<1>(place), std::get<2>(place)};
 }
 
-// What `opgraft.program` makes: (code, place, integer, real, constant, children, places).
+// What `opgraft.when.compilation` makes: (code, place, integer, real, constant, children, places).
 using NodeTuple = std::tuple<std::string, PlaceTuple, int64_t, double, py::object,
                              std::vector<int32_t>, std::vector<PlaceTuple>>;
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opgraft
 from opgraft import when
 from opgraft.errors import RegistrationError
-from opgraft.schema import Op, resolve_symbol
+from opgraft.ops.schema import Op, resolve_symbol
 
 Call = Callable[..., Any]
 

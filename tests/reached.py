@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from opgraft.errors import RegistrationError
-from opgraft.schema import Call, Op, resolve
+from opgraft.ops.schema import Call, Op, resolve
 from opgraft.verification import opinfo
 
 Watch = Callable[[Call], "Callable[[], None] | None"]

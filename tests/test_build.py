@@ -22,7 +22,8 @@ import filelock
 import pytest
 import torch
 
-from opgraft import _build, _cache, _core, cli
+from opgraft import cli
+from opgraft.core import building, loader, store
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a core tells the loader, without the rest: how it is compiled is under test.
@@ -70,17 +71,17 @@ has_setuptools = pytest.mark.skipif(
     ],
 )
 def test_the_modules_name_carries_torchs_major_and_minor(version: str, name: str) -> None:
-    assert _core.module_name(version) == name
+    assert loader.module_name(version) == name
 
 
 def test_a_version_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="not a torch version: 'unknown'"):
-        _core.module_name("unknown")
+        loader.module_name("unknown")
 
 
 def test_no_core_for_the_running_torch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="opgraft"):
-        module, status = _core._find("1.99.0")
+        module, status = loader._find("1.99.0")
     assert module is None
     assert not status.built
     assert status.module == "opgraft._C_torch1_99"
@@ -129,15 +130,15 @@ def fake_core(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_core_for_the_running_torch_loads(fake_core) -> None:
     fake_core("opgraft._C_torch1_99", "1.99.0")
-    module, status = _core._find("1.99.0+cpu")
+    module, status = loader._find("1.99.0+cpu")
     assert module is sys.modules["opgraft._C_torch1_99"]
-    assert status == _core.CoreStatus(True, "opgraft._C_torch1_99")
+    assert status == loader.CoreStatus(True, "opgraft._C_torch1_99")
     assert str(status) == "compiled core: opgraft._C_torch1_99"
 
 
 def test_a_core_for_another_torch_is_not_even_imported(fake_core) -> None:
     other = fake_core("opgraft._C_torch1_98", "1.98.0")
-    assert _core._find("1.99.0")[0] is None
+    assert loader._find("1.99.0")[0] is None
     assert other.loaded == 0
 
 
@@ -155,7 +156,7 @@ def test_a_core_that_does_not_fit_is_refused(
 ) -> None:
     fake = fake_core("opgraft._C_torch1_99", compiled_for, same_abi=same_abi)
     with caplog.at_level("WARNING", logger="opgraft"):
-        module, status = _core._find("1.99.0+cpu")
+        module, status = loader._find("1.99.0+cpu")
     assert fake.loaded == 1
     assert module is None
     assert not status.built
@@ -173,7 +174,7 @@ NO_RELEASE = [
 @pytest.mark.parametrize("version", ["1.99.0", "1.99.0+cpu", "1.99.0+cu130", "1.99.0+rocm7.1"])
 def test_a_release_is_one_source_whatever_it_was_built_for(fake_core, version: str) -> None:
     fake_core("opgraft._C_torch1_99", version, commit="c0ffee")
-    assert _core._find(*RUNNING)[1].built
+    assert loader._find(*RUNNING)[1].built
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_core_for_another_source_of_the_same_patch_release_is_refused(
 ) -> None:
     running, compiled_for = ((version, commit), RUNNING) if runs else (RUNNING, (version, commit))
     fake_core("opgraft._C_torch1_99", compiled_for[0], commit=compiled_for[1])
-    module, status = _core._find(*running)
+    module, status = loader._find(*running)
     assert module is None
     assert f"compiled for torch {compiled_for[0]} (commit {compiled_for[1]})" in status.reason
     assert f"and this is {running[0]} (commit {running[1]})" in status.reason
@@ -199,35 +200,35 @@ def test_a_core_that_was_built_on_such_a_torch_fits_it(
     fake_core, version: str, commit: str
 ) -> None:
     fake_core("opgraft._C_torch1_99", version, commit=commit)
-    assert _core._find(version, commit)[1].built
+    assert loader._find(version, commit)[1].built
 
 
 def test_the_headers_torch_says_which_it_is(tmp_path: Path) -> None:
-    build = _build.headers_build(TORCH_HEADERS)
+    build = building.headers_build(TORCH_HEADERS)
     assert build == (torch.__version__, torch.version.git_version)
     header = tmp_path / "include" / "torch" / "headeronly" / "version.h"
     header.parent.mkdir(parents=True)
     parts = {"MAJOR": 1, "MINOR": 99, "PATCH": 0}
     header.write_text("".join(f"#define TORCH_VERSION_{k} {v}\n" for k, v in parts.items()))
-    with pytest.raises(_build.BuildError, match=r"cannot be told from .*version\.py"):
-        _build.headers_build(tmp_path / "include")
+    with pytest.raises(building.BuildError, match=r"cannot be told from .*version\.py"):
+        building.headers_build(tmp_path / "include")
     version = tmp_path / "version.py"
     version.write_text("__version__ = '1.99.0a0+abc'\ngit_version = 'abcdef'\n")
-    assert _build.headers_build(tmp_path / "include") == ("1.99.0a0+abc", "abcdef")
+    assert building.headers_build(tmp_path / "include") == ("1.99.0a0+abc", "abcdef")
     version.write_text("__version__ = '1.99.1'\ngit_version = 'abcdef'\n")
-    with pytest.raises(_build.BuildError, match=r"is of torch 1\.99\.1"):
-        _build.headers_build(tmp_path / "include")
+    with pytest.raises(building.BuildError, match=r"is of torch 1\.99\.1"):
+        building.headers_build(tmp_path / "include")
 
 
 def test_the_core_of_this_environment_is_the_running_torchs() -> None:
-    core, status = _core.load(), _core.status()
+    core, status = loader.load(), loader.status()
     if core is None:
         pytest.skip(str(status))
     assert core.torch_version() == torch.__version__.split("+")[0]
     assert core.torch_build() == (torch.__version__, torch.version.git_version)
     assert core.abi()["cxx11_abi"] == torch.compiled_with_cxx11_abi()
-    assert core.__name__ == status.module == _core.module_name(torch.__version__)
-    assert _core.load() is core
+    assert core.__name__ == status.module == loader.module_name(torch.__version__)
+    assert loader.load() is core
 
 
 # ------------------------------------------------------------------------- the cache of cores
@@ -237,7 +238,7 @@ def test_the_core_of_this_environment_is_the_running_torchs() -> None:
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a core for torch 1.99.0 in a cache of this test's own."""
     monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
-    path = _cache.place("1.99.0")
+    path = store.place("1.99.0")
     path.parent.mkdir(parents=True, mode=0o700)
     path.write_bytes(b"no library")
     for each in (path, path.parent, tmp_path / "cache"):
@@ -248,29 +249,29 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_cached_core_is_for_one_torch_one_python_and_one_state_of_the_sources(
     cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _cache.find("1.99.0") == (cached, "")
-    assert _cache.find("1.99.0+cu130") == (None, "")
-    assert _cache.find("1.99.1") == (None, "")
+    assert store.find("1.99.0") == (cached, "")
+    assert store.find("1.99.0+cu130") == (None, "")
+    assert store.find("1.99.1") == (None, "")
     assert sysconfig.get_config_var("SOABI") in cached.parent.name
-    monkeypatch.setattr(_build, "sources", lambda: tmp_path)  # none of them
-    assert _cache.find("1.99.0") == (None, "")
+    monkeypatch.setattr(building, "sources", lambda: tmp_path)  # none of them
+    assert store.find("1.99.0") == (None, "")
 
 
 def test_the_digest_is_the_sources(tmp_path: Path) -> None:
     (tmp_path / "core.cpp").write_text("int a;")
-    before = _build.digest(tmp_path)
+    before = building.digest(tmp_path)
     (tmp_path / "core.h").write_text("")
-    assert _build.digest(tmp_path) != before
+    assert building.digest(tmp_path) != before
     (tmp_path / "core.h").unlink()
-    assert _build.digest(tmp_path) == before
+    assert building.digest(tmp_path) == before
 
 
 def test_without_a_cache_the_sources_are_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "none"))
-    monkeypatch.setattr(_build, "sources", lambda: pytest.fail("looked"))
-    assert _cache.find("1.99.0") == (None, "")
+    monkeypatch.setattr(building, "sources", lambda: pytest.fail("looked"))
+    assert store.find("1.99.0") == (None, "")
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
@@ -281,10 +282,10 @@ def test_a_core_that_others_could_have_written_is_not_loaded(
     cached: Path, mode: int, spoil: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil(cached).chmod(mode)
-    path, reason = _cache.find("1.99.0")
+    path, reason = store.find("1.99.0")
     assert path is None
     assert f"others may write to {spoil(cached)}" in reason
-    module, status = _core._find("1.99.0")
+    module, status = loader._find("1.99.0")
     assert module is None
     assert status.reason == reason
     assert reason in caplog.text
@@ -292,7 +293,7 @@ def test_a_core_that_others_could_have_written_is_not_loaded(
 
 def test_a_sticky_folder_above_is_fine(cached: Path) -> None:
     cached.parents[2].chmod(0o1777)  # as /tmp is
-    assert _cache.find("1.99.0") == (cached, "")
+    assert store.find("1.99.0") == (cached, "")
 
 
 def test_a_core_of_another_user_is_not_loaded(
@@ -303,7 +304,7 @@ def test_a_core_of_another_user_is_not_loaded(
     else:
         me = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    path, reason = _cache.find("1.99.0")
+    path, reason = store.find("1.99.0")
     assert path is None
     assert "belongs to user" in reason
 
@@ -312,9 +313,9 @@ def test_a_link_leads_to_what_is_checked(cached: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     cached.parent.rename(elsewhere)
     cached.parent.symlink_to(elsewhere)
-    assert _cache.find("1.99.0") == (cached, "")
+    assert store.find("1.99.0") == (cached, "")
     elsewhere.chmod(0o777)
-    path, reason = _cache.find("1.99.0")
+    path, reason = store.find("1.99.0")
     assert path is None
     assert f"others may write to {elsewhere}" in reason
 
@@ -327,17 +328,17 @@ def test_a_cached_core_goes_before_an_installed_one(
     built.torch_build = lambda: ("1.99.0", str(torch.version.git_version))  # type: ignore[attr-defined]
     built.abi = lambda: {"cxx11_abi": torch.compiled_with_cxx11_abi()}  # type: ignore[attr-defined]
     files: list[Path] = []
-    monkeypatch.setattr(_core, "_import_file", lambda name, path: files.append(path) or built)
-    assert _core._find("1.99.0") == (built, _core.CoreStatus(True, "opgraft._C_torch1_99"))
+    monkeypatch.setattr(loader, "_import_file", lambda name, path: files.append(path) or built)
+    assert loader._find("1.99.0") == (built, loader.CoreStatus(True, "opgraft._C_torch1_99"))
     assert files == [cached]
     assert installed.loaded == 0
     cached.chmod(0o777)  # the installed one does where the other may not be loaded
-    assert _core._find("1.99.0")[0] is sys.modules["opgraft._C_torch1_99"]
+    assert loader._find("1.99.0")[0] is sys.modules["opgraft._C_torch1_99"]
     assert installed.loaded == 1
 
 
 def test_a_cached_core_that_is_broken_costs_the_core_only(cached: Path) -> None:
-    module, status = _core._find("1.99.0")
+    module, status = loader._find("1.99.0")
     assert module is None
     assert "importing it failed (ImportError" in status.reason
     assert "opgraft._C_torch1_99" not in sys.modules
@@ -364,11 +365,11 @@ def test_what_is_swapped_after_it_was_checked_is_not_loaded(
         loaded.append(Path(spec.origin).read_bytes())
         return ModuleType(spec.name)
 
-    assert _cache.find("1.99.0") == (cached, "")
+    assert store.find("1.99.0") == (cached, "")
     loader = importlib.machinery.ExtensionFileLoader
     monkeypatch.setattr(loader, "create_module", load)
     monkeypatch.setattr(loader, "exec_module", lambda self, module: None)
-    module = _core._import_file("opgraft._C_torch1_99", cached)
+    module = loader._import_file("opgraft._C_torch1_99", cached)
     del sys.modules["opgraft._C_torch1_99"]
     assert loaded == [b"no library"]
     assert module.__file__ == str(cached)
@@ -377,7 +378,7 @@ def test_what_is_swapped_after_it_was_checked_is_not_loaded(
 def test_what_is_swapped_before_it_is_opened_is_checked_again(
     cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = _cache.find
+    find = store.find
 
     def then_swap(version: str) -> tuple[Path | None, str]:
         found = find(version)
@@ -387,8 +388,8 @@ def test_what_is_swapped_before_it_is_opened_is_checked_again(
         theirs.chmod(0o777)
         return found
 
-    monkeypatch.setattr(_cache, "find", then_swap)
-    module, status = _core._find("1.99.0")
+    monkeypatch.setattr(store, "find", then_swap)
+    module, status = loader._find("1.99.0")
     assert module is None
     assert f"others may write to {tmp_path / 'theirs'}" in status.reason
 
@@ -406,7 +407,7 @@ def test_what_is_replaced_while_it_is_looked_at_is_distrusted(
         return real
 
     monkeypatch.setattr(os, "readlink", then_replace)
-    assert "was replaced while it was looked at" in _cache.distrust(cached)
+    assert "was replaced while it was looked at" in store.distrust(cached)
 
 
 # ------------------------------------------------------------------------------- opgraft build
@@ -434,7 +435,7 @@ def test_a_core_that_is_there_is_not_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_core, "status", lambda: _core.CoreStatus(True, "opgraft._C_torch1_99"))
+    monkeypatch.setattr(loader, "status", lambda: loader.CoreStatus(True, "opgraft._C_torch1_99"))
     assert cli.main(["build"]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert not (tmp_path / "cache").exists()
@@ -444,7 +445,7 @@ def test_a_core_that_is_there_is_not_built_again(
 def no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As where no core is there; returns the cache."""
     monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_core, "status", lambda: _core.CoreStatus(False, "none", "no reason"))
+    monkeypatch.setattr(loader, "status", lambda: loader.CoreStatus(False, "none", "no reason"))
     return tmp_path / "cache"
 
 
@@ -467,8 +468,8 @@ def test_building_without_pythons_headers_says_what_to_install(
 ) -> None:
     monkeypatch.setenv("CXX", sys.executable)  # anything that is there
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(_build.BuildError, match=r"no Python\.h .* apt install python3-dev"):
-        _build.compile_core(TORCH_HEADERS, tmp_path / "c.so", folder=tmp_path, objects=tmp_path)
+    with pytest.raises(building.BuildError, match=r"no Python\.h .* apt install python3-dev"):
+        building.compile_core(TORCH_HEADERS, tmp_path / "c.so", folder=tmp_path, objects=tmp_path)
 
 
 def test_building_into_a_folder_of_others_is_refused(
@@ -482,9 +483,9 @@ def test_building_into_a_folder_of_others_is_refused(
 
 
 def test_headers_say_which_torch_they_are_of(tmp_path: Path) -> None:
-    assert _build.headers_release(TORCH_HEADERS) == torch.__version__.split("+")[0]
-    with pytest.raises(_build.BuildError, match=r"holds no headers of torch 2\.11 or newer"):
-        _build.headers_release(tmp_path)
+    assert building.headers_release(TORCH_HEADERS) == torch.__version__.split("+")[0]
+    with pytest.raises(building.BuildError, match=r"holds no headers of torch 2\.11 or newer"):
+        building.headers_release(tmp_path)
 
 
 @pytest.mark.slow
@@ -495,13 +496,14 @@ def test_what_is_built_is_loaded_from_then_on(tmp_path: Path) -> None:
     program = """
         import os, sys, torch
         from pathlib import Path
-        from opgraft import _build, _cache, _core, cli
+        from opgraft.core import building, loader, store
+        from opgraft import cli
 
-        _build.sources = lambda: Path(sys.argv[1])
+        building.sources = lambda: Path(sys.argv[1])
         os.umask(0o002)
         assert cli.main(["build", "--force"]) == 0
-        path = _cache.place(torch.__version__)
-        core, status = _core._find(torch.__version__)
+        path = store.place(torch.__version__)
+        core, status = loader._find(torch.__version__)
         assert status.built and core.__file__ == str(path), status
         assert {p.stat().st_mode & 0o077 for p in (path, path.parent, path.parents[1])} == {0}
         first = path.stat().st_ino
@@ -631,7 +633,7 @@ def test_the_wheel_is_the_platforms_while_it_holds_a_core(tree: Path) -> None:
     build = build_wheel(tree)
     assert build.returncode == 0, build.output
     (core,) = build.cores()
-    module = _core.module_name(torch.__version__).replace(".", "/")
+    module = loader.module_name(torch.__version__).replace(".", "/")
     assert core.startswith(f"{module}.")
     assert build.wheel is not None
     assert f"-cp{sys.version_info.major}{sys.version_info.minor}-" in build.wheel.name
@@ -708,7 +710,9 @@ def compile_project(folder: Path) -> list[list[str]]:
     log = folder.parent / "log"
     log.unlink(missing_ok=True)
     objects = folder.parent / "objects"
-    _build.compile_core(TORCH_HEADERS, folder.parent / "_C_test.so", folder=folder, objects=objects)
+    building.compile_core(
+        TORCH_HEADERS, folder.parent / "_C_test.so", folder=folder, objects=objects
+    )
     runs = [line.split() for line in log.read_text().splitlines() if " -c " in line]
     results = [Path(words[words.index("-o") + 1]) for words in runs]
     return sorted(result.stem.split("+") for result in results)
@@ -781,7 +785,7 @@ def test_the_compilers_warnings_are_shown_to_who_works_on_it(
     assert "compiled 4 of 4 files" in out
     assert "core.cpp" in out
     touch(touched)
-    _build.compile_core(
+    building.compile_core(
         TORCH_HEADERS,
         project.parent / "_C_test.so",
         folder=project,
@@ -796,7 +800,7 @@ def test_what_the_compiler_says_is_shown_where_it_fails(
     project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (project / "b.cpp").write_text("#error this does not compile\n")
-    with pytest.raises(_build.BuildError, match=r"ended with 1"):
+    with pytest.raises(building.BuildError, match=r"ended with 1"):
         compile_project(project)
     assert capfd.readouterr().err.count("error: #error this does not compile") == 1
     assert not (project.parent / "_C_test.so").exists()
@@ -814,7 +818,7 @@ def test_the_sources_of_the_core_go_together(tmp_path: Path) -> None:
         folders.append(Path(sysconfig.get_path("include")))
         done = subprocess.run(
             [
-                *_build.find_compiler(),
+                *building.find_compiler(),
                 *("-std=c++20", "-fsyntax-only", "-w", f"-iquote{ROOT / 'csrc'}"),
                 *("-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C_test"),
                 *('-DOPGRAFT_TORCH_VERSION="1.99.0"', '-DOPGRAFT_TORCH_COMMIT=""'),

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _cache, _core, cli, packs, when
+from opgraft import cli, packs, when
 from opgraft.cli import arguments, doctor, facts, new
 from opgraft.cli.arguments import ArgumentError, Options
+from opgraft.core import loader, store
 from opgraft.explanation import Kernel, Neighbours
-from opgraft.schema import resolve
+from opgraft.ops.schema import resolve
 from tests import ops
 
 Capture = pytest.CaptureFixture[str]
@@ -300,7 +301,7 @@ def test_a_cache_that_others_can_write_to_is_a_problem(
 def test_a_core_cache_that_others_can_write_to_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cache, "find", lambda version: (None, "the core x is not loaded: others"))
+    monkeypatch.setattr(store, "find", lambda version: (None, "the core x is not loaded: others"))
     assert "problem" in levels("caches")
 
 
@@ -566,14 +567,14 @@ for _ in range(int(sys.argv[1])):
 """
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="launch plans need the compiled core")
+@pytest.mark.skipif(loader.in_use() is None, reason="launch plans need the compiled core")
 def test_warmup_prints_what_ran_and_what_was_recorded(tmp_path: Path) -> None:
     done = run_script(tmp_path, PLANNED, "script.py", "5", command="warmup")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "mine: 5 hits; 1 plan, 2 replays" in done.stderr
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="launch plans need the compiled core")
+@pytest.mark.skipif(loader.in_use() is None, reason="launch plans need the compiled core")
 def test_warmup_writes_json_to_a_file_and_ends_as_the_script_does(tmp_path: Path) -> None:
     text = f"{PLANNED}\nsys.exit(3)\n"
     done = run_script(
@@ -635,8 +636,8 @@ def test_new_into_another_folder(tmp_path: Path, capsys: Capture) -> None:
 def test_build_with_json_says_where_the_core_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr("opgraft._core.status", lambda: _core.CoreStatus(True, "m"))
-    monkeypatch.setattr("opgraft._core.load", lambda: os)
+    monkeypatch.setattr("opgraft.core.loader.status", lambda: loader.CoreStatus(True, "m"))
+    monkeypatch.setattr("opgraft.core.loader.load", lambda: os)
     assert run_json(capsys, "build") == {"torch": str(torch.__version__), "core": os.__file__}
 
 

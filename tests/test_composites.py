@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opgraft
 from opgraft import when
 from opgraft.errors import ContractError, RegistrationError
-from opgraft.schema import resolve
+from opgraft.ops.schema import resolve
 from tests.composites import composites
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import ContractError, _core
+from opgraft import ContractError
+from opgraft.core import loader
 from opgraft.registry.state import CHECKED_HITS, OverrideState
 from opgraft.router import contract
 from tests import ops
@@ -300,7 +301,7 @@ def test_the_quantizer_of_an_output_is_compared(scale: float, zero_point: int) -
 def forgets(op: str, name: str, instead: Any) -> Callable[..., Any]:
     """Native, but for one argument, which it takes to be another."""
     native = native_of(op)
-    overload = opgraft.schema.resolve(f"aten::{op}")
+    overload = opgraft.ops.schema.resolve(f"aten::{op}")
 
     def impl(*args: Any, **kwargs: Any) -> Any:
         named = overload.bind(args, kwargs).named | {name: instead}
@@ -426,7 +427,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any], Callable[[], Any], str]] = {
 
 
 # Without the core a number in a Tensor slot is made by `set_`, which nothing may then be put on.
-ON_SET = pytest.mark.skipif(_core.in_use() is None, reason="the router in Python needs set_")
+ON_SET = pytest.mark.skipif(loader.in_use() is None, reason="the router in Python needs set_")
 
 
 def each(cases: dict[str, Any]) -> list[Any]:
@@ -603,7 +604,7 @@ def test_which_errors_of_native_are_refusals(error: Exception, refuses: bool) ->
     assert contract.is_refusal(error) == refuses
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="this is the router in Python")
+@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
 def test_the_same_in_the_python_router() -> None:
     done = subprocess.run(
         [

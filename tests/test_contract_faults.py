@@ -19,10 +19,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import opgraft
-from opgraft import ContractError, _core
+from opgraft import ContractError
+from opgraft.core import loader
+from opgraft.ops.schema import Call, Op
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import outputs
-from opgraft.schema import Call, Op
 from tests import reached
 
 ROOT = Path(__file__).parent.parent
@@ -331,7 +332,7 @@ def test_a_fault_is_caught_in_the_first_hits(name: str, calls: dict[Op, list[Cal
     reason="with overrides of many ops at once, the router in Python recurses in div.Scalar",
     strict=False,
 )
-@pytest.mark.skipif(_core.in_use() is None, reason="this is the router in Python")
+@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
 def test_the_same_in_the_python_router() -> None:
     done = subprocess.run(
         [

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks._environment import Environment
-from opgraft import _core
+from opgraft.core import loader
 from tests import probes
 
 pytestmark = pytest.mark.skipif(
-    _core.load() is None, reason="without a compiled core packs are not activated"
+    loader.load() is None, reason="without a compiled core packs are not activated"
 )
 
 # Ordinary torch ops at the CPU key, so that what is hit can be told without a GPU.

@@ -24,10 +24,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import opgraft
-from opgraft import OverrideWarning, _core, packs
-from opgraft.program import compile_condition
+from opgraft import OverrideWarning, packs
+from opgraft.core import loader
+from opgraft.ops.schema import Op, resolve
 from opgraft.registry import registry
-from opgraft.schema import Op, resolve
+from opgraft.when.compilation import compile_condition
 from tests.test_when_properties import (
     Arguments,
     Names,
@@ -42,8 +43,8 @@ from tests.test_when_properties import (
 
 # Set in the other process, which imports this module for its programs.
 ORACLE = "OPGRAFT_TEST_ORACLE"
-if ORACLE not in os.environ and _core.in_use() is None:
-    pytest.skip(f"Python routes here: {_core.status()}", allow_module_level=True)
+if ORACLE not in os.environ and loader.in_use() is None:
+    pytest.skip(f"Python routes here: {loader.status()}", allow_module_level=True)
 
 
 # ------------------------------------------------------------------ conditions
@@ -146,7 +147,7 @@ def conditions_on_calls(name: str) -> st.SearchStrategy[tuple[str, Tree, list[Ar
 
 def _holds(tree: Tree, op: Op, arguments: Arguments) -> tuple[bool, bool, bool]:
     """As the core, Python and the plain evaluation say."""
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     cond = build(tree)
     cond.check({argument.name: argument.kind for argument in op.arguments})
@@ -601,7 +602,7 @@ def _on_two_devices(call: Call) -> Call:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
-    assert _core.in_use() is None, "the oracle must route in Python"
+    assert loader.in_use() is None, "the oracle must route in Python"
     while (program := connection.recv()) is not None:
         try:
             connection.send(Machine().run(pickle.loads(program)))

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from benchmarks._environment import Environment
-from opgraft import _core
+from opgraft.core import loader
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -124,7 +124,7 @@ def test_tests_that_documents_name_exist() -> None:
 
 @pytest.mark.parametrize("document", having("python"), ids=names)
 def test_python(document: Path, tmp_path: Path, fake_modules: None) -> None:
-    if document.name == "plans.md" and _core.in_use() is None:
+    if document.name == "plans.md" and loader.in_use() is None:
         pytest.skip("launch plans are the core's")
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for block in to_run(document, "python"):
@@ -170,7 +170,7 @@ def fake_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(_core.load() is None, reason="without a compiled core packs are not activated")
+@pytest.mark.skipif(loader.load() is None, reason="without a compiled core packs are not activated")
 @pytest.mark.parametrize("document", having("console"), ids=names)
 def test_console(document: Path, own_environment: Environment, tmp_path: Path) -> None:
     folder = tmp_path / "folder"

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import OverrideWarning, _core, when
+from opgraft import OverrideWarning, when
+from opgraft.core import loader
 from opgraft.packs import owning
 from opgraft.router import failure, timebox
 from tests import ops
@@ -385,7 +386,7 @@ def test_a_kind_whose_condition_declines_is_no_hit_of_the_quarantined() -> None:
     assert (override.hits, override.misses) == (1, 1)
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="the router in Python is Python")
+@pytest.mark.skipif(loader.in_use() is None, reason="the router in Python is Python")
 def test_after_a_quarantine_calls_run_no_python() -> None:
     register(ValueError("no such tile"))
     x = torch.ones(2, 2)
@@ -561,7 +562,7 @@ def test_a_timeout_that_is_no_number_is_ignored(
     assert f"OPGRAFT_COMPILE_TIMEOUT={value} is ignored" in caplog.text
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="this is the router in Python")
+@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
 def test_all_of_this_in_the_router_in_python() -> None:
     done = subprocess.run(
         [

@@ -26,7 +26,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
-from opgraft import _core, _metadata, cutedsl_utils, dsl, packs, triton_utils, when
+from opgraft import cutedsl_utils, dsl, packs, triton_utils, when
+from opgraft.base import distributions
+from opgraft.core import loader
 from tests import ops
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +108,7 @@ def softmax_of_width(width: int) -> float:
 NATIVE_MISS = 1 / MISS_WIDTH
 #: What a miss runs once the foreign kernel that we found is gone: the compiled router has a copy of
 #: it; the Python router finds PyTorch's own.
-MISS_AFTER_FOREIGN = 7.0 if _core.in_use() else NATIVE_MISS
+MISS_AFTER_FOREIGN = 7.0 if loader.in_use() else NATIVE_MISS
 
 
 def test_a_foreign_kernel_registered_before_us_is_what_a_miss_runs_until_it_goes() -> None:
@@ -182,7 +184,7 @@ def test_foreign_kernels_below_and_above_us_go_in_any_order(first_to_go: str) ->
 
 
 @pytest.mark.xfail(
-    _core.in_use() is None,
+    loader.in_use() is None,
     strict=True,
     reason="from Python, the kernel below ours is reached only by taking ours out for a moment, "
     "and what the foreign kernel above has captured is ours: it needs a copy of the kernel, in C++",
@@ -830,7 +832,7 @@ def test_no_version_of_a_dsl_turns_overrides_off(
 ) -> None:
     """A pin that a new release does not meet would, without a word."""
     monkeypatch.setattr(dsl, "_is_importable", lambda module: True)
-    monkeypatch.setattr(_metadata, "version", lambda distribution: version)
+    monkeypatch.setattr(distributions, "version", lambda distribution: version)
     assert (utils.runtime_available(), utils.runtime_version()) == (True, version)
     override = utils.register_op_override(
         "aten", "_softmax", "CPU", ops.softmax, unconditional_override=True

@@ -15,9 +15,10 @@ import torch
 from torch.nn import functional as F
 
 import opgraft
-from opgraft import ContractError, _core, when
+from opgraft import ContractError, when
+from opgraft.core import loader
+from opgraft.ops.schema import HIDDEN_WRITES, Call, resolve
 from opgraft.registry.state import CHECKED_HITS
-from opgraft.schema import HIDDEN_WRITES, Call, resolve
 from tests import reached
 
 ROOT = Path(__file__).parent.parent
@@ -328,7 +329,7 @@ def test_in_compiled_graphs_they_are_what_they_are_without_overrides(policy: Any
     torch.testing.assert_close(run(), expected)
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="this is the router in Python")
+@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
 def test_the_same_in_the_python_router() -> None:
     done = subprocess.run(
         [

@@ -421,13 +421,13 @@ def test_opgraft_disable_activates_nothing(
 def test_without_a_compiled_core_nothing_is_activated_and_one_line_says_so(
     install: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from opgraft import _core
+    from opgraft.core import loader
 
     module = install("norms")
     install("attention")
     monkeypatch.delenv("OPGRAFT_ROUTER", raising=False)
-    monkeypatch.setattr(_core, "load", lambda: None)
-    monkeypatch.setattr(_core, "status", lambda: _core.CoreStatus(False, "m", "none was built"))
+    monkeypatch.setattr(loader, "load", lambda: None)
+    monkeypatch.setattr(loader, "status", lambda: loader.CoreStatus(False, "m", "none was built"))
     packs.activate()
     assert module not in sys.modules
     assert states()["norms"] == ("unmet", "no compiled core: none was built")

@@ -58,4 +58,4 @@ def test_importing_opgraft_alone_imports_little_of_it() -> None:
     # conftest switches packs off; the autoload looks who is there all the same.
     assert "opgraft.when" not in done.stdout
     assert "opgraft.router" not in done.stdout
-    assert "opgraft.env" in done.stdout
+    assert "opgraft.base.env" in done.stdout

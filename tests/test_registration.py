@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import RegistrationError, _core, env, registration, when
-from opgraft.schema import resolve
+from opgraft import RegistrationError, registration, when
+from opgraft.base import env
+from opgraft.core import loader
+from opgraft.ops.schema import resolve
 from tests import ops
 
 
@@ -348,9 +350,9 @@ def test_routing_in_python_is_told_once(
     told: list[str] = []
     monkeypatch.setattr(env, "warn_once", told.append)
     registration._tell_without_core()
-    assert bool(told) == (_core.load() is None)
+    assert bool(told) == (loader.load() is None)
     told.clear()
-    monkeypatch.setattr(_core, "in_use", lambda: None)
+    monkeypatch.setattr(loader, "in_use", lambda: None)
     registration._tell_without_core()
     (message,) = told
     assert "routed in Python" in message

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import opgraft
 from opgraft import router, when
+from opgraft.ops.schema import resolve
 from opgraft.registry import registry
-from opgraft.schema import resolve
 from tests import ops
 
 

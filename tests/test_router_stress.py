@@ -23,15 +23,16 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _core, when
+from opgraft import when
+from opgraft.core import loader
+from opgraft.ops.schema import resolve
 from opgraft.registry import Override, registry
 from opgraft.router.compiled import CompiledRouter
-from opgraft.schema import resolve
 from tests import ops, probes
 
-core: Any = _core.in_use()
+core: Any = loader.in_use()
 if core is None:
-    pytest.skip(f"Python routes here: {_core.status()}", allow_module_level=True)
+    pytest.skip(f"Python routes here: {loader.status()}", allow_module_level=True)
 
 LONG = os.environ.get("OPGRAFT_STRESS") == "1"
 CHANGES = 100_000 if LONG else 5_000
@@ -468,7 +469,8 @@ def test_what_nobody_reads_is_freed_at_once() -> None:
 
 FORKING = """
     import os, signal, sys, threading, torch, opgraft
-    from opgraft import _core, when
+    from opgraft.core import loader
+    from opgraft import when
 
     # Operators that run on several threads are no part of this: OpenMP's do not survive a fork.
     torch.set_num_threads(1)
@@ -488,7 +490,7 @@ FORKING = """
             opgraft.enable(name="o1")
 
     def cpp():  # threads that come and go, each with a slot among the router's readers
-        core = _core.in_use()
+        core = loader.in_use()
         while True:
             probes.call_on_a_thread("aten::_softmax", [x], (-1, False), 1)
 
@@ -555,7 +557,7 @@ def test_a_forked_child_ends_at_once_though_its_parent_was_in_python() -> None:
         pid = os.fork()
         if pid == 0:
             start = time.monotonic()
-            opgraft._core.in_use().shut_down()
+            opgraft.core.loader.in_use().shut_down()
             os._exit(0 if time.monotonic() - start < 1 else 1)  # it gives up after two seconds
         os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """
@@ -584,7 +586,7 @@ def softmax_router() -> Iterator[CompiledRouter]:
 
 
 def test_an_impl_in_cpp_is_hit_without_python(softmax_router: CompiledRouter) -> None:
-    from opgraft.program import compile_condition
+    from opgraft.when.compilation import compile_condition
 
     hits, misses, fallbacks = (core.Counter() for _ in range(3))
     identity = {"op": "aten::_softmax", "dispatch_key": "CPU", "dsl": None, "pack": None}

@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 
 import opgraft
-from opgraft import _core, router, when
+from opgraft import router, when
+from opgraft.core import loader
+from opgraft.ops.schema import resolve
 from opgraft.registry import registry
 from opgraft.router.compiled import CompiledRouter
-from opgraft.schema import resolve
 from tests import probes
 
-if _core.in_use() is None:
-    pytest.skip(f"Python routes here: {_core.status()}", allow_module_level=True)
+if loader.in_use() is None:
+    pytest.skip(f"Python routes here: {loader.status()}", allow_module_level=True)
 
 
 def is_typed(op: str, dispatch_key: str = "CPU") -> bool:

@@ -20,10 +20,11 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import opgraft
-from opgraft import Override, _core
+from opgraft import Override
+from opgraft.core import loader
+from opgraft.ops.schema import Call
 from opgraft.registry import Chain
 from opgraft.router import observers, threads
-from opgraft.schema import Call
 from tests import ops
 
 Names = frozenset[str]
@@ -34,7 +35,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
     assert threads.scopes() == () == threads.observers()
-    assert not torch._C._is_key_in_tls("opgraft.scopes") or _core.in_use() is None
+    assert not torch._C._is_key_in_tls("opgraft.scopes") or loader.in_use() is None
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import ContractError, OverrideWarning, RegistrationError, _core, when
+from opgraft import ContractError, OverrideWarning, RegistrationError, when
+from opgraft.core import loader
 from opgraft.router import saved_calls, shadow
 from tests import ops
 
@@ -483,7 +484,7 @@ def test_opgraft_shadow_that_turns_nothing_on(
     assert logged in caplog.text and bool(logged) == bool(caplog.text)
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="this is the router in Python")
+@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
 def test_the_same_in_the_python_router() -> None:
     done = subprocess.run(
         [

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import opgraft
-from opgraft import _spelling, env
+from opgraft import spelling
+from opgraft.base import env
 from tests import ops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,7 @@ def test_a_misspelt_variable_is_told(
 ) -> None:
     monkeypatch.delenv("OPGRAFT_ROUTER", raising=False)
     monkeypatch.setenv(variable, value)
-    (text,) = _spelling.environment()
+    (text,) = spelling.environment()
     assert variable in text
     assert hint in text
 
@@ -83,13 +84,13 @@ def test_a_misspelt_variable_is_told(
 )
 def test_what_may_be_right_is_not_told(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OPGRAFT_DISABLE", value)
-    assert _spelling.environment() == []
+    assert spelling.environment() == []
 
 
 def test_an_overrides_name_is_told_from_a_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
     register(name="mine")
     monkeypatch.setenv("OPGRAFT_DISABLE", "mine")
-    (text,) = _spelling.environment()
+    (text,) = spelling.environment()
     assert "did you mean name:mine?" in text
 
 
@@ -190,6 +191,6 @@ def test_every_variable_that_is_read_is_known() -> None:
         for file in files
         for name in re.findall(r"\"(OPGRAFT_[A-Z_]*[A-Z])\"", file.read_text())
     }
-    assert {name for name in read if not name.startswith(_spelling._OF_OTHERS)} == {
-        name for name in read if name in _spelling.VARIABLES
+    assert {name for name in read if not name.startswith(spelling._OF_OTHERS)} == {
+        name for name in read if name in spelling.VARIABLES
     }

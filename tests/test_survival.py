@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _core, when
+from opgraft import when
+from opgraft.core import loader
 from tests import ops, probes
 
 ROOT = Path(__file__).parent.parent
@@ -297,7 +298,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc")
-@pytest.mark.skipif(_core.in_use() is None, reason="a million calls through Python take minutes")
+@pytest.mark.skipif(loader.in_use() is None, reason="a million calls through Python take minutes")
 @pytest.mark.parametrize("kind", ["miss", "hit"])
 def test_memory_after_a_million_calls(kind: str) -> None:
     constant = torch.zeros(4)
@@ -464,7 +465,7 @@ def test_threads_that_end_with_the_process_leave_nothing_to_free() -> None:
         for thread in threads: thread.join()
         print(kept, override.hits)
     """
-    if _core.in_use() is None:
+    if loader.in_use() is None:
         pytest.skip("only the core can take something out of torch's thread-local state")
     for _ in range(3):
         assert run(program) == f"{[[]] * 8} 16\n"

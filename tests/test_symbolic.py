@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from opgraft import symbolic, when
-from opgraft.when import Undefined
+from opgraft import when
+from opgraft.when import Undefined, symbolic
 from tests.test_when_properties import ANY, Arguments, Tree, build, calls, conditions, relaxed
 
 

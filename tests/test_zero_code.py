@@ -12,16 +12,16 @@ import pytest
 
 from benchmarks import _environment
 from benchmarks._environment import Environment
-from opgraft import _core
+from opgraft.core import loader
 
 pytestmark = pytest.mark.skipif(
-    _core.load() is None, reason="without a compiled core packs are not activated"
+    loader.load() is None, reason="without a compiled core packs are not activated"
 )
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("triton", "cutlass", "tvm_ffi", "torch._inductor", "torch._dynamo", "packaging.specifiers")
 NOT_NEEDED_TO_REGISTER = (
-    *("cli", "control", "tracing", "explanation", "verification", "wrapped_number"),
+    *("cli", "control", "explanation", "verification", "ops.wrapped_number"),
     "router.saved_calls",
 )
 # A user's script. What comes after it is the test's.

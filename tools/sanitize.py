@@ -81,15 +81,15 @@ def core() -> None:
     os.environ["LDFLAGS"] = f"-fsanitize={KINDS[1]}"
     import torch
 
-    from opgraft import _build, _cache
+    from opgraft.core import building, store
 
     print("== compiling the core for address,undefined", flush=True)
-    target = _cache.place(torch.__version__)
+    target = store.place(torch.__version__)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     include = Path(torch.__file__).parent / "include"
-    _build.compile_core(include, target, folder=_build.sources(), objects=cache / "objects")
+    building.compile_core(include, target, folder=building.sources(), objects=cache / "objects")
     print("== the stress tests, with it", flush=True)
-    check = "from opgraft import _core; core = _core.load(); assert core, _core.status(); "
+    check = "from opgraft.core import loader; core = loader.load(); assert core, loader.status(); "
     check += f"assert core.__file__ == {str(target)!r}, core.__file__"
     settings = OPTIONS | {"LD_PRELOAD": " ".join(map(_library, ("asan", "ubsan")))}
     for command in (["-c", check], ["-m", "pytest", "-n", "0", "-q", *TESTS]):

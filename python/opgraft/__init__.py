@@ -16,7 +16,7 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from opgraft import env
+from opgraft.base import env
 
 if TYPE_CHECKING:
     __version__: str
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from opgraft.control import disable, disabled, enable, native, overrides
     from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
     from opgraft.explanation import Explanation, explain
-    from opgraft.lazy_impl import lazy
+    from opgraft.explanation.trace import Trace, trace
+    from opgraft.ops.lazy_impl import lazy
     from opgraft.plan.warm import warmup
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
     from opgraft.router.shadow import shadow
-    from opgraft.tracing import Trace, trace
     from opgraft.verification import verify
 
 __all__ = [
@@ -69,17 +69,17 @@ _HOMES = {
     "Override": "registry",
     "OverrideWarning": "errors",
     "RegistrationError": "errors",
-    "Trace": "tracing",
+    "Trace": "explanation.trace",
     "disable": "control",
     "disabled": "control",
     "enable": "control",
     "explain": "explanation",
-    "lazy": "lazy_impl",
+    "lazy": "ops.lazy_impl",
     "native": "control",
     "overrides": "control",
     "register_op_override": "registration",
     "shadow": "router.shadow",
-    "trace": "tracing",
+    "trace": "explanation.trace",
     "verify": "verification",
     "warmup": "plan.warm",
 }
@@ -87,9 +87,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from opgraft import _metadata
+        from opgraft.base import distributions
 
-        return _metadata.version("opgraft") or "unknown"
+        return distributions.version("opgraft") or "unknown"
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft import _spelling
+from opgraft import spelling
 from opgraft.errors import RegistrationError
+from opgraft.ops.schema import Op, resolve
 from opgraft.registry import Override, Rule, Selector, registry, selector_from
 from opgraft.router import threads
-from opgraft.schema import Op, resolve
 
 OpName = str | OpOverload | OpOverloadPacket
 
@@ -50,7 +50,7 @@ def enable(
     >>> enable()
     """
     selector = _selector(dsl, op, dispatch_key, pack, name)
-    _spelling.check_selector(selector, "enable")
+    spelling.check_selector(selector, "enable")
     registry.add_rule(Rule(True, selector))
 
 
@@ -68,7 +68,7 @@ def disable(
     >>> enable()
     """
     selector = _selector(dsl, op, dispatch_key, pack, name)
-    _spelling.check_selector(selector, "disable")
+    spelling.check_selector(selector, "disable")
     registry.add_rule(Rule(False, selector))
 
 
@@ -91,7 +91,7 @@ def disabled(
     ...     _ = torch.softmax(torch.ones(2, 8), -1)  # PyTorch's own kernel, whatever is registered
     """
     selector = _selector(dsl, op, dispatch_key, pack, name)
-    _spelling.check_selector(selector, "disabled")
+    spelling.check_selector(selector, "disabled")
     with threads.scope(selector):
         yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft import _dsl_utils
+from opgraft import dsl_utils
 from opgraft.dsl import CUTEDSL
 from opgraft.registry import Override
 
@@ -40,9 +40,7 @@ def register_op_override(
     ...     return self @ mat2
     >>> register_op_override("aten", "bmm", "CUDA", bmm, name="doc").remove()
     """
-    return _dsl_utils.register(
-        CUTEDSL, lib_symbol, op_symbol, dispatch_key, cond_and_impl, keywords
-    )
+    return dsl_utils.register(CUTEDSL, lib_symbol, op_symbol, dispatch_key, cond_and_impl, keywords)
 
 
 def runtime_available() -> bool:
@@ -57,4 +55,4 @@ def runtime_version() -> str | None:
 
 def deregister_op_overrides() -> None:
     """Remove every override that is registered for CuteDSL."""
-    _dsl_utils.deregister(CUTEDSL)
+    dsl_utils.deregister(CUTEDSL)

@@ -9,13 +9,15 @@ from typing import Any, get_args
 
 import torch
 
-from opgraft import _core, _spelling, env, events, packs, router
 from opgraft import dsl as dsls
+from opgraft import packs, router, spelling
+from opgraft.base import env, events
+from opgraft.core import loader
 from opgraft.errors import RegistrationError
+from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.pt2 import hooks
 from opgraft.registry import Chain, CompilePolicy, Declaration, OnError, Override, registry
 from opgraft.router import composite
-from opgraft.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.when import Condition, Expression, ExpressionError
 
 log = logging.getLogger(__name__)
@@ -209,10 +211,10 @@ def _install(override: Override, *, replace: bool) -> None:
 
 def _tell_without_core() -> None:
     """Packs are not activated where calls are routed in Python; who registers is told instead."""
-    if _core.in_use() is None and not env.wants_python_router():
+    if loader.in_use() is None and not env.wants_python_router():
         env.warn_once(
             f"no compiled core, so calls of overridden ops are routed in Python, at some ten times "
-            f"the cost of a call ({_core.status().reason}); OPGRAFT_ROUTER=python says that it is "
+            f"the cost of a call ({loader.status().reason}); OPGRAFT_ROUTER=python says that it is "
             "meant so"
         )
 
@@ -268,7 +270,7 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
         raise RegistrationError(
             f"unplanned= for {op.name} is {unplanned!r}: give an expression of opgraft.when"
         )
-    from opgraft.program import compile_condition
+    from opgraft.when.compilation import compile_condition
 
     if compile_condition(_check_expression("unplanned", unplanned, op), op) is None:
         raise RegistrationError(
@@ -302,7 +304,7 @@ def _unavailable(dsl: str | None, owner: packs.Owner | None) -> str | None:
     if dsl is None:
         return None
     known = dsls.find(dsl)
-    if known is None and (hint := _spelling.hint(dsl, [each.name for each in dsls.KNOWN])):
+    if known is None and (hint := spelling.hint(dsl, [each.name for each in dsls.KNOWN])):
         log.warning("dsl=%r is a label that opgraft knows nothing about%s", dsl, hint)
     missing = known.missing() if known else None
     return missing or (owner.missing(dsl) if owner else None)

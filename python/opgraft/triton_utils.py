@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft import _dsl_utils, env
+from opgraft import dsl_utils
+from opgraft.base import env
 from opgraft.dsl import TRITON
 from opgraft.registry import Override
 
@@ -41,7 +42,7 @@ def register_op_override(
     ...     return self @ mat2
     >>> register_op_override("aten", "bmm", "CUDA", bmm, name="doc").remove()
     """
-    return _dsl_utils.register(TRITON, lib_symbol, op_symbol, dispatch_key, cond_and_impl, keywords)
+    return dsl_utils.register(TRITON, lib_symbol, op_symbol, dispatch_key, cond_and_impl, keywords)
 
 
 def runtime_available() -> bool:
@@ -68,4 +69,4 @@ def runtime_version() -> str | None:
 
 def deregister_op_overrides() -> None:
     """Remove every override that is registered for Triton."""
-    _dsl_utils.deregister(TRITON)
+    dsl_utils.deregister(TRITON)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import opgraft
 from opgraft import when
-from opgraft.schema import resolve
+from opgraft.ops.schema import resolve
 from tests.fuzz.programs import Kind
 
 #: Every op that programs reach and that overrides are put on, by kind of program.

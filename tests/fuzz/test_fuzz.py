@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _core
+from opgraft.core import loader
 from tests.fuzz import campaign, grafts, programs
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def fuzz(count: int, seed: int, device: str = "cpu", **environment: str) -> dict
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(_core.in_use() is None, reason="the same as the other, without a core")
+@pytest.mark.skipif(loader.in_use() is None, reason="the same as the other, without a core")
 def test_programs_end_as_in_stock_pytorch() -> None:
     result = fuzz(2000, seed=0)
     assert (result["programs"], result["failures"]) == (2000, [])

@@ -91,8 +91,8 @@ import os, sys
 os.environ["OPGRAFT_PACKS"] = "none"
 os.environ.pop("TRITON_INTERPRET", None)
 import opgraft, opgraft_kernels
-from opgraft.lazy_impl import Lazy
-from opgraft.schema import check_accepts
+from opgraft.ops.lazy_impl import Lazy
+from opgraft.ops.schema import check_accepts
 overrides = opgraft_kernels.register()
 assert not {"triton", "cutlass"} & set(sys.modules)
 named = [each for each in overrides if isinstance(each.impl, Lazy)]

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _core
+from opgraft.core import loader
 from tests import probes
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _core.in_use() is not None:
+    if loader.in_use() is not None:
         return
     for item in items:
         if item.path.parent == HERE:

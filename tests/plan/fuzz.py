@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import opgraft
-from opgraft import _core
+from opgraft.core import loader
 from opgraft.router import contract
 from tests import probes
 
@@ -77,7 +77,7 @@ def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 def _by_address(x: torch.Tensor, factor: float) -> torch.Tensor:
     if x.dtype != torch.float32 or not x.is_contiguous():
         return x
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     y = torch.empty(x.shape, dtype=torch.float32)
     probes.launch(probes.load().scale_kernel, x.data_ptr(), y, x.numel(), factor)

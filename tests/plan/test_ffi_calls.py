@@ -155,12 +155,12 @@ def test_a_function_with_keywords(
 def test_a_replay_needs_no_gil(
     register: Callable[..., opgraft.Override], positional: Kernel
 ) -> None:
-    from opgraft import _core
+    from opgraft.core import loader
 
     override = register(impl_of(positional))
     x = torch.randn(4, 8)
     warm(override, x)
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     assert probes.needs_no_gil("aten::_softmax", [x], (-1, False))
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 import opgraft
 import opgraft_kernels
-from opgraft import _core, cutedsl_utils, when
+from opgraft import cutedsl_utils, when
+from opgraft.core import loader
 from opgraft.plan import plans
 from tests import probes
 
@@ -205,7 +206,7 @@ def test_nothing_is_recorded_inside_a_capture(planned: opgraft.Override) -> None
 def test_a_thread_that_python_never_saw_and_without_the_gil(planned: opgraft.Override) -> None:
     x, weight = inputs()
     warm(planned, x, weight)
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     rest = ([1024], weight, EPS)
     before = planned.plans.hits

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _core, when
+from opgraft import when
+from opgraft.core import loader
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.plan import plans, triton_launches
 from opgraft.plan.plans import Plans
@@ -1022,7 +1023,7 @@ def test_no_replay_while_uninitialised_memory_is_to_be_filled(register: Register
 
 def test_no_replay_while_launch_hooks_of_triton_are_set(register: Register) -> None:
     knobs = pytest.importorskip("triton.knobs")
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -1144,7 +1145,7 @@ def test_a_replay_on_a_thread_that_python_never_saw(register: Register) -> None:
     override = register()
     x = torch.randn(4, 8)
     warm(override, x)
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     before = override.plans.hits
     probes.call_on_a_thread("aten::_softmax", [x], (-1, False), 10)
@@ -1155,7 +1156,7 @@ def test_a_replay_needs_no_gil(register: Register) -> None:
     override = register()
     x = torch.randn(4, 8)
     warm(override, x)
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     assert probes.needs_no_gil("aten::_softmax", [x], (-1, False))
     assert override.plans.hits == 1

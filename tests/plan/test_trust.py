@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _core, when
+from opgraft import when
+from opgraft.core import loader
+from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
 from opgraft.plan.trial import stand_ins
-from opgraft.schema import Call, resolve
 from tests import probes
 from tests.plan import fuzz
 from tests.plan.conftest import doubled, replays, warm
@@ -185,7 +186,7 @@ def _calls_for_stand_ins() -> dict[str, Call]:
 def test_stand_ins_have_the_same_key_and_share_nothing(name: str) -> None:
     call = _calls_for_stand_ins()[name]
     others = stand_ins(call)
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     schema = call.op.overload._schema
     keys = [
@@ -215,7 +216,7 @@ def test_stand_ins_have_the_same_key_and_share_nothing(name: str) -> None:
 
 
 def _key(*tensors: torch.Tensor) -> Any:
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     call = resolve("aten::addcmul").bind(tensors, {})
     return core.plan_key(call.values, "aten::addcmul", "")
@@ -538,7 +539,7 @@ def test_a_number_that_the_impl_has_written_to_is_not_the_keys() -> None:
 
 @pytest.mark.parametrize("temporary", [False, True])
 def test_an_address_that_is_a_constant_is_in_no_plan(temporary: bool) -> None:
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -580,7 +581,7 @@ def test_a_trial_keeps_the_alignment_that_a_condition_asks_for(alignment: int) -
 def test_a_kernel_of_a_driver_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -635,7 +636,7 @@ def test_a_fork_while_other_threads_drop_plans(alarm: Callable[[int], None]) -> 
         for _ in range(3):
             torch.softmax(x, -1)
     assert len(override.plans) == len(inputs)
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     table = override.plans.table
     keys = [core.plan_key((x, -1, False), "aten::_softmax", "") for x in inputs]
@@ -672,7 +673,7 @@ def test_a_fork_while_another_thread_records(alarm: Callable[[int], None]) -> No
     before = torch.Tensor.__dlpack__
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-        core = _core.in_use()
+        core = loader.in_use()
         assert core is not None
         if len(self) == 4 and core.current_recorder() is not None:
             inside.set()

@@ -18,10 +18,10 @@ import torch
 import triton
 from triton.runtime.driver import driver
 
-from opgraft import _core
+from opgraft.core import loader
+from opgraft.ops.schema import resolve
 from opgraft.plan import triton_launches
 from opgraft.plan.recording import Recording
-from opgraft.schema import resolve
 from tests.kernels.compile_only import _use_driver
 
 EPS = 1e-6
@@ -86,7 +86,7 @@ def stand_in(capability: int) -> None:
 
 
 def record(impl: Any) -> dict[str, Any]:
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
     op = resolve("aten::_fused_rms_norm")
     names = ("takes", "first", "recover", "capturing", "error", "observe")

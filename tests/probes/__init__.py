@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from opgraft import _build, _core
+from opgraft.core import building, loader
 
 HERE = Path(__file__).resolve().parent
 
@@ -26,7 +26,7 @@ def extension() -> Path:
     tag = "_".join(torch.__version__.split("+")[0].split(".")[:2])
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     folder = HERE.parents[1] / "build" / "probes" / f"torch{tag}_python{python}"
-    return folder / _build.digest(HERE) / "opgraft_probes.so"
+    return folder / building.digest(HERE) / "opgraft_probes.so"
 
 
 @cache
@@ -37,7 +37,7 @@ def load() -> ModuleType:
         file.parent.mkdir(parents=True, exist_ok=True)
         include = Path(torch.__file__).parent / "include"
         objects = file.parent / "objects"
-        _build.compile_core(include, file, folder=HERE, objects=objects)
+        building.compile_core(include, file, folder=HERE, objects=objects)
     spec = importlib.util.spec_from_file_location("opgraft_probes", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -84,7 +84,7 @@ def launch(function: int, *arguments: Any, name: str = "a C function") -> None:
     Raises:
         RuntimeError: there is no compiled core, so that nothing could record it.
     """
-    core = _core.in_use()
+    core = loader.in_use()
     if core is None:
         raise RuntimeError("launching C functions needs the compiled core")
     if (recorder := core.current_recorder()) is not None:

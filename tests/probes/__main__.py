@@ -1,5 +1,7 @@
-from opgraft import _core
+from opgraft.core import loader
 from tests import probes
 
-if _core.in_use() is not None:  # else there is no compiler either, and nothing to be tested with it
+if (
+    loader.in_use() is not None
+):  # else there is no compiler either, and nothing to be tested with it
     probes.load()

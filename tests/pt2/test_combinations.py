@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 
 import opgraft
 from opgraft import Override, when
+from opgraft.ops.schema import resolve
 from opgraft.pt2 import policy
-from opgraft.schema import resolve
 from tests import ops
 from tests.pt2 import models
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import opgraft
-from opgraft import OpgraftError, Override, RegistrationError, _core, when
+from opgraft import OpgraftError, Override, RegistrationError, when
+from opgraft.core import loader
 from opgraft.router.derivative import DerivativeKernel
 from tests import ops
 from tests.pt2 import models
@@ -193,7 +194,7 @@ def test_a_call_that_the_override_declines_keeps_the_derivative_of_the_op(
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 
-@pytest.mark.skipif(_core.in_use() is None, reason="the router in Python asks for every call")
+@pytest.mark.skipif(loader.in_use() is None, reason="the router in Python asks for every call")
 def test_a_call_that_no_condition_wants_never_asks_python(
     override: Override, monkeypatch: pytest.MonkeyPatch
 ) -> None:

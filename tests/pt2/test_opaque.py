@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import opgraft
 from opgraft import when
+from opgraft.ops.schema import resolve
 from opgraft.pt2 import opaque
-from opgraft.schema import resolve
 from tests import ops
 from tests.pt2 import models
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import opgraft
 from opgraft import Override, when
 from opgraft.errors import RegistrationError
+from opgraft.ops.schema import Op, resolve
 from opgraft.pt2 import opaque, randomness
-from opgraft.schema import Op, resolve
 from tests.pt2 import models
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

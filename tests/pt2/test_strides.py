@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import opgraft
-from opgraft.schema import resolve
+from opgraft.ops.schema import resolve
 from tests.pt2 import models
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opgraft.schema import Call, resolve
+from opgraft.ops.schema import Call, resolve
 from opgraft.verification.reference import reference
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

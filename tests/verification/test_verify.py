@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import _core, packs, when
+from opgraft import packs, when
+from opgraft.core import loader
 from opgraft.errors import RegistrationError
+from opgraft.ops.schema import resolve
 from opgraft.plan import trial
-from opgraft.schema import resolve
 from opgraft.verification import opinfo
 from opgraft.verification.checks import CHECKS
 from opgraft.verification.observation import differ_by_noise
@@ -575,7 +576,7 @@ def planned(impl: Any, **keywords: Any) -> opgraft.Override:
     )
 
 
-needs_plans = pytest.mark.skipif(_core.in_use() is None, reason="launch plans are the core's")
+needs_plans = pytest.mark.skipif(loader.in_use() is None, reason="launch plans are the core's")
 
 
 @needs_plans

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import click
 
 import opgraft as package
-from opgraft import _metadata
+from opgraft.base import distributions
 
 __all__ = ["main"]
 
@@ -81,7 +81,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(_metadata.version("opgraft") or "unknown", prog_name="opgraft")
+@click.version_option(distributions.version("opgraft") or "unknown", prog_name="opgraft")
 def opgraft() -> None:
     """Kernels written in Triton or CuteDSL under PyTorch's own operators."""
 

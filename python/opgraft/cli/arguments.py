@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opgraft.schema import Argument, Op
+from opgraft.ops.schema import Argument, Op
 
 
 class ArgumentError(ValueError):

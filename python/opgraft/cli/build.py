@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import torch
 
-from opgraft import _build, _cache, _core
 from opgraft.cli import output
+from opgraft.core import building, loader, store
 
 # In a process of its own: a core cannot be unloaded, and one that is broken may take it down.
 _TRIAL = """
@@ -38,7 +38,7 @@ def command(force: bool, as_json: bool) -> None:
     try:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             path = build(force=force)
-    except (_build.BuildError, OSError) as error:
+    except (building.BuildError, OSError) as error:
         raise click.ClickException(f"the core cannot be built: {error}") from error
     if as_json:
         output.print_json({"torch": str(torch.__version__), "core": str(path)})
@@ -53,17 +53,17 @@ def build(*, force: bool = False) -> Path:
     Raises:
         BuildError: it cannot be compiled here.
     """
-    status = _core.status()
+    status = loader.status()
     if status.built and not force:
         print(f"opgraft: nothing to do, there is one: {status}")
-        return Path(str(getattr(_core.load(), "__file__", "")))
-    target = _cache.place(torch.__version__)
+        return Path(str(getattr(loader.load(), "__file__", "")))
+    target = store.place(torch.__version__)
     root = target.parent.parent
     replaces = target.is_file()  # what is there is not used, or is not wanted
     with _private_files():
         root.mkdir(parents=True, exist_ok=True)
-        if reason := _cache.distrust(root):
-            raise _build.BuildError(f"the cache {root} cannot be used: {reason}")
+        if reason := store.distrust(root):
+            raise building.BuildError(f"the cache {root} cannot be used: {reason}")
         with _lock(root / f"{target.parent.name}.lock"):
             if replaces or not target.is_file():
                 _build_into(target)
@@ -76,13 +76,13 @@ def _build_into(target: Path) -> None:
     _check_headers(include)
     print(
         f"opgraft: compiling the core for torch {torch.__version__} with "
-        f"{' '.join(_build.find_compiler())}, about a minute on two processors",
+        f"{' '.join(building.find_compiler())}, about a minute on two processors",
         flush=True,
     )
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build") as place:
         fresh = Path(place) / "core" / target.name
-        _build.compile_core(
-            include, fresh, folder=_build.sources(), objects=Path(place) / "objects"
+        building.compile_core(
+            include, fresh, folder=building.sources(), objects=Path(place) / "objects"
         )
         _try(fresh)
         if target.parent.exists():
@@ -91,9 +91,9 @@ def _build_into(target: Path) -> None:
 
 
 def _check_headers(include: Path) -> None:
-    found = _build.headers_release(include)
-    if _build.release(found) != _build.release(torch.__version__):
-        raise _build.BuildError(
+    found = building.headers_release(include)
+    if building.release(found) != building.release(torch.__version__):
+        raise building.BuildError(
             f"{include} has the headers of torch {found}, and this is {torch.__version__}: "
             "reinstall torch"
         )
@@ -101,14 +101,14 @@ def _check_headers(include: Path) -> None:
 
 def _try(core: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _TRIAL, _build.module_name(torch.__version__), str(core)],
+        [sys.executable, "-c", _TRIAL, building.module_name(torch.__version__), str(core)],
         cwd=core.parent,  # Python looks for modules there first
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise _build.BuildError(f"it was compiled, but does not load:\n{done.stderr.strip()}")
+        raise building.BuildError(f"it was compiled, but does not load:\n{done.stderr.strip()}")
 
 
 @contextmanager

@@ -20,10 +20,12 @@ from typing import Any, Literal, NamedTuple
 import click
 import torch
 
-from opgraft import _cache, _spelling, env, packs
 from opgraft import dsl as dsls
+from opgraft import packs, spelling
+from opgraft.base import env
 from opgraft.cli import facts, output
 from opgraft.control import overrides
+from opgraft.core import store
 from opgraft.explanation import Neighbours, neighbours
 from opgraft.registry import Override, registry
 
@@ -336,8 +338,8 @@ def _weigh(neighbours: Neighbours, note: str) -> tuple[Level, str]:
 
 
 def _caches() -> Iterator[Check]:
-    path, refused = _cache.find(torch.__version__)
-    root = _cache.root()
+    path, refused = store.find(torch.__version__)
+    root = store.root()
     cores = sorted(each.name for each in root.glob("_C_torch*/") if each.is_dir())
     if refused:
         yield Check("caches", "problem", refused)
@@ -351,7 +353,7 @@ def _caches() -> Iterator[Check]:
     for name, place in _dsl_caches():
         if not place.is_dir():
             yield Check("caches", "note", f"{name}: {place}, not there yet")
-        elif reason := _cache.distrust(place):
+        elif reason := store.distrust(place):
             text = f"{name}: {place} holds code that {name} runs, and others could have written it"
             yield Check("caches", "problem", f"{text}: {reason}")
         else:
@@ -383,5 +385,5 @@ def _environment() -> Iterator[Check]:
     found = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)]
     if found:
         yield Check("environment", "note", ", ".join(found))
-    for text in _spelling.environment():
+    for text in spelling.environment():
         yield Check("environment", "problem", text, "correct it, or unset it")

@@ -11,7 +11,7 @@ from rich.console import Console
 import opgraft
 from opgraft.cli import facts, output
 from opgraft.cli.arguments import ArgumentError, Given, Options, arguments, called_with, show
-from opgraft.schema import resolve
+from opgraft.ops.schema import resolve
 
 
 @click.command("explain")

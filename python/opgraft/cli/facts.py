@@ -6,29 +6,31 @@ from typing import Any
 
 import torch
 
-from opgraft import _core, _metadata, packs, when
 from opgraft import dsl as dsls
-from opgraft._build import TorchBuild
+from opgraft import packs, when
+from opgraft.base import distributions
 from opgraft.control import overrides
+from opgraft.core import loader
+from opgraft.core.building import TorchBuild
 from opgraft.registry import Override
 
 
 def versions() -> dict[str, str | None]:
     """Of opgraft and torch, and of the DSLs that are there (None: not installed)."""
-    known = {"opgraft": _metadata.version("opgraft"), "torch": str(torch.__version__)}
+    known = {"opgraft": distributions.version("opgraft"), "torch": str(torch.__version__)}
     return known | {dsl.name: dsl.version() for dsl in dsls.KNOWN}
 
 
 def core() -> dict[str, Any]:
     """Whether there is a compiled core, which, and if not, why."""
-    status = _core.status()
-    module = _core.load()
+    status = loader.status()
+    module = loader.load()
     return {
         "built": status.built,
         "file": getattr(module, "__file__", None),
         "torch": str(TorchBuild(*module.torch_build())) if module is not None else None,
         "reason": status.reason,
-        "in_use": _core.in_use() is not None,
+        "in_use": loader.in_use() is not None,
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from opgraft import _spelling
+from opgraft import spelling
 from opgraft.cli import facts, output
 
 #: How a pack's state reads; the JSON has the bare word.
@@ -41,7 +41,7 @@ def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) ->
         ],
     }
     if pack is not None and not found["packs"] and not found["overrides"]:
-        raise click.UsageError(f"there is no pack {pack!r}: {_spelling.misspelt('pack', pack)}")
+        raise click.UsageError(f"there is no pack {pack!r}: {spelling.misspelt('pack', pack)}")
     if as_json:
         output.print_json(found)
         return

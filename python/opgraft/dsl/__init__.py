@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 
-from opgraft import _metadata
+from opgraft.base import distributions
 
 __all__ = ["CUTEDSL", "KNOWN", "TRITON", "Dsl", "find"]
 
@@ -47,7 +47,7 @@ class Dsl:
         """The installed version; None where it is missing or was installed without metadata."""
         if not self.available():
             return None
-        return next(filter(None, map(_metadata.version, self.distributions)), None)
+        return next(filter(None, map(distributions.version, self.distributions)), None)
 
 
 TRITON = Dsl(

@@ -15,8 +15,8 @@ from opgraft.explanation.leaf import device_of, explain_leaf, keeps_its_derivati
 from opgraft.explanation.neighbourhood import Kernel, Neighbours, neighbours
 from opgraft.explanation.report import Explanation
 from opgraft.explanation.verdicts import Status, Verdict
+from opgraft.ops.schema import Call, Op, resolve
 from opgraft.registry import Chain, registry
-from opgraft.schema import Call, Op, resolve
 
 __all__ = [
     "Explanation",

@@ -22,9 +22,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from opgraft.explanation import leaf
 from opgraft.explanation.ghosts import Recorder
 from opgraft.explanation.report import Explanation
+from opgraft.ops.schema import Call, Op, qualified_name
 from opgraft.registry import Chain, registry
 from opgraft.router import dispatcher, observers
-from opgraft.schema import Call, Op, qualified_name
 
 
 def explain_front(

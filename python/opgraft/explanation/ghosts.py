@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from opgraft import router
 from opgraft.errors import OpgraftError
+from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import composite
-from opgraft.schema import Call, Op, resolve
 
 # What torch says where a ghost's memory is wanted.
 _MEMORY_WANTED = (

@@ -8,9 +8,9 @@ from opgraft import router
 from opgraft.explanation import neighbourhood
 from opgraft.explanation.report import Explanation
 from opgraft.explanation.verdicts import judge
+from opgraft.ops.schema import Call
 from opgraft.registry import Chain
 from opgraft.router import composite, derivative, device, dispatcher
-from opgraft.schema import Call
 
 
 def explain_leaf(call: Call, chain: Chain, *, kept: bool) -> Explanation:

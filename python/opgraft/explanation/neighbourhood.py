@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Op
 from opgraft.registry import Chain, registry
 from opgraft.router import dispatcher, installed
-from opgraft.schema import Op
 
 # What a kernel's origin tells of its owner; the first that is found in it.
 _OWNERS = (

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft._notebook import Shown
+from opgraft.base.notebook import Shown
 from opgraft.explanation.verdicts import Verdict
 from opgraft.registry import Override
 

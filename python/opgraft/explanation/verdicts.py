@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override
 from opgraft.router import composite, device
 from opgraft.router.decision import Decline, why_not
-from opgraft.schema import Call
 from opgraft.when import Failure
 
 Status = Literal[

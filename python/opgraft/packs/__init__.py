@@ -4,9 +4,9 @@ A pack declares an entry point in the group `opgraft.packs`; its value is a func
 nothing and registers through the public API. What it registers belongs to the pack: it comes after
 the user's own overrides and falls back to the native kernel when it fails.
 
-`import torch` activates every pack that is installed (:mod:`opgraft._autoload`); `OPGRAFT_PACKS`
+`import torch` activates every pack that is installed (:mod:`opgraft.autoload`); `OPGRAFT_PACKS`
 says which. Where all of them say in their metadata which ops they override, in the groups
-`opgraft.ops.KEY`, the first call of one of these does (:mod:`opgraft._deferred`).
+`opgraft.ops.KEY`, the first call of one of these does (:mod:`opgraft.packs.waiting`).
 """
 
 from opgraft.packs.discovery import GROUP, Pack, installed

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import metadata
 
-from opgraft import _metadata
-from opgraft._keys import BACKEND_KEYS
+from opgraft.base import distributions
+from opgraft.ops.dispatch_keys import BACKEND_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def scan() -> tuple[Pack, ...]:
 
 
 def _packs(distribution: metadata.Distribution) -> Iterator[Pack]:
-    headers = _metadata.headers(distribution)
+    headers = distributions.headers(distribution)
     entries = tuple(distribution.entry_points)
     ops = _ops(entries)
     for entry in entries:

@@ -12,7 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
-from opgraft import env
+from opgraft.base import env
 from opgraft.errors import RegistrationError
 from opgraft.packs import discovery
 from opgraft.packs.discovery import Pack
@@ -106,13 +106,13 @@ def activate_or_defer() -> None:
     if _activated or not wanted or not _can_wait(wanted):
         activate()
         return
-    from opgraft import _deferred
+    from opgraft.packs import waiting
 
     _report(wanted)
     _activated = True
     ops = {each for pack in wanted for each in pack.ops or ()}
-    _deferred.keep_places({each for each in ops if _deferred.exists(each[0])}, _activate_late)
-    if _deferred.waits():
+    waiting.keep_places({each for each in ops if waiting.exists(each[0])}, _activate_late)
+    if waiting.waits():
         log.info("opgraft: waiting for a call: %s", ", ".join(map(str, wanted)))
 
 
@@ -124,11 +124,11 @@ def _can_wait(wanted: list[Pack]) -> bool:
         return False
     if any(pack.ops is None for pack in wanted) or _without_core() is not None:
         return False
-    from opgraft import _deferred
+    from opgraft.packs import waiting
 
     # An op of torch that is not there is one of another torch; another one may be defined later.
     ops = {op for pack in wanted for op, _ in pack.ops or ()}
-    return all(op.startswith("aten::") or _deferred.exists(op) for op in ops)
+    return all(op.startswith("aten::") or waiting.exists(op) for op in ops)
 
 
 def _activate_late() -> bool:
@@ -257,7 +257,7 @@ def _settle() -> None:
 
 def _deferral() -> ModuleType | None:
     # It imports what nobody needs whose packs do not wait.
-    return sys.modules.get("opgraft._deferred")
+    return sys.modules.get("opgraft.packs.waiting")
 
 
 def _load_or_report(pack: Pack) -> None:
@@ -389,11 +389,11 @@ def _report(wanted: list[Pack]) -> None:
 
 def _without_core() -> str | None:
     """Why nothing is activated where calls would be routed in Python; None where something is."""
-    from opgraft import _core
+    from opgraft.core import loader
 
-    if env.wants_python_router() or _core.load() is not None:
+    if env.wants_python_router() or loader.load() is not None:
         return None
-    return f"no compiled core: {_core.status().reason}"
+    return f"no compiled core: {loader.status().reason}"
 
 
 def _inactive(pack: Pack) -> Status:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from opgraft import _metadata
 from opgraft import dsl as dsls
+from opgraft.base import distributions
 
 __all__ = ["unmet", "unmet_for_dsl"]
 
@@ -90,7 +90,7 @@ def _installed(name: str) -> str | None:
     if known is not None:
         # Importable without metadata, as from a source tree: nothing says that it does not fit.
         return known.version() or ("" if known.available() else None)
-    return _metadata.version(name)
+    return distributions.version(name)
 
 
 def _dsl(name: str) -> str | None:

@@ -122,9 +122,9 @@ def _record(recording: Recording, function: Any, call: Any, given: tuple[Any, ..
 def _spy() -> Any:
     import tvm_ffi
 
-    from opgraft import _core
+    from opgraft.core import loader
 
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None  # it records
     return tvm_ffi.Function.__from_extern_c__(core.ffi_spy())
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from opgraft._lock import fork_safe_lock
+from opgraft.base.locks import fork_safe_lock
 
 
 class Patches:

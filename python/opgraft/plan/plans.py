@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opgraft import _core, env
+from opgraft.base import env
+from opgraft.core import loader
+from opgraft.ops.schema import Call
 from opgraft.registry import Override
-from opgraft.schema import Call
 
 if TYPE_CHECKING:
     from opgraft.plan.recording import Recording
@@ -303,7 +304,7 @@ def for_override(override: Override) -> Plans | None:
     """
     if not override.launch_plan or override.unavailable or not env.plans():
         return None
-    core = _core.in_use()
+    core = loader.in_use()
     return None if core is None else Plans(override, core)
 
 
@@ -315,7 +316,7 @@ def describe(call: Call) -> str:
     """A call's metadata for people.
 
     >>> import torch
-    >>> from opgraft.schema import resolve
+    >>> from opgraft.ops.schema import resolve
     >>> describe(resolve("aten::_softmax").bind((torch.ones(2, 3), -1, False), {}))
     'self float32[2, 3], dim -1, half_to_float False'
     """

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.plan import ffi_calls, reads, triton_launches
-from opgraft.schema import Call
 
 
 class Recording:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.plan.recording import Recording
 from opgraft.router import device, outputs, threads
-from opgraft.schema import Call
 
 #: How far a replay may be off what Python computed, relative to its largest value: kernels that add
 #: with atomics never give the same bits twice, and one that was not recorded leaves garbage.
@@ -148,7 +148,7 @@ def stand_ins(call: Call) -> Call:
     is no argument's in between is 0xFF. Floating-point values differ. Integers do not: they may be
     indices, and no kernel is to be led out of bounds; nor do numbers, which the key holds.
 
-    >>> from opgraft.schema import resolve
+    >>> from opgraft.ops.schema import resolve
     >>> base = torch.ones(8)
     >>> call = resolve("aten::mul.Tensor").bind((base[:4], base[2:6]), {})
     >>> one, other = stand_ins(call).values

@@ -247,9 +247,9 @@ def _bytes_of(tensor_map: Any) -> bytes:
 
 def _check_sizes(function: int, parameters: list[Parameter]) -> None:
     """Compare the parameters with what the kernel's machine code has, where the driver tells."""
-    from opgraft import _core
+    from opgraft.core import loader
 
-    core = _core.in_use()
+    core = loader.in_use()
     sizes = core.cuda_parameter_sizes(function) if core is not None else []
     if sizes and sizes != [parameter.size for parameter in parameters]:
         raise Refusal(
@@ -272,11 +272,11 @@ def _watch_hooks() -> None:
 
 
 def _watch_hooks_that_are() -> None:
-    from opgraft import _core
+    from opgraft.core import loader
 
     runtime = _runtime_knobs()
     lists = [hook.calls for hook in _hooks() if hasattr(hook, "calls")]
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None  # it records
     core.watch_launch_hooks(lists, [runtime.__dict__], _hooks_changed)
 

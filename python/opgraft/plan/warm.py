@@ -9,10 +9,10 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft._notebook import Shown
+from opgraft.base.notebook import Shown
+from opgraft.ops.schema import resolve
 from opgraft.plan.plans import MAX_ATTEMPTS
 from opgraft.registry import Override, Selector, registry
-from opgraft.schema import resolve
 
 # Runs in which a call is recorded, if it can be: it is seen once first.
 _RUNS = 1 + MAX_ATTEMPTS

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft.lazy_impl import Lazy
+from opgraft.ops.lazy_impl import Lazy
 
 #: Packages with more files than this are told apart by their files' sizes and times.
 _MAX_FILES = 500

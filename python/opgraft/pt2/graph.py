@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from opgraft.errors import ContractError
+from opgraft.ops.schema import Op
 from opgraft.pt2 import caches, exports, opaque, policy, report, tracing
 from opgraft.pt2.policy import Decision
-from opgraft.schema import Op
 
 
 def substitute(

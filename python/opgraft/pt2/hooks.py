@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from opgraft import env
-from opgraft.pt2 import imports, rule
+from opgraft.base import env, imports
+from opgraft.pt2 import rule
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import derivative
 

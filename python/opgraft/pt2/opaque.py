@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from opgraft import _core
+from opgraft.core import loader
 from opgraft.errors import RegistrationError
+from opgraft.ops.schema import Call, Op, resolve_all
 from opgraft.pt2 import randomness
 from opgraft.pt2.namespace import NAMESPACE
 from opgraft.router import composite, contract
-from opgraft.schema import Call, Op, resolve_all
 
 # Said of the op in torch's own catalogue, not of what it computes.
 _CATALOGUE_TAGS = frozenset({"core", "generated"})
@@ -61,7 +61,7 @@ def name_of(op: Op) -> str:
     Two ops never share one: a `_` of the namespace is written `_u`, so that the first `__` is where
     the op's own name begins.
 
-    >>> from opgraft.schema import resolve
+    >>> from opgraft.ops.schema import resolve
     >>> name_of(resolve("aten::_softmax"))
     'aten___softmax'
     """
@@ -171,7 +171,7 @@ def _tags(op: Op) -> list[torch.Tag]:
 
 
 def _implement(library: torch.library.Library, name: str, op: Op) -> None:
-    core = _core.in_use()
+    core = loader.in_use()
     if core is not None:
         schema = op.overload._schema
         opaque, _, overload = name.partition(".")

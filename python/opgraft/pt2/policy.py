@@ -10,13 +10,12 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opgraft import symbolic
+from opgraft.ops.schema import Call, Op
 from opgraft.pt2 import opaque, randomness, tracing
 from opgraft.registry import CompilePolicy, Override, registry
 from opgraft.router import device
-from opgraft.schema import Call, Op
-from opgraft.symbolic import Outcomes
-from opgraft.when import Condition
+from opgraft.when import Condition, symbolic
+from opgraft.when.symbolic import Outcomes
 
 Action = Literal["opaque", "traced", "left"]
 

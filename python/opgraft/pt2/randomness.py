@@ -23,8 +23,8 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opgraft.pt2 import imports
-from opgraft.schema import Op, resolve
+from opgraft.base import imports
+from opgraft.ops.schema import Op, resolve
 
 _ELIMINATIONS = (
     "torch._functorch.compile_utils",
@@ -48,7 +48,7 @@ _attached = False
 def is_random(op: Op) -> bool:
     """Whether an op draws random numbers.
 
-    >>> from opgraft.schema import resolve
+    >>> from opgraft.ops.schema import resolve
     >>> is_random(resolve("aten::bernoulli")), is_random(resolve("aten::mul.Tensor"))
     (True, False)
     """

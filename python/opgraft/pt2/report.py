@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from opgraft import events
+from opgraft.base import events
+from opgraft.ops.schema import Call
 from opgraft.registry import Override
-from opgraft.schema import Call
 
 if TYPE_CHECKING:
     from torch._guards import TracingContext

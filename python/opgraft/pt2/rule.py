@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opgraft.schema import Op
+from opgraft.ops.schema import Op
 
 log = logging.getLogger("opgraft.pt2")
 

@@ -16,12 +16,12 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
+from opgraft.base import imports
 from opgraft.errors import ContractError
-from opgraft.pt2 import imports
+from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override
 from opgraft.router import contract, outputs
 from opgraft.router.outputs import Returned
-from opgraft.schema import Call, Op
 
 
 class NotTraceable(Exception):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+from opgraft.ops.schema import Op
 from opgraft.registry.rules import Selector
-from opgraft.schema import Op
 from opgraft.when import Condition
 
 OnError = Literal["raise", "fallback"]

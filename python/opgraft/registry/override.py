@@ -6,10 +6,10 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from opgraft import env
+from opgraft.base import env
+from opgraft.ops.schema import Call, Op
 from opgraft.registry.declaration import CompilePolicy, Declaration, OnError
 from opgraft.registry.state import OverrideState
-from opgraft.schema import Call, Op
 from opgraft.when import Condition, Failure
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from opgraft import counter
+from opgraft.core import counter
 
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef

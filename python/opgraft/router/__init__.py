@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from opgraft import _core
+from opgraft.core import loader
+from opgraft.ops.schema import Op
 from opgraft.registry import Chain
 from opgraft.router import composite, dispatcher
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter, use
 from opgraft.router.python import PythonRouter
-from opgraft.schema import Op
 
 _routers: dict[tuple[str, str], Router] = {}
 
@@ -37,7 +37,7 @@ def install(chain: Chain) -> Router:
 
 
 def _make(chain: Chain) -> Router:
-    core = _core.in_use()
+    core = loader.in_use()
     if core is None:
         return PythonRouter(chain)
     use(core)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.registry import Chain
-from opgraft.schema import Call
 
 if TYPE_CHECKING:
     from opgraft.router.composite import AutogradCompanion

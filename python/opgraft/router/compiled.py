@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from opgraft import _deferred, when
-from opgraft._core import shut_down_at_exit
+from opgraft import when
+from opgraft.core.loader import shut_down_at_exit
 from opgraft.errors import ContractError
-from opgraft.program import Node, compile_condition, pack_capability
+from opgraft.ops.schema import Call
+from opgraft.packs import waiting
 from opgraft.registry import Chain, Override
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import contract, failure, observers, shadow
@@ -24,7 +25,7 @@ from opgraft.router.base import Router
 from opgraft.router.decision import takes
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
 from opgraft.router.signature import signature
-from opgraft.schema import Call
+from opgraft.when.compilation import Node, compile_condition, pack_capability
 
 _core: Any = None
 
@@ -55,7 +56,7 @@ class CompiledRouter(Router):
     def _install(self) -> None:
         chain = self.chain
         schema = chain.op.overload._schema
-        place = _deferred.take(chain.op.name, chain.dispatch_key)
+        place = waiting.take(chain.op.name, chain.dispatch_key)
         self._kept_a_place = place is not None
         self._router = place or _core.Router(schema.name, schema.overload_name, chain.dispatch_key)
         self._router.set_hooks(
@@ -103,7 +104,7 @@ class CompiledRouter(Router):
             # The core looks no further than an empty chain, and observers want to know of calls
             # that find every override switched off.
             published = [_decliner()]
-        if self._kept_a_place and (placeholder := _deferred.placeholder()) is not None:
+        if self._kept_a_place and (placeholder := waiting.placeholder()) is not None:
             published.insert(0, placeholder)  # calls wait until packs are registered as a whole
         self._router.publish(published)
 

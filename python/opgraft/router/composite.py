@@ -19,13 +19,13 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
-from opgraft import _core
-from opgraft._keys import BACKEND_KEYS
+from opgraft.core import loader
 from opgraft.errors import ContractError, RegistrationError
+from opgraft.ops.dispatch_keys import BACKEND_KEYS
+from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain
 from opgraft.router import dispatcher, observers, threads
 from opgraft.router.native import NativeKernel
-from opgraft.schema import Call, Op
 
 NOTE = (
     "composite here: calls in grad mode with a tensor that requires grad, and forward-mode AD, "
@@ -51,7 +51,7 @@ _whole_ops_modes: set[type] = set()
 def show_whole_ops_to(mode: type) -> None:
     """Let a dispatch mode, by its type, see overridden composite ops as they are."""
     _whole_ops_modes.add(mode)
-    core = _core.in_use()
+    core = loader.in_use()
     if core is not None:
         core.show_whole_ops_to(mode)
 

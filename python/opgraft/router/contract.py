@@ -22,11 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft.errors import ContractError
+from opgraft.ops.schema import Argument, Call
 from opgraft.registry import Override
 from opgraft.router import copies, outputs, threads
 from opgraft.router.outputs import Returned
 from opgraft.router.signature import signature
-from opgraft.schema import Argument, Call
 
 log = logging.getLogger(__name__)
 

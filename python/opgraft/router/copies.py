@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opgraft.schema import Call
+from opgraft.ops.schema import Call
 
 # What addresses are a multiple of, so that a copy is aligned as what it is of.
 _ALIGNMENT = 64

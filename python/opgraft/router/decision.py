@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import device, failure, threads
 from opgraft.router.signature import exact_key, signature
-from opgraft.schema import Call
 from opgraft.when import Condition
 
 

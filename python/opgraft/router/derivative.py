@@ -21,15 +21,15 @@ import torch
 from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
-from opgraft import _core, symbolic
+from opgraft.core import loader
 from opgraft.errors import OpgraftError, RegistrationError
-from opgraft.program import Node, compile_condition
+from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import dispatcher, threads
 from opgraft.router.composite import AutogradCompanion, needs_grad
 from opgraft.router.native import NativeKernel
-from opgraft.schema import Call, Op
-from opgraft.when import Condition
+from opgraft.when import Condition, symbolic
+from opgraft.when.compilation import Node, compile_condition
 
 Autograd = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -93,7 +93,7 @@ def install(chain: Chain, companion: AutogradCompanion | None) -> None:
                 f"autograd= for {chain.op.name}: {chain.dispatch_key} has no autograd key of its "
                 "own; leave autograd= out"
             )
-        core = _core.in_use()
+        core = loader.in_use()
         _installed[key] = (
             PythonKernel(chain, companion) if core is None else CompiledKernel(chain, core)
         )

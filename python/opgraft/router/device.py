@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from opgraft.schema import Call
+from opgraft.ops.schema import Call
 
 
 def of(call: Call) -> torch.device | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from opgraft import _core
-from opgraft._lock import fork_safe_lock
-from opgraft.schema import Op
+from opgraft.base.locks import fork_safe_lock
+from opgraft.core import loader
+from opgraft.ops.schema import Op
 
 # Held while we change the dispatcher, so that our own changes never overlap. It cannot protect a
 # thread that dispatches at the same moment: that is why a router goes in once and stays.
@@ -93,7 +93,7 @@ def top_kernel(op: Op, dispatch_key: str) -> str:
 
 def is_ours(origin: str) -> bool:
     """Whether a kernel's origin, as :func:`top_kernel` gives it, is a router of ours."""
-    core = _core.in_use()
+    core = loader.in_use()
     ours = register.__code__.co_filename if core is None else core.ORIGIN
     return ours in origin
 

@@ -7,10 +7,10 @@ from collections.abc import Hashable
 
 import torch
 
-from opgraft import env
+from opgraft.base import env
 from opgraft.errors import warn_caller
+from opgraft.ops.schema import Call
 from opgraft.registry import Override, registry
-from opgraft.schema import Call
 
 log = logging.getLogger(__name__)
 

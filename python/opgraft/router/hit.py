@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import (
     composite,
@@ -27,7 +28,6 @@ from opgraft.router import (
 )
 from opgraft.router.base import Router
 from opgraft.router.signature import exact_key, signature
-from opgraft.schema import Call
 
 
 class Recording(Protocol):

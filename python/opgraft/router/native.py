@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call, Op
 from opgraft.router import dispatcher
-from opgraft.schema import Call, Op
 
 
 class NativeKernel:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from opgraft._lock import fork_safe_lock
+from opgraft.base.locks import fork_safe_lock
+from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import threads
-from opgraft.schema import Call
 
 
 class Outcome:

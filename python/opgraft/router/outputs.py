@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Op
 from opgraft.router import copies
-from opgraft.schema import Op
 
 #: Outputs that hold a random generator's state: a kernel may keep it in its own way.
 STATES = frozenset(

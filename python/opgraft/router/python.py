@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.router import composite, device, dispatcher, observers, threads
 from opgraft.router.base import Router
 from opgraft.router.decision import takes
 from opgraft.router.hit import hit
 from opgraft.router.native import NativeKernel
-from opgraft.schema import Call
 
 
 class PythonRouter(Router):
@@ -25,7 +25,7 @@ class PythonRouter(Router):
     is_compiled = False
 
     def _install(self) -> None:
-        from opgraft import wrapped_number
+        from opgraft.ops import wrapped_number
 
         op, key = self.chain.op, self.chain.dispatch_key
         wrapped_number.seeds()

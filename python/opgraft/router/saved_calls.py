@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from opgraft.errors import RegistrationError
+from opgraft.ops.schema import Call, resolve
 from opgraft.registry import Override
 from opgraft.router import device
-from opgraft.schema import Call, resolve
 
 
 def describe(override: Override, call: Call, difference: str) -> dict[str, Any]:

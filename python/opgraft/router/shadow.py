@@ -19,14 +19,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from opgraft import env, events
-from opgraft._lock import fork_safe_lock
+from opgraft.base import env, events
+from opgraft.base.locks import fork_safe_lock
 from opgraft.errors import ContractError, RegistrationError
+from opgraft.ops.schema import Call
 from opgraft.registry import Override, registry
 from opgraft.router import contract, copies, device, failure, outputs, threads
 from opgraft.router.outputs import Returned
 from opgraft.router.signature import signature
-from opgraft.schema import Call
 
 log = logging.getLogger(__name__)
 

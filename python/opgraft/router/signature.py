@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opgraft.schema import Argument, Call
+from opgraft.ops.schema import Argument, Call
 from opgraft.when import address
 
 #: Integers up to this size that choose what is done are part of a call's kind.

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from opgraft import _core
+from opgraft.core import loader
+from opgraft.ops.schema import Op
 from opgraft.registry import Chain, Override, Selector
-from opgraft.schema import Op
 
 _SCOPES_KEY = "opgraft.scopes"
 _PROBE_KEY = "opgraft.probe"
@@ -89,14 +89,14 @@ def note_native(chain: Chain, result: Any) -> None:
 @contextmanager
 def bypassing(op: Op) -> Iterator[None]:
     """While this lasts, no override of `op` is asked on this thread, in either router."""
-    core = _core.in_use()
+    core = loader.in_use()
     with running(op, None), core.Bypass(op.name) if core is not None else nullcontext():
         yield
 
 
 def scope(selector: Selector) -> AbstractContextManager[None]:
     """While this lasts, what `selector` matches is off for this thread and backwards it starts."""
-    core = _core.in_use()
+    core = loader.in_use()
     if core is None:
         return PythonScope(selector, observes=False)
     return core.Scope(selector.given(), selector)  # type: ignore[no-any-return]
@@ -104,7 +104,7 @@ def scope(selector: Selector) -> AbstractContextManager[None]:
 
 def observed_by(observer: object) -> AbstractContextManager[None]:
     """While this lasts, `observer` is one of this thread's, and of backwards' that it starts."""
-    core = _core.in_use()
+    core = loader.in_use()
     if core is None:
         return PythonScope(observer, observes=True)
     return core.Scope(None, observer)  # type: ignore[no-any-return]
@@ -121,7 +121,7 @@ def observers() -> tuple[Any, ...]:
 
 
 def _tags(*, observing: bool) -> tuple[Any, ...]:
-    core = _core.in_use()
+    core = loader.in_use()
     if core is not None:
         return tuple(core.Scope.tags(observing))
     return tuple(e.tag for e in PythonScope.entries() if e.observes == observing)
@@ -176,7 +176,7 @@ class PythonScope:
 
 def is_off_here(override: Override) -> bool:
     """Whether a scope on this thread has switched the override off."""
-    core = _core.in_use()
+    core = loader.in_use()
     if core is not None:
         return bool(core.Scope.is_off(override.identity))
     return any(selector.matches(override) for selector in scopes())

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from opgraft import env
+from opgraft.base import env
 from opgraft.errors import warn_caller
+from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import contract, device, threads
 from opgraft.router.signature import exact_key
-from opgraft.schema import Call
 
 log = logging.getLogger(__name__)
 

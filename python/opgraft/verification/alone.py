@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from opgraft import env
+from opgraft.base import env
 from opgraft.registry import Override
 from opgraft.router import threads
 from opgraft.verification.observation import Failed

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from opgraft import when
+from opgraft.ops.schema import Call
 from opgraft.router import threads
-from opgraft.schema import Call
 from opgraft.verification.reference import copied, native
 from opgraft.verification.samples import (
     EVERY_TENSOR,

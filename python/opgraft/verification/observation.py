@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from opgraft.errors import ContractError
+from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override
 from opgraft.router import contract
-from opgraft.schema import Call, Op
 from opgraft.verification.layouts import SPECIAL
 from opgraft.verification.process_state import ProcessState
 from opgraft.verification.reference import Outcome, native, reference, with_written, written

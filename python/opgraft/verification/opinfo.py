@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from opgraft.ops.schema import Op
 from opgraft.router import threads
-from opgraft.schema import Op
 from opgraft.verification.draws import Draws
 from opgraft.verification.samples import Values
 

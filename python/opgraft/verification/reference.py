@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call, Op
 from opgraft.router import threads
-from opgraft.schema import Call, Op
 from opgraft.verification.draws import Draws
 
 _WIDER = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.registry import Override
-from opgraft.schema import Call
 from opgraft.verification import sources
 from opgraft.verification.alone import alone
 from opgraft.verification.checks import CHECKS

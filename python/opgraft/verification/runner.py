@@ -351,9 +351,9 @@ def report_of(overrides: list[OverrideReport], k: float, seed: int) -> Report:
 
 def environment() -> dict[str, str]:
     """Where a verification ran."""
-    from opgraft import _core
+    from opgraft.core import loader
 
-    found = {"torch": torch.__version__, "router": "C++" if _core.in_use() else "Python"}
+    found = {"torch": torch.__version__, "router": "C++" if loader.in_use() else "Python"}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
     return found

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import threads
-from opgraft.schema import Call, Op, resolve
 from opgraft.verification.draws import Draws
 from opgraft.verification.layouts import applying, laid_out
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Argument, Call, Op
 from opgraft.registry import Override
 from opgraft.router import threads
-from opgraft.schema import Argument, Call, Op
 from opgraft.verification import opinfo
 from opgraft.verification.samples import (
     Base,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opgraft.schema import Call
+from opgraft.ops.schema import Call
 from opgraft.verification.checks.registry import check
 from opgraft.verification.observation import (
     Failed,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.router import threads
-from opgraft.schema import Call
 from opgraft.verification import isolated
 from opgraft.verification.alone import raising_errors
 from opgraft.verification.checks.registry import check

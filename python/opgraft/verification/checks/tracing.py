@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.router import threads
-from opgraft.schema import Call
 from opgraft.verification.checks.registry import check
 from opgraft.verification.judging import judge
 from opgraft.verification.observation import (

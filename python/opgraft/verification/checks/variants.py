@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from opgraft.ops.schema import Op, resolve
 from opgraft.router import threads
-from opgraft.schema import Op, resolve
 from opgraft.verification.checks.registry import check
 from opgraft.verification.judging import judge
 from opgraft.verification.observation import (

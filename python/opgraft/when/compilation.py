@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opgraft import when
-from opgraft.schema import Op
+from opgraft.ops.schema import Op
 
 #: (code, place, integer, real, constant, children, places); see csrc/condition.h.
 Node = tuple[str, tuple[int, int, bool], int, float, Any, list[int], list[tuple[int, int, bool]]]
@@ -31,7 +31,7 @@ def compile_condition(condition: when.Condition, op: Op) -> list[Node] | None:
     Returns:
         The nodes; None where only Python can evaluate it.
 
-    >>> from opgraft.schema import resolve
+    >>> from opgraft.ops.schema import resolve
     >>> len(compile_condition(when.ndim("self") == 2, resolve("aten::_softmax")))
     3
     """

@@ -136,9 +136,9 @@ def compile_timeout() -> float | None:
 def check_spelling() -> None:
     """Warn of what is misspelt in the environment, where anything of opgraft's is in it."""
     if any(name.startswith("OPGRAFT_") for name in os.environ):
-        from opgraft import _spelling
+        from opgraft import spelling
 
-        _spelling.check_environment()
+        spelling.check_environment()
 
 
 @cache

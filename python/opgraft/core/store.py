@@ -12,7 +12,7 @@ import re
 import stat
 from pathlib import Path
 
-from opgraft import _build
+from opgraft.core import building
 
 __all__ = ["distrust", "find", "opened", "place", "root"]
 
@@ -24,16 +24,16 @@ def root() -> Path:
 
 def place(torch_version: str) -> Path:
     """The file of the core for a torch, compiled from these sources for this Python."""
-    import sysconfig  # as in _build
+    import sysconfig  # as in building
 
-    module = _build.module_name(torch_version)
+    module = building.module_name(torch_version)
     parts = [
         module.rpartition(".")[2],
         str(sysconfig.get_config_var("SOABI")),
         re.sub(r"[^\w.+-]", "_", torch_version),
-        _build.digest(_build.sources()),
+        building.digest(building.sources()),
     ]
-    return root() / "-".join(parts) / _build.file_name(module)
+    return root() / "-".join(parts) / building.file_name(module)
 
 
 def find(torch_version: str) -> tuple[Path | None, str]:
@@ -45,7 +45,7 @@ def find(torch_version: str) -> tuple[Path | None, str]:
         if not path.is_file():
             return None, ""
         reason = distrust(path)
-    except (OSError, RuntimeError, _build.BuildError) as error:  # no home, no access, no sources
+    except (OSError, RuntimeError, building.BuildError) as error:  # no home, no access, no sources
         return None, f"the cache of cores cannot be used ({error})"
     return (None, f"the core {path} is not loaded: {reason}") if reason else (path, "")
 

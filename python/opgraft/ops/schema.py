@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft._keys import BACKEND_KEYS
 from opgraft.errors import RegistrationError
-from opgraft.lazy_impl import Lazy
+from opgraft.ops.dispatch_keys import BACKEND_KEYS
+from opgraft.ops.lazy_impl import Lazy
 
 
 class HiddenWrites:
@@ -363,7 +363,7 @@ def _as_dispatched(argument: Argument, value: Any) -> Any:
     if not isinstance(value, (bool, int, float, complex)):
         return value
     if argument.is_tensor:
-        from opgraft.wrapped_number import wrapped_number
+        from opgraft.ops.wrapped_number import wrapped_number
 
         return wrapped_number(value)
     return [value] * argument.list_size if argument.list_size else value

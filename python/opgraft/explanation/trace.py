@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from opgraft import events
-from opgraft._notebook import Shown
+from opgraft.base import events
+from opgraft.base.notebook import Shown
 from opgraft.explanation.leaf import native_origin
 from opgraft.explanation.verdicts import Status, Verdict, judge, label
+from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override, Selector, registry
 from opgraft.router import installed, observers
-from opgraft.schema import Call
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from threading import get_ident
 
-from opgraft import _core
+from opgraft.core import loader
 
 
 class Counter:
@@ -34,6 +34,6 @@ class Counter:
 
 def new() -> Counter:
     """A counter that both routers can add to."""
-    core = _core.in_use()
+    core = loader.in_use()
     counter: Counter = core.Counter() if core is not None else Counter()
     return counter

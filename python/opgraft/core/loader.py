@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from opgraft import _cache, env
-from opgraft._build import TorchBuild, module_name
+from opgraft.base import env
+from opgraft.core import store
+from opgraft.core.building import TorchBuild, module_name
 
 __all__ = ["CoreStatus", "in_use", "load", "module_name", "shut_down_at_exit", "status"]
 
@@ -82,7 +83,7 @@ def _find(
     """The core for a torch, the running one's commit where none is given, and what there is."""
     running = TorchBuild(str(torch_version), str(commit))
     name = module_name(torch_version)
-    path, refused = _cache.find(torch_version)
+    path, refused = store.find(torch_version)
     if refused:
         _log.warning("opgraft: %s", refused)
     if path is None and importlib.util.find_spec(name) is None:
@@ -106,7 +107,7 @@ def _find(
 
 def _import_file(name: str, path: Path) -> ModuleType:
     # What is loaded is what was checked, whatever stands at `path` by then.
-    loader = ExtensionFileLoader(name, _cache.opened(path))
+    loader = ExtensionFileLoader(name, store.opened(path))
     spec = importlib.util.spec_from_loader(name, loader)
     if spec is None:
         raise ImportError(f"{path} is no extension module")

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opgraft import env
+from opgraft.base import env
 
 
 def activate() -> None:

@@ -5,7 +5,7 @@ alone. Torch's headers are all that a core is compiled from. Its symbols are fou
 loaded, in the libraries that `import torch` has loaded by then, so one machine can compile a core
 for a torch that it does not have.
 
-`_core` takes names from here at every `import torch` with packs: `shlex` and `sysconfig`, which
+`loader` takes names from here at every `import torch` with packs: `shlex` and `sysconfig`, which
 nothing else needs by then, are imported where they are used.
 """
 
@@ -158,7 +158,7 @@ def headers_build(include: Path) -> TorchBuild:
 
 def sources() -> Path:
     """The folder of the C++ sources: an install has them in the package, a clone beside it."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]  # the package
     installed, clone = here / "csrc", here.parents[1] / "csrc"
     for folder in (installed, clone):
         if (folder / "core.cpp").is_file():

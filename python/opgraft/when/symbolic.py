@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from opgraft import when
-from opgraft.schema import Call
+from opgraft.ops.schema import Call
 from opgraft.when import Arguments, Condition, Undefined
 
 if TYPE_CHECKING:

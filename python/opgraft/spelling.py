@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from opgraft import env
+from opgraft.base import env
 
 if TYPE_CHECKING:
     from opgraft.registry import Selector
@@ -114,7 +114,7 @@ def _op(word: str) -> str:
 
 
 def _dispatch_key(word: str) -> str:
-    from opgraft._keys import BACKEND_KEYS
+    from opgraft.ops.dispatch_keys import BACKEND_KEYS
 
     return "" if word in BACKEND_KEYS else f"it is no backend's key{hint(word, BACKEND_KEYS)}"
 

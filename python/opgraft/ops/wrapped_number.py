@@ -30,8 +30,8 @@ def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
     >>> torch.result_type(torch.ones(2, dtype=torch.int32), wrapped_number(2.5))
     torch.float32
     """
+    from opgraft.ops.schema import resolve
     from opgraft.router import threads
-    from opgraft.schema import resolve
 
     kind = next(kind for kind in _DTYPES if isinstance(value, kind))
     storage = torch.tensor(value, dtype=_DTYPES[kind], device="cpu")
@@ -55,8 +55,8 @@ def seeds() -> dict[type, torch.Tensor]:
 
 
 def _make_seeds() -> dict[type, torch.Tensor]:
+    from opgraft.ops.schema import resolve
     from opgraft.router import threads
-    from opgraft.schema import resolve
 
     with threads.bypassing(resolve("aten::mul.Tensor")):  # which may have overrides by now
         return {kind: _seed(kind) for kind in _DTYPES}

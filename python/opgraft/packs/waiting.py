@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from opgraft import _core
-from opgraft._lock import fork_safe_lock
-from opgraft.pt2 import imports
+from opgraft.base import imports
+from opgraft.base.locks import fork_safe_lock
+from opgraft.core import loader
 
 log = logging.getLogger("opgraft")
 
@@ -63,9 +63,9 @@ def keep_places(ops: Iterable[tuple[str, str]], register: Callable[[], bool]) ->
             be, on any thread, until it returns true.
     """
     global _waits, _gone, _register, _placeholder, _state
-    core = _core.in_use()
+    core = loader.in_use()
     assert core is not None
-    _core.shut_down_at_exit(core)
+    loader.shut_down_at_exit(core)
     _register, _placeholder = register, core.Override.placeholder(_arrive)
     _state = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     _waits, _gone = True, False
@@ -186,8 +186,8 @@ def _release() -> None:
     """Take the placeholders out: from here on calls find what was registered."""
     global _waits, _placeholder, _gone
     from opgraft import router
+    from opgraft.ops.schema import resolve
     from opgraft.registry import registry
-    from opgraft.schema import resolve
 
     _placeholder = None
     for op, key in list(_places):  # where nobody registered anything, after all

@@ -1,0 +1,1 @@
+"""What every room may use: the environment, locks, hooks on imports, how things print."""
