@@ -366,9 +366,9 @@ def test_what_is_swapped_after_it_was_checked_is_not_loaded(
         return ModuleType(spec.name)
 
     assert store.find("1.99.0") == (cached, "")
-    loader = importlib.machinery.ExtensionFileLoader
-    monkeypatch.setattr(loader, "create_module", load)
-    monkeypatch.setattr(loader, "exec_module", lambda self, module: None)
+    python_loader = importlib.machinery.ExtensionFileLoader
+    monkeypatch.setattr(python_loader, "create_module", load)
+    monkeypatch.setattr(python_loader, "exec_module", lambda self, module: None)
     module = loader._import_file("opgraft._C_torch1_99", cached)
     del sys.modules["opgraft._C_torch1_99"]
     assert loaded == [b"no library"]
