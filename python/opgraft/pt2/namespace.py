@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import ops
 from torch._ops import OpOverloadPacket, _OpNamespace
 
-NAMESPACE = "opgraft"
+from opgraft.pt2 import NAMESPACE
 
 
 def answer_by_name() -> None:

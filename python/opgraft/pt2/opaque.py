@@ -23,8 +23,7 @@ from torch._ops import OpOverload
 from opgraft.core import loader
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, Op, resolve_all
-from opgraft.pt2 import randomness
-from opgraft.pt2.namespace import NAMESPACE
+from opgraft.pt2 import NAMESPACE, randomness
 from opgraft.router import composite, contract
 
 # Said of the op in torch's own catalogue, not of what it computes.

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from opgraft.registry import Override
-from opgraft.router import threads
-from opgraft.verification.samples import Sample, run
+from opgraft.verification.samples import Sample
 
 #: Memory that a fork may have beyond what there is, and seconds that all its calls may take.
 _MORE_MEMORY = 2**31
@@ -88,7 +87,7 @@ def _work(calls: Sequence[Callable[[], Any]], writing: int) -> None:
         faulthandler.disable()  # a death is expected, and told by its signal
         _limit_memory()
         for call in calls:
-            os.write(writing, json.dumps(asdict(_fate(call))).encode() + b"\n")
+            os.write(writing, json.dumps(asdict(fate_of(call))).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -114,7 +113,8 @@ def _lines(reading: int) -> tuple[list[str], bool]:
         text += part
 
 
-def _fate(call: Callable[[], Any]) -> Fate:
+def fate_of(call: Callable[[], Any]) -> Fate:
+    """Make a call, to the end of what it has the device do."""
     try:
         with torch.no_grad():
             call()
@@ -152,7 +152,7 @@ def anew(override: Override, sample: Sample, *, natively: bool) -> Fate:
         "seed": sample.seed,
         "natively": natively,
     }
-    command = [sys.executable, "-W", "ignore", "-m", "opgraft.verification.isolated"]
+    command = [sys.executable, "-W", "ignore", "-m", "opgraft.verification.isolated_call"]
     try:
         done = subprocess.run(
             command,
@@ -172,40 +172,7 @@ def anew(override: Override, sample: Sample, *, natively: bool) -> Fate:
     return Fate("no process", message=done.stderr[-500:])
 
 
-def _main() -> None:
-    import importlib
-
-    import opgraft
-    from opgraft.verification import sample
-
-    given = json.load(sys.stdin)
-    sys.path[:] = given["path"]
-    if given["pack"] is not None:
-        opgraft.packs.load(given["pack"])
-    elif given["module"] is not None:
-        importlib.import_module(given["module"])
-    keys = ("op", "dispatch_key", "name", "seed")
-    found = sample(given["sample"], **{key: given[key] for key in keys})
-    call = found.call
-
-    def work() -> None:
-        if given["natively"]:
-            with threads.scope(threads.EVERYTHING):
-                run(call)
-        else:
-            run(call)
-
-    fate = json.dumps(asdict(_fate(work)))
-    # At once: leaving the process in the ordinary way waits for a device that is lost.
-    os.write(1, fate.encode() + b"\n")
-    os._exit(0)
-
-
 def candidates_of(sizes: Sequence[int]) -> Iterator[int]:
     """Indices that are out of a range of one of these sizes."""
     yield from sorted({size for size in sizes if size > 0})
     yield from (-1, -(max(sizes, default=0) + 1), 2**31, 2**32)
-
-
-if __name__ == "__main__":
-    _main()

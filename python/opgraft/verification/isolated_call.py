@@ -1,0 +1,42 @@
+"""One call in a process of its own: the program that `isolated.anew` starts, told by its input."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from opgraft import packs, verification
+from opgraft.router import threads
+from opgraft.verification.isolated import fate_of
+from opgraft.verification.samples import run
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    sys.path[:] = given["path"]
+    if given["pack"] is not None:
+        packs.load(given["pack"])
+    elif given["module"] is not None:
+        importlib.import_module(given["module"])
+    keys = ("op", "dispatch_key", "name", "seed")
+    found = verification.sample(given["sample"], **{key: given[key] for key in keys})
+    call = found.call
+
+    def work() -> None:
+        if given["natively"]:
+            with threads.scope(threads.EVERYTHING):
+                run(call)
+        else:
+            run(call)
+
+    fate = json.dumps(asdict(fate_of(work)))
+    # At once: leaving the process in the ordinary way waits for a device that is lost.
+    os.write(1, fate.encode() + b"\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
