@@ -106,7 +106,10 @@ def __dir__() -> list[str]:
 def _import_torch() -> None:
     importlib.import_module("torch")
     importlib.import_module("opgraft.pt2.namespace").answer_by_name()
-    env.check_spelling()
+    if env.has_any():
+        from opgraft import spelling
+
+        spelling.check_environment()
 
 
 def _begin() -> None:

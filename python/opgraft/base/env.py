@@ -133,12 +133,9 @@ def compile_timeout() -> float | None:
     return seconds if seconds >= 0 else None
 
 
-def check_spelling() -> None:
-    """Warn of what is misspelt in the environment, where anything of opgraft's is in it."""
-    if any(name.startswith("OPGRAFT_") for name in os.environ):
-        from opgraft import spelling
-
-        spelling.check_environment()
+def has_any() -> bool:
+    """Whether any variable in the environment may be meant for opgraft."""
+    return any(name.startswith("OPGRAFT_") for name in os.environ)
 
 
 @cache
