@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+from opgraft.ops.bypass import bypassing
+
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -30,13 +32,10 @@ def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
     >>> torch.result_type(torch.ones(2, dtype=torch.int32), wrapped_number(2.5))
     torch.float32
     """
-    from opgraft.ops.schema import resolve
-    from opgraft.router import threads
-
     kind = next(kind for kind in _DTYPES if isinstance(value, kind))
     storage = torch.tensor(value, dtype=_DTYPES[kind], device="cpu")
     seed = seeds()[kind].detach()
-    with threads.bypassing(resolve("aten::set_.source_Tensor")):  # its overrides may want a number
+    with bypassing("aten::set_.source_Tensor"):  # its overrides may want a number
         return seed.set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
@@ -55,10 +54,7 @@ def seeds() -> dict[type, torch.Tensor]:
 
 
 def _make_seeds() -> dict[type, torch.Tensor]:
-    from opgraft.ops.schema import resolve
-    from opgraft.router import threads
-
-    with threads.bypassing(resolve("aten::mul.Tensor")):  # which may have overrides by now
+    with bypassing("aten::mul.Tensor"):  # which may have overrides by now
         return {kind: _seed(kind) for kind in _DTYPES}
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from opgraft.core import loader
-from opgraft.ops.schema import Op
+from opgraft.ops.bypass import bypass_by
+from opgraft.ops.schema import Op, resolve
 from opgraft.registry import Chain, Override, Selector
 
 _SCOPES_KEY = "opgraft.scopes"
@@ -92,6 +93,9 @@ def bypassing(op: Op) -> Iterator[None]:
     core = loader.in_use()
     with running(op, None), core.Bypass(op.name) if core is not None else nullcontext():
         yield
+
+
+bypass_by(lambda op: bypassing(resolve(op)))
 
 
 def scope(selector: Selector) -> AbstractContextManager[None]:
