@@ -25,7 +25,7 @@ import torch
 
 from opgraft.base import imports
 from opgraft.base.locks import fork_safe_lock
-from opgraft.core import loader
+from opgraft.core import loader, places
 
 log = logging.getLogger("opgraft")
 
@@ -43,14 +43,10 @@ _waits = False
 _runner: int | None = None
 _ended = threading.Event()
 _register: Callable[[], bool] | None = None
-#: What stands first in the chain of each of these routers meanwhile.
-_placeholder: Any = None
-#: Whether no call finds it any more.
+#: Whether no call finds a placeholder any more.
 _gone = False
 #: The dispatcher's state at `import torch`: the keys that are included and excluded.
 _state: Any = None
-#: The core's routers that no chain has taken over, by op and dispatch key.
-_places: dict[tuple[str, str], Any] = {}
 
 
 def keep_places(ops: Iterable[tuple[str, str]], register: Callable[[], bool]) -> None:
@@ -62,17 +58,20 @@ def keep_places(ops: Iterable[tuple[str, str]], register: Callable[[], bool]) ->
         register: registers the packs; returns whether it could be done now. Called once it has to
             be, on any thread, until it returns true.
     """
-    global _waits, _gone, _register, _placeholder, _state
+    global _waits, _gone, _register, _state
     core = loader.in_use()
     assert core is not None
     loader.shut_down_at_exit(core)
-    _register, _placeholder = register, core.Override.placeholder(_arrive)
+    _register, placeholder = register, core.Override.placeholder(_arrive)
+    places.fill(placeholder)
+    places.settle_by(settle)
     _state = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     _waits, _gone = True, False
     try:
         for op, key in sorted(ops):
-            _places[op, key] = core.Router(*_name_and_overload(op), key)
-            _places[op, key].publish([_placeholder])
+            router = core.Router(*_name_and_overload(op), key)
+            places.keep(op, key, router)
+            router.publish([placeholder])
     except Exception as error:  # registering says better what is wrong
         log.debug("no place can be kept at %s, %s: %r", op, key, error)
         settle()
@@ -92,16 +91,6 @@ def exists(op: str) -> bool:
 def _name_and_overload(op: str) -> tuple[str, str]:
     name, _, overload = op.partition(".")
     return name, "" if overload == "default" else overload
-
-
-def take(op: str, dispatch_key: str) -> Any | None:
-    """The core's router that is in at an op and key already, for its chain to take over."""
-    return _places.pop((op, dispatch_key), None)
-
-
-def placeholder() -> Any | None:
-    """What stands first in the chains of routers that were taken over; None once all is settled."""
-    return _placeholder
 
 
 def waits() -> bool:
@@ -184,24 +173,27 @@ def _as_at_import() -> Iterator[None]:
 
 def _release() -> None:
     """Take the placeholders out: from here on calls find what was registered."""
-    global _waits, _placeholder, _gone
+    global _waits, _gone
     from opgraft import router
     from opgraft.ops.schema import resolve
     from opgraft.registry import registry
 
-    _placeholder = None
-    for op, key in list(_places):  # where nobody registered anything, after all
+    places.fill(None)
+    for op, key in places.left():  # where nobody registered anything, after all
         router.install(registry.chain(resolve(op), key))
     registry.republish()
     _waits, _gone = False, True
+    places.settle_by(None)
 
 
 def _give_up() -> None:
     """Let the packs go: calls run what is registered, and the native kernels."""
-    global _waits, _placeholder, _gone
-    _waits, _placeholder = False, None
-    for place in _places.values():
-        place.publish([])
+    global _waits, _gone
+    _waits = False
+    places.fill(None)
+    places.settle_by(None)
+    for router in places.left().values():
+        router.publish([])
     # No import: in the child of a fork it may wait for a thread that is not there.
     registry = getattr(sys.modules.get("opgraft.registry"), "registry", None)
     try:

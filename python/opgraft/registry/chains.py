@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from opgraft.base import env
 from opgraft.base.locks import fork_safe_lock
+from opgraft.core import places
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op
-from opgraft.packs import waiting
 from opgraft.registry.override import Override
 from opgraft.registry.rules import Rule, Selector
 
@@ -68,7 +68,7 @@ class Registry:
             replace: an override of the same owner (pack, or the user) with the same name goes.
                 Otherwise the name is made unique in the chain.
         """
-        waiting.settle()
+        places.settle()
         with self._lock:
             chain = self.chain(override.operator, override.dispatch_key)
             namesakes = [o for o in chain.members if o.name == override.name]
@@ -99,7 +99,7 @@ class Registry:
 
     def chain(self, op: Op, dispatch_key: str) -> Chain:
         """The chain of an op at a key, made on first use; there is one for ever."""
-        waiting.settle()
+        places.settle()
         with self._lock:
             key = (op.name, dispatch_key)
             if key not in self._chains:
@@ -108,11 +108,11 @@ class Registry:
 
     def find(self, op: Op, dispatch_key: str) -> Chain | None:
         """The chain of an op at a key, if anybody asked for it before."""
-        waiting.settle()
+        places.settle()
         return self._chains.get((op.name, dispatch_key))
 
     def chains(self) -> Iterator[Chain]:
-        waiting.settle()
+        places.settle()
         with self._lock:
             chains = list(self._chains.values())
         return iter(chains)
@@ -124,7 +124,7 @@ class Registry:
 
     def add_rule(self, rule: Rule) -> None:
         """Append a rule; earlier ones that it fully overrides go, so toggling never piles up."""
-        waiting.settle()
+        places.settle()
         with self._lock:
             kept = (r for r in self._rules if not rule.selector.covers(r.selector))
             self._rules = (*kept, rule)
@@ -136,7 +136,7 @@ class Registry:
 
     def reset(self) -> None:
         """Remove every override and rule; routers stay installed, with nothing to route to."""
-        waiting.settle()
+        places.settle()
         with self._lock:
             for override in self.overrides(Selector()):
                 self.remove(override)
@@ -144,7 +144,7 @@ class Registry:
 
     def republish(self) -> None:
         """Tell every router of its chain again, for what else it depends on."""
-        waiting.settle()
+        places.settle()
         with self._lock:
             for chain in self._chains.values():
                 self._publish(chain, chain.members)

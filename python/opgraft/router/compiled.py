@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from opgraft import when
+from opgraft.core import places
 from opgraft.core.loader import shut_down_at_exit
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Call
-from opgraft.packs import waiting
 from opgraft.registry import Chain, Override
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import contract, failure, observers, shadow
@@ -56,7 +56,7 @@ class CompiledRouter(Router):
     def _install(self) -> None:
         chain = self.chain
         schema = chain.op.overload._schema
-        place = waiting.take(chain.op.name, chain.dispatch_key)
+        place = places.take(chain.op.name, chain.dispatch_key)
         self._kept_a_place = place is not None
         self._router = place or _core.Router(schema.name, schema.overload_name, chain.dispatch_key)
         self._router.set_hooks(
@@ -104,7 +104,7 @@ class CompiledRouter(Router):
             # The core looks no further than an empty chain, and observers want to know of calls
             # that find every override switched off.
             published = [_decliner()]
-        if self._kept_a_place and (placeholder := waiting.placeholder()) is not None:
+        if self._kept_a_place and (placeholder := places.placeholder()) is not None:
             published.insert(0, placeholder)  # calls wait until packs are registered as a whole
         self._router.publish(published)
 
