@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from opgraft import when
-from opgraft.when import Undefined, symbolic
+from opgraft.when import symbolic
+from opgraft.when.nodes import Undefined
 from tests.test_when_properties import ANY, Arguments, Tree, build, calls, conditions, relaxed
 
 

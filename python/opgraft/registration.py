@@ -18,7 +18,8 @@ from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, resolve_sy
 from opgraft.pt2 import hooks
 from opgraft.registry import Chain, CompilePolicy, Declaration, OnError, Override, registry
 from opgraft.router import composite
-from opgraft.when import Condition, Expression, ExpressionError
+from opgraft.when import Condition, Expression
+from opgraft.when.nodes import ExpressionError
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from opgraft.control import overrides
 from opgraft.core import loader
 from opgraft.core.building import TorchBuild
 from opgraft.registry import Override
+from opgraft.when import nodes
 
 
 def versions() -> dict[str, str | None]:
@@ -70,7 +71,7 @@ def capabilities() -> list[tuple[int, int]]:
     """The compute capability of every CUDA device, in the devices' order."""
     if torch.version.hip or not torch.cuda.is_available():
         return []
-    return [when.cuda_capability(index) for index in range(torch.cuda.device_count())]
+    return [nodes.cuda_capability(index) for index in range(torch.cuda.device_count())]
 
 
 def out_of_reach(override: Override) -> str | None:
@@ -80,7 +81,7 @@ def out_of_reach(override: Override) -> str | None:
         return f"there is no {key} device here"
     if not isinstance(override.cond, when.Condition) or not capabilities() or key != "CUDA":
         return None
-    parts = [when.part_against_capability(override.cond, each) for each in capabilities()]
+    parts = [nodes.part_against_capability(override.cond, each) for each in capabilities()]
     if any(part is None for part in parts):
         return None
     found = ", ".join(map(str, sorted(set(capabilities()))))

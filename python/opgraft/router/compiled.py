@@ -26,6 +26,7 @@ from opgraft.router.decision import takes
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
 from opgraft.router.signature import signature
 from opgraft.when.compilation import Node, compile_condition, pack_capability
+from opgraft.when.nodes import cuda_capability
 
 _core: Any = None
 
@@ -45,7 +46,7 @@ def use(core: Any) -> None:
 def _capability(index: int) -> int:
     if torch.version.hip or not torch.cuda.is_available():
         return -1
-    return pack_capability(when.cuda_capability(index))
+    return pack_capability(cuda_capability(index))
 
 
 class CompiledRouter(Router):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opgraft.ops.schema import Argument, Call
-from opgraft.when import address
+from opgraft.when.nodes import address
 
 #: Integers up to this size that choose what is done are part of a call's kind.
 MAX_CHOICE = 16

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from opgraft import when
 from opgraft.ops.schema import Call
 from opgraft.router import threads
 from opgraft.verification.reference import copied, native
@@ -29,6 +28,7 @@ from opgraft.verification.samples import (
     is_internal,
     run,
 )
+from opgraft.when import nodes
 
 #: Tried where a condition names others.
 _OTHER_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -38,27 +38,28 @@ _STEPS = 8
 _REPAIRS = 12
 
 
-def parts(condition: when.Expression) -> list[when.Condition]:
+def parts(condition: nodes.Expression) -> list[nodes.Condition]:
     """What a condition is made of: comparisons and predicates, without `& | ~`.
 
+    >>> from opgraft import when
     >>> parts((when.ndim("x") == 2) & ~when.is_none("w"))
     [when.ndim('x') == 2, when.is_none('w')]
     """
-    if isinstance(condition, when._Joined):
+    if isinstance(condition, nodes.Joined):
         return [leaf for part in condition.parts for leaf in parts(part)]
-    if isinstance(condition, when._Not):
+    if isinstance(condition, nodes.Not):
         return parts(condition.part)
-    return [condition] if isinstance(condition, when.Condition) else []
+    return [condition] if isinstance(condition, nodes.Condition) else []
 
 
 def claimed_dtypes(condition: object) -> list[torch.dtype]:
     """The dtypes that a condition names, in order; empty where it names none."""
-    if not isinstance(condition, when.Condition):
+    if not isinstance(condition, nodes.Condition):
         return []
     named = [
         dtype
         for leaf in parts(condition)
-        if isinstance(leaf, when._TensorCondition) and leaf.function == "dtype"
+        if isinstance(leaf, nodes.TensorCondition) and leaf.function == "dtype"
         for dtype in leaf.options
     ]
     return list(dict.fromkeys(named))
@@ -68,7 +69,7 @@ def claimed_dtypes(condition: object) -> list[torch.dtype]:
 class Coverage:
     """On which sides of each part of a condition the samples of a run were."""
 
-    leaves: list[when.Condition]
+    leaves: list[nodes.Condition]
     seen: dict[int, set[bool]] = field(default_factory=dict)
     #: Why a side could not be reached.
     reasons: dict[int, str] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Coverage:
     def add(self, call: Call) -> None:
         for index, leaf in enumerate(self.leaves):
             value = leaf.evaluate(call.named)
-            if not isinstance(value, when.Undefined):
+            if not isinstance(value, nodes.Undefined):
                 self.seen.setdefault(index, set()).add(bool(value))
 
     def missing(self) -> list[str]:
@@ -90,8 +91,8 @@ class Coverage:
         return lines
 
 
-def _why_not(leaf: when.Condition) -> str:
-    if isinstance(leaf, when._Same) and leaf.attribute == "device":
+def _why_not(leaf: nodes.Condition) -> str:
+    if isinstance(leaf, nodes.Same) and leaf.attribute == "device":
         return "it needs a second device"
     if "device_capability" in repr(leaf):
         return "there is one kind of device here"
@@ -197,7 +198,7 @@ class Explorer:
 
     # ------------------------------------------------------------------ comparisons
 
-    def crossings(self, leaf: when._Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
+    def crossings(self, leaf: nodes.Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
         """Edits that put a comparison just inside and just outside, by one place each."""
         yield from self._scalars(leaf, edits)
         found = 0
@@ -208,9 +209,9 @@ class Explorer:
             found += bool(near)
             yield from near
 
-    def _scalars(self, leaf: when._Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
+    def _scalars(self, leaf: nodes.Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
         """Floats and bools that are compared with a constant themselves."""
-        if not isinstance(leaf.left, when._Value) or not isinstance(leaf.right, when._Constant):
+        if not isinstance(leaf.left, nodes.Value) or not isinstance(leaf.right, nodes.Constant):
             return
         place, constant = Place(leaf.left.name), leaf.right.constant
         if isinstance(constant, bool):
@@ -226,7 +227,7 @@ class Explorer:
                 yield tried
 
     def _around(
-        self, leaf: when._Comparison, place: Place, edits: Edits
+        self, leaf: nodes.Comparison, place: Place, edits: Edits
     ) -> Iterator[dict[Place, Any]]:
         root = self._root(leaf, place, edits)
         if root is None:
@@ -237,7 +238,7 @@ class Explorer:
                 if legal and (tried := self.together(place, near, edits)) is not None:
                     yield tried
 
-    def _root(self, leaf: when._Comparison, place: Place, edits: Edits) -> float | None:
+    def _root(self, leaf: nodes.Comparison, place: Place, edits: Edits) -> float | None:
         """Where the two sides are equal, as a size; None where this size does not matter."""
         start = {**self.base.places, **edits}[place]
         here = self._difference(leaf, edits)
@@ -265,7 +266,7 @@ class Explorer:
             points.append((float(value), difference))
         return None
 
-    def _difference(self, leaf: when._Comparison, edits: Edits) -> float | None:
+    def _difference(self, leaf: nodes.Comparison, edits: Edits) -> float | None:
         call = self.call(edits)
         if call is None:
             return None
@@ -274,14 +275,14 @@ class Explorer:
             return None
         return float(left - right)
 
-    def beside(self, leaf: when.Condition, edits: Edits) -> Iterator[dict[Place, Any]]:
+    def beside(self, leaf: nodes.Condition, edits: Edits) -> Iterator[dict[Place, Any]]:
         """Edits that make a predicate fail, or hold: other dtypes, an argument that is None."""
-        if isinstance(leaf, when._IsNone):
+        if isinstance(leaf, nodes.IsNone):
             tries: list[dict[Place, Any]] = [{Place(leaf.name): None}]
-        elif isinstance(leaf, when._TensorCondition) and leaf.function == "dtype":
+        elif isinstance(leaf, nodes.TensorCondition) and leaf.function == "dtype":
             others = [each for each in _OTHER_DTYPES if each not in leaf.options]
             tries = [{Place(EVERY_TENSOR): dtype} for dtype in others]
-        elif isinstance(leaf, when._Same) and leaf.attribute == "dtype":
+        elif isinstance(leaf, nodes.Same) and leaf.attribute == "dtype":
             names = [tensor for tensor in leaf.tensors if isinstance(tensor, str)]
             tries = [{Place(name): dtype} for name in names for dtype in _OTHER_DTYPES]
         else:
@@ -292,7 +293,7 @@ class Explorer:
 
     # ------------------------------------------------------------------ a call that is wanted
 
-    def wanted(self, condition: when.Condition, edits: Edits) -> dict[Place, Any] | None:
+    def wanted(self, condition: nodes.Condition, edits: Edits) -> dict[Place, Any] | None:
         """Edits after which the condition holds, repaired part by part; None where none are found.
 
         What fails is changed as little as possible, so that the call stays near its boundaries.
@@ -311,27 +312,27 @@ class Explorer:
         return None
 
     def _repairs(
-        self, part: when.Condition, wanted: bool, call: Call, edits: Edits
+        self, part: nodes.Condition, wanted: bool, call: Call, edits: Edits
     ) -> Iterator[dict[Place, Any]]:
-        if isinstance(part, when._Not):
+        if isinstance(part, nodes.Not):
             yield from self._repairs(part.part, not wanted, call, edits)
-        elif isinstance(part, when._Joined):
+        elif isinstance(part, nodes.Joined):
             # All of an `&` (none of an `|`) must become so: the first that is not is repaired.
             for each in part.parts:
                 value = each.evaluate(call.named)
-                if isinstance(value, when.Undefined) or bool(value) is not wanted:
+                if isinstance(value, nodes.Undefined) or bool(value) is not wanted:
                     yield from self._repairs(each, wanted, call, edits)
         else:
             yield from self._repair(part, wanted, edits)
 
     def _repair(
-        self, leaf: when.Condition, wanted: bool, edits: Edits
+        self, leaf: nodes.Condition, wanted: bool, edits: Edits
     ) -> Iterator[dict[Place, Any]]:
-        if isinstance(leaf, when._Comparison):
+        if isinstance(leaf, nodes.Comparison):
             tries: Iterable[dict[Place, Any]] = self.crossings(leaf, edits)
-        elif isinstance(leaf, when._TensorCondition) and leaf.function == "dtype":
+        elif isinstance(leaf, nodes.TensorCondition) and leaf.function == "dtype":
             tries = [{**edits, Place(EVERY_TENSOR): dtype} for dtype in leaf.options]
-        elif isinstance(leaf, when._IsNone) and wanted:
+        elif isinstance(leaf, nodes.IsNone) and wanted:
             tries = [{**edits, Place(leaf.name): None}]
         else:
             tries = []

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from opgraft import when
 from opgraft.registry import Override
 from opgraft.verification import mining, sources
 from opgraft.verification.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
 from opgraft.verification.layouts import FINITE, SPECIAL
 from opgraft.verification.samples import Edits, Place, Sample, layouts, reranked, tensors_of
-from opgraft.when import Condition
+from opgraft.when import Condition, nodes
 
 #: What samples come in where a condition names no dtypes.
 _DTYPES = (
@@ -156,7 +155,7 @@ class Candidates:
             return
         for index, leaf in enumerate(parts(self._condition)):
             explorer.refusal = ""
-            if isinstance(leaf, when._Comparison):
+            if isinstance(leaf, nodes.Comparison):
                 yield from map(explorer.sample, explorer.crossings(leaf, anchor.edits))
             else:
                 yield from map(explorer.sample, explorer.beside(leaf, anchor.edits))

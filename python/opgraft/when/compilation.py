@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from opgraft import when
 from opgraft.ops.schema import Op
+from opgraft.when import nodes
 
 #: (code, place, integer, real, constant, children, places); see csrc/condition.h.
 Node = tuple[str, tuple[int, int, bool], int, float, Any, list[int], list[tuple[int, int, bool]]]
@@ -21,7 +21,7 @@ class NotCompilable(Exception):
     """The expression needs Python: a constant beyond 64 bits, strings of two arguments compared."""
 
 
-def compile_condition(condition: when.Condition, op: Op) -> list[Node] | None:
+def compile_condition(condition: nodes.Condition, op: Op) -> list[Node] | None:
     """The nodes of a condition, children before parents, the whole condition last.
 
     Args:
@@ -31,6 +31,7 @@ def compile_condition(condition: when.Condition, op: Op) -> list[Node] | None:
     Returns:
         The nodes; None where only Python can evaluate it.
 
+    >>> from opgraft import when
     >>> from opgraft.ops.schema import resolve
     >>> len(compile_condition(when.ndim("self") == 2, resolve("aten::_softmax")))
     3
@@ -49,7 +50,7 @@ class _Compiler:
         self.kinds = op.kinds
         self._index = op.index
 
-    def add(self, part: when.Expression) -> int:
+    def add(self, part: nodes.Expression) -> int:
         """Add a part with all it is made of; returns its index."""
         add = _ADD.get(type(part))
         if add is None:
@@ -64,41 +65,41 @@ class _Compiler:
         integer: int = 0,
         real: float = 0.0,
         constant: Any = None,
-        children: tuple[when.Expression, ...] = (),
-        places: tuple[when.TensorName, ...] = (),
+        children: tuple[nodes.Expression, ...] = (),
+        places: tuple[nodes.TensorName, ...] = (),
     ) -> int:
         indices = list(map(self.add, children)) if children else []
         places_ = list(map(self.place, places)) if places else []
         self.nodes.append((code, place, integer, real, constant, indices, places_))
         return len(self.nodes) - 1
 
-    def place(self, tensor: when.TensorName) -> tuple[int, int, bool]:
+    def place(self, tensor: nodes.TensorName) -> tuple[int, int, bool]:
         if isinstance(tensor, str):
             return (self._index[tensor], 0, False)
         return (self._index[tensor.name], tensor.index, True)
 
 
-def _all(compiler: _Compiler, part: when._All) -> int:
+def _all(compiler: _Compiler, part: nodes.And) -> int:
     return compiler.emit("all", children=part.parts)
 
 
-def _any(compiler: _Compiler, part: when._Any) -> int:
+def _any(compiler: _Compiler, part: nodes.Or) -> int:
     return compiler.emit("any", children=part.parts)
 
 
-def _not(compiler: _Compiler, part: when._Not) -> int:
+def _not(compiler: _Compiler, part: nodes.Not) -> int:
     return compiler.emit("not", children=(part.part,))
 
 
-def _is_none(compiler: _Compiler, part: when._IsNone) -> int:
+def _is_none(compiler: _Compiler, part: nodes.IsNone) -> int:
     return compiler.emit("is_none", place=compiler.place(part.name))
 
 
-def _same(compiler: _Compiler, part: when._Same) -> int:
+def _same(compiler: _Compiler, part: nodes.Same) -> int:
     return compiler.emit(f"same_{part.attribute}", places=part.tensors)
 
 
-def _tensor_condition(compiler: _Compiler, part: when._TensorCondition) -> int:
+def _tensor_condition(compiler: _Compiler, part: nodes.TensorCondition) -> int:
     place = compiler.place(part.tensor)
     if part.function == "aligned":
         return compiler.emit("aligned", place=place, integer=_int64(part.options[0]))
@@ -109,42 +110,42 @@ def _tensor_condition(compiler: _Compiler, part: when._TensorCondition) -> int:
     return compiler.emit(part.function, place=place, constant=constant)
 
 
-def _comparison(compiler: _Compiler, part: when._Comparison) -> int:
+def _comparison(compiler: _Compiler, part: nodes.Comparison) -> int:
     left, right = part.left, part.right
     if left.type(compiler.kinds) in _NUMBERS and right.type(compiler.kinds) in _NUMBERS:
         return compiler.emit(part.symbol, children=(left, right))
-    if not isinstance(left, (when._Value, when._Item)) or not isinstance(right, when._Constant):
+    if not isinstance(left, (nodes.Value, nodes.Item)) or not isinstance(right, nodes.Constant):
         raise NotCompilable(repr(part))
     code = "same_value" if part.symbol == "==" else "other_value"
-    place = compiler.place(left.name if isinstance(left, when._Value) else left)
+    place = compiler.place(left.name if isinstance(left, nodes.Value) else left)
     return compiler.emit(code, place=place, constant=right.constant)
 
 
 _NUMBERS = frozenset({"int", "number", "capability"})
 
 
-def _arithmetic(compiler: _Compiler, part: when._Arithmetic) -> int:
+def _arithmetic(compiler: _Compiler, part: nodes.Arithmetic) -> int:
     return compiler.emit(part.symbol, children=(part.left, part.right))
 
 
-def _tensor_number(compiler: _Compiler, part: when._TensorNumber) -> int:
+def _tensor_number(compiler: _Compiler, part: nodes.TensorNumber) -> int:
     dim = 0 if part.dim is None else _int64(part.dim)
     return compiler.emit(part.function, place=compiler.place(part.tensor), integer=dim)
 
 
-def _length(compiler: _Compiler, part: when._Length) -> int:
+def _length(compiler: _Compiler, part: nodes.Length) -> int:
     return compiler.emit("length", place=compiler.place(part.name))
 
 
-def _item(compiler: _Compiler, part: when._Item) -> int:
+def _item(compiler: _Compiler, part: nodes.Item) -> int:
     return compiler.emit("item", place=compiler.place(part))
 
 
-def _value(compiler: _Compiler, part: when._Value) -> int:
+def _value(compiler: _Compiler, part: nodes.Value) -> int:
     return compiler.emit("value", place=compiler.place(part.name))
 
 
-def _constant(compiler: _Compiler, part: when._Constant) -> int:
+def _constant(compiler: _Compiler, part: nodes.Constant) -> int:
     constant = part.constant
     if isinstance(constant, tuple):
         return compiler.emit("integer", integer=pack_capability(constant))
@@ -155,20 +156,20 @@ def _constant(compiler: _Compiler, part: when._Constant) -> int:
 
 # Not `functools.singledispatch`, which takes longer to find the function than that takes to run.
 _ADD: dict[type, Callable[[_Compiler, Any], int]] = {
-    when._All: _all,
-    when._Any: _any,
-    when._Not: _not,
-    when._IsNone: _is_none,
-    when._Same: _same,
-    when._TensorCondition: _tensor_condition,
-    when._Comparison: _comparison,
-    when._Arithmetic: _arithmetic,
-    when._Dim: _arithmetic,
-    when._TensorNumber: _tensor_number,
-    when._Length: _length,
-    when._Item: _item,
-    when._Value: _value,
-    when._Constant: _constant,
+    nodes.And: _all,
+    nodes.Or: _any,
+    nodes.Not: _not,
+    nodes.IsNone: _is_none,
+    nodes.Same: _same,
+    nodes.TensorCondition: _tensor_condition,
+    nodes.Comparison: _comparison,
+    nodes.Arithmetic: _arithmetic,
+    nodes.Dim: _arithmetic,
+    nodes.TensorNumber: _tensor_number,
+    nodes.Length: _length,
+    nodes.Item: _item,
+    nodes.Value: _value,
+    nodes.Constant: _constant,
 }
 
 

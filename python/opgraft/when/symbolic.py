@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from opgraft import when
 from opgraft.ops.schema import Call
-from opgraft.when import Arguments, Condition, Undefined
+from opgraft.when import nodes
+from opgraft.when.nodes import Arguments, Condition, Undefined
 
 if TYPE_CHECKING:
     from opgraft.registry import Override
@@ -42,6 +42,7 @@ def outcomes(condition: Condition, arguments: Arguments) -> Outcomes:
         condition: checked against the op's schema before.
         arguments: every argument by name; tensors may be fake, numbers may be symbols.
 
+    >>> from opgraft import when
     >>> cond = (when.ndim("x") == 2) & when.aligned("x", 16)
     >>> outcomes(cond, {"x": torch.ones(2)}), outcomes(cond, {"x": torch.ones(2, 2)}) == EITHER
     (frozenset({False}), True)
@@ -104,7 +105,7 @@ def _erring_on_guards(call: Call) -> Iterator[None]:
 
 def culprit(condition: Condition, arguments: Arguments) -> str:
     """The first part that keeps a condition from ever holding, as it was written."""
-    if isinstance(condition, when._All):
+    if isinstance(condition, nodes.And):
         for part in condition.parts:
             if True not in outcomes(part, arguments):
                 return culprit(part, arguments)
@@ -184,26 +185,26 @@ class _Evaluator:
         return ANY
 
     @outcomes.register
-    def _(self, condition: when._All) -> Outcomes:
+    def _(self, condition: nodes.And) -> Outcomes:
         return _joined(_and, map(self.outcomes, condition.parts))
 
     @outcomes.register
-    def _(self, condition: when._Any) -> Outcomes:
+    def _(self, condition: nodes.Or) -> Outcomes:
         return _joined(_or, map(self.outcomes, condition.parts))
 
     @outcomes.register
-    def _(self, condition: when._Not) -> Outcomes:
+    def _(self, condition: nodes.Not) -> Outcomes:
         return frozenset(map(_not, self.outcomes(condition.part)))
 
-    @outcomes.register(when._IsNone)
-    @outcomes.register(when._Same)
+    @outcomes.register(nodes.IsNone)
+    @outcomes.register(nodes.Same)
     def _(self, condition: Condition) -> Outcomes:
         value = condition.evaluate(self._arguments)
         return UNDEFINED if isinstance(value, Undefined) else self._truth(value)
 
     @outcomes.register
-    def _(self, condition: when._TensorCondition) -> Outcomes:
-        tensor = when._tensor(self._arguments, condition.tensor)
+    def _(self, condition: nodes.TensorCondition) -> Outcomes:
+        tensor = nodes.tensor_of(self._arguments, condition.tensor)
         if isinstance(tensor, Undefined):
             return UNDEFINED
         if condition.function == "dtype":
@@ -230,26 +231,26 @@ class _Evaluator:
         return HOLDS
 
     @outcomes.register
-    def _(self, condition: when._Comparison) -> Outcomes:
+    def _(self, condition: nodes.Comparison) -> Outcomes:
         left, right = self._value(condition.left), self._value(condition.right)
         if isinstance(left, Undefined) or isinstance(right, Undefined):
             return UNDEFINED
         if isinstance(left, _Unknown) or isinstance(right, _Unknown):
             return ANY
         try:
-            return self._truth(when._COMPARISONS[condition.symbol](left, right))
+            return self._truth(nodes.COMPARISONS[condition.symbol](left, right))
         except TypeError:  # a scalar argument that came as a complex number has no order
             return UNDEFINED
 
     # Numbers.
 
     @singledispatchmethod
-    def _value(self, number: when.Number) -> Any:
+    def _value(self, number: nodes.Number) -> Any:
         """A number's value: perhaps a symbol, undefined or unknown."""
         return number.evaluate(self._arguments)
 
     @_value.register
-    def _(self, number: when._Arithmetic) -> Any:
+    def _(self, number: nodes.Arithmetic) -> Any:
         left, right = self._value(number.left), self._value(number.right)
         for side in (left, right):
             if isinstance(side, (Undefined, _Unknown)):
@@ -262,4 +263,4 @@ class _Evaluator:
                 return Undefined(f"{number.right!r} is 0")
             if is_zero != FAILS:
                 return _UNKNOWN
-        return when._ARITHMETIC[number.symbol][1](left, right)
+        return nodes.ARITHMETIC[number.symbol][1](left, right)
