@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opgraft.ops.describing import describe, device, gradient
 from opgraft.ops.schema import Argument, Op
 
 
@@ -254,11 +255,4 @@ def show(value: Any) -> str:
     >>> show(torch.empty(2, 3, dtype=torch.bfloat16)), show([torch.float16, None])
     ('bfloat16[2, 3] on cpu', '[float16, None]')
     """
-    if isinstance(value, torch.Tensor):
-        grad = ", requires grad" if value.requires_grad else ""
-        return f"{show(value.dtype)}{list(value.shape)} on {value.device}{grad}"
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(show, value))}]"
-    return str(value)
+    return describe(value, device, gradient)

@@ -10,6 +10,7 @@ import torch
 
 from opgraft.base import env
 from opgraft.core import loader
+from opgraft.ops.describing import accelerator, describe, strides
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 
@@ -148,7 +149,7 @@ class Plans:
         Returns:
             Whether the override takes it, in Python or by a plan; and how, or why not, for people.
         """
-        label = describe(call)
+        label = describe_call(call)
         if any(plan.key == label for plan in self):
             return True, "by a launch plan"
         unplanned = self.override.unplanned
@@ -237,7 +238,7 @@ class Plans:
             self._say_stopped()
             return None
         self._candidates.pop(key, None)
-        label = describe(call)
+        label = describe_call(call)
         # Not where the plans were dropped meanwhile.
         if not self.table.install(key, recorded, label, generation):
             return None
@@ -270,12 +271,12 @@ class Plans:
         self.table.refuse(key)
         said = reason in self.refusals.values()
         if len(self.refusals) < MAX_PLANS:
-            self.refusals[describe(call)] = reason
+            self.refusals[describe_call(call)] = reason
         if not said:
             log.debug(
                 "%s: calls with %s run in Python, no launch plan can be recorded: %s",
                 self.override.name,
-                describe(call),
+                describe_call(call),
                 reason,
             )
         if self.table.given_up:
@@ -312,23 +313,13 @@ def _many(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def describe(call: Call) -> str:
+def describe_call(call: Call) -> str:
     """A call's metadata for people.
 
     >>> import torch
     >>> from opgraft.ops.schema import resolve
-    >>> describe(resolve("aten::_softmax").bind((torch.ones(2, 3), -1, False), {}))
+    >>> describe_call(resolve("aten::_softmax").bind((torch.ones(2, 3), -1, False), {}))
     'self float32[2, 3], dim -1, half_to_float False'
     """
-    return ", ".join(f"{name} {_describe(value)}" for name, value in call.named.items())
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
-        device = "" if value.device.type == "cpu" else f" {value.device}"
-        return f"{dtype}{list(value.shape)}{strides}{device}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_describe, value))}]"
-    return str(value)
+    named = call.named.items()
+    return ", ".join(f"{name} {describe(value, strides, accelerator)}" for name, value in named)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from opgraft.errors import RegistrationError
+from opgraft.ops.describing import device_name, dtype_name
 from opgraft.ops.schema import Call, resolve
 from opgraft.registry import Override
 from opgraft.router import device
@@ -32,23 +33,16 @@ def describe(override: Override, call: Call, difference: str) -> dict[str, Any]:
         "pack": override.pack,
         "dsl": override.dsl,
         "torch": torch.__version__,
-        "device": _device_name(call),
+        "device": device_name(device.of(call)),
         "difference": difference,
         "arguments": {name: _described(value) for name, value in call.named.items()},
     }
 
 
-def _device_name(call: Call) -> str:
-    where = device.of(call)
-    if where is not None and where.type == "cuda":
-        return torch.cuda.get_device_name(where)
-    return str(where)
-
-
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {
-            "dtype": str(value.dtype).removeprefix("torch."),
+            "dtype": dtype_name(value.dtype),
             "sizes": list(value.shape),
             "strides": list(value.stride()),
             "offset": value.storage_offset(),

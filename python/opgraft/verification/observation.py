@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opgraft.errors import ContractError
+from opgraft.ops.describing import describe, offset, strides
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override
 from opgraft.router import contract
@@ -169,7 +170,7 @@ class Observation:
         return ran.error is None and ran.hits > 0 and ran.fallbacks < ran.hits
 
     def describe(self) -> str:
-        return describe(self.sample.call())
+        return describe_call(self.sample.call())
 
 
 def observe(override: Override, call: Call, device: torch.device) -> Ran:
@@ -340,23 +341,13 @@ def output_name(seen: Observation, index: int) -> str:
     return f"the argument {index - len(op.returns)} that is written to"
 
 
-def describe(call: Call) -> str:
+def describe_call(call: Call) -> str:
     """A call's arguments, in one line."""
-    return ", ".join(
-        f"{a.name}={described(value)}"
-        for a, value in zip(call.op.arguments, call.values, strict=True)
-    )
+    return ", ".join(f"{name}={described(value)}" for name, value in call.named.items())
 
 
 def described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        contiguous = "" if value.is_contiguous() else f" strides {list(value.stride())}"
-        offset = f" offset {value.storage_offset()}" if value.storage_offset() else ""
-        return f"{dtype}{list(value.shape)}{contiguous}{offset}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(described, value))}]"
-    return repr(value)
+    return describe(value, strides, offset)
 
 
 def first_line(error: BaseException) -> str:

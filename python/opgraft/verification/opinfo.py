@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Op
 from opgraft.router import threads
 from opgraft.verification.draws import Draws
@@ -37,7 +38,7 @@ class Front:
 
     @property
     def id(self) -> str:
-        return f"{label(self.info)}:{str(self.dtype).removeprefix('torch.')}:{self.index}"
+        return f"{label(self.info)}:{dtype_name(self.dtype)}:{self.index}"
 
 
 @dataclass(frozen=True)

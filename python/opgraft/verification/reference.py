@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op
 from opgraft.router import threads
 from opgraft.verification.draws import Draws
@@ -83,7 +84,7 @@ def reference(call: Call) -> Outcome:
             wide = with_written(widened(call, dtype))
         except Exception:  # no kernel for that dtype
             continue
-        return Outcome(wide.outputs, f"{wide.what} in {str(dtype).removeprefix('torch.')}")
+        return Outcome(wide.outputs, f"{wide.what} in {dtype_name(dtype)}")
     own = with_written(copied(call))
     return Outcome(own.outputs, f"{own.what} in the call's own precision")
 

@@ -11,7 +11,13 @@ from opgraft.registry import Override
 from opgraft.verification import sources
 from opgraft.verification.alone import alone
 from opgraft.verification.checks import CHECKS
-from opgraft.verification.observation import Failed, NotApplicable, Observation, Subject, describe
+from opgraft.verification.observation import (
+    Failed,
+    NotApplicable,
+    Observation,
+    Subject,
+    describe_call,
+)
 from opgraft.verification.reference import native
 from opgraft.verification.runner import device_of
 from opgraft.verification.samples import Sample, parse
@@ -67,7 +73,7 @@ class Reproduction:
             raise AssertionError(f"{name}: {failed}") from failed
 
     def __repr__(self) -> str:
-        return f"<sample {self.sample.id!r}: {describe(self.call)}>"
+        return f"<sample {self.sample.id!r}: {describe_call(self.call)}>"
 
 
 def reproduce(override: Override, sample_id: str, *, seed: int, k: float) -> Reproduction:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import threads
 from opgraft.verification.draws import Draws
@@ -155,7 +156,7 @@ def parse(sample_id: str) -> tuple[str, dict[Place, Any], dict[Place, str]]:
 
 
 def _written(value: Any) -> str:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+    return dtype_name(value) if isinstance(value, torch.dtype) else repr(value)
 
 
 def _read(text: str) -> Any:

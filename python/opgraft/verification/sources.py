@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Argument, Call, Op
 from opgraft.registry import Override
 from opgraft.router import threads
@@ -300,7 +301,7 @@ def guessed_bases(op: Op, dtypes: Sequence[torch.dtype], device: torch.device) -
                     run(call)
             except Exception:  # not a call, then
                 continue
-            name = str(dtype).removeprefix("torch.")
+            name = dtype_name(dtype)
             yield direct(f"schema:{name}:{count}", op, values)
             count += 1
             if count == 3:
