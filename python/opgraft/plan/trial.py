@@ -119,11 +119,9 @@ class Trial:
 
     def _difference(self, result: Any, replayed: Any, mine: Call, its: Call) -> str:
         op = self._call.op
-        pairs = [(result, replayed)]
-        if len(op.returns) != 1:
-            pairs = list(zip(result or (), replayed or (), strict=True))
+        pairs = zip(*(outputs.as_outputs(op, each) for each in (result, replayed)), strict=True)
         for index, (one, other) in enumerate(pairs):
-            if op.returns[index].name not in outputs.UNSPECIFIED and not agree(one, other):
+            if outputs.has_values(op, index) and not agree(one, other):
                 return f"output {index} of a replay is not what Python computed: {_UNSEEN}"
         if mine is its:
             return ""

@@ -35,12 +35,8 @@ MAX_COPIED_BYTES = 2**28
 #: Bytes of arguments that are compared with what they were, tensor by tensor while they fit.
 MAX_WATCHED_BYTES = 2**24
 
-RNG_OUTPUTS = outputs.STATES
 shares = outputs.shares
 output_name = outputs.name_of
-
-#: What an op uses up, or goes on counting in, and an impl need not.
-USED_UP = frozenset({"reserve", "dropout_state"})
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # What native's message has where it cannot do a call that is right: a dtype, a device or a mode
@@ -297,7 +293,11 @@ def _effects(
     argument: Argument, mine: torch.Tensor, native: torch.Tensor, before: torch.Tensor
 ) -> Iterator[str]:
     """What was written, where native writes nothing, or nothing, where native writes."""
-    if argument.name in USED_UP or outputs.is_empty(before) or copies.storage_of(mine) is None:
+    if (
+        argument.name in outputs.USED_UP
+        or outputs.is_empty(before)
+        or copies.storage_of(mine) is None
+    ):
         return
     if mine.shape != before.shape or mine.dtype != before.dtype or mine.is_quantized:
         return

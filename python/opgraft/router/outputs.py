@@ -1,7 +1,8 @@
 """What two runs of an op returned, compared: everything but values, and how far values may differ.
 
-The contract check, shadow mode and tracing ask here, so that what one of them takes for a
-difference the others do too.
+The contract check, shadow mode, traced impls, launch plans that are tried out, and verification ask
+here, so that what one of them takes for a difference the others do too: which outputs and arguments
+are compared by their values, and which in no way, is said here and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opgraft.ops.schema import Op
+from opgraft.ops.schema import Call, Op
 from opgraft.router import copies
 
 #: Outputs that hold a random generator's state: a kernel may keep it in its own way.
@@ -20,6 +21,8 @@ STATES = frozenset(
 )
 #: Outputs whose values nobody may rely on: those, and what is there for debugging.
 UNSPECIFIED = STATES | {"debug_attn_mask"}
+#: Arguments that an op uses up, or goes on counting in, and an impl need not.
+USED_UP = frozenset({"reserve", "dropout_state"})
 
 # How far two right results may be apart, as a share of the native one's largest value: rounding of
 # the dtype, and sums of many thousand terms that were added up in another order.
@@ -74,6 +77,17 @@ def as_outputs(op: Op, result: Any) -> tuple[Any, ...]:
 def is_state(op: Op, index: int) -> bool:
     """Whether an output holds a random generator's state."""
     return index < len(op.returns) and op.returns[index].name in STATES
+
+
+def has_values(op: Op, index: int) -> bool:
+    """Whether the values of an output are what the op promises, and are compared.
+
+    >>> from opgraft.ops.schema import resolve
+    >>> op = resolve("aten::_scaled_dot_product_flash_attention")
+    >>> [op.returns[index].name for index in range(len(op.returns)) if has_values(op, index)][:2]
+    ['output', 'logsumexp']
+    """
+    return index >= len(op.returns) or op.returns[index].name not in UNSPECIFIED
 
 
 def _is_written(op: Op, index: int) -> bool:
@@ -336,6 +350,34 @@ def _offset(tensor: torch.Tensor, base: torch.Tensor) -> Any:
 
 
 # ------------------------------------------------------------------ values
+
+
+def with_values(mine: Returned, native: Returned) -> Iterator[tuple[str, Any, Any]]:
+    """The outputs of two runs that are compared by their values, each with its name."""
+    for (index, place, one), (_, _, other) in zip(mine.flat(), native.flat(), strict=True):
+        if has_values(mine.op, index):
+            yield name_of(mine.op, index, place), one, other
+
+
+def written_values(mine: Call, native: Call) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The arguments that two runs wrote to and that are compared, each with its name."""
+    for (argument, one), (_, other) in zip(mine.written(), native.written(), strict=True):
+        if argument.name not in USED_UP:
+            yield f"argument {argument.name!r}", one, other
+
+
+def same_bits(one: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors are the same, bit for bit; NaN is NaN, whatever its bits.
+
+    >>> nan = torch.tensor([float("nan"), 1.0])
+    >>> same_bits(nan, nan.clone()), same_bits(nan, nan.nan_to_num()), same_bits(nan, nan[:1])
+    (True, False, False)
+    """
+    if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.is_complex():
+        one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
+    return torch.equal(one.isnan(), other.isnan()) and bool((one.eq(other) | one.isnan()).all())
 
 
 def distance(mine: torch.Tensor, native: torch.Tensor, factor: float = 1.0) -> str | None:

@@ -22,7 +22,7 @@ import torch
 from opgraft.base import env, events
 from opgraft.base.locks import fork_safe_lock
 from opgraft.errors import ContractError, RegistrationError
-from opgraft.ops.schema import Call
+from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override, registry
 from opgraft.router import contract, copies, device, failure, outputs, threads
 from opgraft.router.outputs import Returned
@@ -265,12 +265,8 @@ def _compare(
 
 def _pairs(mine: Returned, native: Returned, token: Token) -> Iterator[tuple[str, Any, Any]]:
     """What is compared by its values: outputs, and what the call writes to."""
-    for (index, place, one), (_, _, other) in zip(mine.flat(), native.flat(), strict=True):
-        if mine.op.returns[index].name not in outputs.UNSPECIFIED:
-            yield outputs.name_of(mine.op, index, place), one, other
-    for (argument, one), (_, other) in zip(token.call.written(), token.kept.written(), strict=True):
-        if argument.name not in contract.USED_UP:
-            yield f"argument {argument.name!r}", one, other
+    yield from outputs.with_values(mine, native)
+    yield from outputs.written_values(token.call, token.kept)
 
 
 def _difference(mine: torch.Tensor, native: torch.Tensor, factor: float) -> str | None:
@@ -281,11 +277,11 @@ def _difference(mine: torch.Tensor, native: torch.Tensor, factor: float) -> str 
     return outputs.distance(mine, native, factor)
 
 
-def _same(op: Any, one: Any, other: Any) -> bool:
-    pairs = zip(outputs.as_outputs(op, one), outputs.as_outputs(op, other), strict=True)
+def _same(op: Op, one: Any, other: Any) -> bool:
+    first, second = (Returned(op, outputs.as_outputs(op, each), ()) for each in (one, other))
     return all(
-        not isinstance(a, torch.Tensor) or torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in pairs
+        not isinstance(a, torch.Tensor) or outputs.same_bits(a, b)
+        for _, a, b in outputs.with_values(first, second)
     )
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from opgraft.router import threads
+from opgraft.router.outputs import same_bits
 from opgraft.verification.layouts import FINITE
 from opgraft.verification.observation import (
     Failed,
     Observation,
     output_name,
     reference_at,
-    same_bits,
 )
 from opgraft.verification.reference import (
     Error,

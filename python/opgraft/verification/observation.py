@@ -13,7 +13,8 @@ from opgraft.errors import ContractError
 from opgraft.ops.describing import describe, offset, strides
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override
-from opgraft.router import contract
+from opgraft.router import outputs
+from opgraft.router.outputs import same_bits
 from opgraft.verification.layouts import SPECIAL
 from opgraft.verification.process_state import ProcessState
 from opgraft.verification.reference import Outcome, native, reference, with_written, written
@@ -184,8 +185,7 @@ def observe(override: Override, call: Call, device: torch.device) -> Ran:
     state = ProcessState.now(device)
     try:
         result = run(call)
-        ran.outputs = (result,) if len(call.op.returns) == 1 else tuple(result or ())
-        ran.outputs += written(call)
+        ran.outputs = outputs.as_outputs(call.op, result) + written(call)
     except Exception as error:
         ran.error = error
     later = ProcessState.now(device)
@@ -284,25 +284,17 @@ def first_unlike(
 ) -> int | None:
     """The first output in which two runs of a call differ; random states may."""
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        if isinstance(one, torch.Tensor) and not is_state(seen, index) and not same(one, other):
+        if isinstance(one, torch.Tensor) and has_values(seen, index) and not same(one, other):
             return index
     return None
 
 
 def first_unlike_mine(seen: Observation, result: Any) -> int | None:
     """The first output in which another run's result is not the observed one's, rounding aside."""
-    outputs = (result,) if len(seen.subject.op.returns) == 1 else tuple(result or ())
+    results = outputs.as_outputs(seen.subject.op, result)
     # What the op writes to comes behind its outputs.
-    mine = seen.mine.outputs[: len(outputs)]
-    return first_unlike(seen, outputs, mine, partial(agree, seen))
-
-
-def same_bits(one: torch.Tensor, other: Any) -> bool:
-    if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if one.is_complex():
-        one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
-    return torch.equal(one.isnan(), other.isnan()) and bool((one.eq(other) | one.isnan()).all())
+    mine = seen.mine.outputs[: len(results)]
+    return first_unlike(seen, results, mine, partial(agree, seen))
 
 
 def same_but_for_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -329,15 +321,21 @@ def agree(seen: Observation, one: torch.Tensor, other: torch.Tensor) -> bool:
     return not seen.repeats and differ_by_noise(one, other)
 
 
-def is_state(seen: Observation, index: int) -> bool:
-    returns = seen.subject.op.returns
-    return index < len(returns) and returns[index].name in contract.RNG_OUTPUTS
+def has_values(seen: Observation, index: int) -> bool:
+    """Whether an output is compared by its values; what the call writes to comes behind them."""
+    op, behind = seen.subject.op, index - len(seen.subject.op.returns)
+    if behind < 0:
+        return outputs.has_values(op, index)
+    if not any(each.written and each.name in outputs.USED_UP for each in op.arguments):
+        return True
+    names = [argument.name for argument, _ in seen.sample.call().written()]
+    return names[behind] not in outputs.USED_UP
 
 
 def output_name(seen: Observation, index: int) -> str:
     op = seen.subject.op
     if index < len(op.returns):
-        return contract.output_name(op, index)
+        return outputs.name_of(op, index)
     return f"the argument {index - len(op.returns)} that is written to"
 
 

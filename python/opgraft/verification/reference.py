@@ -17,6 +17,7 @@ import torch
 from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op
 from opgraft.router import threads
+from opgraft.router.outputs import as_outputs
 from opgraft.verification.draws import Draws
 
 _WIDER = {
@@ -47,13 +48,13 @@ def native(call: Call) -> Outcome:
     """
     with threads.scope(threads.EVERYTHING):
         try:
-            return Outcome(_outputs(call.op, _run(call)), NATIVE)
+            return Outcome(as_outputs(call.op, _run(call)), NATIVE)
         except NotImplementedError:
             decomposed = _decomposition(call.op)
             if decomposed is None:
                 raise
             result = decomposed(*call.args, **call.kwargs)
-            return Outcome(_outputs(call.op, result), "torch's decomposition")
+            return Outcome(as_outputs(call.op, result), "torch's decomposition")
 
 
 def with_written(call: Call) -> Outcome:
@@ -91,10 +92,6 @@ def reference(call: Call) -> Outcome:
 
 def _run(call: Call) -> Any:
     return call.op.overload(*call.args, **call.kwargs)
-
-
-def _outputs(op: Op, result: Any) -> tuple[Any, ...]:
-    return (result,) if len(op.returns) == 1 else tuple(result or ())
 
 
 def _decomposition(op: Op) -> Callable[..., Any] | None:

@@ -12,6 +12,7 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.router import threads
+from opgraft.router.outputs import same_bits
 from opgraft.verification.alone import interprets
 from opgraft.verification.checks.registry import check
 from opgraft.verification.observation import (
@@ -24,7 +25,6 @@ from opgraft.verification.observation import (
     memory_of,
     needs_plain_hit,
     output_name,
-    same_bits,
 )
 from opgraft.verification.reference import native
 from opgraft.verification.samples import Place, run, tensors_of

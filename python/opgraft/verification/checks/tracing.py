@@ -9,6 +9,7 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.router import threads
+from opgraft.router.outputs import as_outputs, is_state
 from opgraft.verification.checks.registry import check
 from opgraft.verification.judging import judge
 from opgraft.verification.observation import (
@@ -17,7 +18,7 @@ from opgraft.verification.observation import (
     Observation,
     described,
     first_line,
-    is_state,
+    has_values,
     needs_plain_hit,
     observe,
     output_name,
@@ -42,11 +43,11 @@ def check_fake(seen: Observation) -> None:
                 result = run(fake)
         except Exception as error:
             raise NotApplicable(f"the op has no FakeTensor rule: {first_line(error)}") from None
-    results = (result,) if len(real.op.returns) == 1 else tuple(result)
+    results = as_outputs(real.op, result)
     for index, (mine, promised) in enumerate(zip(seen.mine.outputs, results, strict=False)):
         if not isinstance(mine, torch.Tensor) or not isinstance(promised, torch.Tensor):
             continue
-        if is_state(seen, index):
+        if is_state(real.op, index):
             continue
         for what in ("dtype", "shape"):
             theirs = getattr(seen.native.outputs[index], what)
@@ -110,7 +111,7 @@ def check_autocast(seen: Observation) -> None:
         if mine.error is not None:
             raise Failed(f"under autocast to {dtype} it raised {first_line(mine.error)}")
         for index, (one, other) in enumerate(zip(mine.outputs, expected.outputs, strict=False)):
-            if not isinstance(one, torch.Tensor) or is_state(seen, index):
+            if not isinstance(one, torch.Tensor) or not has_values(seen, index):
                 continue
             if one.dtype != other.dtype or one.shape != other.shape:
                 raise Failed(
@@ -147,12 +148,11 @@ def check_compile(seen: Observation) -> None:
                 except Exception:
                     raise NotApplicable(f"stock fails it: {first_line(error)}") from None
             raise Failed(f"compiled with dynamic={dynamic}: {first_line(error)}") from error
-        outputs = (result,) if len(seen.subject.op.returns) == 1 else tuple(result)
-        for index, one in enumerate(outputs):
+        for index, one in enumerate(as_outputs(seen.subject.op, result)):
             other = seen.native.outputs[index]
             exact = reference_at(seen.reference.outputs, index, other)
             if isinstance(one, torch.Tensor) and isinstance(exact, torch.Tensor):
                 if one.shape != other.shape or one.dtype != other.dtype:
                     raise Failed(f"compiled, {output_name(seen, index)} is {described(one)}")
-                if not is_state(seen, index):
+                if has_values(seen, index):
                     judge(seen, index, one, other, exact)
