@@ -20,8 +20,6 @@ from opgraft.verification.alone import alone
 from opgraft.verification.boundaries import Coverage, parts
 from opgraft.verification.candidates import Candidates, main_dtype
 from opgraft.verification.checks import CHECKS
-from opgraft.verification.checks.derivatives import can_be_checked
-from opgraft.verification.checks.indices import index_places
 from opgraft.verification.observation import Failed, NotApplicable, Observation, Subject
 from opgraft.verification.process_state import keeping_settings
 from opgraft.verification.report import Check, Failure, OverrideReport, Report
@@ -48,7 +46,7 @@ class Options:
     def wants(self, check: str) -> bool:
         if self.only is not None:
             return check in self.only
-        return self.compile or not CHECKS[check].slow
+        return self.compile or CHECKS[check].cost != "seconds"
 
 
 Progress = Callable[[str], None]
@@ -229,7 +227,7 @@ class _Run:
 
     def _for_check(self, name: str, chosen: list[Observation]) -> Iterable[Observation]:
         """On what a check says most: on these of the representatives, or of all that it takes."""
-        suits = _SUITS.get(name)
+        suits = CHECKS[name].suits
         if suits is None:
             return chosen
         return [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)] or chosen
@@ -276,15 +274,6 @@ class _Run:
             self._report.failures.append(
                 Failure(check.name, seen.sample.id, message, reproducer(seen, name, self._options))
             )
-
-
-#: What a call must be for a check to have something to say about it.
-_SUITS: dict[str, Callable[[Observation], bool]] = {
-    "front": lambda seen: seen.sample.base.front is not None,
-    "gradcheck": lambda seen: can_be_checked(seen.mine.call),
-    "threads": lambda seen: any(t.is_floating_point() for t in seen.mine.call.tensors()),
-    "bad_index": lambda seen: bool(index_places(seen.mine.call)),
-}
 
 
 def reproducer(seen: Observation, check: str, options: Options) -> str:

@@ -146,17 +146,17 @@ def _exact_gradients(call: Call, seed: int) -> list[torch.Tensor | None] | None:
         return None
 
 
-def can_be_checked(call: Call) -> bool:
+def _can_be_checked(call: Call) -> bool:
     """Whether numerical derivatives of a call mean something, and come soon."""
     dtypes = {t.dtype for t in call.tensors() if t.is_floating_point()}
     return dtypes == {torch.float64} and max(t.numel() for t in call.tensors()) <= _MAX_CHECKED
 
 
-@check("once")
+@check("once", suits=lambda seen: _can_be_checked(seen.mine.call))
 def check_gradcheck(seen: Observation) -> None:
     """Numerical and analytical derivatives agree, in float64."""
     call = seen.sample.call()
-    if not can_be_checked(call):
+    if not _can_be_checked(call):
         raise NotApplicable(f"it takes no call in float64 of at most {_MAX_CHECKED} elements")
     if seen.subject.op.mutates or seen.is_random:
         raise NotApplicable("the op writes to its arguments or is random")

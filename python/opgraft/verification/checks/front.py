@@ -25,7 +25,7 @@ from opgraft.verification.observation import (
 from opgraft.verification.reference import Error, errors
 
 
-@check("some")
+@check("some", suits=lambda seen: seen.sample.base.front is not None)
 def check_front(seen: Observation) -> None:
     """What users call (`F.softmax`), forward and backward, as PyTorch's own tests call it."""
     front = seen.sample.base.front

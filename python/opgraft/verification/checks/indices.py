@@ -28,7 +28,7 @@ _INTEGERS = (torch.int32, torch.int64)
 _ON_CUDA = 2
 
 
-def index_places(call: Call) -> list[Place]:
+def _index_places(call: Call) -> list[Place]:
     """The tensors of a call that may hold indices into another one."""
     tensors = list(tensors_of(call.op, call.values))
     may_write = {argument.name for argument in call.op.arguments if argument.written}
@@ -41,13 +41,13 @@ def index_places(call: Call) -> list[Place]:
     ]
 
 
-@check("once")
+@check("once", suits=lambda seen: bool(_index_places(seen.mine.call)))
 def check_bad_index(seen: Observation) -> None:
     """An index that native refuses is refused: by the same error on a CPU, by an assertion or an
     error on a CUDA device, without a read out of bounds."""
     needs_plain_hit(seen)
     call = seen.sample.call()
-    places = index_places(call)
+    places = _index_places(call)
     if not places:
         raise NotApplicable("no argument is a tensor of indices")
     refused = 0

@@ -1,4 +1,4 @@
-"""Which checks there are: each says on which samples it runs, and whether only when asked for."""
+"""Which checks there are: each says on which samples it runs, and what it costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from opgraft.verification.observation import Observation
 Function = Callable[[Observation], None]
 #: On every sample, on one sample of each dtype that it takes, on one sample in all.
 Scope = Literal["each", "some", "once"]
+#: What one run costs: a few calls of the op, or seconds; that is paid only when asked for.
+Cost = Literal["calls", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Check:
     name: str
     function: Function
     scope: Scope
-    #: Seconds each: only when asked for.
-    slow: bool
+    cost: Cost
+    #: Whether it has something to say about a call that the override takes; None: about any.
+    suits: Callable[[Observation], bool] | None
 
     def __call__(self, seen: Observation) -> None:
         self.function(seen)
@@ -35,12 +38,25 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def check(scope: Scope, *, slow: bool = False) -> Callable[[Function], Function]:
-    """Register a function `check_NAME` as the check `NAME`."""
+def check(
+    scope: Scope,
+    *,
+    cost: Cost = "calls",
+    suits: Callable[[Observation], bool] | None = None,
+) -> Callable[[Function], Function]:
+    """Register a function `check_NAME` as the check `NAME`.
+
+    Args:
+        scope: on which samples it runs.
+        cost: what one run costs.
+        suits: prefers samples about which it has something to say.
+    """
 
     def register(function: Function) -> Function:
         name = function.__name__.removeprefix("check_")
-        CHECKS[name] = Check(name, function, scope, slow)
+        if name in CHECKS:
+            raise ValueError(f"there is a check {name!r} already, {CHECKS[name].function}")
+        CHECKS[name] = Check(name, function, scope, cost, suits)
         return function
 
     return register

@@ -28,7 +28,7 @@ _CALLS = 6
 _YIELDS = 500
 
 
-@check("once")
+@check("once", suits=lambda seen: any(t.is_floating_point() for t in seen.mine.call.tensors()))
 def check_threads(seen: Observation) -> None:
     """Calls of several threads at once give what one thread gets, each of values of its own."""
     if seen.is_random:

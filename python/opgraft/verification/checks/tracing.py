@@ -123,7 +123,7 @@ def check_autocast(seen: Observation) -> None:
                 judge(seen, index, one, other, exact)
 
 
-@check("once", slow=True)
+@check("once", cost="seconds")
 def check_compile(seen: Observation) -> None:
     """A compiled graph that calls the op gives results as right as native's, without a break."""
     if seen.subject.op.mutates or seen.is_random:
