@@ -9,6 +9,7 @@
 #                     headers           TORCHES="2.13.0 2.15.0"
 #   make cutedsl      CuteDSL and FlashAttention-4, beside the environment: tests then compile their kernels, which
 #                     needs no GPU; 60 MB, NVIDIA's licence
+#   make docs         the documentation as a site, in build/site, the reference from the docstrings included
 #   make clean        what was built, and the caches; `make distclean` removes the environment too
 #
 # PYTHON=python3.12 picks the interpreter, TORCH="torch==2.13.0" the torch to install where the interpreter has
@@ -34,7 +35,9 @@ CUTEDSL ?= nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-
 	nvidia-cutlass-dsl-libs-cu12==4.8.1 cuda-bindings cuda-pathfinder protobuf apache-tvm-ffi==0.1.15.post2 \
 	flash-attn-4==4.0.0b36 quack-kernels==0.6.5 einops
 
-.PHONY: quickstart test lint types bench sanitize wheel cutedsl clean distclean
+MKDOCS ?= 'mkdocs>=1.6,<2' 'mkdocs-material>=9.8,<10' 'mkdocstrings[python]>=1,<2'
+
+.PHONY: quickstart test lint types bench sanitize wheel cutedsl docs clean distclean
 .NOTPARALLEL:
 
 quickstart: $(STAMPS)/install
@@ -124,6 +127,15 @@ $(STAMPS)/probes: $(STAMPS)/test $(wildcard tests/probes/*.cpp)
 $(STAMPS)/test $(STAMPS)/dev $(STAMPS)/bench: $(STAMPS)/install
 	@echo "== installing what $(@F) needs"
 	@$(PIP) 'opgraft[$(@F)]'
+	@touch $@
+
+# In an environment of its own: a site's builder is no dependency of anything else here.
+docs: $(STAMPS)/docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --quiet && echo "build/site/index.html"
+$(STAMPS)/docs: $(STAMPS)/venv
+	@echo "== installing mkdocs into $(VENV)/docs"
+	@"$(BASE)" -m venv $(VENV)/docs
+	@$(VENV)/docs/bin/python -m pip --disable-pip-version-check install --quiet $(MKDOCS)
 	@touch $@
 
 # Not into the environment: tests are to see what a machine without CuteDSL sees. --no-deps, since torch is there.

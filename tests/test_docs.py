@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import opgraft
+from benchmarks import summary
 from benchmarks._environment import Environment
 from opgraft.core import loader
 
@@ -117,6 +119,22 @@ def test_tests_that_documents_name_exist() -> None:
     assert len(named) > 20
     for file, name in named:
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), f"{file}::{name}"
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- summary -->\n(.*)\n<!-- end of summary -->", text, re.S)
+    assert found is not None and found[1].splitlines() == summary.lines()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    named = re.findall(r"^::: opgraft\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted(named) == sorted(opgraft.__all__)
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 # ----------------------------------------------------------------------------------- Python
