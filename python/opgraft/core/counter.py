@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from threading import get_ident
+from typing import TYPE_CHECKING
 
 from opgraft.core import loader
+
+if TYPE_CHECKING:
+    from opgraft.core import interface
 
 
 class Counter:
@@ -32,8 +36,7 @@ class Counter:
         return sum(list(self._slots.values()))
 
 
-def new() -> Counter:
+def new() -> Counter | interface.Counter:
     """A counter that both routers can add to."""
     core = loader.in_use()
-    counter: Counter = core.Counter() if core is not None else Counter()
-    return counter
+    return Counter() if core is None else core.Counter()

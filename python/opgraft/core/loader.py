@@ -20,13 +20,16 @@ from functools import cache, lru_cache
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
 from opgraft.base import env
 from opgraft.core import store
 from opgraft.core.building import TorchBuild, module_name
+
+if TYPE_CHECKING:
+    from opgraft.core.interface import Core
 
 __all__ = ["CoreStatus", "in_use", "load", "module_name", "shut_down_at_exit", "status"]
 
@@ -50,19 +53,19 @@ class CoreStatus(NamedTuple):
         return f"compiled core: {self.module if self.built else f'none ({self.reason})'}"
 
 
-def load() -> ModuleType | None:
+def load() -> Core | None:
     """The compiled core for the running torch, or None; the first call looks for it and logs."""
     return _find_once()[0]
 
 
 @cache
-def in_use() -> ModuleType | None:
+def in_use() -> Core | None:
     """The core that routes calls in this process; None where Python does."""
     return None if env.wants_python_router() else load()
 
 
 @cache
-def shut_down_at_exit(core: ModuleType) -> None:
+def shut_down_at_exit(core: Core) -> None:
     """Let no call ask Python any more once the interpreter is on its way out."""
     atexit.register(core.shut_down)
 
@@ -73,13 +76,13 @@ def status() -> CoreStatus:
 
 
 @lru_cache(maxsize=1)
-def _find_once() -> tuple[ModuleType | None, CoreStatus]:
+def _find_once() -> tuple[Core | None, CoreStatus]:
     return _find(torch.__version__)
 
 
 def _find(
     torch_version: str, commit: str | None = torch.version.git_version
-) -> tuple[ModuleType | None, CoreStatus]:
+) -> tuple[Core | None, CoreStatus]:
     """The core for a torch, the running one's commit where none is given, and what there is."""
     running = TorchBuild(str(torch_version), str(commit))
     name = module_name(torch_version)
@@ -102,7 +105,7 @@ def _find(
         _log.warning("opgraft: compiled core %s is not used: %s", path or name, reason)
         reason = f"{reason}: `python -m opgraft build` compiles one for this torch"
         return None, CoreStatus(False, name, reason)
-    return module, CoreStatus(True, name)
+    return cast("Core", module), CoreStatus(True, name)
 
 
 def _import_file(name: str, path: Path) -> ModuleType:

@@ -8,7 +8,10 @@ registers what waits, the core's routers that wait for a chain, and what stands 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opgraft.core.interface import Router
 
 #: Registers what waits, and returns whether nothing waits any more; None while nothing does.
 _register: Callable[[], bool] | None = None
@@ -52,7 +55,7 @@ def placeholder() -> Any | None:
     return _placeholder
 
 
-def keep(op: str, dispatch_key: str, router: Any) -> None:
+def keep(op: str, dispatch_key: str, router: Router) -> None:
     """Remember the core's router that is in at an op and key."""
     _places[op, dispatch_key] = router
 

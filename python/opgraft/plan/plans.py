@@ -15,6 +15,7 @@ from opgraft.ops.schema import Call
 from opgraft.registry import Override
 
 if TYPE_CHECKING:
+    from opgraft.core.interface import Core, Plan, PlanKey, Router
     from opgraft.plan.recording import Recording
 
 log = logging.getLogger(__name__)
@@ -62,13 +63,13 @@ class _Candidate:
     def __init__(self) -> None:
         self.attempts = 0
         #: Of the last recording; None where it gave none, or was tried out.
-        self.plan: Any = None
+        self.plan: Plan | None = None
 
 
 class Plans:
     """The launch plans of an override. Iterating gives a :class:`PlanInfo` for each."""
 
-    def __init__(self, override: Override, core: Any) -> None:
+    def __init__(self, override: Override, core: Core) -> None:
         self.override = override
         #: The core's half, which calls read; it counts trials as recordings.
         self.table = core.PlanTable(
@@ -176,7 +177,7 @@ class Plans:
 
     # What the router asks.
 
-    def begin(self, router: Any, call: Call) -> Recording:
+    def begin(self, router: Router, call: Call) -> Recording:
         """Start recording a call of a key that has no plan.
 
         Args:
@@ -190,7 +191,7 @@ class Plans:
         where = device.of(call) or torch.device("cpu")
         return Recording(self._core, router, call, where)
 
-    def end(self, recording: Recording, key: Any, result: Any) -> None:
+    def end(self, recording: Recording, key: PlanKey, result: Any) -> None:
         """A recorded run is over: its plan awaits a trial.
 
         Args:
@@ -205,12 +206,14 @@ class Plans:
             self._mind_refusal(key, recording.call, candidate, recording.refusal)
         self._say_stopped()
 
-    def awaits_trial(self, key: Any) -> bool:
+    def awaits_trial(self, key: PlanKey) -> bool:
         """Whether a call of this key was recorded, and no plan was tried out."""
         candidate = self._candidates.get(key)
         return candidate is not None and candidate.plan is not None
 
-    def try_out(self, router: Any, call: Call, key: Any, impl: Callable[[Call], Any]) -> Any | None:
+    def try_out(
+        self, router: Router, call: Call, key: PlanKey, impl: Callable[[Call], Any]
+    ) -> Plan | None:
         """Run a call of a key that awaits it as a trial, and install the plan.
 
         Args:
@@ -248,7 +251,7 @@ class Plans:
 
     def _mind_refusal(
         self,
-        key: Any,
+        key: PlanKey,
         call: Call,
         candidate: _Candidate,
         reason: str,
@@ -258,7 +261,7 @@ class Plans:
         if is_final or candidate.attempts >= MAX_ATTEMPTS:
             self._refuse(key, call, reason)
 
-    def _candidate(self, key: Any) -> _Candidate:
+    def _candidate(self, key: PlanKey) -> _Candidate:
         candidate = self._candidates.pop(key, None) or _Candidate()
         while len(self._candidates) >= MAX_CANDIDATES:
             # Oldest first; `pop` with a default, because another thread may be here as well.
@@ -266,7 +269,7 @@ class Plans:
         self._candidates[key] = candidate
         return candidate
 
-    def _refuse(self, key: Any, call: Call, reason: str) -> None:
+    def _refuse(self, key: PlanKey, call: Call, reason: str) -> None:
         self._candidates.pop(key, None)
         self.table.refuse(key)
         said = reason in self.refusals.values()

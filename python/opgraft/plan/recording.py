@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opgraft.ops.schema import Call
 from opgraft.plan import ffi_calls, reads, triton_launches
+
+if TYPE_CHECKING:
+    from opgraft.core.interface import Core, Router
 
 
 class Recording:
@@ -17,8 +20,8 @@ class Recording:
 
     def __init__(
         self,
-        core: Any,
-        router: Any,
+        core: Core,
+        router: Router,
         call: Call,
         device: torch.device,
     ) -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opgraft.ops.schema import Call
 from opgraft.plan.recording import Recording
 from opgraft.router import device, outputs, threads
+
+if TYPE_CHECKING:
+    from opgraft.core.interface import Core, Plan, PlanKey, Router
 
 #: How far a replay may be off what Python computed, relative to its largest value: kernels that add
 #: with atomics never give the same bits twice, and one that was not recorded leaves garbage.
@@ -47,13 +50,13 @@ class Refused(Exception):
 class Trial:
     """One run of an impl, and of its plan, on stand-ins of a call's arguments."""
 
-    def __init__(self, core: Any, router: Any, call: Call, key: Any) -> None:
+    def __init__(self, core: Core, router: Router, call: Call, key: PlanKey) -> None:
         self._core = core
         self._router = router
         self._call = call
         self._key = key
 
-    def run(self, impl: Callable[[Call], Any], plan: Any) -> None:
+    def run(self, impl: Callable[[Call], Any], plan: Plan) -> None:
         """Make sure that a plan does what Python does.
 
         Args:
@@ -95,7 +98,7 @@ class Trial:
             raise Refused(recording.refusal, is_final=False)
         return plan, result
 
-    def _replays(self, plan: Any, result: Any, mine: Call, others: list[Call]) -> str:
+    def _replays(self, plan: Plan, result: Any, mine: Call, others: list[Call]) -> str:
         for its, poison in zip(others, _POISONS, strict=True):
             replayed = self._router.replay(plan, its.values, poison=poison)
             with _aside():

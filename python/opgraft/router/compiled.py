@@ -9,7 +9,7 @@ methods from `_takes` on. Each of them does what the Python router does, by the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,13 +28,16 @@ from opgraft.router.signature import signature
 from opgraft.when.compilation import Node, compile_condition, pack_capability
 from opgraft.when.nodes import cuda_capability
 
-_core: Any = None
+if TYPE_CHECKING:
+    from opgraft.core.interface import Core, PlanKey
+
+_core: Core = None  # type: ignore[assignment]  # set by `use`, before any router is made
 
 # A condition that no call meets: any of nothing.
-_NEVER: list[Node] = [("any", (0, 0, False), 0, 0.0, None, [], [])]
+_NEVER: list[Node] = [Node("any")]
 
 
-def use(core: Any) -> None:
+def use(core: Core) -> None:
     """Route with this core from now on."""
     global _core
     if _core is None:
@@ -196,7 +199,7 @@ class CompiledRouter(Router):
         override: Override,
         keyset: torch.DispatchKeySet,
         values: tuple[Any, ...],
-        key: Any,
+        key: PlanKey,
     ) -> Any:
         """A hit that is recorded, or that a plan of it is tried out for."""
         assert override.plans is not None
@@ -212,7 +215,7 @@ class CompiledRouter(Router):
         return result
 
     def _try_out(
-        self, override: Override, keyset: torch.DispatchKeySet, call: Call, key: Any
+        self, override: Override, keyset: torch.DispatchKeySet, call: Call, key: PlanKey
     ) -> Any:
         """A hit that is replayed for the first time if its plan stands the trial."""
         assert override.plans is not None

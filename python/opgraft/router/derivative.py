@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,9 @@ from opgraft.router.composite import AutogradCompanion, needs_grad
 from opgraft.router.native import NativeKernel
 from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
+
+if TYPE_CHECKING:
+    from opgraft.core.interface import Core
 
 Autograd = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -165,7 +168,7 @@ class PythonKernel(DerivativeKernel):
 class CompiledKernel(DerivativeKernel):
     """The kernel in C++, which asks Python where an override with a derivative may take a call."""
 
-    def __init__(self, chain: Chain, core: Any) -> None:
+    def __init__(self, chain: Chain, core: Core) -> None:
         super().__init__(chain)
         schema = chain.op.overload._schema
         self._kernel = core.Derivative(schema.name, schema.overload_name, chain.dispatch_key)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from opgraft.ops.schema import Op
 from opgraft.when import nodes
 
-#: (code, place, integer, real, constant, children, places); see csrc/condition.h.
-Node = tuple[str, tuple[int, int, bool], int, float, Any, list[int], list[tuple[int, int, bool]]]
 
-_NOWHERE = (0, 0, False)
+class Place(NamedTuple):
+    """An argument, or an item of a list argument."""
+
+    argument: int = 0
+    item: int = 0
+    is_item: bool = False
+
+
+class Node(NamedTuple):
+    """A part of an expression. What its fields hold depends on the code: csrc/condition.h."""
+
+    code: str
+    place: Place = Place()
+    integer: int = 0
+    real: float = 0.0
+    constant: Any = None
+    children: Sequence[int] = ()
+    places: Sequence[Place] = ()
+
+
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -61,7 +78,7 @@ class _Compiler:
         self,
         code: str,
         *,
-        place: tuple[int, int, bool] = _NOWHERE,
+        place: Place = Place(),  # noqa: B008, it is immutable
         integer: int = 0,
         real: float = 0.0,
         constant: Any = None,
@@ -70,13 +87,13 @@ class _Compiler:
     ) -> int:
         indices = list(map(self.add, children)) if children else []
         places_ = list(map(self.place, places)) if places else []
-        self.nodes.append((code, place, integer, real, constant, indices, places_))
+        self.nodes.append(Node(code, place, integer, real, constant, indices, places_))
         return len(self.nodes) - 1
 
-    def place(self, tensor: nodes.TensorName) -> tuple[int, int, bool]:
+    def place(self, tensor: nodes.TensorName) -> Place:
         if isinstance(tensor, str):
-            return (self._index[tensor], 0, False)
-        return (self._index[tensor.name], tensor.index, True)
+            return Place(self._index[tensor])
+        return Place(self._index[tensor.name], tensor.index, True)
 
 
 def _all(compiler: _Compiler, part: nodes.And) -> int:
