@@ -71,6 +71,27 @@ bool ordered(Code code, T left, T right) {
 Truth from(bool value) {
   return value ? Truth::True : Truth::False;
 }
+
+// --------------------------------------------------------------------------- what is asked of a tensor
+// By a test and by a node alike.
+
+// `dtypes`: a bit for each ScalarType.
+inline bool has_dtype(const c10::TensorImpl& tensor, int64_t dtypes) {
+  const auto type = static_cast<unsigned>(c10::typeMetaToScalarType(tensor.dtype()));
+  return type < 64 && (static_cast<uint64_t>(dtypes) >> type & 1) != 0;
+}
+
+inline bool is_contiguous(const c10::TensorImpl& tensor, int64_t memory_format) {
+  return tensor.is_contiguous(static_cast<c10::MemoryFormat>(memory_format));
+}
+
+// The size or stride of a dimension, from the end if negative; null where there is no such dimension.
+inline const int64_t* at_dim(c10::IntArrayRef values, int64_t dim) {
+  const auto dims = static_cast<int64_t>(values.size());
+  if (dim < 0) dim += dims;
+  return dim >= 0 && dim < dims ? &values[static_cast<size_t>(dim)] : nullptr;
+}
+
 }  // namespace
 
 uintptr_t first_address(const c10::TensorImpl& tensor) {
@@ -208,20 +229,17 @@ inline bool Condition::passes(const Test& test, const Argument* arguments) const
   const c10::TensorImpl* tensor = argument.tensor();
   if (C10_UNLIKELY(tensor == nullptr)) return false;
   switch (test.kind) {
-    case Test::Kind::Dtype: {
-      const auto type = static_cast<unsigned>(c10::typeMetaToScalarType(tensor->dtype()));
-      return type < 64 && (static_cast<uint64_t>(test.integer) >> type & 1) != 0;
-    }
+    case Test::Kind::Dtype:
+      return has_dtype(*tensor, test.integer);
     case Test::Kind::Contiguous:
-      return tensor->is_contiguous(static_cast<c10::MemoryFormat>(test.integer));
+      return is_contiguous(*tensor, test.integer);
     case Test::Kind::Ndim:
       return compares(tensor->dim());
     case Test::Kind::Numel:
       return compares(tensor->numel());
     default: {
-      const auto dims = tensor->dim();
-      const auto dim = test.integer < 0 ? test.integer + dims : test.integer;
-      return dim >= 0 && dim < dims && compares(tensor->sizes()[static_cast<size_t>(dim)]);
+      const int64_t* size = at_dim(tensor->sizes(), test.integer);
+      return size != nullptr && compares(*size);
     }
   }
 }
@@ -253,14 +271,11 @@ Truth Condition::truth(const Instruction& node, const Argument* arguments) const
     }
     case Code::Dtype: {
       const auto* tensor = tensor_at(node.place, arguments);
-      if (tensor == nullptr) return Truth::Undefined;
-      const auto type = static_cast<unsigned>(c10::typeMetaToScalarType(tensor->dtype()));
-      return from(type < 64 && (static_cast<uint64_t>(node.integer) >> type & 1) != 0);
+      return tensor == nullptr ? Truth::Undefined : from(has_dtype(*tensor, node.integer));
     }
     case Code::Contiguous: {
       const auto* tensor = tensor_at(node.place, arguments);
-      if (tensor == nullptr) return Truth::Undefined;
-      return from(tensor->is_contiguous(static_cast<c10::MemoryFormat>(node.integer)));
+      return tensor == nullptr ? Truth::Undefined : from(is_contiguous(*tensor, node.integer));
     }
     case Code::Aligned: {
       const auto* tensor = tensor_at(node.place, arguments);
@@ -329,11 +344,9 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
     case Code::Stride: {
       const auto* tensor = tensor_at(node.place, arguments);
       if (tensor == nullptr) return {};
-      const auto dims = tensor->dim();
-      const auto dim = node.integer < 0 ? node.integer + dims : node.integer;
-      if (dim < 0 || dim >= dims) return {};
       const auto values = node.code == Code::Size ? tensor->sizes() : tensor->strides();
-      return Number::of(values[static_cast<size_t>(dim)]);
+      const int64_t* value = at_dim(values, node.integer);
+      return value == nullptr ? Number{} : Number::of(*value);
     }
     case Code::Capability: {
       const auto* tensor = tensor_at(node.place, arguments);

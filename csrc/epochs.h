@@ -1,5 +1,6 @@
 // Safe reclamation of what readers read without a lock (epoch-based).
 //
+// Note [Epochs]
 // A reader announces the epoch at which it began before it loads a published pointer, and takes the
 // announcement back when it is done. A writer that has swapped the pointer begins a new epoch and frees
 // what it took out once no reader is left that began before. Readers never wait and never allocate,

@@ -279,8 +279,8 @@ std::unique_ptr<Pending> Router::ended(Pending::End end) {
   return found;
 }
 
-// An impl runs outside of the epoch: it may take long, and whoever removes its override must not wait for
-// it.
+// An impl runs outside of the epoch (Note [Epochs]): it may take long, and whoever removes its override must
+// not wait for it.
 std::unique_ptr<Pending> Router::taken(const Chain& chain, size_t first, bool holds,
                                        c10::Device device) {
   auto found = std::make_unique<Pending>();

@@ -2,8 +2,9 @@
 //
 // It reads an immutable chain through an atomic pointer, evaluates conditions on a view of the arguments,
 // on a miss calls the captured native kernel, on a hit an impl. The miss path takes no lock, allocates
-// nothing and never asks for the GIL. Calls come in boxed, or, for the signatures that csrc/typed.cpp
-// lists, as the C++ arguments that they are; those are boxed once somebody may want the call.
+// nothing and never asks for the GIL: Note [Epochs]. Calls come in boxed, or, for the signatures that
+// csrc/signatures.h lists, as the C++ arguments that they are; those are boxed once somebody may want the
+// call: Note [Typed calls].
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

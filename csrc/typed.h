@@ -1,6 +1,7 @@
 // Routers that are called with C++ arguments: for an op whose native kernel has one of the signatures that
 // csrc/signatures.h lists.
 //
+// Note [Typed calls]
 // A call that no override wants costs no boxing: nothing is allocated, and no tensor is referenced, for
 // which torch may have to ask for the GIL (c10/util/intrusive_ptr.h). Others are boxed, and go on as boxed
 // calls do. A boxed call of such an op never sees the typed kernel.
