@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from opgraft.core import loader
 from opgraft.errors import ContractError, RegistrationError
+from opgraft.ops.bypass import bypassing
 from opgraft.ops.dispatch_keys import BACKEND_KEYS
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain
@@ -57,12 +58,19 @@ def show_whole_ops_to(mode: type) -> None:
 
 
 def check(op: Op, dispatch_key: str) -> None:
-    """Refuse an op that no override can stand in for at a key where it is composite.
+    """Refuse an op that no override can stand in for at a key.
 
     Raises:
         RegistrationError: the backend has no autograd key of its own, so that the derivative could
-            not be kept; or the op is about autograd's own state.
+            not be kept; or the op is about autograd's own state; or torch needs its results to be
+            ones that Python has never seen.
     """
+    if op.name == "aten::detach":
+        raise RegistrationError(
+            "aten::detach makes the tensors that nn.Parameter and other subclasses wrap, and what "
+            "an impl in Python returns belongs to a Python object already: the op cannot be "
+            "overridden"
+        )
     if not dispatcher.is_composite(op, dispatch_key):
         return
     if f"Autograd{dispatch_key}" not in DispatchKey.__members__:
@@ -239,7 +247,8 @@ class Bookkeeping:
                 "elements of another kind, as which autograd cannot follow it; return a new "
                 "tensor, or leave such calls to the native kernel"
             )
-        return base.as_strided(result.size(), result.stride(), result.storage_offset())
+        with bypassing("aten::as_strided"):  # ours, and no call for its overrides
+            return base.as_strided(result.size(), result.stride(), result.storage_offset())
 
 
 def bookkeeping(call: Call) -> Bookkeeping | None:
