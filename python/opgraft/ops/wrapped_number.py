@@ -75,7 +75,7 @@ def as_tensors(value: Any) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return type(value)(map(as_tensors, value))
-    return wrapped_number(value) if isinstance(value, tuple(_TYPES)) else value
+    return wrapped_number(value) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def prepare() -> None:

@@ -96,7 +96,7 @@ class AutogradCompanion:
         autograd_key = f"Autograd{chain.dispatch_key}"
         # No reinstalling: once the backend key has a kernel, what could be captured here is not the
         # composite any more. The composite goes only when the op's own library does.
-        self.composite = NativeKernel(self._op, autograd_key)
+        self._composite = NativeKernel(self._op, autograd_key)
         self._library = dispatcher.register(self._op, autograd_key, self)
 
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +118,24 @@ class AutogradCompanion:
                 if not threads.is_off_here(override):
                     override.state.misses.add()
         return observers.watch(self._chain, call, lambda: self.composite(keyset, call), kept=kept)
+
+    def composite(self, keyset: DispatchKeySet, call: Call) -> Any:
+        """Run what a call with these keys runs at the autograd key without us."""
+        result = decompose(call) if keyset.has(DispatchKey.PythonDispatcher) else NotImplemented
+        return self._composite(keyset, call) if result is NotImplemented else result
+
+
+def decompose(call: Call) -> Any:
+    """Run what stands in Python for a composite op, for traces.
+
+    torch's dispatcher in Python takes it for an op without kernels at the backend and its autograd
+    key, which ours are. It may be made of other ops than the composite in C++ (`dropout`).
+
+    Returns:
+        The result; NotImplemented where nothing stands for it.
+    """
+    kernel = call.op.overload.py_kernels.get(DispatchKey.CompositeImplicitAutograd)
+    return NotImplemented if kernel is None else kernel(*call.args, **call.kwargs)
 
 
 def between(keyset: DispatchKeySet, backend: DispatchKey) -> Literal["nothing", "tracer", "others"]:
