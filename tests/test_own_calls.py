@@ -21,7 +21,7 @@ import opgraft
 from opgraft import when
 from opgraft.core import loader
 from opgraft.ops.schema import resolve_all
-from opgraft.router import contract
+from opgraft.registry.state import CHECKED_HITS
 from tests import reached
 
 
@@ -122,7 +122,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 def go(way: Callable[[torch.Tensor], None]) -> None:
     with opgraft.disabled():
         one = torch.arange(12, dtype=torch.float64).reshape(3, 4)
-        matrices = [one.clone() for _ in range(contract.CHECKED_HITS + 1)]
+        matrices = [one.clone() for _ in range(CHECKED_HITS + 1)]
     for matrix in matrices:
         way(matrix)
 
