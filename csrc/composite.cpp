@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "threads.h"
+
 namespace opgraft {
 
 namespace {
@@ -112,6 +114,7 @@ at::Tensor Bookkeeping::tracked(const at::Tensor& result, const std::string& op)
   TORCH_CHECK(same_elements, "an override of ", op,
               " returned the memory of an argument as elements of another kind, as which autograd "
               "cannot follow it; return a new tensor, or leave such calls to the native kernel");
+  const Frame frame("aten::as_strided");  // ours, and no call for its overrides
   return at::as_strided(*base, result.sizes(), result.strides(), result.storage_offset());
 }
 

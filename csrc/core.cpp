@@ -181,7 +181,8 @@ RouterHandle install(const std::string& name, const std::string& overload, const
 }
 
 void set_hooks(RouterHandle& self, py::object takes, py::object first, py::object recover,
-               py::object capturing, py::object error, py::object observe) {
+               py::object capturing, py::object error, py::object observe,
+               py::object decompose) {
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
   hooks->first = PythonRef(std::move(first));
@@ -190,6 +191,7 @@ void set_hooks(RouterHandle& self, py::object takes, py::object first, py::objec
   hooks->error = PythonRef(std::move(error));
   self.hooks = std::move(hooks);
   self.observer->set(PythonRef(std::move(observe)));
+  self.observer->set_decompose(PythonRef(std::move(decompose)));
 }
 
 // What stands in a chain for overrides that `arrived` registers; it returns whether they are there.
@@ -395,7 +397,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))
       .def("set_hooks", &set_hooks, py::arg("takes"), py::arg("first"), py::arg("recover"),
-           py::arg("capturing"), py::arg("error"), py::arg("observe"),
+           py::arg("capturing"), py::arg("error"), py::arg("observe"), py::arg("decompose"),
            "What its overrides ask in Python; before the first of them is made.")
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {

@@ -28,6 +28,22 @@ void PythonObserver::observe(Call& call, bool kept, const std::function<void()>&
   end(function, call, /*raised=*/false, seconds());
 }
 
+bool PythonObserver::decompose(Call& call) {
+  const Router::InPython here;
+  if (!here.allowed()) return false;
+  const WithGil gil;
+  if (!decompose_.get()) return false;
+  const auto values = signature_->to_python(call.begin());
+  const auto result = py::reinterpret_steal<py::object>(
+      PyObject_CallFunctionObjArgs(decompose_.get().ptr(), values.ptr(), nullptr));
+  if (!result) throw_python_error();
+  if (result.is(py::handle(Py_NotImplemented))) return false;
+  const auto who = "the decomposition of " + c10::toString(call.op.operator_name());
+  auto results = signature_->to_results(result, who);
+  call.answer(results);
+  return true;
+}
+
 PythonRef PythonObserver::begin(const Call& call, bool kept) const {
   const PythonAccess python;
   if (!python) return {};

@@ -18,6 +18,11 @@ class PythonObserver final : public Observer {
   // Needs the GIL, as does whoever calls it.
   void set(PythonRef begin) { begin_ = std::move(begin); }
 
+  // `decompose(values)` returns the results of a composite op's decomposition in Python, or
+  // NotImplemented.
+  void set_decompose(PythonRef decompose) { decompose_ = std::move(decompose); }
+
+  bool decompose(Call& call) override;
   void observe(Call& call, bool kept, const std::function<void()>& route) override;
 
  private:
@@ -25,6 +30,7 @@ class PythonObserver final : public Observer {
   static void end(const PythonRef& function, const Call& call, bool raised, double seconds);
 
   PythonRef begin_;
+  PythonRef decompose_;
   std::shared_ptr<const Signature> signature_;
 };
 

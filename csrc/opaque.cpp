@@ -12,6 +12,7 @@
 
 #include "router.h"
 #include "tensors.h"
+#include "threads.h"
 
 namespace opgraft {
 
@@ -47,6 +48,7 @@ class FreshResults {
     if (held_.empty()) return;
     for (size_t i = stack_.size() - outputs_; i < stack_.size(); ++i) {
       if (stack_[i].isTensor() && is_held(stack_[i].toTensor())) {
+        const Frame frame("aten::clone");  // ours, and no call for its overrides
         stack_[i] = stack_[i].toTensor().clone();
       }
     }

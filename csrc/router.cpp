@@ -188,16 +188,30 @@ void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyse
   }
   if (found) {
     finish(*found, call);
+  } else if (C10_UNLIKELY(keyset.has(c10::DispatchKey::PythonDispatcher))) {
+    run_native(call);
   } else {
     (at_autograd ? *composite_ : native_).call(op, keyset, stack);
   }
+}
+
+// torch has decompositions in Python of some composite ops, for traces: its dispatcher in Python takes them
+// for an op without kernels at the backend and its autograd key, which ours are.
+void Router::run_native(Call& call) const {
+  const bool traced = composite_ && call.keyset.has(c10::DispatchKey::PythonDispatcher) &&
+                      call.keyset.has_any(c10::autograd_dispatch_keyset);
+  if (C10_UNLIKELY(traced) && call.op.schema().arguments().size() == arguments_ &&
+      observer_->decompose(call)) {
+    return;
+  }
+  native(call.keyset).call(call.op, call.keyset, &call.stack);
 }
 
 void Router::route(Call& call, bool observed) {
   if (const auto found = pending(call.view().data(), observed)) {
     finish(*found, call, observed);
   } else {
-    native(call.keyset).call(call.op, call.keyset, &call.stack);
+    run_native(call);
   }
 }
 
@@ -333,9 +347,7 @@ void Router::count_misses(const Chain& chain) {
 
 void Router::finish(Pending& pending, Call& call, bool observed) {
   using End = Pending::End;
-  const auto run_native = [&] {
-    native(call.keyset).call(call.op, call.keyset, &call.stack);
-  };
+  const auto run_native = [&] { this->run_native(call); };
   switch (pending.end) {
     case End::Replayed:
       call.answer(pending.results);

@@ -130,6 +130,10 @@ class Observer {
 
   // Calls `route`, once. `kept`: the call keeps the derivative of a composite op, no override is asked.
   virtual void observe(Call& call, bool kept, const std::function<void()>& route) = 0;
+
+  // Replaces the arguments of a composite op's call by the results of what stands for the composite in
+  // Python; false where nothing does.
+  virtual bool decompose(Call& call) = 0;
 };
 
 // What an op ran at a dispatch key before us, by value: it outlives whoever registered it.
@@ -250,6 +254,8 @@ class alignas(64) Router {
   C10_NOINLINE c10::Device device_without_tensors(const Argument* arguments) const;
   bool replay_early(const Override& override, const PlanEntry& entry, const Argument* arguments,
                     torch::jit::Stack& results) const;
+  // What a call runs without us.
+  void run_native(Call& call) const;
   void route(Call& call, bool observed);
   bool try_rest(const Pending& pending, Call& call, bool observed);
   bool takes(const Override& override, Call& call);

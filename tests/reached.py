@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, Op, resolve
+from opgraft.router import composite
 from opgraft.verification import opinfo
 
 Watch = Callable[[Call], "Callable[[], None] | None"]
@@ -80,7 +81,10 @@ def watch_all(
 def calls(
     *, samples: int = 2, each: int = 2, chosen: Callable[[int], bool] = lambda index: True
 ) -> dict[Op, list[Call]]:
-    """Calls of each op that samples reach with dense tensors on the CPU, the first few of each."""
+    """Calls of each op that samples reach with dense tensors on the CPU, the first few of each.
+
+    Of ops that can be overridden.
+    """
     found: dict[Op, list[Call]] = {}
 
     def watch(call: Call) -> None:
@@ -94,7 +98,16 @@ def calls(
             known.append(Call(call.op, values))
 
     watch_all(watch, samples=samples, dtypes=(torch.float32,), chosen=chosen)
-    return {op: known for op, known in found.items() if known}
+    return {op: known for op, known in found.items() if known and may_be_overridden(op)}
+
+
+def may_be_overridden(op: Op) -> bool:
+    """Whether an override of an op at the CPU key is no error."""
+    try:
+        composite.check(op, "CPU")
+    except RegistrationError:
+        return False
+    return True
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -328,10 +328,6 @@ def test_a_fault_is_caught_in_the_first_hits(name: str, calls: dict[Op, list[Cal
     assert len({op.name for op, _ in found}) >= AT_LEAST.get(name, 10)
 
 
-@pytest.mark.xfail(
-    reason="with overrides of many ops at once, the router in Python recurses in div.Scalar",
-    strict=False,
-)
 @pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
 def test_the_same_in_the_python_router() -> None:
     done = subprocess.run(

@@ -119,7 +119,7 @@ def native(op: OpName) -> Callable[..., Any]:
 
     def call_native(*args: Any, **kwargs: Any) -> Any:
         with threads.bypassing(resolved):
-            return resolved.overload(*args, **kwargs)
+            return resolved.as_returned(resolved.overload(*args, **kwargs))
 
     call_native.__name__ = call_native.__qualname__ = f"native[{resolved.name}]"
     return call_native

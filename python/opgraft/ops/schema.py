@@ -119,6 +119,10 @@ class Argument:
     def is_tensor(self) -> bool:
         return self.kind in ("Tensor", "Optional[Tensor]")
 
+    @property
+    def is_list_of_tensors(self) -> bool:
+        return "Tensor]" in self.kind and not self.is_tensor
+
 
 class Op:
     """An overload of an operator, with what its schema says.
@@ -143,6 +147,7 @@ class Op:
         self.writes_or_aliases = any(
             a.alias_info is not None for a in (*schema.arguments, *schema.returns)
         )
+        self._returns_tensors = all("Tensor" in str(each.type) for each in self.returns)
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
         #: Where each argument stands, and its kind, by name.
         self.index = {a.name: i for i, a in enumerate(self.arguments)}
@@ -181,6 +186,14 @@ class Op:
         if missing:
             raise TypeError(f"{self.name} misses {', '.join(missing)}: {self.overload._schema}")
         return Call(self, tuple(map(_as_dispatched, self.arguments, values)))
+
+    def as_returned(self, result: Any) -> Any:
+        """A result as the kernel returned it: torch hands out a wrapped number as a bare one."""
+        if isinstance(result, torch.Tensor) or not self._returns_tensors:
+            return result
+        from opgraft.ops.wrapped_number import as_tensors
+
+        return as_tensors(result)
 
 
 class Call:
@@ -360,13 +373,14 @@ def _fresh(value: Any) -> Any:
 
 def _as_dispatched(argument: Argument, value: Any) -> Any:
     """What the dispatcher makes of a value: a tensor of a number, a list of an integer."""
-    if not isinstance(value, (bool, int, float, complex)):
+    is_list = isinstance(value, (list, tuple))
+    if not is_list and not isinstance(value, (bool, int, float, complex)):
         return value
-    if argument.is_tensor:
-        from opgraft.ops.wrapped_number import wrapped_number
+    if argument.is_list_of_tensors if is_list else argument.is_tensor:
+        from opgraft.ops.wrapped_number import as_tensors
 
-        return wrapped_number(value)
-    return [value] * argument.list_size if argument.list_size else value
+        return as_tensors(value)
+    return [value] * argument.list_size if argument.list_size and not is_list else value
 
 
 # A schema holds default dtypes and memory formats as the numbers that C++ gives them.

@@ -5,18 +5,41 @@ takes part in type promotion as a number, not as a tensor (an int32 tensor times
 times a 0-dim float64 tensor it is float64). A kernel written in Python gets the bare number back,
 and `call_boxed` refuses that. No binding sets the mark, but copies of a marked tensor keep it, and
 autograd hands out one: the operand that `x * 2` saves for its backward.
+
+Making one calls no op: an op may have overrides, and one that is routed in Python and comes by a
+wrapped number (`detach` of one) would need the next one made, without end.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
 from opgraft.ops.bypass import bypassing
 
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+class _Type(NamedTuple):
+    """What a Python number is in C++."""
+
+    dtype: torch.dtype
+    format: str  # of its bytes, for `struct`
+    one: bool | int | float | complex  # some number that becomes this
+
+
+_TYPES = {
+    bool: _Type(torch.bool, "?", True),
+    int: _Type(torch.int64, "q", 1),
+    float: _Type(torch.float64, "d", 1.0),
+    complex: _Type(torch.complex128, "dd", 1j),
+}
+_UNSIGNED = _Type(torch.uint64, "Q", 2**63)  # of integers that int64 has no room for
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
@@ -26,38 +49,67 @@ def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
         value: a Python number.
 
     Returns:
-        A tensor of dtype bool, int64, float64 or complex128 that promotes as a number.
+        A tensor of dtype bool, int64, uint64, float64 or complex128 that promotes as a number.
 
     >>> import torch
     >>> torch.result_type(torch.ones(2, dtype=torch.int32), wrapped_number(2.5))
     torch.float32
     """
-    kind = next(kind for kind in _DTYPES if isinstance(value, kind))
-    storage = torch.tensor(value, dtype=_DTYPES[kind], device="cpu")
-    seed = seeds()[kind].detach()
-    with bypassing("aten::set_.source_Tensor"):  # its overrides may want a number
-        return seed.set_(storage)  # type: ignore[call-overload, no-any-return]
+    kind = _type_of(value)
+    parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
+    raw = struct.pack(kind.format, *parts)
+    storage = torch.UntypedStorage.from_buffer(raw, dtype=torch.uint8)
+    seeds, set_storage = _tools()
+    # Unlike `detach`, `data` is no op, but for dispatch modes.
+    with torch._C._DisableTorchDispatch():
+        number = seeds[kind].data
+        set_storage(_CPU, number, storage, 0, [], [])
+    return number
+
+
+def as_tensors(value: Any) -> Any:
+    """The same, lists too, with wrapped numbers for the bare ones that torch makes of them.
+
+    >>> as_tensors(2), as_tensors([None, True])
+    (tensor(2), [None, tensor(True)])
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_tensors, value))
+    return wrapped_number(value) if isinstance(value, (bool, int, float, complex)) else value
+
+
+def prepare() -> None:
+    """Get what :func:`wrapped_number` works with while no router in Python is in its way.
+
+    Such a router does so before it goes in anywhere. It is not done at import, where it would cost
+    every `import torch` more than a millisecond.
+    """
+    _tools()
+
+
+def _type_of(value: bool | int | float | complex) -> _Type:
+    if type(value) is int and value >= 2**63:
+        return _UNSIGNED
+    return next(found for kind, found in _TYPES.items() if isinstance(value, kind))
 
 
 @cache
-def seeds() -> dict[type, torch.Tensor]:
-    """A wrapped number of each type.
-
-    The router in Python asks for them before it goes in anywhere: to it `mul` brings a bare number,
-    for which it would need them. Not made at import, where they would cost every `import torch`
-    more than a millisecond.
-    """
+def _tools() -> tuple[dict[_Type, torch.Tensor], Callable[..., Any]]:
+    """A wrapped number of each type, and what puts a storage into a tensor: a kernel, not an op."""
+    kernel = torch.library.get_kernel("aten::set_.source_Storage_storage_offset", "CPU")
     # On a thread of its own, where autograd is on and no mode is: inside a kernel autograd is off
     # and saves nothing.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_make_seeds).result()
+        return pool.submit(_seeds).result(), kernel.call_boxed
 
 
-def _make_seeds() -> dict[type, torch.Tensor]:
-    with bypassing("aten::mul.Tensor"):  # which may have overrides by now
-        return {kind: _seed(kind) for kind in _DTYPES}
+def _seeds() -> dict[_Type, torch.Tensor]:
+    with ExitStack() as passed_by:
+        for op in ("ones", "empty.memory_format", "fill_.Scalar", "mul.Tensor"):
+            passed_by.enter_context(bypassing(f"aten::{op}"))  # which may have overrides by now
+        return {kind: _seed(kind) for kind in (*_TYPES.values(), _UNSIGNED)}
 
 
-def _seed(kind: type) -> torch.Tensor:
-    product = torch.ones((), device="cpu", requires_grad=True) * kind(1)
+def _seed(kind: _Type) -> torch.Tensor:
+    product = torch.ones((), device="cpu", requires_grad=True) * kind.one
     return product.grad_fn._saved_other  # type: ignore[union-attr, no-any-return]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,6 +18,13 @@ from opgraft.errors import ContractError
 from opgraft.ops.schema import Op
 from opgraft.pt2 import caches, exports, opaque, policy, report, tracing
 from opgraft.pt2.policy import Decision
+from opgraft.registry import registry
+from opgraft.router import installed
+
+_AUTOGRAD_KEYS = (
+    *(DispatchKey.ADInplaceOrView, DispatchKey.AutogradFunctionality),
+    *(DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor),
+)
 
 
 def substitute(
@@ -39,8 +49,10 @@ def substitute(
         The call's result, as the mode would have it.
     """
     kwargs = kwargs or {}
-    if not _is_compiling() or tracing.is_running(op) or not all(map(_is_plain, types)):
+    if not all(map(_is_plain, types)):
         return mode.__torch_dispatch__(func, types, args, kwargs)
+    if not _is_compiling() or tracing.is_running(op):
+        return _left(op, mode, func, types, args, kwargs)
     call = policy.bind(op, args, kwargs)
     if number := policy.number_for_tensor(op, args, kwargs):
         decision = Decision("left", f"a number stands for the tensor {number!r}")
@@ -63,8 +75,42 @@ def substitute(
         return result
     if decision.action == "opaque":
         # Not by calling it: autograd, which this call has passed, would be asked again.
-        func = opaque.op_for(op)
+        return mode.__torch_dispatch__(opaque.op_for(op), types, args, kwargs)
+    return _left(op, mode, func, types, args, kwargs)
+
+
+def _left(op: Op, mode: Any, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a call that the compiler gets without us.
+
+    A composite op would have been taken apart before it got here. The mode does that for one that
+    has no kernel at the backend, and takes our router for one.
+    """
+    if not mode.export and _is_composite(op, args, kwargs):
+        with mode, _above_autograd():
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:  # export keeps some ops so
+            return result
     return mode.__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def _above_autograd() -> Iterator[None]:
+    """Let the pieces of a composite op pass autograd, as they do where torch takes it apart."""
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        exclude = exclude.remove(key)
+    include = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
+
+
+def _is_composite(op: Op, args: Any, kwargs: Any) -> bool:
+    """Whether an op has no kernel but ours where a call's tensors live."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd"):
+        return False
+    key = policy.dispatch_key(policy.bind(op, args, kwargs))
+    router = installed(registry.chain(op, key))
+    return router is not None and router.is_composite
 
 
 def _is_compiling() -> bool:

@@ -20,7 +20,7 @@ from opgraft.errors import ContractError
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override
 from opgraft.registry.state import CHECKED_HITS
-from opgraft.router import contract, failure, observers, shadow
+from opgraft.router import composite, contract, failure, observers, shadow
 from opgraft.router.base import Router
 from opgraft.router.decision import takes
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
@@ -70,6 +70,7 @@ class CompiledRouter(Router):
             capturing=getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never),
             error=ContractError,
             observe=self._observe,
+            decompose=self._decompose_values,
         )
         self.is_composite = self._router.is_composite
         self.excluded = self._router.excluded
@@ -181,6 +182,9 @@ class CompiledRouter(Router):
                 shadowed.ask_python()
 
     # What the core asks.
+
+    def _decompose_values(self, values: tuple[Any, ...]) -> Any:
+        return composite.decompose(Call(self.chain.op, values))
 
     def _takes(self, override: Override, values: tuple[Any, ...]) -> bool:
         # The core remembers itself what has run, and looks at a capture when it runs the impl.

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from opgraft.core import loader
 from opgraft.errors import ContractError, RegistrationError
+from opgraft.ops.bypass import bypassing
 from opgraft.ops.dispatch_keys import BACKEND_KEYS
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain
@@ -57,12 +58,19 @@ def show_whole_ops_to(mode: type) -> None:
 
 
 def check(op: Op, dispatch_key: str) -> None:
-    """Refuse an op that no override can stand in for at a key where it is composite.
+    """Refuse an op that no override can stand in for at a key.
 
     Raises:
         RegistrationError: the backend has no autograd key of its own, so that the derivative could
-            not be kept; or the op is about autograd's own state.
+            not be kept; or the op is about autograd's own state; or torch needs its results to be
+            ones that Python has never seen.
     """
+    if op.name == "aten::detach":
+        raise RegistrationError(
+            "aten::detach makes the tensors that nn.Parameter and other subclasses wrap, and what "
+            "an impl in Python returns belongs to a Python object already: the op cannot be "
+            "overridden"
+        )
     if not dispatcher.is_composite(op, dispatch_key):
         return
     if f"Autograd{dispatch_key}" not in DispatchKey.__members__:
@@ -88,7 +96,7 @@ class AutogradCompanion:
         autograd_key = f"Autograd{chain.dispatch_key}"
         # No reinstalling: once the backend key has a kernel, what could be captured here is not the
         # composite any more. The composite goes only when the op's own library does.
-        self.composite = NativeKernel(self._op, autograd_key)
+        self._composite = NativeKernel(self._op, autograd_key)
         self._library = dispatcher.register(self._op, autograd_key, self)
 
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +118,24 @@ class AutogradCompanion:
                 if not threads.is_off_here(override):
                     override.state.misses.add()
         return observers.watch(self._chain, call, lambda: self.composite(keyset, call), kept=kept)
+
+    def composite(self, keyset: DispatchKeySet, call: Call) -> Any:
+        """Run what a call with these keys runs at the autograd key without us."""
+        result = decompose(call) if keyset.has(DispatchKey.PythonDispatcher) else NotImplemented
+        return self._composite(keyset, call) if result is NotImplemented else result
+
+
+def decompose(call: Call) -> Any:
+    """Run what stands in Python for a composite op, for traces.
+
+    torch's dispatcher in Python takes it for an op without kernels at the backend and its autograd
+    key, which ours are. It may be made of other ops than the composite in C++ (`dropout`).
+
+    Returns:
+        The result; NotImplemented where nothing stands for it.
+    """
+    kernel = call.op.overload.py_kernels.get(DispatchKey.CompositeImplicitAutograd)
+    return NotImplemented if kernel is None else kernel(*call.args, **call.kwargs)
 
 
 def between(keyset: DispatchKeySet, backend: DispatchKey) -> Literal["nothing", "tracer", "others"]:
@@ -239,7 +265,8 @@ class Bookkeeping:
                 "elements of another kind, as which autograd cannot follow it; return a new "
                 "tensor, or leave such calls to the native kernel"
             )
-        return base.as_strided(result.size(), result.stride(), result.storage_offset())
+        with bypassing("aten::as_strided"):  # ours, and no call for its overrides
+            return base.as_strided(result.size(), result.stride(), result.storage_offset())
 
 
 def bookkeeping(call: Call) -> Bookkeeping | None:

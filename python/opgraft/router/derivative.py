@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from opgraft.core import loader
 from opgraft.errors import OpgraftError, RegistrationError
+from opgraft.ops.bypass import bypassing
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import dispatcher, threads
@@ -393,7 +394,8 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
 def _empty_beside(outputs: tuple[Any, ...]) -> torch.Tensor:
     """An empty tensor of a kind that can have a gradient, on the device of an op's outputs."""
     device = next(each.device for each in outputs if isinstance(each, torch.Tensor))
-    return torch.empty(0, device=device)
+    with bypassing("aten::empty.memory_format"):
+        return torch.empty(0, device=device)
 
 
 def _not_twice(who: str, gradients: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ class NativeKernel:
                 f"took the call; opgraft.explain({self._op.name!r}, ...) says why"
             )
         try:
-            return kernel.call_boxed(keyset, *call.args, **call.kwargs)
+            return self._op.as_returned(kernel.call_boxed(keyset, *call.args, **call.kwargs))
         except RuntimeError as error:
             if not self._is_gone(error):
                 raise

@@ -28,7 +28,7 @@ class PythonRouter(Router):
         from opgraft.ops import wrapped_number
 
         op, key = self.chain.op, self.chain.dispatch_key
-        wrapped_number.seeds()
+        wrapped_number.prepare()
         self.is_composite = dispatcher.is_composite(op, key)
         self.has_own_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name, key)
         self.excluded = composite.excluded(op, key)

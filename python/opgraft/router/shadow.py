@@ -211,7 +211,8 @@ def end(
     if difference is None:
         return None
     override.state.mismatches.add()
-    _report(override, token, difference)
+    with threads.scope(threads.EVERYTHING):
+        _report(override, token, difference)
     if token.settings.on_mismatch == "raise":
         raise ContractError(f"{contract.who(override)} differs from native: {difference}")
     if token.settings.on_mismatch != "quarantine":

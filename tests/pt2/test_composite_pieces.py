@@ -1,0 +1,178 @@
+"""What composite ops are made of stays the same with an override that takes no call, or is gone.
+
+torch has decompositions in Python of some of them (`dropout`), which it takes for traces as long as
+an op has no kernel at a backend: the router is one, and stays. Each way to make a graph, or to see
+ops in eager, is gone before the first override of an op is registered, while there is one that
+takes no call, and after it was removed. That takes a process in which nothing was registered.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opgraft
+from opgraft import when
+from opgraft.ops.schema import resolve
+
+torch.manual_seed(0)
+_RNN, _LSTM = (kind(4, 4, batch_first=True) for kind in (nn.RNN, nn.LSTM))
+_WEIGHT = torch.randn(4, 4)
+_IMAGES = (2, 4, 4, 4)
+
+#: By composite op: what calls it, and the shape of its input.
+CALLS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "dropout": (lambda x: F.dropout(x, 0.5, True), (4, 4)),
+    "linear": (lambda x: F.linear(x, _WEIGHT), (4, 4)),
+    "matmul": (lambda x: torch.matmul(x, _WEIGHT), (3, 4, 4)),
+    "reshape": (lambda x: x.t().reshape(-1), (4, 4)),
+    "chunk": (lambda x: x.chunk(2)[0], (4, 4)),
+    "layer_norm": (lambda x: F.layer_norm(x, (4,)), (4, 4)),
+    "rms_norm": (lambda x: F.rms_norm(x, (4,)), (4, 4)),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), _IMAGES),
+    "instance_norm": (lambda x: F.instance_norm(x), _IMAGES),
+    "upsample_nearest2d.vec": (lambda x: F.interpolate(x, scale_factor=2.0), _IMAGES),
+    "upsample_bilinear2d.vec": (
+        lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+        _IMAGES,
+    ),
+    "rnn_tanh.input": (lambda x: _RNN(x)[0], (2, 3, 4)),
+    "lstm.input": (lambda x: _LSTM(x)[0], (2, 3, 4)),
+    "scaled_dot_product_attention": (
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        (2, 2, 4, 4),
+    ),
+}
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Seen(TorchDispatchMode):
+    """The ops that get below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def in_eager(run: Run, x: torch.Tensor) -> list[str]:
+    with _Seen() as seen:
+        result = run(x)
+        if x.requires_grad:
+            torch.autograd.grad(result.sum(), x)
+    return seen.names
+
+
+def _compiled(run: Run, x: torch.Tensor, decompositions: Any, *, dynamic: bool) -> list[str]:
+    names: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=decompositions)
+    result = torch.compile(run, backend=backend, fullgraph=True, dynamic=dynamic)(x)
+    if x.requires_grad:
+        torch.autograd.grad(result.sum(), x)
+    return names
+
+
+def compiled(run: Run, x: torch.Tensor) -> list[str]:
+    return _compiled(run, x, None, dynamic=False)
+
+
+def compiled_as_inductor_does(run: Run, x: torch.Tensor) -> list[str]:
+    return _compiled(run, x, select_decomp_table(), dynamic=True)
+
+
+def exported(run: Run, x: torch.Tensor) -> list[str]:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return run(x)
+
+    program = torch.export.export(Model(), (x,)).run_decompositions({})
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+WAYS = (in_eager, compiled, compiled_as_inductor_does, exported)
+
+
+def pieces(run: Run, shape: tuple[int, ...]) -> dict[str, list[str]]:
+    """What is seen on each way, in training and without gradients."""
+    found = {}
+    for way in WAYS:
+        for trains in (True, False):
+            x = torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
+            with torch.set_grad_enabled(trains):
+                found[f"{way.__name__}, {trains=}"] = way(run, x.requires_grad_(trains))
+    return found
+
+
+def never(symbol: str) -> Any:
+    """A condition that no call of an op meets, whatever its sizes."""
+    arguments = resolve(f"aten::{symbol}").arguments
+    first = next(each for each in arguments if "Tensor" in each.kind)
+    return (when.ndim(first.name) if first.is_tensor else when.length(first.name)) == 99
+
+
+def check(symbol: str) -> list[str]:
+    """How what an op is made of differs."""
+    run, shape = CALLS[symbol]
+    stock = pieces(run, shape)
+    assert all(stock.values())
+    override = opgraft.register_op_override(
+        *("aten", symbol, "CPU", opgraft.native(f"aten::{symbol}")),
+        cond=never(symbol),
+        compile="opaque",
+        name="never",
+    )
+    differences = []
+    for state in ("takes no call", "is removed"):
+        now = pieces(run, shape)
+        differences += [
+            f"{symbol} {way}, the override {state}: {now[way]}, not {stock[way]}"
+            for way in stock
+            if now[way] != stock[way]
+        ]
+        override.remove()
+    return differences
+
+
+@pytest.mark.parametrize("router", ["", "python"])
+def test_pieces_stay_the_same(router: str) -> None:
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.pt2.test_composite_pieces"],
+        env=os.environ | {"OPGRAFT_ROUTER": router},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout == f"{len(CALLS)} ops\n"
+
+
+if __name__ == "__main__":
+    torch._dynamo.config.allow_rnn = True
+    for each in CALLS:
+        for difference in check(each):
+            print(difference)
+    print(f"{len(CALLS)} ops")
