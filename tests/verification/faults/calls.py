@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 
 import torch
@@ -116,6 +117,15 @@ def leaves_another_number_of_threads() -> Impl:
 def leaves_another_default_dtype() -> Impl:
     def impl(self: torch.Tensor) -> torch.Tensor:
         torch.set_default_dtype(torch.float64)
+        return kernels.relu(self)
+
+    return impl
+
+
+@fault("aten::relu", "state")
+def leaves_another_variable_of_the_environment() -> Impl:
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
         return kernels.relu(self)
 
     return impl
