@@ -52,11 +52,15 @@ def keeps_its_derivative(chain: Chain, call: Call) -> bool:
     installed = router.installed(chain)
     if installed is None or not installed.is_composite:
         return False
+    if not device.is_built_for(chain.dispatch_key):  # where it is, the op may have a kernel
+        return False
     return composite.must_differentiate(call) and derivative.owner(chain, call) is None
 
 
 def native_origin(chain: Chain) -> str:
     """Where the native kernel of a chain's op was registered; empty where there is none."""
+    if not device.is_built_for(chain.dispatch_key):
+        return f"this torch is built without {chain.dispatch_key}"
     installed = router.installed(chain)
     if installed is None:
         return dispatcher.top_kernel(chain.op, chain.dispatch_key)

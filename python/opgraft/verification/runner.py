@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from opgraft.registry import Override
+from opgraft.router import device
 from opgraft.verification import opinfo, sources
 from opgraft.verification.alone import alone
 from opgraft.verification.boundaries import Coverage, parts
@@ -96,13 +97,7 @@ def device_of(dispatch_key: str) -> torch.device:
 
 def _no_device(dispatch_key: str) -> str | None:
     kind = "cuda" if dispatch_key == "HIP" else dispatch_key.lower()
-    if kind == "cpu":
-        return None
-    try:
-        available = bool(torch.get_device_module(kind).is_available())
-    except (RuntimeError, AttributeError):
-        available = False
-    if available:
+    if device.is_there(kind):
         return None
     mend = "; TRITON_INTERPRET=1 runs Triton kernels on the CPU" if kind == "cuda" else ""
     return f"there is no {kind} device here{mend}"
