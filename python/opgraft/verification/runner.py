@@ -312,19 +312,25 @@ def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
     """A progress bar where there is a terminal; yields what is told of each step."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
     if not wanted or not (console := Console(stderr=True)).is_terminal:
         yield lambda name, step: None
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.fields[override]}: {task.completed} steps"),
+        TextColumn(
+            "{task.fields[override]}: {task.completed} steps",
+            table_column=Column(overflow="fold", ratio=2),
+        ),
         TimeElapsedColumn(),
-        TextColumn("{task.description}", style="dim"),
+        TextColumn(
+            "{task.description}", style="dim", table_column=Column(overflow="fold", ratio=1)
+        ),
     )
-    with Progress(*columns, console=console, transient=True) as shown:
+    with Progress(*columns, console=console, transient=True, expand=True) as shown:
         task = shown.add_task("", total=None, override="")
-        yield lambda name, step: shown.update(task, advance=1, override=name, description=step[:60])
+        yield lambda name, step: shown.update(task, advance=1, override=name, description=step)
 
 
 def report_of(overrides: list[OverrideReport], k: float, seed: int) -> Report:
