@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from opgraft.schema import resolve
+from opgraft.ops.schema import resolve
 from opgraft.verification.checks import CHECKS, derivatives
 from opgraft.verification.checks.derivatives import Gradients
 from opgraft.verification.draws import Draws

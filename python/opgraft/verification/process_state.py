@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -17,6 +18,19 @@ __all__ = ["ProcessState", "keeping_settings"]
 
 def _grad_mode(value: bool) -> None:
     torch._C._set_grad_enabled(value)  # not the context manager, which would end with its object
+
+
+def _flush_denormals(value: bool) -> None:
+    torch.set_flush_denormal(value)  # which returns whether this processor can
+
+
+#: A subnormal number; an attribute, so that Python does not know what becomes of it.
+_SUBNORMAL = [5e-324]
+
+
+def _flushes_denormals() -> bool:
+    # Of this thread, as torch's own setting is; torch does not tell.
+    return _SUBNORMAL[0] * 1.0 == 0.0
 
 
 def _environ(values: dict[str, str]) -> None:
@@ -50,6 +64,9 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
         lambda: torch.backends.cudnn.deterministic,
         lambda value: setattr(torch.backends.cudnn, "deterministic", value),
     ),
+    "the garbage collector": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "the working directory": (os.getcwd, os.chdir),
+    "torch.set_flush_denormal": (_flushes_denormals, _flush_denormals),
     _ENVIRON: (lambda: dict(os.environ), _environ),
 }
 

@@ -225,7 +225,8 @@ class _Run:
         suits = CHECKS[name].suits
         if suits is None:
             return chosen
-        return [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)] or chosen
+        suited = [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)]
+        return _of_each_scalars(suited) or chosen
 
     def _representatives(self) -> list[Observation]:
         """For each dtype the middling one of the hits: not empty, not the largest."""
@@ -269,6 +270,15 @@ class _Run:
             self._report.failures.append(
                 Failure(check.name, seen.sample.id, message, reproducer(seen, name, self._options))
             )
+
+
+def _of_each_scalars(those: list[Observation]) -> list[Observation]:
+    """Those of other numbers first: of a probability of one half alone little can be told."""
+    firsts: dict[Any, Observation] = {}
+    for seen in those:
+        numbers = (v for v in seen.mine.call.values if isinstance(v, (bool, int, float)))
+        firsts.setdefault(tuple(numbers), seen)
+    return list(dict.fromkeys((*firsts.values(), *those)))
 
 
 def reproducer(seen: Observation, check: str, options: Options) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from opgraft.ops.schema import Call, Op
 from opgraft.router import threads
-from opgraft.schema import Call, Op
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -28,7 +28,7 @@ _STEPS: dict[str, Step] = {
 def is_scan(op: Op) -> bool:
     """Whether each element of an op's result joins those before it, in a dimension.
 
-    >>> from opgraft.schema import resolve
+    >>> from opgraft.ops.schema import resolve
     >>> is_scan(resolve("aten::cumsum_")), is_scan(resolve("aten::sum"))
     (True, False)
     """
@@ -47,7 +47,7 @@ def by_blocks(call: Call) -> torch.Tensor:
     Returns:
         The result in the dtype of the call's.
 
-    >>> from opgraft.schema import resolve
+    >>> from opgraft.ops.schema import resolve
     >>> by_blocks(resolve("aten::cumsum").bind((torch.ones(5), 0), {}))
     tensor([1., 2., 3., 4., 5.])
     """

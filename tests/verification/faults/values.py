@@ -204,6 +204,15 @@ def running_sums_of_what_was_rounded_to_float16() -> Impl:
     return impl
 
 
+@fault("aten::mul.Tensor", "values", cond=when.dtype("self", torch.complex64))
+def imaginary_parts_lost() -> Impl:
+    def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        product = torch.addcmul(torch.zeros((), dtype=self.dtype), self, other)
+        return torch.complex(product.real, torch.zeros_like(product.real))
+
+    return impl
+
+
 @fault("aten::gelu", "values", cond=WIDE)
 def an_argument_ignored() -> Impl:
     def impl(self: torch.Tensor, approximate: str) -> torch.Tensor:
