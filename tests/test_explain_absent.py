@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from opgraft.router import device
+from opgraft.ops.dispatch_keys import is_built_for
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
@@ -46,7 +46,7 @@ def test_a_condition_is_asked_as_where_there_is_one(
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("mine\t")]
     assert line.split("\t")[-1].startswith(verdict)
-    if not device.is_built_for("CUDA"):
+    if not is_built_for("CUDA"):
         assert "this torch is built without CUDA" in done.stdout
         assert "RegisterCompositeImplicitAutograd" not in done.stdout  # as it is at this build
 

@@ -11,8 +11,8 @@ from rich.console import Console
 import opgraft
 from opgraft.cli import facts, output
 from opgraft.cli.arguments import ArgumentError, Given, Options, arguments, called_with, show
+from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import resolve
-from opgraft.router.device import is_built_for
 
 
 @click.command("explain")

@@ -77,16 +77,6 @@ def is_capturing(device: torch.device | None) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def is_built_for(dispatch_key: str) -> bool:
-    """Whether this torch has kernels at a backend key; a CPU build has none at `"CUDA"`.
-
-    >>> is_built_for("CPU")
-    True
-    """
-    key = "CUDA" if dispatch_key == "HIP" else dispatch_key
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::empty.memory_format", key))
-
-
 def is_there(kind: str) -> bool:
     """Whether a tensor can have memory on a kind of device here.
 
