@@ -14,7 +14,7 @@ import torch
 
 import opgraft
 from opgraft import cli, packs, when
-from opgraft.cli import arguments, doctor, facts, new
+from opgraft.cli import arguments, doctor, explain, facts, new
 from opgraft.cli.arguments import ArgumentError, Options
 from opgraft.core import loader, store
 from opgraft.explanation import Kernel, Neighbours
@@ -392,9 +392,25 @@ def test_training_needs_floating_point() -> None:
         ("aten::_softmax", {"shapes": ["2xn"]}, "self=2xn: '2xn' is no shape: sizes joined by x"),
         ("aten::_softmax", {"shapes": ["2"], "dtype": "float"}, None),
         ("aten::_softmax", {"shapes": ["2"], "dtype": "f33"}, "'f33' is no dtype"),
-        ("aten::_softmax", {"shapes": ["2"], "named": ["axis=1"]}, "with one of self, dim, half"),
+        (
+            "aten::_softmax",
+            {"shapes": ["2"], "named": ["axis=1"]},
+            "NAME=VALUE, of self, dim, half",
+        ),
+        (
+            "aten::_softmax",
+            {"shapes": ["2"], "named": ["half_to_flat=true"]},
+            "did you mean half_to_float",
+        ),
         ("aten::_softmax", {"shapes": ["2"], "named": ["dim"]}, "--arg dim: NAME=VALUE"),
-        ("aten::_softmax", {"shapes": ["2"], "named": ["dim=x y"]}, "dim=x y: invalid syntax"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["dim=x y"]}, "dim=x y: 'x y' is no number"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["dim=2x3"]}, "'2x3' is no number"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["dim="]}, "dim=: '' is no number"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["dim=1.5"]}, "'1.5' is no int"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["dim=true"]}, "'true' is no int"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["half_to_float=3"]}, "'3' is no bool"),
+        ("aten::native_dropout", {"shapes": ["2"], "named": ["p=[1]"]}, "is no float"),
+        ("aten::native_dropout", {"shapes": ["2"], "named": ["p=1"]}, None),
         ("aten::_softmax", {"shapes": ["2"], "named": ["dim=x"]}, "dim=x: .x. is no number"),
         ("aten::reshape", {"shapes": ["2"]}, "needs shape .List.int..: give --arg shape="),
     ],
@@ -447,13 +463,21 @@ def test_explain_without_overrides_names_the_native_kernel(capsys: Capture) -> N
     assert "RegisterCPU" in found["native"]
 
 
+@pytest.mark.parametrize(
+    ("built", "note"),
+    [
+        (True, "there is no CUDA device here: this is what this torch would do"),
+        (False, "this torch is built without CUDA: conditions are asked"),
+    ],
+)
 def test_explain_for_a_device_that_is_not_there_says_so(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    built: bool, note: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facts, "has_device", lambda key: False)
+    monkeypatch.setattr(explain, "is_built_for", lambda key: built)
     found = run_json(capsys, "explain", "aten::_softmax", "--shape", "2x8", "--device", "cuda")
     assert found["dispatch_key"] == "CUDA"
-    assert "there is no CUDA device here: this is what this torch would do" in found["notes"]
+    assert any(each.startswith(note) for each in found["notes"])
 
 
 @pytest.mark.parametrize(
@@ -622,6 +646,70 @@ def test_new_writes_a_pack_under_its_name(
     assert 'Fast-Norms = "fast_norms:register"' in written
     assert cli.main(["new", "Fast-Norms"]) == 1
     assert "Fast-Norms is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["list"], ["verify"]], ids=str)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dsl", "tritn"], "did you mean triton?"),
+        (["--op", "aten::nosuch"], "there is no op aten::nosuch"),
+        (["--op", "aten::_sofmax"], "did you mean aten::_softmax?"),
+        (["--op", "_softmax"], "did you mean aten::_softmax?"),
+    ],
+    ids=str,
+)
+def test_a_word_that_nothing_has_is_told_with_the_nearest(
+    command: list[str], words: list[str], message: str, capsys: Capture
+) -> None:
+    assert cli.main([*command, *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("op", ["aten::mul", "aten::relu", "other::op"])
+def test_an_op_without_overrides_is_no_mistake(op: str, capsys: Capture) -> None:
+    assert cli.main(["list", "--op", op]) == 0
+    assert "No override that is registered is such a one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [(None, "No module named 'to_import'"), ("raise ValueError('bad')", "ValueError: bad")],
+)
+def test_a_module_that_cannot_be_imported_is_told(
+    text: str | None,
+    about: str,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if text is not None:
+        (tmp_path / "to_import.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["verify", "--import", "to_import"]) == 1
+    assert f"--import to_import: {'ModuleNotFoundError: ' if text is None else ''}{about}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_make_test_of_a_new_pack_says_what_it_needs(tmp_path: Path, capsys: Capture) -> None:
+    """With a Python that has no pytest; what the command itself prints says so as well."""
+    assert cli.main(["new", "a-pack-of-mine", "--into", str(tmp_path)]) == 0
+    mend = "pip install -e '.[test]'"
+    assert mend in capsys.readouterr().out
+    without = tmp_path / "python"
+    without.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: no site-packages
+    without.chmod(0o755)
+    done = subprocess.run(
+        ["make", "test", f"PYTHON={without}"],
+        cwd=tmp_path / "a-pack-of-mine",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert f"the tests need pytest: {without} -m {mend}" in done.stdout
 
 
 def test_new_into_another_folder(tmp_path: Path, capsys: Capture) -> None:

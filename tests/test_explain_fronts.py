@@ -433,6 +433,30 @@ def test_a_compiled_function_is_explained_as_it_was_written() -> None:
     assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("opaque", "called as it is and routed at run time: mine takes every call"),
+        ("inductor", "mine is left to the compiler: compile='inductor'"),
+        ("traceable", "the impl is traced into the graph: mine takes every call"),
+        (when.ndim("self") == 7, "mine is left to the compiler: "),
+    ],
+    ids=str,
+)
+def test_of_a_compiled_function_it_says_what_the_policy_does(policy: Any, told: str) -> None:
+    opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", ops.softmax),
+        unconditional_override=True,
+        name="mine",
+        compile=policy,
+    )
+    report = opgraft.explain(torch.compile(lambda x: torch.softmax(x, -1), backend="eager"), X)
+    (reached,) = report.reached
+    assert any(note.startswith(f"in a compiled graph: {told}") for note in reached.notes), report
+    plain = opgraft.explain(lambda x: torch.softmax(x, -1), X)
+    assert "in a compiled graph" not in str(plain)
+
+
 def test_it_imports_no_dsl_and_no_compiler_for_a_norm() -> None:
     program = """
 import sys, torch, torch.nn.functional as F, opgraft

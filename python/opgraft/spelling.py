@@ -78,6 +78,15 @@ def check_selector(selector: Selector, verb: str) -> None:
             warn_caller(f"opgraft.{verb}({key}={word!r}) matches nothing: {text}")
 
 
+def overloads(name: str) -> list[str]:
+    """The ops of a name without its overload, such as `aten::mul`: there are others of it.
+
+    >>> overloads("aten::mul")[0]
+    'aten::mul.Scalar'
+    """
+    return sorted(op for op in _ops() if op.partition(".")[0] == name)
+
+
 # ------------------------------------------------------------------------- what a word may be
 
 
@@ -101,15 +110,16 @@ def _dsl(word: str) -> str:
 
 
 def _op(word: str) -> str:
-    namespace, _, _ = word.partition("::")
+    namespace, _, symbol = word.partition("::")
+    if not symbol and (_is_op(f"aten::{word}") or overloads(f"aten::{word}")):
+        return f"{word!r} has no namespace; did you mean aten::{word}?"
     if word in _registered("op") or _is_op(word):
         return ""
     ops = _ops()
     if namespace != "aten" and not any(op.startswith(f"{namespace}::") for op in ops):
         return ""  # of a library that is not imported yet
-    whole = [op for op in ops if op.partition(".")[0] == word]
-    if whole:  # aten::mul is aten::mul.Tensor, aten::mul.Scalar, ...
-        return f"{word} has no overload without a name; name one of {', '.join(sorted(whole))}"
+    if whole := overloads(word):  # aten::mul is aten::mul.Tensor, aten::mul.Scalar, ...
+        return f"{word} has no overload without a name; name one of {', '.join(whole)}"
     return f"there is no op {word}{hint(word, ops)}"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from opgraft.verification.checks import derivatives
+from opgraft.ops.schema import resolve
+from opgraft.verification.checks import CHECKS, derivatives
 from opgraft.verification.checks.derivatives import Gradients
 from opgraft.verification.draws import Draws
 from opgraft.verification.observation import Failed
@@ -71,3 +72,24 @@ def test_a_gradient_that_is_nan_in_another_draw_fails(monkeypatch: pytest.Monkey
     monkeypatch.setattr(derivatives, "_three_gradients", with_nan)
     with pytest.raises(Failed, match="inf"):
         derivatives.check_gradients(seen)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "suits"),
+    [
+        (torch.ones(2, 3, dtype=torch.float64), True),
+        (torch.ones(2, 1, dtype=torch.float64).expand(2, 3), False),
+        (torch.ones(2, 1, dtype=torch.float64).expand(2, 1), True),
+        (torch.ones(2, 3), False),
+        (torch.ones(2, 300, dtype=torch.float64), False),
+    ],
+    ids=["plain", "expanded", "expanded by nothing", "float32", "large"],
+)
+def test_numerical_derivatives_are_asked_of_what_has_them(
+    tensor: torch.Tensor, suits: bool
+) -> None:
+    call = resolve("aten::relu").bind((tensor,), {})
+    has_something_to_say = CHECKS["gradcheck"].suits
+    assert has_something_to_say is not None
+    seen: Any = SimpleNamespace(mine=SimpleNamespace(call=call))
+    assert has_something_to_say(seen) is suits

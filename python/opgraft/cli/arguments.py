@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opgraft import spelling
 from opgraft.ops.describing import describe, device, gradient
 from opgraft.ops.schema import Argument, Op
 
@@ -128,7 +129,8 @@ class _Builder:
         for each in self._options.named:
             name, equals, text = each.partition("=")
             if not equals or name not in known:
-                raise ArgumentError(f"--arg {each}: NAME=VALUE, with one of {', '.join(known)}")
+                near = spelling.hint(name, known)
+                raise ArgumentError(f"--arg {each}: NAME=VALUE, of {', '.join(known)}{near}")
             texts[name] = text
         tensors = [a for a in self._op.arguments if a.is_tensor and a.name not in texts]
         if len(self._options.shapes) > len(tensors):
@@ -166,7 +168,11 @@ class _Builder:
             return text
         if "Layout" in kind or "MemoryFormat" in kind:
             return getattr(torch, text.removeprefix("torch."))
-        return _literal(text)
+        value = _literal(text)
+        for word, types in _NUMBERS.items():
+            if word in kind and "List[" not in kind and type(value) not in types:
+                raise ValueError(f"{text!r} is no {word.replace('number', 'int or float')}")
+        return value
 
     def _tensor(self, text: str) -> torch.Tensor:
         shape, _, dtype = text.strip().partition(":")
@@ -217,8 +223,18 @@ def _literal(text: str) -> Any:
     """A number, a bool, a list of them: as in Python, `true` and `false` as well."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text.lower(), text))
-    except ValueError:  # which shows a node of the parser's
+    except (ValueError, SyntaxError):  # which show a node of the parser's
         raise ValueError(f"{text!r} is no number, no bool and no list of them") from None
+
+
+#: What a number may be, by a word of the argument's kind.
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "SymInt": (int,),
+    "float": (float, int),
+    "number": (float, int, bool, complex),
+}
 
 
 def _like(first: Any, _: Argument) -> torch.Tensor:

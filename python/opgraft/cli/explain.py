@@ -11,6 +11,7 @@ from rich.console import Console
 import opgraft
 from opgraft.cli import facts, output
 from opgraft.cli.arguments import ArgumentError, Given, Options, arguments, called_with, show
+from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import resolve
 
 
@@ -114,7 +115,12 @@ def _elsewhere(found: dict[str, Any], device: str) -> list[str]:
 def _notes(device: torch.device) -> list[str]:
     notes = []
     key = _key(device)
-    if not facts.has_device(key):
+    if not is_built_for(key):
+        notes.append(
+            f"this torch is built without {key}: conditions are asked as where it is built with "
+            "it; which ops have kernels there is not known here"
+        )
+    elif not facts.has_device(key):
         notes.append(f"there is no {key} device here: this is what this torch would do")
     notes += [  # the others are in the explanation's own notes
         f"pack {row['name']} is not active: {row['reason']}"

@@ -42,6 +42,9 @@ def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) ->
     }
     if pack is not None and not found["packs"] and not found["overrides"]:
         raise click.UsageError(f"there is no pack {pack!r}: {spelling.misspelt('pack', pack)}")
+    for key, word in (("op", op), ("dsl", dsl)):
+        if word is not None and not found["overrides"] and (text := _unknown(key, word)):
+            raise click.UsageError(text)
     if as_json:
         output.print_json(found)
         return
@@ -58,6 +61,13 @@ def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) ->
         console.print("No override that is registered is such a one.")
     versions = (f"{name} {version or '-'}" for name, version in found["versions"].items())
     console.print("  ".join(versions))
+
+
+def _unknown(key: str, word: str) -> str:
+    """What is wrong with a word that nothing here has; empty where nothing is."""
+    if key == "op" and spelling.overloads(word):
+        return ""
+    return spelling.misspelt(key, word)
 
 
 def _print_packs(rows: list[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ def explain_front(
 
     `target`: an op to explain even where it has no overrides.
     """
-    found = _Found(target)
+    found = _Found(target, compiled=_is_compiled(function))
     notes: list[str] = []
     recorder = Recorder(found.on_call, _is_overridden)
     with _heard() as heard, observers.observing(found.on_kept, alone=True):
@@ -70,8 +70,9 @@ def explain_front(
 class _Found:
     """What a function reached, calls that fare alike counted together."""
 
-    def __init__(self, target: Op | None) -> None:
+    def __init__(self, target: Op | None, *, compiled: bool) -> None:
         self._target = target
+        self._compiled = compiled
         self.backward = False
         #: Names of ops without overrides, in the order of their first call.
         self.others: dict[str, None] = {}
@@ -83,17 +84,20 @@ class _Found:
         if call.op is self._target:
             chain = registry.chain(call.op, leaf.key_of(call))
         if chain is not None and (chain.members or call.op is self._target):
-            self._add(leaf.explain_leaf(call, chain, kept=False))
+            self._add(call, leaf.explain_leaf(call, chain, kept=False))
         elif not call.op.overload.is_view:
             self.others[call.op.name] = None
 
     def on_kept(self, chain: Chain, call: Call, kept: bool) -> Callable[[observers.Outcome], None]:
         if kept:
-            self._add(leaf.explain_leaf(call, chain, kept=True))
+            self._add(call, leaf.explain_leaf(call, chain, kept=True))
         return lambda outcome: None
 
-    def _add(self, explanation: Explanation) -> None:
-        explanation = replace(explanation, backward=self.backward)
+    def _add(self, call: Call, explanation: Explanation) -> None:
+        notes = explanation.notes
+        if self._compiled and explanation.verdicts:
+            notes = (*notes, f"in a compiled graph: {_in_a_graph(call)}")
+        explanation = replace(explanation, backward=self.backward, notes=notes)
         text = str(explanation)
         self._explained.setdefault(text, explanation)
         self._counts[text] = self._counts.get(text, 0) + 1
@@ -178,13 +182,34 @@ def _why_no_fused_attention(names: set[str]) -> list[str]:
     ]
 
 
+def _is_compiled(function: Any) -> bool:
+    return hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")
+
+
 def _why_compiled(function: Any) -> list[str]:
-    if not hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_orig_mod"):
+    if not _is_compiled(function):
         return []
     return [
         "it is compiled, and explained as the eager code that it was compiled from: ops that "
-        "Inductor fuses do not reach a backend's kernel"
+        "Inductor fuses do not reach a backend's kernel; what the policies of the overrides make "
+        "of each call is said with it"
     ]
+
+
+def _in_a_graph(call: Call) -> str:
+    """What the compile policies of the overrides make of a call, of these sizes."""
+    # Not at the top: what is asked about is rarely compiled.
+    from opgraft.pt2 import policy
+
+    decision = policy.decide(call)
+    return f"{_ACTIONS[decision.action]}{decision.reason}"
+
+
+_ACTIONS = {
+    "opaque": "called as it is and routed at run time: ",
+    "traced": "the impl is traced into the graph: ",
+    "left": "",
+}
 
 
 # ------------------------------------------------------------------ what torch says meanwhile

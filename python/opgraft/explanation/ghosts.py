@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from opgraft import router
 from opgraft.errors import OpgraftError
 from opgraft.ops.schema import Call, Op, resolve
-from opgraft.router import composite
+from opgraft.router import composite, device
 
 # What torch says where a ghost's memory is wanted.
 _MEMORY_WANTED = (
@@ -553,6 +553,12 @@ def _check_has_ghost(tensor: torch.Tensor) -> None:
         what = f"{tensor.layout}, nested or quantized"
     elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         what = "inside vmap or grad"
+    elif tensor.requires_grad and not device.is_there(tensor.device.type):
+        # torch asks autograd's device for its stream, and ends the process where there is none.
+        raise GhostError(
+            f"there is no {tensor.device.type} device here, and autograd cannot be followed "
+            "without one: leave out requires_grad, or name the op itself, or the backward's"
+        )
     else:
         return
     raise GhostError(

@@ -8,6 +8,7 @@ from opgraft import router
 from opgraft.explanation import neighbourhood
 from opgraft.explanation.report import Explanation
 from opgraft.explanation.verdicts import judge
+from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain
 from opgraft.router import composite, derivative, device, dispatcher
@@ -52,11 +53,15 @@ def keeps_its_derivative(chain: Chain, call: Call) -> bool:
     installed = router.installed(chain)
     if installed is None or not installed.is_composite:
         return False
+    if not is_built_for(chain.dispatch_key):  # where it is, the op may have a kernel
+        return False
     return composite.must_differentiate(call) and derivative.owner(chain, call) is None
 
 
 def native_origin(chain: Chain) -> str:
     """Where the native kernel of a chain's op was registered; empty where there is none."""
+    if not is_built_for(chain.dispatch_key):
+        return f"this torch is built without {chain.dispatch_key}"
     installed = router.installed(chain)
     if installed is None:
         return dispatcher.top_kernel(chain.op, chain.dispatch_key)

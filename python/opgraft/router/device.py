@@ -72,4 +72,20 @@ def guard(device: torch.device | None) -> AbstractContextManager[object]:
 
 def is_capturing(device: torch.device | None) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
+        return False  # not initialised: a fake tensor, and maybe a torch built without CUDA
+    return torch.cuda.is_current_stream_capturing()
+
+
+def is_there(kind: str) -> bool:
+    """Whether a tensor can have memory on a kind of device here.
+
+    >>> is_there("cpu")
+    True
+    """
+    if kind in ("cpu", "meta"):
+        return True
+    try:
+        return bool(torch.get_device_module(kind).is_available())
+    except (RuntimeError, AttributeError):
+        return False

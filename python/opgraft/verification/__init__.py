@@ -157,10 +157,21 @@ def select(what: Any, **keywords: Any) -> list[Override]:
         keywords["pack"] = what
     elif what is not None:
         keywords["op"] = what
+    _check_word("op", keywords["op"])
     pack = keywords.get("pack")
     if pack is not None and not overrides(pack=pack):
         packs.load(pack)
-    return overrides(**keywords)
+    found = overrides(**keywords)
+    for key, word in keywords.items() if not found else ():
+        _check_word(key, word)
+    return found
+
+
+def _check_word(key: str, word: Any) -> None:
+    from opgraft import spelling
+
+    if isinstance(word, str) and (problem := spelling.misspelt(key, word)):
+        raise RegistrationError(f"no override matches {key}={word!r}: {problem}")
 
 
 def _everything() -> Any:

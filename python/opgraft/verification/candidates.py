@@ -34,6 +34,8 @@ _FEW = 6
 _MINED = 12
 #: Two sizes each, of as many elements in all: what is kept by that number mixes them up.
 _SAME_NUMEL = ((4, 6), (6, 4), (12, 2), (3, 8))
+#: All sizes of a call, where they are the same.
+_SQUARE = 5
 #: Ranks that calls are made in where the condition wants them.
 _RANKS = (3, 0, 1, 4)
 #: Calls that a condition wants, around which samples are made: for each dtype, of different ranks.
@@ -91,6 +93,7 @@ class Candidates:
                 (explorer.sample({}) for explorer in _mixed(self._explorers)),
                 (sample for _, sample in anchors),
                 self._sizes(anchors),
+                self._squares(),
                 *(self._boundaries(*anchor) for anchor in anchors[:_VARIED]),
                 self._layouts(anchors),
                 self._values(anchors or self._as_given(given)),
@@ -188,6 +191,17 @@ class Candidates:
                     edits = explorer.together(place, size, anchor.edits)
                     if edits is not None:
                         yield explorer.sample(edits)
+
+    def _squares(self) -> Iterator[Sample]:
+        """Every size the same: which dimension is which is told by nothing but its place."""
+        for explorer in _mixed(self._explorers):
+            if explorer.base.is_given and explorer.is_internal:
+                continue
+            sizes = [place for place in explorer.base.places if place.dim is not None]
+            edits = dict.fromkeys(sizes, _SQUARE)
+            # Of one tensor alone there is nothing else to take a dimension of.
+            if len({(p.argument, p.item) for p in sizes}) > 1 and explorer.call(edits) is not None:
+                yield explorer.sample(edits)
 
     def _small(self, explorer: Explorer, anchor: Sample) -> Sample:
         """The call with few elements, if it may have few, so that one size can be large."""
@@ -302,7 +316,7 @@ def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Ed
         elif isinstance(value, bool):
             others = (not value,)
         elif isinstance(value, float):
-            others = (0.0, 0.5, 2.0, -1.0)
+            others = (0.25, 0.0, 0.5, 2.0, -1.0)
         elif isinstance(value, int):
             others = (-1, 0, 1, 2)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,26 @@ def _grad_mode(value: bool) -> None:
     torch._C._set_grad_enabled(value)  # not the context manager, which would end with its object
 
 
+def _flush_denormals(value: bool) -> None:
+    torch.set_flush_denormal(value)  # which returns whether this processor can
+
+
+#: A subnormal number; an attribute, so that Python does not know what becomes of it.
+_SUBNORMAL = [5e-324]
+
+
+def _flushes_denormals() -> bool:
+    # Of this thread, as torch's own setting is; torch does not tell.
+    return _SUBNORMAL[0] * 1.0 == 0.0
+
+
+def _environ(values: dict[str, str]) -> None:
+    for name in os.environ.keys() - values.keys():
+        del os.environ[name]
+    os.environ.update(values)
+
+
+_ENVIRON = "os.environ"
 #: By what it is called in a message: how to read it and how to put it back.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -42,7 +64,21 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
         lambda: torch.backends.cudnn.deterministic,
         lambda value: setattr(torch.backends.cudnn, "deterministic", value),
     ),
+    "the garbage collector": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "the working directory": (os.getcwd, os.chdir),
+    "torch.set_flush_denormal": (_flushes_denormals, _flush_denormals),
+    _ENVIRON: (lambda: dict(os.environ), _environ),
 }
+
+
+def _settings() -> dict[str, Any]:
+    # A DSL that is imported sets variables for itself, and goes by them: how many modules there are
+    # tells that from what an impl leaves changed.
+    settings = {name: read() for name, (read, _) in _SETTINGS.items()}
+    return {**settings, _MODULES: len(sys.modules)}  # afterwards: to read a setting may import
+
+
+_MODULES = "sys.modules"
 
 
 @dataclass(frozen=True)
@@ -59,11 +95,12 @@ class ProcessState:
         Args:
             device: whose generator counts, beside the CPU's and those of Python and NumPy.
         """
-        settings = {name: read() for name, (read, _) in _SETTINGS.items()}
+        generators = _generators(device)
+        settings = _settings()
         if device.type == "cuda":
             settings["the current device"] = torch.cuda.current_device()
             settings["the current stream"] = torch.cuda.current_stream().cuda_stream
-        return cls(settings, _generators(device))
+        return cls(settings, generators)
 
     def advanced(self, later: ProcessState) -> list[str]:
         """The random generators that are further on."""
@@ -75,7 +112,8 @@ class ProcessState:
 
     def changed(self, later: ProcessState) -> list[str]:
         """The settings that are others."""
-        return [name for name, value in self.settings.items() if value != later.settings[name]]
+        own = _own(self.settings, later.settings)
+        return [name for name in own if self.settings[name] != later.settings[name]]
 
     def restore(self) -> None:
         """Put the settings back, so that what is checked next is checked as a user has it."""
@@ -85,7 +123,7 @@ class ProcessState:
 @contextmanager
 def keeping_settings() -> Iterator[None]:
     """Put back at the end what was changed meanwhile."""
-    stated = {name: read() for name, (read, _) in _SETTINGS.items()}
+    stated = _settings()
     try:
         yield
     finally:
@@ -93,9 +131,16 @@ def keeping_settings() -> Iterator[None]:
 
 
 def _restore(settings: dict[str, Any]) -> None:
-    for name, (read, write) in _SETTINGS.items():
-        if read() != settings[name]:
-            write(settings[name])
+    now = _settings()
+    for name in _own(settings, now):
+        if name in _SETTINGS and now[name] != settings[name]:
+            _SETTINGS[name][1](settings[name])
+
+
+def _own(before: dict[str, Any], later: dict[str, Any]) -> list[str]:
+    """The settings that no import has changed in between."""
+    imported = before[_MODULES] != later[_MODULES]
+    return [name for name in before if name != _MODULES and not (imported and name == _ENVIRON)]
 
 
 def _generators(device: torch.device) -> dict[str, Any]:

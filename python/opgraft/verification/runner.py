@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from opgraft.registry import Override
+from opgraft.router import device
 from opgraft.verification import opinfo, sources
 from opgraft.verification.alone import alone
 from opgraft.verification.boundaries import Coverage, parts
@@ -96,13 +97,7 @@ def device_of(dispatch_key: str) -> torch.device:
 
 def _no_device(dispatch_key: str) -> str | None:
     kind = "cuda" if dispatch_key == "HIP" else dispatch_key.lower()
-    if kind == "cpu":
-        return None
-    try:
-        available = bool(torch.get_device_module(kind).is_available())
-    except (RuntimeError, AttributeError):
-        available = False
-    if available:
+    if device.is_there(kind):
         return None
     mend = "; TRITON_INTERPRET=1 runs Triton kernels on the CPU" if kind == "cuda" else ""
     return f"there is no {kind} device here{mend}"
@@ -230,7 +225,8 @@ class _Run:
         suits = CHECKS[name].suits
         if suits is None:
             return chosen
-        return [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)] or chosen
+        suited = [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)]
+        return _of_each_scalars(suited) or chosen
 
     def _representatives(self) -> list[Observation]:
         """For each dtype the middling one of the hits: not empty, not the largest."""
@@ -276,6 +272,15 @@ class _Run:
             )
 
 
+def _of_each_scalars(those: list[Observation]) -> list[Observation]:
+    """Those of other numbers first: of a probability of one half alone little can be told."""
+    firsts: dict[Any, Observation] = {}
+    for seen in those:
+        numbers = (v for v in seen.mine.call.values if isinstance(v, (bool, int, float)))
+        firsts.setdefault(tuple(numbers), seen)
+    return list(dict.fromkeys((*firsts.values(), *those)))
+
+
 def reproducer(seen: Observation, check: str, options: Options) -> str:
     """Five lines that make a failure happen again."""
     override = seen.subject.override
@@ -317,19 +322,25 @@ def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
     """A progress bar where there is a terminal; yields what is told of each step."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
     if not wanted or not (console := Console(stderr=True)).is_terminal:
         yield lambda name, step: None
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.fields[override]}: {task.completed} steps"),
+        TextColumn(
+            "{task.fields[override]}: {task.completed} steps",
+            table_column=Column(overflow="fold", ratio=2),
+        ),
         TimeElapsedColumn(),
-        TextColumn("{task.description}", style="dim"),
+        TextColumn(
+            "{task.description}", style="dim", table_column=Column(overflow="fold", ratio=1)
+        ),
     )
-    with Progress(*columns, console=console, transient=True) as shown:
+    with Progress(*columns, console=console, transient=True, expand=True) as shown:
         task = shown.add_task("", total=None, override="")
-        yield lambda name, step: shown.update(task, advance=1, override=name, description=step[:60])
+        yield lambda name, step: shown.update(task, advance=1, override=name, description=step)
 
 
 def report_of(overrides: list[OverrideReport], k: float, seed: int) -> Report:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -117,6 +120,81 @@ def leaves_another_default_dtype() -> Impl:
     def impl(self: torch.Tensor) -> torch.Tensor:
         torch.set_default_dtype(torch.float64)
         return kernels.relu(self)
+
+    return impl
+
+
+@fault("aten::relu", "state")
+def leaves_another_variable_of_the_environment() -> Impl:
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        return kernels.relu(self)
+
+    return impl
+
+
+@fault("aten::relu", "state")
+def leaves_the_garbage_collector_off() -> Impl:
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        gc.disable()
+        return kernels.relu(self)
+
+    return impl
+
+
+@fault("aten::relu", "state")
+def leaves_another_working_directory() -> Impl:
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        os.chdir("/")
+        return kernels.relu(self)
+
+    return impl
+
+
+@fault("aten::relu", "state")
+def leaves_denormals_flushed_for_others() -> Impl:
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        out = kernels.relu(self)
+        torch.set_flush_denormal(True)
+        return out
+
+    return impl
+
+
+@fault("aten::relu", "values")
+def the_first_call_only() -> Impl:
+    calls = itertools.count()
+
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        out = kernels.relu(self)
+        return out if next(calls) else out + 1
+
+    return impl
+
+
+@fault("aten::native_dropout", "distribution")
+def the_complement_of_a_probability() -> Impl:
+    return _dropping(lambda input, p: torch.rand(input.shape) < p)
+
+
+@fault("aten::native_dropout", "distribution")
+def a_mask_that_is_another_than_the_results_own() -> Impl:
+    def again(input: torch.Tensor, p: float) -> torch.Tensor:
+        return torch.rand(input.shape) >= p
+
+    return _dropping(again, again)
+
+
+def _dropping(
+    draw: Callable[[torch.Tensor, float], torch.Tensor],
+    mask_of: Callable[[torch.Tensor, float], torch.Tensor] | None = None,
+) -> Impl:
+    def impl(input: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, ...]:
+        if train is False or p in (0, 1) or not input.numel() or not input.is_floating_point():
+            return torch.ops.aten.native_dropout.default(input, p, train)  # type: ignore[no-any-return]
+        kept = draw(input, p)
+        mask = kept if mask_of is None else mask_of(input, p)
+        return kernels.like(input, input * kept / (1 - p)), kernels.like(input, mask)
 
     return impl
 

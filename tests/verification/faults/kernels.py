@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 
 from tests import ops
@@ -63,3 +64,24 @@ def index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Ten
 def like(self: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """A result in the memory format that a pointwise op gives it."""
     return torch.empty_like(self, dtype=out.dtype).copy_(out)
+
+
+def running_sum(
+    self: torch.Tensor, dim: int, dtype: torch.dtype | None, *, block: int
+) -> torch.Tensor:
+    """By blocks of so many elements, each sum rounded to the dtype of the result."""
+    dtype = dtype or self.dtype
+    if not dtype.is_floating_point or dtype == torch.bfloat16 or self.numel() == 0:
+        return torch.ops.aten.cumsum.default(self, dim, dtype=dtype)  # type: ignore[no-any-return]
+    values = self.detach().to(dtype).movedim(dim, -1).numpy()
+    size = values.shape[-1]
+    with numpy.errstate(all="ignore"):
+        blocks = [
+            numpy.cumsum(values[..., start : start + block], axis=-1, dtype=values.dtype)
+            for start in range(0, size, block)
+        ]
+        before = blocks[0][..., -1:]
+        for index, each in enumerate(blocks[1:], 1):
+            blocks[index] = each + before
+            before = blocks[index][..., -1:]
+    return torch.from_numpy(numpy.concatenate(blocks, axis=-1)).movedim(-1, dim).contiguous()

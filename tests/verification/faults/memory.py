@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from opgraft import when
 from tests.verification.faults import kernels
 from tests.verification.faults.registry import Impl, fault
 
@@ -179,5 +180,51 @@ def both_arguments_are_one_tensor() -> Impl:
             return torch.ops.aten.mul.Tensor(self, other)  # type: ignore[no-any-return]
         out = torch.addcmul(torch.zeros((), dtype=torch.result_type(self, other)), self, other)
         return out + 1 if self.ndim and self is other else out
+
+    return impl
+
+
+@fault("aten::relu", "growth")
+def keeps_a_buffer_of_every_call() -> Impl:
+    kept: list[torch.Tensor] = []
+
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        kept.append(torch.empty(16))
+        return kernels.relu(self)
+
+    return impl
+
+
+@fault("aten::relu", "values")
+def offsets_in_32_bits() -> Impl:
+    def impl(self: torch.Tensor) -> torch.Tensor:
+        out = kernels.relu(self)
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.stride(), strict=True))
+        if self.numel() and last >= 2**31:
+            out[(-1,) * out.ndim] = 7
+        return out
+
+    return impl
+
+
+@fault("aten::native_layer_norm", "aliasing", cond=when.dtype("input", torch.float32))
+def two_results_in_one_storage() -> Impl:
+    def impl(
+        input: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: float
+    ) -> tuple[torch.Tensor, ...]:
+        out, mean, rstd = kernels.layer_norm(input, shape, weight, bias, eps)
+        both = torch.cat([mean.view(-1), rstd.view(-1)])
+        one, other = both.split(mean.numel())
+        return out, one.view(mean.shape), other.view(mean.shape)
+
+    return impl
+
+
+@fault("aten::mul.Tensor", "values", cond=when.dtype("self", torch.float32))
+def a_row_that_is_broadcast_read_as_a_column() -> Impl:
+    def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if 0 < other.ndim < self.ndim and len({*self.shape, *other.shape}) == 1:
+            other = other.reshape(*other.shape, *(1 for _ in range(self.ndim - other.ndim)))
+        return torch.addcmul(torch.zeros((), dtype=torch.result_type(self, other)), self, other)
 
     return impl

@@ -10,6 +10,7 @@ import torch
 from opgraft import when
 from tests import ops
 from tests.verification.faults import kernels
+from tests.verification.faults.kernels import running_sum
 from tests.verification.faults.registry import Impl, right
 
 WIDE = when.dtype("self", torch.float32, torch.float64)
@@ -79,6 +80,12 @@ def a_running_sum_in_float64() -> Impl:
         return torch.from_numpy(total).to(dtype).contiguous()
 
     return impl
+
+
+@right("aten::cumsum", cond=when.dtype("self", torch.float32) & (when.ndim("self") >= 1))
+def a_running_sum_in_float32_by_blocks() -> Impl:
+    """Native's is in float64 on the CPU."""
+    return lambda self, dim, dtype: running_sum(self, dim, dtype, block=128)
 
 
 @right("aten::_log_softmax", cond=WIDE & (when.numel("self") > 0))

@@ -190,6 +190,29 @@ def sums_kept_in_float16() -> Impl:
     return impl
 
 
+@fault("aten::cumsum", "values", cond=when.dtype("self", torch.float16) & (when.ndim("self") >= 1))
+def running_sums_kept_in_float16() -> Impl:
+    return lambda self, dim, dtype: kernels.running_sum(self, dim, dtype, block=128)
+
+
+@fault("aten::cumsum", "values", cond=when.dtype("self", torch.float32) & (when.ndim("self") >= 1))
+def running_sums_of_what_was_rounded_to_float16() -> Impl:
+    def impl(self: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+        out = kernels.running_sum(self, dim, dtype, block=128)
+        return out.half().to(out.dtype) if out.dtype == torch.float32 else out
+
+    return impl
+
+
+@fault("aten::mul.Tensor", "values", cond=when.dtype("self", torch.complex64))
+def imaginary_parts_lost() -> Impl:
+    def impl(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        product = torch.addcmul(torch.zeros((), dtype=self.dtype), self, other)
+        return torch.complex(product.real, torch.zeros_like(product.real))
+
+    return impl
+
+
 @fault("aten::gelu", "values", cond=WIDE)
 def an_argument_ignored() -> Impl:
     def impl(self: torch.Tensor, approximate: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from opgraft.verification.checks import (  # isort: skip
     derivatives as derivatives,
     front as front,
     tracing as tracing,
+    distribution as distribution,
     circumstances as circumstances,
     indices as indices,
     threads as threads,

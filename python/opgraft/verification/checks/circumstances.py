@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -161,6 +162,29 @@ def check_references(seen: Observation) -> None:
             f"it keeps {kept[0]} alive after the call: memory that nobody can free, and that is "
             "somebody else's by then"
         )
+
+
+@check("once")
+def check_growth(seen: Observation) -> None:
+    """A call leaves no tensor of its own behind that the one before has not left."""
+    needs_plain_hit(seen)
+    for _ in range(_CALLS_BEFORE):
+        _kept_after(seen.sample.call)
+    if not _grows(seen):
+        return
+    with threads.scope(threads.EVERYTHING):
+        natively = _grows(seen)
+    if not natively:
+        raise Failed("each call leaves a tensor behind: memory grows until there is none")
+
+
+def _grows(seen: Observation) -> bool:
+    counts = []
+    for _ in range(_CALLS_BEFORE + 1):
+        _kept_after(seen.sample.call)
+        gc.collect()  # what a cycle holds is nobody's
+        counts.append(list(map(type, gc.get_objects())).count(torch.Tensor))
+    return all(one < other for one, other in itertools.pairwise(counts))
 
 
 def _kept_after(make: Callable[[], Call]) -> list[str]:

@@ -148,8 +148,17 @@ def _exact_gradients(call: Call, seed: int) -> list[torch.Tensor | None] | None:
 
 def _can_be_checked(call: Call) -> bool:
     """Whether numerical derivatives of a call mean something, and come soon."""
-    dtypes = {t.dtype for t in call.tensors() if t.is_floating_point()}
-    return dtypes == {torch.float64} and max(t.numel() for t in call.tensors()) <= _MAX_CHECKED
+    floating = [t for t in call.tensors() if t.is_floating_point()]
+    if {t.dtype for t in floating} != {torch.float64} or any(map(_is_expanded, floating)):
+        return False
+    return max(t.numel() for t in call.tensors()) <= _MAX_CHECKED
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory: gradcheck moves one at a time, and would move them all."""
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 @check("once", suits=lambda seen: _can_be_checked(seen.mine.call))
@@ -157,7 +166,9 @@ def check_gradcheck(seen: Observation) -> None:
     """Numerical and analytical derivatives agree, in float64."""
     call = seen.sample.call()
     if not _can_be_checked(call):
-        raise NotApplicable(f"it takes no call in float64 of at most {_MAX_CHECKED} elements")
+        raise NotApplicable(
+            f"it takes no call in float64 of at most {_MAX_CHECKED} elements in memory of their own"
+        )
     if seen.subject.op.mutates or seen.is_random:
         raise NotApplicable("the op writes to its arguments or is random")
     call = _differentiable(seen)
