@@ -27,12 +27,13 @@ from opgraft.registry import registry
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+    for marker, devices in (("gpu", 1), ("multigpu", 2)):
+        if torch.cuda.device_count() < devices:
+            needed = "a CUDA device" if devices == 1 else f"{devices} CUDA devices"
+            skip = pytest.mark.skip(reason=f"needs {needed}")
+            for item in items:
+                if marker in item.keywords:
+                    item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from opgraft.explanation.trace import Trace, trace
     from opgraft.ops.lazy_impl import lazy
     from opgraft.plan.warm import warmup
+    from opgraft.profiling import Profile, profile
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
     from opgraft.router.shadow import shadow
@@ -39,6 +40,7 @@ __all__ = [
     "OpgraftError",
     "Override",
     "OverrideWarning",
+    "Profile",
     "RegistrationError",
     "Trace",
     "cutedsl_utils",
@@ -50,6 +52,7 @@ __all__ = [
     "native",
     "overrides",
     "packs",
+    "profile",
     "pt2",
     "register_op_override",
     "shadow",
@@ -68,6 +71,7 @@ _HOMES = {
     "OpgraftError": "errors",
     "Override": "registry",
     "OverrideWarning": "errors",
+    "Profile": "profiling",
     "RegistrationError": "errors",
     "Trace": "explanation.trace",
     "disable": "control",
@@ -77,6 +81,7 @@ _HOMES = {
     "lazy": "ops.lazy_impl",
     "native": "control",
     "overrides": "control",
+    "profile": "profiling",
     "register_op_override": "registration",
     "shadow": "router.shadow",
     "trace": "explanation.trace",

@@ -1,9 +1,9 @@
 """Small trainings over several processes, each of which says what it computed and who was hit.
 
-    python -m tests.distributed.scenarios RANK WORLD FOLDER
+    python -m tests.distributed.scenarios RANK WORLD FOLDER [gloo|nccl]
 
 runs every scenario of that many processes and writes `FOLDER/RANK.json`. Each runs twice, without
-overrides and with them.
+overrides and with them. Over gloo tensors are on the CPU, over NCCL each rank has a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ FEWEST_ROWS = 8
 
 Scenario = Callable[[str], list[float]]
 SCENARIOS: dict[str, tuple[Scenario, tuple[int, ...]]] = {}
+#: Those that run on GPUs as well.
+ON_GPUS = (
+    "ddp",
+    "fsdp2",
+    "fsdp2_with_checkpointing",
+    "tensor_parallel_with_sequence_parallel_norms",
+)
 
 
 def scenario(*worlds: int) -> Callable[[Scenario], Scenario]:
@@ -41,6 +48,13 @@ def scenario(*worlds: int) -> Callable[[Scenario], Scenario]:
         return run
 
     return add
+
+
+def where() -> torch.device:
+    """The device of this process's tensors."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 # ------------------------------------------------------------------------------------- overrides
@@ -73,14 +87,15 @@ def gelu_backward(
 def overrides() -> Iterator[list[opgraft.Override]]:
     """A forward op and a backward op overridden, while this lasts."""
     rows = when.numel("input") // when.size("input", -1)
+    key = where().type.upper()
     registered = [
         opgraft.register_op_override(
-            "aten", "native_layer_norm", "CPU", layer_norm, cond=rows >= FEWEST_ROWS
+            "aten", "native_layer_norm", key, layer_norm, cond=rows >= FEWEST_ROWS
         ),
         opgraft.register_op_override(
             "aten",
             "gelu_backward",
-            "CPU",
+            key,
             gelu_backward,
             cond=when.value("approximate") == "none",
         ),
@@ -108,13 +123,13 @@ class Block(nn.Module):
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block())
+    return nn.Sequential(Block(), Block()).to(where())
 
 
 def batch(step: int, rows: int = 12) -> torch.Tensor:
     """Another one on each rank."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(rows, WIDTH, generator=generator)
+    return torch.randn(rows, WIDTH, generator=generator).to(where())
 
 
 def train(model: nn.Module, rows: int = 12) -> list[float]:
@@ -150,7 +165,7 @@ def ddp_compiled(folder: str) -> list[float]:
 def shard(model: nn.Sequential) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = dist.device_mesh.init_device_mesh(where().type, (dist.get_world_size(),))
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -181,7 +196,7 @@ def tensor_parallel_with_sequence_parallel_norms(folder: str) -> list[float]:
         parallelize_module,
     )
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = dist.device_mesh.init_device_mesh(where().type, (dist.get_world_size(),))
     plan = {
         "norm": SequenceParallel(sequence_dim=1),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -200,7 +215,7 @@ def tensor_parallel_with_sequence_parallel_norms(folder: str) -> list[float]:
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)  # the same on every rank
-        x = torch.randn(2, 2 * FEWEST_ROWS, WIDTH, generator=generator)
+        x = torch.randn(2, 2 * FEWEST_ROWS, WIDTH, generator=generator).to(where())
         optimizer.zero_grad()
         out = whole(x)
         loss = out.full_tensor().square().mean()
@@ -215,14 +230,14 @@ def pipeline_stages(folder: str) -> list[float]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    stage = PipelineStage(network()[rank], rank, world, torch.device("cpu"))
+    stage = PipelineStage(network()[rank], rank, world, where())
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, _: out.square().mean())
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.05)
     found: list[float] = []
     for step in range(STEPS):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(2 * FEWEST_ROWS, WIDTH, generator=generator)
+        x = torch.randn(2 * FEWEST_ROWS, WIDTH, generator=generator).to(where())
         losses: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(x)
@@ -249,19 +264,25 @@ def run(name: str, folder: str) -> dict[str, Any]:
     return {"stock": stock, "ours": ours, "hits": hits, "misses": misses}
 
 
-def main(rank: int, world: int, folder: str) -> None:
+def main(rank: int, world: int, folder: str, backend: str = "gloo") -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )
-    found = {name: run(name, folder) for name, (_, worlds) in SCENARIOS.items() if world in worlds}
+    found = {
+        name: run(name, folder)
+        for name, (_, worlds) in SCENARIOS.items()
+        if world in worlds and (backend == "gloo" or name in ON_GPUS)
+    }
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -2,8 +2,8 @@
 
 Exit status: 0, it was done; 1, it was not (the core cannot be built, a name is taken), or something
 that is installed does not work (`doctor`) or is wrong (`verify`); 2, the command line is wrong; 3,
-what should be verified cannot be here. `run` and `warmup` end with the status of the program that
-they ran.
+what should be verified cannot be here. `run`, `profile` and `warmup` end with the status of the
+program that they ran.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ _COMMANDS = {
     "verify": _Home("verify", "Check overrides against the native kernels that they stand in for."),
     "run": _Home(
         "run", "Run SCRIPT with its ARGUMENTS and print to stderr where the calls of its ops went."
+    ),
+    "profile": _Home(
+        "profile",
+        "Run SCRIPT and print to stderr what its ops cost, who took them, and the device's limit.",
     ),
     "warmup": _Home(
         "warmup",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 from rich.cells import cell_len
@@ -25,12 +25,12 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Where lines go. What is printed is shown as it is: `[name]` is no markup here.
+def console(stream: TextIO | None = None) -> Console:
+    """Where lines go, stdout if nothing else. They are shown as they are: `[name]` is no markup.
 
     Where the output is no terminal, lines are not broken: `grep` looks for what is in one.
     """
-    stream = sys.stderr if stderr else sys.stdout
+    stream = stream or sys.stdout
     soft_wrap = not stream.isatty()
     return Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap)
 
@@ -41,26 +41,27 @@ def print_table(
     rows: Iterable[Sequence[object]],
     *,
     prose: Sequence[str] = (),
+    stream: TextIO | None = None,
 ) -> None:
-    """Print a table of which no name is ever cut; None is printed as nothing.
+    """Print a table of which no name is ever cut, to stdout or `stream`; None is nothing.
 
     On a terminal columns that hold nothing are left out, and those of `prose` fold; where it is too
     narrow for the rest, each row becomes a paragraph. Elsewhere (a pipe, a file) each row is a
     line, and tabs are between its cells.
     """
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    if not sys.stdout.isatty():
+    if not (stream or sys.stdout).isatty():
         for row in ([title.upper()], columns, *cells):
-            click.echo("\t".join(" ".join(cell.split()) for cell in row))
+            click.echo("\t".join(" ".join(cell.split()) for cell in row), file=stream)
         return
     used = [i for i, _ in enumerate(columns) if any(row[i] for row in cells)]
-    to = console()
+    to = console(stream)
     if (
         sum(_least(columns[i], [row[i] for row in cells], columns[i] in prose) for i in used)
         + (3 * len(used) + 1)
         > to.width
     ):
-        _print_paragraphs(title, columns, cells)
+        _print_paragraphs(title, columns, cells, stream)
         return
     result = Table(title=title, title_justify="left", title_style="bold")
     for i in used:
@@ -82,11 +83,16 @@ def _least(heading: str, cells: Sequence[str], is_prose: bool) -> int:
     return min(widest, max(_PROSE, words))
 
 
-def _print_paragraphs(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def _print_paragraphs(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    stream: TextIO | None,
+) -> None:
     """Not through rich, which would break a long name; the terminal goes on in its next line."""
-    click.echo(click.style(title, bold=True))
+    click.echo(click.style(title, bold=True), file=stream)
     for row in rows:
         first, *rest = [(name, cell) for name, cell in zip(columns, row, strict=True) if cell]
-        click.echo(first[1])
+        click.echo(first[1], file=stream)
         for name, cell in rest:
-            click.echo(f"  {name}: {cell}" if name else f"  {cell}")
+            click.echo(f"  {name}: {cell}" if name else f"  {cell}", file=stream)

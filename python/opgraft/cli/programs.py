@@ -23,9 +23,13 @@ CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 def options(command: Command) -> Command:
     """Add `-m`, `-o`, `--json`, SCRIPT and ARGUMENTS to a command."""
+    return program_options(output.json_option(command))
+
+
+def program_options(command: Command) -> Command:
+    """Add `-m`, `-o`, SCRIPT and ARGUMENTS to a command."""
     command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
     command = click.argument("script")(command)
-    command = output.json_option(command)
     command = click.option(
         "-o", "--output", "path", type=click.Path(dir_okay=False), help="A file for the table."
     )(command)

@@ -1,0 +1,83 @@
+"""Who took each call, and why others did not: noted where it is decided, inside the call.
+
+The observers of `opgraft.trace` are told of each call of an op that has overrides. What they find
+out is put into the profile as an annotation inside the op, so that it needs no matching with it
+later. The time of that is in ranges of its own, which no op is charged for: one pass gives times
+and reasons, and a program that runs once can be profiled.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from opgraft.explanation.verdicts import Verdict, judge
+from opgraft.ops.schema import Call
+from opgraft.profiling.timeline import MARK, Node
+from opgraft.registry import Chain
+from opgraft.router import observers
+
+_NUMBERED = re.compile(re.escape(MARK) + r" #(?P<number>\d+)")
+_FELL_BACK = f"{MARK} fell back"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why an override did not take a call."""
+
+    override: str
+    pack: str | None
+    status: str
+    reason: str
+
+
+class Watch:
+    """Notes the verdicts of overrides on the calls of this thread and of backwards it starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[tuple[Reason, ...], int] = {}
+
+    def watching(self) -> AbstractContextManager[None]:
+        """While this lasts, calls are noted in the profile that is being recorded."""
+        return observers.observing(self._observe)
+
+    def reasons(self, node: Node) -> tuple[Reason, ...]:
+        """Why overrides did not take the call."""
+        for child in node.children:
+            if found := _NUMBERED.fullmatch(child.name):
+                return tuple(self._numbers)[int(found["number"])]
+        return ()
+
+    def _observe(self, chain: Chain, call: Call, kept: bool) -> Callable[[observers.Outcome], None]:
+        with torch.profiler.record_function(MARK):
+            reasons = tuple(_reasons(judge(chain, call, kept=kept)))
+            with self._lock:
+                number = self._numbers.setdefault(reasons, len(self._numbers))
+        with torch.profiler.record_function(f"{MARK} #{number}"):
+            return _end
+
+
+def _end(outcome: observers.Outcome) -> None:
+    if outcome.fell_back:
+        with torch.profiler.record_function(_FELL_BACK):
+            pass
+
+
+def fell_back(node: Node) -> bool:
+    """Whether an impl ran and its call ended in the native kernel."""
+    return any(child.name == _FELL_BACK for child in node.children)
+
+
+def _reasons(verdicts: Iterable[Verdict]) -> Iterable[Reason]:
+    for verdict in verdicts:
+        if not verdict.takes:
+            override = verdict.override
+            text = str(verdict.failure) if verdict.failure else verdict.reason
+            text = text.removeprefix("declines: ")
+            yield Reason(override.name, override.pack, verdict.status, text)
