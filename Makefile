@@ -2,7 +2,7 @@
 #
 #   make quickstart   set up, then run examples/quickstart.py
 #   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=2
-#   make lint types   ruff; mypy
+#   make lint types   ruff and clang-format; mypy
 #   make sanitize     the core under address, undefined-behaviour and thread sanitizers; 5 to 10 minutes
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
 #   make wheel        a wheel with a core for each torch, in dist/; fetches them, some hundred MB each, for their
@@ -49,6 +49,7 @@ test: $(STAMPS)/probes
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(VENV)/bin/clang-format --dry-run -Werror $(wildcard csrc/* tests/*/*.cpp benchmarks/*.cpp)
 
 types: $(STAMPS)/dev
 	@$(PY) -m mypy

@@ -1,5 +1,5 @@
-// Callers in C++ for benchmarks/router.py: loops over an op with the GIL released, each timed by the
-// thread's own CPU time; throughput of several threads; and a kernel that does nothing.
+// Callers in C++ for benchmarks/router.py: loops over an op with the GIL released, each timed by
+// the thread's own CPU time; throughput of several threads; and a kernel that does nothing.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/bmm.h>

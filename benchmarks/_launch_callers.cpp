@@ -1,5 +1,5 @@
-// Callers in C++ for benchmarks/launch.py: bursts of calls of an op with the GIL released, timed on the
-// host without waiting for the device.
+// Callers in C++ for benchmarks/launch.py: bursts of calls of an op with the GIL released, timed on
+// the host without waiting for the device.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_rms_norm.h>
 #include <ATen/ops/_fused_rms_norm_backward.h>

@@ -37,9 +37,7 @@ class Argument {
 
   Argument() = default;
 
-  static Argument of(const at::Tensor& value) noexcept {
-    return of(*value.unsafeGetTensorImpl());
-  }
+  static Argument of(const at::Tensor& value) noexcept { return of(*value.unsafeGetTensorImpl()); }
   static Argument of(const c10::TensorImpl& value) noexcept {
     Argument made;
     if (&value == static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton())) return made;
@@ -93,12 +91,18 @@ class Argument {
     return value ? of(*value) : Argument();
   }
 
-  static Argument of(c10::ArrayRef<c10::IValue> value) noexcept { return list(Items::Values, value); }
-  static Argument of(c10::ArrayRef<at::Tensor> value) noexcept { return list(Items::Tensors, value); }
+  static Argument of(c10::ArrayRef<c10::IValue> value) noexcept {
+    return list(Items::Values, value);
+  }
+  static Argument of(c10::ArrayRef<at::Tensor> value) noexcept {
+    return list(Items::Tensors, value);
+  }
   static Argument of(c10::ArrayRef<int64_t> value) noexcept { return list(Items::Integers, value); }
   static Argument of(c10::SymIntArrayRef value) noexcept { return list(Items::Symbols, value); }
   static Argument of(c10::ArrayRef<double> value) noexcept { return list(Items::Reals, value); }
-  static Argument of(c10::ArrayRef<c10::Scalar> value) noexcept { return list(Items::Scalars, value); }
+  static Argument of(c10::ArrayRef<c10::Scalar> value) noexcept {
+    return list(Items::Scalars, value);
+  }
   template <size_t Size>
   static Argument of(const std::array<bool, Size>& value) noexcept {
     return list(Items::Bools, c10::ArrayRef<bool>(value.data(), Size));
@@ -133,13 +137,16 @@ class Argument {
   bool is_list() const noexcept { return kind_ == Kind::List; }
 
   // The tensor; nullptr where there is none.
-  const c10::TensorImpl* tensor() const noexcept { return kind_ == Kind::Tensor ? tensor_ : nullptr; }
+  const c10::TensorImpl* tensor() const noexcept {
+    return kind_ == Kind::Tensor ? tensor_ : nullptr;
+  }
   int64_t integer() const noexcept { return integer_; }
   double real() const noexcept { return real_; }
   // Of one of that kind.
   c10::Device device() const noexcept {
     const int64_t type = (integer_ + 1) / 256;
-    return {static_cast<c10::DeviceType>(type), static_cast<c10::DeviceIndex>(integer_ - type * 256)};
+    return {static_cast<c10::DeviceType>(type),
+            static_cast<c10::DeviceIndex>(integer_ - type * 256)};
   }
   double imaginary() const noexcept { return imaginary_; }
   size_t size() const noexcept { return size_; }
@@ -181,7 +188,16 @@ class Argument {
   }
 
  private:
-  enum class Items : uint8_t { Values, Tensors, References, Integers, Symbols, Reals, Bools, Scalars };
+  enum class Items : uint8_t {
+    Values,
+    Tensors,
+    References,
+    Integers,
+    Symbols,
+    Reals,
+    Bools,
+    Scalars
+  };
 
   static Argument other() noexcept {
     Argument made;
@@ -194,7 +210,8 @@ class Argument {
     made.integer_ = value;
     return made;
   }
-  static Argument many(Kind kind, const void* data, size_t size, Items items = Items::Values) noexcept {
+  static Argument many(Kind kind, const void* data, size_t size,
+                       Items items = Items::Values) noexcept {
     Argument made;
     made.kind_ = kind;
     made.items_ = items;

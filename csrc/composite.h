@@ -1,10 +1,10 @@
-// Composite ops (CompositeImplicitAutograd): what torch does for the pieces that such an op is made of, and
-// who does it where an impl runs in their place.
+// Composite ops (CompositeImplicitAutograd): what torch does for the pieces that such an op is made
+// of, and who does it where an impl runs in their place.
 //
-// A composite op runs at the autograd key: its pieces are differentiated, tracked as views, counted as
-// writes, and seen by dispatch modes and tensor subclasses one by one. So the router stands at that key
-// too. What no override takes runs the composite there, as if we were not here. What one takes goes on
-// below, where nobody keeps books: what the pieces would have noted is noted here.
+// A composite op runs at the autograd key: its pieces are differentiated, tracked as views, counted
+// as writes, and seen by dispatch modes and tensor subclasses one by one. So the router stands at
+// that key too. What no override takes runs the composite there, as if we were not here. What one
+// takes goes on below, where nobody keeps books: what the pieces would have noted is noted here.
 #pragma once
 
 #include <ATen/core/Tensor.h>

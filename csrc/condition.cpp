@@ -16,8 +16,8 @@ constexpr size_t kDevices = 64;
 
 std::atomic<CapabilityLookup> capability_lookup{nullptr};
 
-// 0 is not known yet; else the capability plus 2, so that -1, none, is something else than that, and
-// kUnknownCapability is not.
+// 0 is not known yet; else the capability plus 2, so that -1, none, is something else than that,
+// and kUnknownCapability is not.
 std::array<std::atomic<int64_t>, kDevices> capabilities{};
 
 // The value at a place; None where a list is None or too short.
@@ -68,12 +68,10 @@ bool ordered(Code code, T left, T right) {
   }
 }
 
-Truth from(bool value) {
-  return value ? Truth::True : Truth::False;
-}
+Truth from(bool value) { return value ? Truth::True : Truth::False; }
 
-// --------------------------------------------------------------------------- what is asked of a tensor
-// By a test and by a node alike.
+// --------------------------------------------------------------------------- what is asked of a
+// tensor By a test and by a node alike.
 
 // `dtypes`: a bit for each ScalarType.
 inline bool has_dtype(const c10::TensorImpl& tensor, int64_t dtypes) {
@@ -85,7 +83,8 @@ inline bool is_contiguous(const c10::TensorImpl& tensor, int64_t memory_format) 
   return tensor.is_contiguous(static_cast<c10::MemoryFormat>(memory_format));
 }
 
-// The size or stride of a dimension, from the end if negative; null where there is no such dimension.
+// The size or stride of a dimension, from the end if negative; null where there is no such
+// dimension.
 inline const int64_t* at_dim(c10::IntArrayRef values, int64_t dim) {
   const auto dims = static_cast<int64_t>(values.size());
   if (dim < 0) dim += dims;
@@ -100,9 +99,7 @@ uintptr_t first_address(const c10::TensorImpl& tensor) {
   return base + static_cast<uintptr_t>(tensor.storage_offset()) * tensor.itemsize();
 }
 
-void set_capability_lookup(CapabilityLookup lookup) {
-  capability_lookup.store(lookup);
-}
+void set_capability_lookup(CapabilityLookup lookup) { capability_lookup.store(lookup); }
 
 struct Condition::Number {
   enum Kind : uint8_t { Undefined, Integer, Real, Complex } kind = Undefined;
@@ -166,16 +163,14 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
     }
   }
   // They have no effects, and all must pass: in which order is not to be seen.
-  const auto rest = std::stable_partition(tests_.begin(), tests_.end(), [](const Test& test) {
-    return test.kind != Test::Kind::Node;
-  });
+  const auto rest = std::stable_partition(
+      tests_.begin(), tests_.end(), [](const Test& test) { return test.kind != Test::Kind::Node; });
   first_ = is_told_by_key() ? static_cast<size_t>(rest - tests_.begin()) : tests_.size();
 }
 
 bool Condition::is_told_by_key() const {
   return std::none_of(nodes_.begin(), nodes_.end(), [](const Instruction& node) {
-    return node.code == Code::Aligned &&
-           kKeyAlignment % static_cast<uintptr_t>(node.integer) != 0;
+    return node.code == Code::Aligned && kKeyAlignment % static_cast<uintptr_t>(node.integer) != 0;
   });
 }
 

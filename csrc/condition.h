@@ -1,9 +1,9 @@
-// Conditions, compiled: what `opgraft.when` builds, evaluated on views of a call's arguments without the
-// GIL.
+// Conditions, compiled: what `opgraft.when` builds, evaluated on views of a call's arguments
+// without the GIL.
 //
-// Three-valued, as in Python: a part that has no value is undefined, and a condition holds only where
-// it is true. `python/opgraft/when/compilation.py` makes the nodes; the two must agree on every call,
-// which tests/test_differential.py checks.
+// Three-valued, as in Python: a part that has no value is undefined, and a condition holds only
+// where it is true. `python/opgraft/when/compilation.py` makes the nodes; the two must agree on
+// every call, which tests/test_differential.py checks.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -17,7 +17,8 @@ namespace opgraft {
 
 enum class Truth : uint8_t { False, True, Undefined };
 
-// What they read of a call must be in a plan's key (`PlanKey`), or `Condition::is_told_by_key` knows.
+// What they read of a call must be in a plan's key (`PlanKey`), or `Condition::is_told_by_key`
+// knows.
 enum class Code : uint8_t {
   // numbers
   Integer,
@@ -83,14 +84,14 @@ struct Node {
   std::vector<Place> places{};
 };
 
-// Finds a CUDA device's compute capability as major * 65536 + minor; -1 where it has none. Called once per
-// device, at the first condition that needs it: asking earlier would initialise CUDA.
+// Finds a CUDA device's compute capability as major * 65536 + minor; -1 where it has none. Called
+// once per device, at the first condition that needs it: asking earlier would initialise CUDA.
 constexpr int64_t kUnknownCapability = -2;  // not now: the next condition asks again
 using CapabilityLookup = int64_t (*)(c10::DeviceIndex);
 void set_capability_lookup(CapabilityLookup lookup);
 
-// The address of a tensor's first element; 0 for a tensor without elements. Reading it does not copy a
-// copy-on-write tensor, and storage that was resized away is no error.
+// The address of a tensor's first element; 0 for a tensor without elements. Reading it does not
+// copy a copy-on-write tensor, and storage that was resized away is no error.
 uintptr_t first_address(const c10::TensorImpl& tensor);
 
 // What a plan's key has of that address: the remainder by this many bytes.
@@ -107,11 +108,9 @@ class Condition {
     return passes_first(arguments) && passes_rest(arguments);
   }
 
-  // The same in two parts. The first are the tests that take next to nothing. The rest say nothing that
-  // a `PlanKey` does not: they hold for a call if they did for another one with the same key.
-  bool passes_first(const Argument* arguments) const {
-    return passes(arguments, 0, first_);
-  }
+  // The same in two parts. The first are the tests that take next to nothing. The rest say nothing
+  // that a `PlanKey` does not: they hold for a call if they did for another one with the same key.
+  bool passes_first(const Argument* arguments) const { return passes(arguments, 0, first_); }
   bool passes_rest(const Argument* arguments) const {
     return passes(arguments, first_, tests_.size());
   }
@@ -119,8 +118,8 @@ class Condition {
  private:
   struct Number;
 
-  // A node as it is evaluated: 40 bytes, so that a chain's conditions stay in the first-level cache.
-  // Lists are ranges of the side tables; a constant is an index into `constants_`.
+  // A node as it is evaluated: 40 bytes, so that a chain's conditions stay in the first-level
+  // cache. Lists are ranges of the side tables; a constant is an index into `constants_`.
   struct Instruction {
     Code code{};
     Place place{};
@@ -130,14 +129,23 @@ class Condition {
     int32_t count = 0;
   };
 
-  // What must be true for the condition to hold: a part of an `&` at the top. What conditions mostly
-  // ask, one comparison of one argument with a constant, is decided without going through nodes.
+  // What must be true for the condition to hold: a part of an `&` at the top. What conditions
+  // mostly ask, one comparison of one argument with a constant, is decided without going through
+  // nodes.
   struct Test {
-    enum class Kind : uint8_t { Node, Value, Dtype, Contiguous, Ndim, Numel, Size } kind = Kind::Node;
-    uint8_t relation = 0;   // bits: the value may be less than, equal to, greater than `constant`
+    enum class Kind : uint8_t {
+      Node,
+      Value,
+      Dtype,
+      Contiguous,
+      Ndim,
+      Numel,
+      Size
+    } kind = Kind::Node;
+    uint8_t relation = 0;  // bits: the value may be less than, equal to, greater than `constant`
     uint16_t argument = 0;
-    int32_t node = 0;       // the same as a node
-    int64_t integer = 0;    // as in `Node`
+    int32_t node = 0;     // the same as a node
+    int64_t integer = 0;  // as in `Node`
     int64_t constant = 0;
   };
 

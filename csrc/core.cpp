@@ -1,5 +1,5 @@
-// The bindings of the compiled core. TORCH_EXTENSION_NAME, which the build defines, names the torch that
-// this is for: _C_torch2_13.
+// The bindings of the compiled core. TORCH_EXTENSION_NAME, which the build defines, names the torch
+// that this is for: _C_torch2_13.
 
 #include <ATen/ops/add.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -42,17 +42,16 @@ namespace {
 
 using namespace opgraft;
 
-// "2.13.0": the release of the headers, without the local part ("+cpu") that torch.__version__ carries.
+// "2.13.0": the release of the headers, without the local part ("+cpu") that torch.__version__
+// carries.
 std::string torch_version() {
   return std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + "." +
          std::to_string(TORCH_VERSION_PATCH);
 }
 
-// Which torch the headers are of, exactly: `torch.__version__` and `torch.version.git_version`, which the
-// build finds beside them.
-py::tuple torch_build() {
-  return py::make_tuple(OPGRAFT_TORCH_VERSION, OPGRAFT_TORCH_COMMIT);
-}
+// Which torch the headers are of, exactly: `torch.__version__` and `torch.version.git_version`,
+// which the build finds beside them.
+py::tuple torch_build() { return py::make_tuple(OPGRAFT_TORCH_VERSION, OPGRAFT_TORCH_COMMIT); }
 
 py::dict abi_facts() {
   py::dict facts;
@@ -80,22 +79,38 @@ using NodeTuple = std::tuple<std::string, PlaceTuple, int64_t, double, py::objec
 
 Code to_code(const std::string& name) {
   static const std::vector<std::pair<const char*, Code>> codes = {
-      {"integer", Code::Integer},          {"real", Code::Real},
-      {"ndim", Code::Ndim},                {"size", Code::Size},
-      {"stride", Code::Stride},            {"numel", Code::Numel},
-      {"device_capability", Code::Capability}, {"length", Code::Length},
-      {"item", Code::Item},                {"value", Code::Value},
-      {"+", Code::Add},                    {"-", Code::Subtract},
-      {"*", Code::Multiply},               {"//", Code::FloorDivide},
-      {"%", Code::Modulo},                 {"<", Code::Less},
-      {"<=", Code::LessEqual},             {"==", Code::Equal},
-      {"!=", Code::NotEqual},              {">=", Code::GreaterEqual},
-      {">", Code::Greater},                {"same_value", Code::SameValue},
-      {"other_value", Code::OtherValue},   {"dtype", Code::Dtype},
-      {"is_contiguous", Code::Contiguous}, {"aligned", Code::Aligned},
-      {"requires_grad", Code::RequiresGrad}, {"same_dtype", Code::SameDtype},
-      {"same_device", Code::SameDevice},   {"is_none", Code::IsNone},
-      {"all", Code::All},                  {"any", Code::Any},
+      {"integer", Code::Integer},
+      {"real", Code::Real},
+      {"ndim", Code::Ndim},
+      {"size", Code::Size},
+      {"stride", Code::Stride},
+      {"numel", Code::Numel},
+      {"device_capability", Code::Capability},
+      {"length", Code::Length},
+      {"item", Code::Item},
+      {"value", Code::Value},
+      {"+", Code::Add},
+      {"-", Code::Subtract},
+      {"*", Code::Multiply},
+      {"//", Code::FloorDivide},
+      {"%", Code::Modulo},
+      {"<", Code::Less},
+      {"<=", Code::LessEqual},
+      {"==", Code::Equal},
+      {"!=", Code::NotEqual},
+      {">=", Code::GreaterEqual},
+      {">", Code::Greater},
+      {"same_value", Code::SameValue},
+      {"other_value", Code::OtherValue},
+      {"dtype", Code::Dtype},
+      {"is_contiguous", Code::Contiguous},
+      {"aligned", Code::Aligned},
+      {"requires_grad", Code::RequiresGrad},
+      {"same_dtype", Code::SameDtype},
+      {"same_device", Code::SameDevice},
+      {"is_none", Code::IsNone},
+      {"all", Code::All},
+      {"any", Code::Any},
       {"not", Code::Not},
   };
   for (const auto& [known, code] : codes) {
@@ -181,8 +196,7 @@ RouterHandle install(const std::string& name, const std::string& overload, const
 }
 
 void set_hooks(RouterHandle& self, py::object takes, py::object first, py::object recover,
-               py::object capturing, py::object error, py::object observe,
-               py::object decompose) {
+               py::object capturing, py::object error, py::object observe, py::object decompose) {
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
   hooks->first = PythonRef(std::move(first));
@@ -342,7 +356,8 @@ class Reading {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   mind_forks();
   core.doc() = "opgraft's compiled core: routers, conditions, native-kernel capture.";
-  core.def("torch_version", &torch_version, "The release of the torch headers it was compiled against.");
+  core.def("torch_version", &torch_version,
+           "The release of the torch headers it was compiled against.");
   core.def("torch_build", &torch_build, "The version and the commit of that torch.");
   core.def("abi", &abi_facts,
            "What it was compiled as: `cxx11_abi` must be the running torch's; the rest informs.");
@@ -409,8 +424,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def("replay", &replay_plan, py::arg("plan"), py::arg("values"), py::arg("poison"))
       .def_property_readonly(
           "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
-      .def_property_readonly(
-          "is_composite", [](const RouterHandle& self) { return self.router->is_composite(); })
+      .def_property_readonly("is_composite",
+                             [](const RouterHandle& self) { return self.router->is_composite(); })
       .def_property_readonly(
           "excluded", [](const RouterHandle& self) { return self.router->excluded(); },
           "The dispatch keys that an impl's own calls do not pass.")
@@ -428,9 +443,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            "What is off inside; None: nothing, and every router tells its observer of its calls.")
       .def("__enter__", &Scope::enter)
       .def("__exit__", [](Scope& self, const py::args&) { self.exit(); })
-      .def_static("tags", &scope_tags, py::arg("observing"),
-                  "Of the scopes that this thread is in, outermost first: of those that observe, or of "
-                  "those in which something is off.")
+      .def_static(
+          "tags", &scope_tags, py::arg("observing"),
+          "Of the scopes that this thread is in, outermost first: of those that observe, or of "
+          "those in which something is off.")
       .def_static(
           "is_off", [](const py::dict& identity) { return Scope::is_off(to_selector(identity)); },
           "Whether a scope on this thread switches off the override of this identity.");
@@ -444,13 +460,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def(py::init(&Derivative::install), py::arg("name"), py::arg("overload"),
            py::arg("dispatch_key"))
       .def("set_hook", &Derivative::set_hook)
-      .def("publish", [](Derivative& self, const std::vector<std::optional<std::vector<NodeTuple>>>& all) {
-        Derivative::Conditions conditions;
-        for (const auto& nodes : all) {
-          conditions.push_back(nodes ? std::optional(to_condition(*nodes)) : std::nullopt);
-        }
-        self.publish(std::move(conditions));
-      });
+      .def("publish",
+           [](Derivative& self, const std::vector<std::optional<std::vector<NodeTuple>>>& all) {
+             Derivative::Conditions conditions;
+             for (const auto& nodes : all) {
+               conditions.push_back(nodes ? std::optional(to_condition(*nodes)) : std::nullopt);
+             }
+             self.publish(std::move(conditions));
+           });
 
   core.def("stand_for", &stand_for, py::arg("name"), py::arg("overload"), py::arg("origin"),
            py::arg("origin_overload"),
@@ -460,7 +477,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       "holds",
       [](const std::vector<NodeTuple>& nodes, const py::tuple& values, const std::string& name,
          const std::string& overload) {
-        const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+        const auto op =
+            c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
         torch::jit::Stack stack;
         Signature(op.schema()).push_arguments(values, stack);
         return to_condition(nodes).holds(view(stack).data());

@@ -3,12 +3,13 @@
 //
 // Note [Counts by thread]
 // Each thread has a shard of its own, which holds its part of every counter, and which nobody else
-// writes to: adding is a load and a store, however many threads there are. A counter is a number, by
-// which its part is found in each shard; its total is the sum of those. A shard is given back when its
-// thread ends, and the thread that takes it over goes on adding to what it holds, so there are never more
-// of them than there were threads at once. They are never freed, and neither are the chunks that they
-// consist of. What finds no place (a thread that is past the end of its shard, a counter beyond the number
-// that shards have room for, no memory) is added to a part that threads share.
+// writes to: adding is a load and a store, however many threads there are. A counter is a number,
+// by which its part is found in each shard; its total is the sum of those. A shard is given back
+// when its thread ends, and the thread that takes it over goes on adding to what it holds, so there
+// are never more of them than there were threads at once. They are never freed, and neither are the
+// chunks that they consist of. What finds no place (a thread that is past the end of its shard, a
+// counter beyond the number that shards have room for, no memory) is added to a part that threads
+// share.
 #pragma once
 
 #include <c10/macros/Macros.h>
@@ -55,8 +56,8 @@ class Counter {
 
   void add() noexcept { add(shard()); }
 
-  // `shard`: what `shard()` gave this thread, for whoever adds to several counters in a row. Returns what
-  // that shard has now.
+  // `shard`: what `shard()` gave this thread, for whoever adds to several counters in a row.
+  // Returns what that shard has now.
   uint64_t add(Shard& shard) noexcept {
     Chunk* chunk = shard.chunks_[number_ / kChunk].load(std::memory_order_relaxed);
     if (C10_UNLIKELY(chunk == nullptr)) return add_first(shard);
@@ -80,8 +81,8 @@ class Counter {
   static void lock() { numbers().mutex.lock(); }
   static void unlock() { numbers().mutex.unlock(); }
 
-  // In the child of a fork, between the two: its only thread is the one that forked, and the others'
-  // shards are free.
+  // In the child of a fork, between the two: its only thread is the one that forked, and the
+  // others' shards are free.
   static void forget_other_threads() noexcept {
     for (Shard* shard = shards_.load(std::memory_order_relaxed); shard; shard = shard->next_) {
       if (shard != mine_) shard->claimed_.store(false, std::memory_order_relaxed);

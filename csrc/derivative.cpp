@@ -81,9 +81,9 @@ std::shared_ptr<Derivative> Derivative::install(const std::string& name,
   auto* library = new torch::Library(torch::Library::IMPL, name.substr(0, name.find("::")), key,
                                      __FILE__, __LINE__);
   const auto full = overload.empty() ? name : name + "." + overload;
-  library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
-                                  std::make_unique<Kernel>(derivative))
-                                  .debug(kOrigin));
+  library->impl(full.c_str(),
+                torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(derivative))
+                    .debug(kOrigin));
   return derivative;
 }
 

@@ -28,7 +28,8 @@ class Derivative {
 
   void publish(Conditions conditions);
 
-  // hook(keyset, values) -> the call's result, or NotImplemented where the op's own derivative holds.
+  // hook(keyset, values) -> the call's result, or NotImplemented where the op's own derivative
+  // holds.
   void set_hook(py::object hook) { hook_ = PythonRef(std::move(hook)); }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,

@@ -2,13 +2,13 @@
 //
 // Note [Epochs]
 // A reader announces the epoch at which it began before it loads a published pointer, and takes the
-// announcement back when it is done. A writer that has swapped the pointer begins a new epoch and frees
-// what it took out once no reader is left that began before. Readers never wait and never allocate,
-// apart from the first time on a thread.
+// announcement back when it is done. A writer that has swapped the pointer begins a new epoch and
+// frees what it took out once no reader is left that began before. Readers never wait and never
+// allocate, apart from the first time on a thread.
 //
-// The announcement must be seen before the pointer is loaded. A fence in every reader would take as long
-// as three conditions; where the kernel can make all threads of the process pass one (membarrier), the
-// writer asks for that, and readers have none.
+// The announcement must be seen before the pointer is loaded. A fence in every reader would take as
+// long as three conditions; where the kernel can make all threads of the process pass one
+// (membarrier), the writer asks for that, and readers have none.
 #pragma once
 
 #include <c10/macros/Macros.h>
@@ -35,8 +35,8 @@ class Epochs {
     uint32_t depth = 0;  // its thread's alone
   };
 
-  // Plain pointers of this kind are read without a call into the dynamic linker, which takes as long
-  // as a condition; the linker has room for a few of them whatever else is loaded.
+  // Plain pointers of this kind are read without a call into the dynamic linker, which takes as
+  // long as a condition; the linker has room for a few of them whatever else is loaded.
   static inline thread_local Slot* mine_ __attribute__((tls_model("initial-exec"))) = nullptr;
 
  public:
@@ -49,8 +49,8 @@ class Epochs {
    public:
     Reader() : slot_(C10_LIKELY(mine_ != nullptr) ? *mine_ : Epochs::slot()) {
       if (slot_.depth++ == 0) {
-        // A release, although the fence orders it already: a writer that sees this announcement, and not
-        // the end of the one before, must see what the thread read under that one as done.
+        // A release, although the fence orders it already: a writer that sees this announcement,
+        // and not the end of the one before, must see what the thread read under that one as done.
         slot_.began.store(epoch_.load(std::memory_order_acquire), std::memory_order_release);
         if (C10_LIKELY(writers_fence_)) {
           std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -69,20 +69,20 @@ class Epochs {
     Slot& slot_;
   };
 
-  // Runs `free` once no reader can hold what was unpublished before this call: before it returns, unless
-  // a reader is slow. Then somebody has to `collect`.
+  // Runs `free` once no reader can hold what was unpublished before this call: before it returns,
+  // unless a reader is slow. Then somebody has to `collect`.
   void retire(std::function<void()> free) {
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       retired_.emplace_back(epoch_.fetch_add(1, std::memory_order_seq_cst) + 1, std::move(free));
     }
-    // A reader takes less than a microsecond, unless it loses its core meanwhile. The bound is for those
-    // that wait for the GIL, which this thread may have.
+    // A reader takes less than a microsecond, unless it loses its core meanwhile. The bound is for
+    // those that wait for the GIL, which this thread may have.
     for (int attempt = 1; !collect() && attempt < kAttempts; ++attempt) std::this_thread::yield();
   }
 
-  // Frees what was retired and no reader can hold any more; returns whether that was all. Freeing may run
-  // Python: this is for threads that may wait for the GIL.
+  // Frees what was retired and no reader can hold any more; returns whether that was all. Freeing
+  // may run Python: this is for threads that may wait for the GIL.
   bool collect() {
     std::vector<std::function<void()>> ready;
     bool all = false;
@@ -113,8 +113,8 @@ class Epochs {
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
-  // In the child of a fork, between the two: its only thread is the one that forked. What the others were
-  // reading when they vanished would be kept for good, and their slots with it.
+  // In the child of a fork, between the two: its only thread is the one that forked. What the
+  // others were reading when they vanished would be kept for good, and their slots with it.
   void forget_other_threads() noexcept {
     for (auto* slot : slots_) {
       if (slot == mine_) continue;
@@ -135,9 +135,9 @@ class Epochs {
   // Under the lock: the epoch in which the oldest reader began, or the one that is now.
   uint64_t oldest_reader() const noexcept {
     const uint64_t now = epoch_.load(std::memory_order_seq_cst);
-    // Where no thread ever read, none has to pass a fence: who begins now has waited for the mutex, and
-    // loads what the writer published. Without the fence, who reads what cannot be told: nothing is
-    // freed until there is one again.
+    // Where no thread ever read, none has to pass a fence: who begins now has waited for the mutex,
+    // and loads what the writer published. Without the fence, who reads what cannot be told:
+    // nothing is freed until there is one again.
     uint64_t oldest = slots_.empty() || !writers_fence_ || fence_readers() ? now : 0;
     for (const auto* slot : slots_) {
       const uint64_t began = slot->began.load(std::memory_order_seq_cst);
@@ -156,8 +156,8 @@ class Epochs {
     return known >= 0 && (known & needed) == needed;
   }
   static bool fence_readers() noexcept {
-    // When it is first needed: in a process of several threads asking takes 7 ms, which `import torch`
-    // would wait for.
+    // When it is first needed: in a process of several threads asking takes 7 ms, which `import
+    // torch` would wait for.
     static const bool asked = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) == 0;
     return asked && membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED) == 0;
   }

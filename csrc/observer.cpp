@@ -7,9 +7,7 @@ namespace opgraft {
 namespace {
 
 // An observer's own error must not become the call's.
-void report() {
-  PyErr_WriteUnraisable(nullptr);
-}
+void report() { PyErr_WriteUnraisable(nullptr); }
 
 }  // namespace
 
@@ -55,8 +53,7 @@ PythonRef PythonObserver::begin(const Call& call, bool kept) const {
   return PythonRef(std::move(function));
 }
 
-void PythonObserver::end(const PythonRef& function, const Call& call, bool raised,
-                         double seconds) {
+void PythonObserver::end(const PythonRef& function, const Call& call, bool raised, double seconds) {
   if (!function.get()) return;
   const PythonAccess python;
   if (!python) return;

@@ -14,8 +14,8 @@ class PythonObserver final : public Observer {
       : signature_(std::move(signature)) {}
 
   // `begin(values, kept)` is called before a call is routed and returns a function `end`, or None;
-  // `end(ran, fell_back, raised, seconds)` after it. `ran`: (pack, name) of the override; None: native.
-  // Needs the GIL, as does whoever calls it.
+  // `end(ran, fell_back, raised, seconds)` after it. `ran`: (pack, name) of the override; None:
+  // native. Needs the GIL, as does whoever calls it.
   void set(PythonRef begin) { begin_ = std::move(begin); }
 
   // `decompose(values)` returns the results of a composite op's decomposition in Python, or

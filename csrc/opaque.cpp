@@ -31,8 +31,8 @@ bool is_composite(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-// A composite op may return its argument without saying so in its schema. A compiler takes the op that
-// stands for it by its word, and uses the argument's memory again.
+// A composite op may return its argument without saying so in its schema. A compiler takes the op
+// that stands for it by its word, and uses the argument's memory again.
 class FreshResults {
  public:
   FreshResults(const c10::OperatorHandle& origin, torch::jit::Stack& stack)
@@ -98,9 +98,9 @@ bool is_next_to_a_backend(c10::DispatchKeySet keyset) {
   return c10::toFunctionalityKey(next) == c10::DispatchKey::Dense;
 }
 
-// A compiled graph differentiates nothing, but an exported program that was asked to hold these ops may
-// be trained. A composite op runs at the autograd key, once nobody is there any more who wants to see the
-// op that stands for it.
+// A compiled graph differentiates nothing, but an exported program that was asked to hold these ops
+// may be trained. A composite op runs at the autograd key, once nobody is there any more who wants
+// to see the op that stands for it.
 struct AtAutograd final : c10::OperatorKernel {
   explicit AtAutograd(c10::OperatorHandle origin) : origin(std::move(origin)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,

@@ -22,11 +22,19 @@ namespace opgraft {
 
 namespace {
 
-enum class KeyTag : uint64_t { Tensor = 1, None, Integer, Real, Boolean, Complex, String, Device, List };
+enum class KeyTag : uint64_t {
+  Tensor = 1,
+  None,
+  Integer,
+  Real,
+  Boolean,
+  Complex,
+  String,
+  Device,
+  List
+};
 
-uint64_t tagged(KeyTag tag, uint64_t rest) {
-  return static_cast<uint64_t>(tag) | rest << 8;
-}
+uint64_t tagged(KeyTag tag, uint64_t rest) { return static_cast<uint64_t>(tag) | rest << 8; }
 
 // Where autocast has a dtype, and an override may be.
 constexpr c10::DeviceType kAutocast[] = {
@@ -80,14 +88,15 @@ bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
   const bool is_number = rank == 0 && device.is_cpu();
   auto* words = room(1 + 2 * rank + (is_number ? 2 : 0) + (shares < tensors_ ? 1 : 0));
   if (C10_UNLIKELY(words == nullptr || overlaps)) return false;
-  *words++ = tagged(KeyTag::Tensor, static_cast<uint8_t>(c10::typeMetaToScalarType(tensor.dtype()))) |
-             static_cast<uint64_t>(rank & 0xFF) << 16 |
-             static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 24 |
-             static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 32 |
-             static_cast<uint64_t>(address % kKeyAlignment) << 40 |
-             static_cast<uint64_t>(tensor.requires_grad()) << 44 |
-             static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 |
-             static_cast<uint64_t>(same) << 48 | static_cast<uint64_t>(shares) << 56;
+  *words++ =
+      tagged(KeyTag::Tensor, static_cast<uint8_t>(c10::typeMetaToScalarType(tensor.dtype()))) |
+      static_cast<uint64_t>(rank & 0xFF) << 16 |
+      static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 24 |
+      static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 32 |
+      static_cast<uint64_t>(address % kKeyAlignment) << 40 |
+      static_cast<uint64_t>(tensor.requires_grad()) << 44 |
+      static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 | static_cast<uint64_t>(same) << 48 |
+      static_cast<uint64_t>(shares) << 56;
   if (C10_UNLIKELY(shares < tensors_)) *words++ = address - seen_[shares].first;
   ++tensors_;
   const auto strides = tensor.strides();
@@ -294,8 +303,7 @@ void Fingerprint::add(const Operand& operand) {
 
 void visit(const Operand& operand, const Step::Visitor& visitor) {
   if (operand.kind == Operand::Kind::Result) visitor(operand.memory, true);
-  if (operand.kind == Operand::Kind::View &&
-      operand.view->pointer.base == Pointer::Base::Memory) {
+  if (operand.kind == Operand::Kind::View && operand.view->pointer.base == Pointer::Base::Memory) {
     visitor(operand.view->pointer.memory, true);
   }
   for (const Operand& item : operand.items) visit(item, visitor);
@@ -332,9 +340,7 @@ void Allocation::describe(Fingerprint& fingerprint) const {
   fingerprint.add(reinterpret_cast<uint64_t>(allocator_));
 }
 
-std::string Allocation::text() const {
-  return "allocate " + std::to_string(nbytes_) + " bytes";
-}
+std::string Allocation::text() const { return "allocate " + std::to_string(nbytes_) + " bytes"; }
 
 // --------------------------------------------------------------------------- Replay
 
@@ -539,9 +545,9 @@ void PlanTable::note(const PlanKey& key) noexcept { seen_->seen.add(key.hash());
 void PlanTable::review() noexcept {
   const uint64_t recordings = this->recordings();
   const uint64_t earned = replays_.total() / limits_.replays_per_recording;
-  stopped_.store(recordings >= limits_.free_recordings &&
-                     recordings - limits_.free_recordings >= earned,
-                 std::memory_order_relaxed);
+  stopped_.store(
+      recordings >= limits_.free_recordings && recordings - limits_.free_recordings >= earned,
+      std::memory_order_relaxed);
 }
 
 bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, std::string label,

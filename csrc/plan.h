@@ -1,9 +1,9 @@
 // Launch plans: what an impl did for one kind of call, as the router replays it with no Python.
 //
-// A plan is made by recorder.cpp while the impl runs in Python: allocations, kernel launches and calls
-// of other ops, in order. All that an impl computes from its arguments' metadata is a constant in it;
-// pointers and tensors are known by where they come from. Replaying takes no lock and no GIL and
-// allocates what the impl would have.
+// A plan is made by recorder.cpp while the impl runs in Python: allocations, kernel launches and
+// calls of other ops, in order. All that an impl computes from its arguments' metadata is a
+// constant in it; pointers and tensors are known by where they come from. Replaying takes no lock
+// and no GIL and allocates what the impl would have.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,44 +30,45 @@ namespace opgraft {
 
 // Note [What a plan relies on]
 //
-// A plan is replayed for every call that has its key: on other tensors, at other addresses, on another
-// thread, under another state of it. All that it has as a constant was true of one call. So whatever may
-// differ between two calls with one key must not be in a plan:
+// A plan is replayed for every call that has its key: on other tensors, at other addresses, on
+// another thread, under another state of it. All that it has as a constant was true of one call. So
+// whatever may differ between two calls with one key must not be in a plan:
 //
-// The key holds what a call is, but for the values in its tensors and where its memory lies: see PlanKey.
-// Arguments on one storage are in it by how far their first elements are apart: which of them share memory,
-// and where they overlap, is the same for every call with that key. Arguments that overlap without sharing a
-// storage have no key. What ops obey beside their arguments is in it as far as it is the thread's:
-// dispatch keys, grad mode, autocast's dtypes, the default dtype.
+// The key holds what a call is, but for the values in its tensors and where its memory lies: see
+// PlanKey. Arguments on one storage are in it by how far their first elements are apart: which of
+// them share memory, and where they overlap, is the same for every call with that key. Arguments
+// that overlap without sharing a storage have no key. What ops obey beside their arguments is in it
+// as far as it is the thread's: dispatch keys, grad mode, autocast's dtypes, the default dtype.
 //
-// A pointer comes from where the recorder saw it come from: it lies so many bytes behind an argument's
-// first element, or in memory that the plan itself allocates. By the key it is all the same which of the
-// arguments on one storage that is. It lies within the memory that they span (`Recorder::is_within`):
-// beyond that is memory that another call need not have. The offset of an argument in its storage is not
-// in the key.
+// A pointer comes from where the recorder saw it come from: it lies so many bytes behind an
+// argument's first element, or in memory that the plan itself allocates. By the key it is all the
+// same which of the arguments on one storage that is. It lies within the memory that they span
+// (`Recorder::is_within`): beyond that is memory that another call need not have. The offset of an
+// argument in its storage is not in the key.
 //
-// Values are not in the key, but for numbers (0-dim tensors on the CPU). An op that reads one is refused
-// unless the plan calls that op again; so is what Python reads behind the ops' back, as far as it can be
-// seen.
+// Values are not in the key, but for numbers (0-dim tensors on the CPU). An op that reads one is
+// refused unless the plan calls that op again; so is what Python reads behind the ops' back, as far
+// as it can be seen.
 //
-// And because an impl can do more than any of this can see, a plan is compared with what Python does on
-// other tensors before it is used: same key; other addresses, offsets and values (plan/trial.py).
+// And because an impl can do more than any of this can see, a plan is compared with what Python
+// does on other tensors before it is used: same key; other addresses, offsets and values
+// (plan/trial.py).
 //
-// What is left is the author's word: no branch on a value that is read unseen, no state of the impl's own,
-// no flags of the process.
+// What is left is the author's word: no branch on a value that is read unseen, no state of the
+// impl's own, no flags of the process.
 
 // --------------------------------------------------------------------------- keys
 
 // Everything that an impl can see of a call but the values in its tensors, as numbers: for each
 // argument what it is; for a tensor its dtype, device, sizes, strides, the alignment of its address
-// (modulo 16), whether it requires grad, whether it is an earlier argument over again, and where it lies
-// relative to the first argument on its storage; for a 0-dim tensor on the CPU also its value; and the
-// thread's state that other ops obey: dispatch keys (autocast, inference mode), grad mode, the default
-// dtype, autocast's dtypes. See Note [What a plan relies on].
+// (modulo 16), whether it requires grad, whether it is an earlier argument over again, and where it
+// lies relative to the first argument on its storage; for a 0-dim tensor on the CPU also its value;
+// and the thread's state that other ops obey: dispatch keys (autocast, inference mode), grad mode,
+// the default dtype, autocast's dtypes. See Note [What a plan relies on].
 class PlanKey {
  public:
-  // False where an argument has no number (a generator), there are too many, or two overlap that share
-  // no storage. `keyset`: where the impl gets it.
+  // False where an argument has no number (a generator), there are too many, or two overlap that
+  // share no storage. `keyset`: where the impl gets it.
   bool read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset = {}) noexcept;
 
   uint64_t hash() const noexcept { return hash_; }
@@ -102,7 +103,8 @@ class PlanKey {
   std::array<uint64_t, kWords> words_;
 };
 
-// --------------------------------------------------------------------------- what a plan is made of
+// --------------------------------------------------------------------------- what a plan is made
+// of
 
 // A tensor among a call's arguments: an argument, or an item of a list.
 struct Leaf {
@@ -132,11 +134,11 @@ struct View {
 struct Operand {
   enum class Kind : uint8_t { Constant, Argument, Result, View, List };
   Kind kind = Kind::Constant;
-  c10::IValue constant{};          // Constant; for a List, an empty list of its type
-  Leaf leaf{};                     // Argument
-  int32_t memory = -1;             // Result: the tensor that an op returned
-  std::unique_ptr<View> view{};    // View
-  std::vector<Operand> items{};    // List
+  c10::IValue constant{};        // Constant; for a List, an empty list of its type
+  Leaf leaf{};                   // Argument
+  int32_t memory = -1;           // Result: the tensor that an op returned
+  std::unique_ptr<View> view{};  // View
+  std::vector<Operand> items{};  // List
 };
 
 class Replay;
@@ -199,9 +201,9 @@ class Allocation final : public Step {
 
 // Memory that a plan allocates, or that an op of it returned.
 struct Memory {
-  c10::DataPtr data{};      // allocated, and never seen as a tensor
-  c10::Storage storage{};   // allocated, and needed as one
-  at::Tensor result{};      // what an op returned
+  c10::DataPtr data{};     // allocated, and never seen as a tensor
+  c10::Storage storage{};  // allocated, and needed as one
+  at::Tensor result{};     // what an op returned
   char* address = nullptr;
 };
 
@@ -224,7 +226,8 @@ class Replay {
   // The device's current stream, as the driver knows it; null on the CPU.
   void* stream();
   Memory& memory(int32_t index) { return memories_[static_cast<size_t>(index)]; }
-  // What each byte of an allocation is set to: nothing that a kernel forgets to write may look right.
+  // What each byte of an allocation is set to: nothing that a kernel forgets to write may look
+  // right.
   const std::optional<uint8_t>& poison() const noexcept { return poison_; }
 
   char* address(const Pointer& pointer);
@@ -245,8 +248,8 @@ class Replay {
   c10::SmallVector<Memory, 6> memories_;
 };
 
-// How many forks lie between the first process and this one. What was recorded before a fork belongs to
-// the parent: its device contexts do not survive one.
+// How many forks lie between the first process and this one. What was recorded before a fork
+// belongs to the parent: its device contexts do not survive one.
 inline std::atomic<uint32_t> forks{0};
 
 class Plan {
@@ -266,9 +269,7 @@ class Plan {
   // Whether it must not be replayed while Triton's launch hooks are set.
   bool watches_hooks() const noexcept { return watches_hooks_; }
   // Whether it was made by a process that this one was forked from.
-  bool is_inherited() const noexcept {
-    return forks_ != forks.load(std::memory_order_relaxed);
-  }
+  bool is_inherited() const noexcept { return forks_ != forks.load(std::memory_order_relaxed); }
 
  private:
   struct Scheduled {
@@ -295,20 +296,20 @@ struct PlanEntry {
   uint64_t hash = 0;
   std::vector<uint64_t> key;
   std::shared_ptr<const Plan> plan;
-  std::string label;                 // the key, for people
+  std::string label;  // the key, for people
   mutable Counter replays;
   mutable uint64_t replays_before = 0;  // when an entry was last evicted; under the table's lock
 
   size_t bytes() const noexcept;
 };
 
-// Bounds of a table. A recording takes milliseconds, so that there may only be so many: some are free,
-// more have to be earned by replays.
+// Bounds of a table. A recording takes milliseconds, so that there may only be so many: some are
+// free, more have to be earned by replays.
 struct PlanLimits {
   size_t plans = 256;
   uint64_t free_recordings = 512;
   uint64_t replays_per_recording = 1024;
-  uint32_t refusals = 16;  // keys refused, none ever recorded: the override is given up
+  uint32_t refusals = 16;           // keys refused, none ever recorded: the override is given up
   std::chrono::seconds refill{10};  // the least time between two clearings that give free ones back
 };
 
@@ -326,7 +327,7 @@ class PlanTable {
 
   // What to do about a call whose key has no plan.
   enum class Next : uint8_t {
-    Wait,     // it was never seen before: it may never come again
+    Wait,  // it was never seen before: it may never come again
     Record,
     Refused,  // it cannot be recorded
     Stopped,  // no more recordings for now
@@ -357,15 +358,16 @@ class PlanTable {
   void refuse(const PlanKey& key);
   // Takes a plan out that failed, for good.
   void drop(const PlanKey& key);
-  // Forgets everything; what is being recorded meanwhile is not installed. Free recordings come back, if
-  // they did not just before: who switches an override all the time would record all the time.
+  // Forgets everything; what is being recorded meanwhile is not installed. Free recordings come
+  // back, if they did not just before: who switches an override all the time would record all the
+  // time.
   void clear();
   uint64_t generation() const noexcept { return generation_.load(std::memory_order_relaxed); }
   uint64_t recordings() const noexcept { return recordings_.load(std::memory_order_relaxed); }
   bool stopped() const noexcept { return stopped_.load(std::memory_order_relaxed); }
   bool given_up() const noexcept { return given_up_.load(std::memory_order_relaxed); }
-  // Whether Python runs what has no plan, also where the author finds that it does not pay: for those
-  // who want to see every call run.
+  // Whether Python runs what has no plan, also where the author finds that it does not pay: for
+  // those who want to see every call run.
   bool runs_all() const noexcept { return runs_all_.load(std::memory_order_relaxed); }
   void run_all(bool all) noexcept { runs_all_.store(all, std::memory_order_relaxed); }
   std::vector<std::shared_ptr<const PlanEntry>> entries() const;
@@ -377,8 +379,8 @@ class PlanTable {
   };
   struct Seen;  // the keys that were seen, and that were refused
 
-  // What was taken out, and goes once nobody can be reading it. Not under the lock: freeing a plan may
-  // run Python.
+  // What was taken out, and goes once nobody can be reading it. Not under the lock: freeing a plan
+  // may run Python.
   struct Garbage {
     std::vector<std::shared_ptr<const PlanEntry>> entries;
     std::unique_ptr<const Snapshot> snapshot;
@@ -405,7 +407,8 @@ class PlanTable {
   std::atomic<bool> runs_all_{false};
   std::atomic<bool> has_plans_{false};
   std::atomic<bool> any_{false};  // a plan was installed once
-  std::optional<std::chrono::steady_clock::time_point> refilled_;  // under the lock, as what follows
+  std::optional<std::chrono::steady_clock::time_point>
+      refilled_;  // under the lock, as what follows
   // One for all tables: a fork takes it first. Who has it runs no Python, and waits for nothing.
   static inline std::mutex mutex_;
   std::vector<std::shared_ptr<const PlanEntry>> entries_;

@@ -18,14 +18,14 @@ namespace opgraft {
 
 namespace {
 
-// Uninitialised memory is to be filled, which `torch.empty` does and a replay does not; and an impl may
-// have another way to a deterministic result.
+// Uninitialised memory is to be filled, which `torch.empty` does and a replay does not; and an impl
+// may have another way to a deterministic result.
 bool is_to_be_deterministic() { return at::globalContext().deterministicAlgorithms(); }
 
 // --------------------------------------------------------------------------- Triton's launch hooks
 
-// Kept for good, as the objects are. Their sizes are read without the GIL: one aligned word each, and a
-// value that is late by a moment is no worse than a launch that was earlier by one.
+// Kept for good, as the objects are. Their sizes are read without the GIL: one aligned word each,
+// and a value that is late by a moment is no worse than a launch that was earlier by one.
 struct LaunchHooks {
   std::vector<PyListObject*> lists;
   struct Holder {
@@ -38,9 +38,7 @@ struct LaunchHooks {
 
 std::atomic<const LaunchHooks*> launch_hooks{nullptr};
 
-Py_ssize_t size_of(const Py_ssize_t& size) {
-  return __atomic_load_n(&size, __ATOMIC_RELAXED);
-}
+Py_ssize_t size_of(const Py_ssize_t& size) { return __atomic_load_n(&size, __ATOMIC_RELAXED); }
 
 bool launch_hooks_are_set() {
   const LaunchHooks* hooks = launch_hooks.load(std::memory_order_acquire);
@@ -94,7 +92,8 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
         break;
     }
   } catch (const LaunchError&) {
-    // The plan's kernel is gone, or the device is. Python finds out, unless something may be half done.
+    // The plan's kernel is gone, or the device is. Python finds out, unless something may be half
+    // done.
     options_.table->drop(key);
     if (options_.writes) throw;
   }
@@ -123,9 +122,10 @@ void PlannedImpl::replayed(const Override& override, const PlanEntry& entry) con
   options_.table->count_replay(entry);
 }
 
-// What a call that is replayed, and one that is to run natively, do not need: boxes for the arguments, a
-// list of who else may want it. A plan was recorded for a call that the condition held for, and its key
-// has all that the rest of the condition reads: where there is one, that need not be asked.
+// What a call that is replayed, and one that is to run natively, do not need: boxes for the
+// arguments, a list of who else may want it. A plan was recorded for a call that the condition held
+// for, and its key has all that the rest of the condition reads: where there is one, that need not
+// be asked.
 Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument> arguments,
                                bool holds) {
   PlanKey key;
@@ -292,8 +292,8 @@ bool spy_on(FfiSpy& spy, const ffi::Any* arguments, int32_t count, void* stream)
       argument.shape.assign(tensor->shape, tensor->shape + tensor->ndim);
       argument.strides.assign(tensor->strides, tensor->strides + tensor->ndim);
       const auto* address = static_cast<const char*>(tensor->data);
-      const auto known = std::find_if(
-          spy.tensors.begin(), spy.tensors.end(), [address](const at::Tensor& each) {
+      const auto known =
+          std::find_if(spy.tensors.begin(), spy.tensors.end(), [address](const at::Tensor& each) {
             return each.numel() > 0 && static_cast<const char*>(each.const_data_ptr()) == address;
           });
       if (known == spy.tensors.end()) {
@@ -348,12 +348,14 @@ std::optional<PlanKey> plan_key(const py::tuple& values, const std::string& name
   return key;
 }
 
-// Whether a call's arguments can be a plan's key. Stand-ins for tensors are taken to be such as can.
+// Whether a call's arguments can be a plan's key. Stand-ins for tensors are taken to be such as
+// can.
 bool has_plan_key(const py::tuple& values, const std::string& name, const std::string& overload) {
   const auto stack = stack_of(values, name, overload);
   const auto stands_in = [](const c10::IValue& value) {
-    return value.isTensor() && (value.toTensor().unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
-                                value.toTensor().key_set().has(c10::DispatchKey::Python));
+    return value.isTensor() &&
+           (value.toTensor().unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+            value.toTensor().key_set().has(c10::DispatchKey::Python));
   };
   for (const c10::IValue& value : stack) {
     if (stands_in(value)) return true;
@@ -379,9 +381,10 @@ void bind_plans(py::module_& core) {
 
   py::class_<PlanKey>(core, "PlanKey", "What a plan is for: a call's metadata, as numbers.")
       .def("__hash__", &PlanKey::hash)
-      .def("__eq__", [](const PlanKey& self, const PlanKey& other) {
-        return self == std::vector<uint64_t>(other.words(), other.words() + other.size());
-      })
+      .def("__eq__",
+           [](const PlanKey& self, const PlanKey& other) {
+             return self == std::vector<uint64_t>(other.words(), other.words() + other.size());
+           })
       .def("__len__", &PlanKey::size)
       .def("has_same_arguments", &PlanKey::has_same_arguments, py::arg("other"),
            "Whether two calls differ in the state of their threads at most.");
@@ -465,16 +468,17 @@ void bind_plans(py::module_& core) {
           [](Recorder& self, uint64_t function, const std::vector<py::tuple>& parameters,
              std::string name) {
             auto filled = to_parameters(self, parameters);
-            self.add(std::make_unique<FunctionCall>(
-                reinterpret_cast<FunctionCall::Function>(function), std::move(filled),
-                std::move(name)));
+            self.add(
+                std::make_unique<FunctionCall>(reinterpret_cast<FunctionCall::Function>(function),
+                                               std::move(filled), std::move(name)));
           },
           py::arg("function"), py::arg("parameters"), py::arg("name"))
       .def("ffi_call", &call_spied, py::arg("handle"), py::arg("tensors"), py::arg("call"),
            "Runs `call`, in which the function at `ffi_spy()` stands for that of the handle.");
 
-  core.def("ffi_spy", [] { return reinterpret_cast<uint64_t>(&spied_call); },
-           "The address of a tvm-ffi function that records and hands on; see `Recorder.ffi_call`.");
+  core.def(
+      "ffi_spy", [] { return reinterpret_cast<uint64_t>(&spied_call); },
+      "The address of a tvm-ffi function that records and hands on; see `Recorder.ffi_call`.");
   core.def("current_recorder", &Recorder::current, py::return_value_policy::reference,
            "What records this thread; None where nothing does.");
   core.def("cuda_parameter_sizes", &cuda_parameter_sizes, py::arg("function"),

@@ -21,8 +21,8 @@ class PlannedImpl final : public Impl {
     PythonRef override;
     PythonRef record;     // record(override, keyset, values, key) -> result
     PythonRef capturing;  // capturing() -> bool, as PythonHooks has it
-    // Which calls are worth the impl in Python where no plan replays them; none: all, as long as there
-    // may be recordings.
+    // Which calls are worth the impl in Python where no plan replays them; none: all, as long as
+    // there may be recordings.
     std::optional<Condition> unplanned;
     bool takes_keyset = false;
     bool writes = false;  // the op writes to its arguments
@@ -55,9 +55,9 @@ class PlannedImpl final : public Impl {
 };
 
 // Triton calls the functions in these lists around each launch, a profiler's for instance: plans of
-// Triton's kernels are not replayed while one of them holds something. `holders` are dictionaries in
-// which an entry more than now means that someone put other hooks in the lists' place; `changed()` then
-// says whether that is so.
+// Triton's kernels are not replayed while one of them holds something. `holders` are dictionaries
+// in which an entry more than now means that someone put other hooks in the lists' place;
+// `changed()` then says whether that is so.
 void watch_launch_hooks(const std::vector<py::list>& lists, const std::vector<py::dict>& holders,
                         py::object changed);
 

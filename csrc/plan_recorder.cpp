@@ -22,15 +22,28 @@ constexpr std::string_view kAllocations[] = {"aten::empty", "aten::empty_like", 
                                              "aten::empty_strided", "aten::new_empty_strided"};
 // Ops that tell of metadata, which a plan's key holds.
 constexpr std::string_view kMetadata[] = {
-    "aten::size",          "aten::stride",        "aten::numel",       "aten::dim",
-    "aten::sym_size",      "aten::sym_stride",    "aten::sym_numel",   "aten::is_contiguous",
-    "aten::sym_is_contiguous", "aten::is_same_size", "aten::result_type", "aten::can_cast",
-    "aten::promote_types", "aten::is_floating_point", "aten::is_complex", "aten::is_signed",
+    "aten::size",
+    "aten::stride",
+    "aten::numel",
+    "aten::dim",
+    "aten::sym_size",
+    "aten::sym_stride",
+    "aten::sym_numel",
+    "aten::is_contiguous",
+    "aten::sym_is_contiguous",
+    "aten::is_same_size",
+    "aten::result_type",
+    "aten::can_cast",
+    "aten::promote_types",
+    "aten::is_floating_point",
+    "aten::is_complex",
+    "aten::is_signed",
 };
-// Ops whose result is a view of their first argument, and that ask of the second for its metadata alone.
+// Ops whose result is a view of their first argument, and that ask of the second for its metadata
+// alone.
 constexpr std::string_view kLike[] = {"aten::expand_as", "aten::view_as", "aten::reshape_as"};
-// What `tolist`, `numpy` and `__array__` call before they read the values themselves. Tensors that these
-// change never come to an impl.
+// What `tolist`, `numpy` and `__array__` call before they read the values themselves. Tensors that
+// these change never come to an impl.
 constexpr std::string_view kBeforeReading[] = {"aten::resolve_conj", "aten::resolve_neg"};
 
 constexpr std::string_view kNumbers[] = {"aten::item", "aten::_local_scalar_dense",
@@ -131,13 +144,9 @@ Recorder::Recorder(const c10::FunctionSchema& schema, std::vector<c10::IValue> a
   }
 }
 
-Recorder::~Recorder() {
-  stop();
-}
+Recorder::~Recorder() { stop(); }
 
-Recorder* Recorder::current() noexcept {
-  return current_recorder;
-}
+Recorder* Recorder::current() noexcept { return current_recorder; }
 
 void Recorder::start() {
   TORCH_CHECK(current_recorder == nullptr, "something is being recorded on this thread already");
@@ -191,8 +200,8 @@ std::optional<Recorder::Known> Recorder::find(const at::Tensor& tensor) const {
   }
   const auto arguments = arguments_on_.find(storage_of(tensor));
   if (arguments == arguments_on_.end()) return std::nullopt;
-  // Of two arguments on one storage (q and k of one qkv) it could be either's: the key has how far they
-  // are apart, so that it is all the same.
+  // Of two arguments on one storage (q and k of one qkv) it could be either's: the key has how far
+  // they are apart, so that it is all the same.
   pointer.base = Pointer::Base::Argument;
   pointer.leaf = arguments->second.first;
   pointer.offset = byte_offset(tensor) - byte_offset(at(pointer.leaf));
@@ -248,7 +257,8 @@ Pointer Recorder::locate(const at::Tensor& tensor) {
     refuse("a kernel got memory beyond the arguments on its storage");
     return {};
   }
-  refuse("a kernel got the address of a tensor that is neither an argument nor allocated by the impl");
+  refuse(
+      "a kernel got the address of a tensor that is neither an argument nor allocated by the impl");
   return {};
 }
 
@@ -336,8 +346,8 @@ bool Recorder::reads_key(const c10::OperatorHandle& op) const {
   return steps_.empty() || (shared != arguments_on_.end() && !shared->second.written);
 }
 
-// Whether an op that a plan does not call again, as all it did was to look at memory in another way, took
-// what it looked at from a value.
+// Whether an op that a plan does not call again, as all it did was to look at memory in another
+// way, took what it looked at from a value.
 bool Recorder::reads_values(const c10::OperatorHandle& op,
                             at::ArrayRef<c10::IValue> outputs) const {
   bool is_view = false;
@@ -387,8 +397,7 @@ bool Recorder::check_inputs(const c10::OperatorHandle& op) {
   }
   for (const Before& input : before_) {
     if (storage_of(input.tensor) != input.storage || input.tensor.sizes() != input.sizes ||
-        input.tensor.strides() != input.strides ||
-        input.tensor.storage_offset() != input.offset) {
+        input.tensor.strides() != input.strides || input.tensor.storage_offset() != input.offset) {
       refuse("it calls " + name + ", which changes a tensor's shape in place");
       return false;
     }
@@ -409,15 +418,15 @@ bool Recorder::may_write(const at::Tensor& tensor) const {
   return writes(schema_.arguments()[static_cast<size_t>(known->pointer.leaf.argument)]);
 }
 
-bool Recorder::record_allocation(const c10::OperatorHandle& op,
-                                 at::ArrayRef<c10::IValue> outputs) {
+bool Recorder::record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs) {
   if (!is_among(kAllocations, op.operator_name().name) || outputs.size() != 1 ||
       !outputs[0].isTensor()) {
     return false;
   }
   const at::Tensor tensor = outputs[0].toTensor();
   if (known_.count(tensor.unsafeGetTensorImpl()) > 0) return false;  // `out=`
-  // `torch.tensor` and its like keep dispatch modes out while they make and fill one, which no op does.
+  // `torch.tensor` and its like keep dispatch modes out while they make and fill one, which no op
+  // does.
   if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
     refuse("it makes a tensor of numbers in Python; torch.full makes one that a plan can hold");
   } else if (tensor.device() != device_) {
@@ -427,8 +436,8 @@ bool Recorder::record_allocation(const c10::OperatorHandle& op,
   } else {
     const auto* storage = storage_of(tensor);
     const int32_t memory = learn_memory(tensor, Operand::Kind::View);
-    steps_.push_back(
-        std::make_unique<Allocation>(memory, storage->nbytes(), const_cast<c10::StorageImpl*>(storage)->allocator()));
+    steps_.push_back(std::make_unique<Allocation>(
+        memory, storage->nbytes(), const_cast<c10::StorageImpl*>(storage)->allocator()));
   }
   return true;
 }

@@ -16,8 +16,8 @@
 namespace opgraft {
 
 // Between `start` and `stop` it sees every call of an op on its thread, through a RecordFunction
-// callback of that thread's; kernels are told to it. What it cannot make a step of is a refusal: the
-// impl never notices, and there is no plan.
+// callback of that thread's; kernels are told to it. What it cannot make a step of is a refusal:
+// the impl never notices, and there is no plan.
 class Recorder {
  public:
   // `arguments`: of the overridden op, which stay alive as long as the recorder.

@@ -49,7 +49,8 @@ struct Driver {
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
     const auto load = [library](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol(library, name));
+      function =
+          reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol(library, name));
     };
     load(launch, "cuLaunchKernelEx");
     load(error_string, "cuGetErrorString");
@@ -204,7 +205,8 @@ void CudaLaunch::describe(Fingerprint& fingerprint) const {
   fingerprint.add(std::string("cuda"));
   fingerprint.add(reinterpret_cast<uint64_t>(function_));
   for (const uint32_t size : shape_.grid) fingerprint.add(size);
-  for (const uint32_t number : {shape_.threads, shape_.shared, shape_.cluster}) fingerprint.add(number);
+  for (const uint32_t number : {shape_.threads, shape_.shared, shape_.cluster})
+    fingerprint.add(number);
   fingerprint.add(static_cast<uint64_t>(shape_.cooperative) * 2 + shape_.dependent);
   parameters_.describe(fingerprint);
 }
@@ -261,7 +263,8 @@ struct Library {
     // Loaded already, by whoever has a function of it.
     void* library = dlopen("libtvm_ffi.so", RTLD_LAZY | RTLD_NOLOAD);
     const auto load = [library](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol(library, name));
+      function =
+          reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol(library, name));
     };
     load(call, "TVMFFIFunctionCall");
     load(set_stream, "TVMFFIEnvSetStream");
@@ -274,7 +277,8 @@ std::string raised(const Library& library) {
   void* error = nullptr;
   if (library.take_error != nullptr) library.take_error(&error);
   if (error == nullptr) return "an unknown error";
-  const auto* cell = reinterpret_cast<const ErrorCell*>(static_cast<const char*>(error) + sizeof(Object));
+  const auto* cell =
+      reinterpret_cast<const ErrorCell*>(static_cast<const char*>(error) + sizeof(Object));
   std::string message(cell->message.data, cell->message.size);
   if (library.release != nullptr) library.release(error);
   return message;
@@ -321,8 +325,7 @@ void FfiCall::run(Replay& replay) const {
   void* before = nullptr;
   if (device.is_cuda()) library.set_stream(kCuda, device.index(), replay.stream(), &before);
   ffi::Any result;
-  const int failed =
-      call_ffi(handle_, values.data(), static_cast<int32_t>(values.size()), &result);
+  const int failed = call_ffi(handle_, values.data(), static_cast<int32_t>(values.size()), &result);
   if (device.is_cuda()) library.set_stream(kCuda, device.index(), before, nullptr);
   if (C10_UNLIKELY(failed != 0)) cannot_launch(ffi::raised(library));
   if (C10_UNLIKELY(result.type_index >= ffi::kObjectBegin) && library.release != nullptr) {
@@ -401,9 +404,7 @@ void BoxedCall::describe(Fingerprint& fingerprint) const {
   }
 }
 
-std::string BoxedCall::text() const {
-  return "call " + c10::toString(op_.operator_name());
-}
+std::string BoxedCall::text() const { return "call " + c10::toString(op_.operator_name()); }
 
 void BoxedCall::visit(const Visitor& visitor) const {
   for (const Operand& input : inputs_) opgraft::visit(input, visitor);

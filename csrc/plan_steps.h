@@ -1,5 +1,5 @@
-// The steps of a plan that run something: kernels of the CUDA driver, functions of tvm-ffi (which is
-// how CuteDSL launches), C functions, and other ops.
+// The steps of a plan that run something: kernels of the CUDA driver, functions of tvm-ffi (which
+// is how CuteDSL launches), C functions, and other ops.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,14 +13,16 @@
 
 namespace opgraft {
 
-// --------------------------------------------------------------------------- parameters of a kernel
+// --------------------------------------------------------------------------- parameters of a
+// kernel
 
 // A CUtensorMap: what a kernel that loads tiles by TMA gets for a tensor, its address inside.
 struct alignas(128) TensorMap {
   std::array<uint64_t, 16> words{};
 };
 
-// A kernel's parameters, as the driver takes them: an address for each, of up to 8 bytes or of a map.
+// A kernel's parameters, as the driver takes them: an address for each, of up to 8 bytes or of a
+// map.
 class Parameters {
  public:
   void add_value(uint64_t bits) { slots_.push_back(bits); }
@@ -64,8 +66,8 @@ class Parameters {
 
 // --------------------------------------------------------------------------- kernels
 
-// The C interface of the CUDA driver (its cuda.h), as far as it is used here. The core is built without
-// CUDA's headers, and loads the driver when a kernel is first recorded;
+// The C interface of the CUDA driver (its cuda.h), as far as it is used here. The core is built
+// without CUDA's headers, and loads the driver when a kernel is first recorded;
 // tests/plan/test_cuda_interface.py compares the two.
 namespace cuda {
 
@@ -99,8 +101,8 @@ static_assert(sizeof(LaunchConfig) == 56);
 struct CudaLaunchShape {
   std::array<uint32_t, 3> grid{1, 1, 1};  // in programs
   uint32_t threads = 32;
-  uint32_t shared = 0;     // bytes of dynamic shared memory
-  uint32_t cluster = 1;    // thread blocks in a program, along x
+  uint32_t shared = 0;   // bytes of dynamic shared memory
+  uint32_t cluster = 1;  // thread blocks in a program, along x
   bool cooperative = false;
   bool dependent = false;  // programmatic dependent launch
 };
@@ -125,8 +127,8 @@ class CudaLaunch final : public Step {
   std::string name_;
 };
 
-// The sizes of a kernel's parameters in bytes, as its module has them; empty where the driver is too
-// old to tell.
+// The sizes of a kernel's parameters in bytes, as its module has them; empty where the driver is
+// too old to tell.
 std::vector<size_t> cuda_parameter_sizes(uint64_t function);
 
 // A C function, `void f(void** parameters, int32_t count)`: a kernel on the CPU.
@@ -208,10 +210,10 @@ using Function = int (*)(void* self, const Any* arguments, int32_t count, Any* r
 class FfiCall final : public Step {
  public:
   struct Argument {
-    ffi::Any value{};         // but for tensors and the stream
+    ffi::Any value{};  // but for tensors and the stream
     bool is_stream = false;
     bool is_tensor = false;
-    Pointer pointer{};        // of a tensor
+    Pointer pointer{};  // of a tensor
     ffi::Tensor tensor{};
     std::vector<int64_t> shape{};
     std::vector<int64_t> strides{};
@@ -241,15 +243,15 @@ int call_ffi(void* handle, const ffi::Any* arguments, int32_t count, ffi::Any* r
 // A call of another op, through the dispatcher as the impl made it.
 class BoxedCall final : public Step {
  public:
-  // A tensor that the op returned in memory of its own. What was recorded after it holds for such a tensor
-  // alone: a replay that gets another does not go on.
+  // A tensor that the op returned in memory of its own. What was recorded after it holds for such a
+  // tensor alone: a replay that gets another does not go on.
   struct Result {
-    int32_t memory;     // -1: an earlier result has it
+    int32_t memory;  // -1: an earlier result has it
     int32_t output;
-    int32_t item;       // of a list, or -1
+    int32_t item;  // of a list, or -1
     c10::ScalarType dtype;
     c10::Device device;
-    int64_t offset;     // in its storage
+    int64_t offset;  // in its storage
     std::vector<int64_t> sizes{};
     std::vector<int64_t> strides{};
 

@@ -10,12 +10,13 @@ namespace opgraft {
 
 namespace {
 
-// Gives this thread another callback of Dynamo's; returns the one of before, or null where Dynamo is not to
-// be had. `None` is none.
+// Gives this thread another callback of Dynamo's; returns the one of before, or null where Dynamo
+// is not to be had. `None` is none.
 PyObject* set_eval_frame(PyObject* callback) {
   static PyObject* const setter = [] {  // never destroyed: calls may come until the process ends
     PyObject* module = PyImport_ImportModule("torch._C._dynamo.eval_frame");
-    PyObject* found = module == nullptr ? nullptr : PyObject_GetAttrString(module, "set_eval_frame");
+    PyObject* found =
+        module == nullptr ? nullptr : PyObject_GetAttrString(module, "set_eval_frame");
     Py_XDECREF(module);
     if (found == nullptr) PyErr_Clear();
     return found;

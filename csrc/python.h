@@ -33,9 +33,10 @@ class PythonRef {
 // Throws the Python error that is set, as torch hands it through C++.
 [[noreturn]] void throw_python_error();
 
-// While it lives, Dynamo traces nothing that runs on this thread. Where a graph breaks, PyTorch's ops are
-// called with Dynamo's frame evaluation on: it would compile an impl, and the router's own Python, as if
-// they were the model's. Needs the GIL, and costs a comparison while no thread compiles.
+// While it lives, Dynamo traces nothing that runs on this thread. Where a graph breaks, PyTorch's
+// ops are called with Dynamo's frame evaluation on: it would compile an impl, and the router's own
+// Python, as if they were the model's. Needs the GIL, and costs a comparison while no thread
+// compiles.
 class WithoutDynamo {
  public:
   WithoutDynamo();
@@ -64,8 +65,8 @@ class WithGil {
   std::optional<WithoutDynamo> untraced_;
 };
 
-// The way of a call to Python: false once the interpreter is going away, and then it is for whoever asks
-// to do without; else the GIL is held while it lives.
+// The way of a call to Python: false once the interpreter is going away, and then it is for whoever
+// asks to do without; else the GIL is held while it lives.
 class PythonAccess {
  public:
   PythonAccess() {

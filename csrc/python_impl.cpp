@@ -23,8 +23,8 @@ py::object wrap(const at::Tensor& tensor) {
 
 // --------------------------------------------------------------------------- keys of a call
 
-// Every bit of a key depends on all of its parts: tables drop the lowest bit, in which calls that differ
-// in one flag at the end would differ alone.
+// Every bit of a key depends on all of its parts: tables drop the lowest bit, in which calls that
+// differ in one flag at the end would differ alone.
 uint64_t spread(uint64_t hash) {
   hash ^= hash >> 33;
   hash *= 0xff51afd7ed558ccdULL;
@@ -41,8 +41,8 @@ uint64_t kind_of(const c10::TensorImpl& tensor) {
                        layout);
 }
 
-// Of an argument that is no tensor, what its value chooses: see `signature` in router/signature.py, which
-// says the same. `choice`: how large an integer may be for that.
+// Of an argument that is no tensor, what its value chooses: see `signature` in router/signature.py,
+// which says the same. `choice`: how large an integer may be for that.
 uint64_t kind_of(const c10::IValue& value, int64_t choice) {
   if (value.isTensor()) {
     return value.toTensor().defined() ? kind_of(*value.unsafeToTensorImpl()) : 7;
@@ -95,7 +95,8 @@ uint64_t exact_key(const c10::IValue& value) {
     uint64_t hash = c10::get_hash(static_cast<int>(c10::typeMetaToScalarType(tensor.dtype())),
                                   tensor.device(), first_address(tensor) % 16);
     for (const auto size : tensor.sizes()) hash = c10::hash_combine(hash, c10::get_hash(size));
-    for (const auto stride : tensor.strides()) hash = c10::hash_combine(hash, c10::get_hash(stride));
+    for (const auto stride : tensor.strides())
+      hash = c10::hash_combine(hash, c10::get_hash(stride));
     return hash;
   }
   if (value.isInt()) return c10::get_hash(1, value.toInt());
@@ -165,9 +166,8 @@ Signature::Signature(const c10::FunctionSchema& schema) : schema_(schema) {
         kinds_.push_back(Kind::MemoryFormat);
         break;
       default: {
-        const bool tensors =
-            list && (list->getElementType()->kind() == c10::TypeKind::TensorType ||
-                     *list->getElementType() == *c10::OptionalType::ofTensor());
+        const bool tensors = list && (list->getElementType()->kind() == c10::TypeKind::TensorType ||
+                                      *list->getElementType() == *c10::OptionalType::ofTensor());
         kinds_.push_back(tensors ? Kind::TensorList : Kind::Other);
       }
     }
@@ -195,9 +195,7 @@ py::object Signature::to_python(size_t argument, const c10::IValue& value) const
       const auto items = value.toListRef();
       py::list list(items.size());
       for (size_t i = 0; i < items.size(); ++i) {
-        list[i] = items[i].isNone()
-                      ? py::none()
-                      : wrap(items[i].toTensor());
+        list[i] = items[i].isNone() ? py::none() : wrap(items[i].toTensor());
       }
       return std::move(list);
     }
@@ -205,8 +203,8 @@ py::object Signature::to_python(size_t argument, const c10::IValue& value) const
       return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
           torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt()))));
     case Kind::Layout:
-      return py::reinterpret_borrow<py::object>(
-          reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<c10::Layout>(value.toInt()))));
+      return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(
+          torch::getTHPLayout(static_cast<c10::Layout>(value.toInt()))));
     case Kind::MemoryFormat:
       return py::reinterpret_borrow<py::object>(
           torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(value.toInt())));
@@ -233,8 +231,8 @@ std::vector<c10::IValue> Signature::to_results(py::handle result, const std::str
     if (value.is_none() && returns.size() > 1) return at::Tensor();
     if (THPVariable_Check(value.ptr())) return THPVariable_Unpack(value.ptr());
     const auto type_name = py::type::of(value).attr("__name__").cast<std::string>();
-    throw py::type_error(who + " returned output 0 with " +
-                         (value.is_none() ? "None" : type_name) + " instead of a tensor");
+    throw py::type_error(who + " returned output 0 with " + (value.is_none() ? "None" : type_name) +
+                         " instead of a tensor");
   };
   std::vector<c10::IValue> results;
   results.reserve(returns.size());
@@ -393,10 +391,9 @@ py::object PythonImpl::vectorcall(const Call& call) const {
   for (const auto& value : owned) borrowed.push_back(value.ptr());
   const size_t positional = signature_->positional() + (takes_keyset_ ? 1 : 0);
   const AsAKernel as_a_kernel(call.excluded);
-  return py::reinterpret_steal<py::object>(
-      PyObject_Vectorcall(function_.get().ptr(), borrowed.data() + 1,
-                          positional | PY_VECTORCALL_ARGUMENTS_OFFSET,
-                          signature_->keyword_names().ptr()));
+  return py::reinterpret_steal<py::object>(PyObject_Vectorcall(
+      function_.get().ptr(), borrowed.data() + 1, positional | PY_VECTORCALL_ARGUMENTS_OFFSET,
+      signature_->keyword_names().ptr()));
 }
 
 // --------------------------------------------------------------------------- Placeholder

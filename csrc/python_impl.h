@@ -1,8 +1,8 @@
 // An impl in Python: how a call's arguments become Python's, and its results come back.
 #pragma once
 
-#include <atomic>
 #include <array>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,7 +20,8 @@ class Signature {
   explicit Signature(const c10::FunctionSchema& schema);
 
   size_t positional() const noexcept { return positional_; }
-  // Up to which absolute value an integer given for an argument is part of a call's kind; -1: none is.
+  // Up to which absolute value an integer given for an argument is part of a call's kind; -1: none
+  // is.
   int64_t choice(size_t argument) const noexcept { return choices_[argument]; }
   // An argument's value as Python has it. Needs the GIL.
   py::object to_python(size_t argument, const c10::IValue& value) const;
@@ -59,8 +60,7 @@ class KeyTable {
     for (size_t probe = 0; probe < kProbes; ++probe) {
       Entry& entry = entries_[(key / 2 + probe) % Size];
       uint64_t found = entry.key.load(std::memory_order_relaxed);
-      if (found == 0 &&
-          entry.key.compare_exchange_strong(found, key, std::memory_order_relaxed)) {
+      if (found == 0 && entry.key.compare_exchange_strong(found, key, std::memory_order_relaxed)) {
         found = key;
       }
       if (found == key) {
@@ -97,11 +97,11 @@ class KeyTable {
 
 // The parts of Python that an impl falls back on: what is rare stays in Python, where it is plain.
 struct PythonHooks {
-  PythonRef takes;     // takes(override, values) -> bool: conditions in Python, quarantine
-  PythonRef first;     // first(override, keyset, values) -> result: a hit that is checked
-  PythonRef recover;   // recover(override, keyset, values, error) -> result, or raises
-  PythonRef capturing; // capturing() -> bool: a CUDA graph is being captured on the current stream
-  PythonRef error;     // the type of the error for results that the op cannot have
+  PythonRef takes;      // takes(override, values) -> bool: conditions in Python, quarantine
+  PythonRef first;      // first(override, keyset, values) -> result: a hit that is checked
+  PythonRef recover;    // recover(override, keyset, values, error) -> result, or raises
+  PythonRef capturing;  // capturing() -> bool: a CUDA graph is being captured on the current stream
+  PythonRef error;      // the type of the error for results that the op cannot have
 };
 
 class PythonImpl final : public Impl {
@@ -133,8 +133,8 @@ class PythonImpl final : public Impl {
   std::string who_;
   std::atomic<bool> failed_{false};
   KeyTable<256> failed_kinds_;  // kinds of calls that it failed for
-  KeyTable<256> checked_;   // kinds of calls whose outputs were compared with native's
-  KeyTable<4096> ran_;      // exact calls on an accelerator: nothing is compiled for them any more
+  KeyTable<256> checked_;       // kinds of calls whose outputs were compared with native's
+  KeyTable<4096> ran_;  // exact calls on an accelerator: nothing is compiled for them any more
 };
 
 // Stands for overrides that are registered once a call comes by.
@@ -143,8 +143,8 @@ class Placeholder final : public Impl {
   explicit Placeholder(py::object arrived) : arrived_(std::move(arrived)) {}
 
   bool run(const Override&, Call&, c10::Device) override { return false; }
-  // Whether they are in the chain now: asks Python, which registers them. On any thread, so what Python
-  // does there must not depend on it.
+  // Whether they are in the chain now: asks Python, which registers them. On any thread, so what
+  // Python does there must not depend on it.
   bool wants(const Override& override, Call& call) override;
 
  private:

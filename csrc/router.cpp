@@ -29,8 +29,8 @@ thread_local int here_in_python = 0;
 
 // --------------------------------------------------------------------------- registration
 
-// torch warns once per process when a kernel replaces another. `WarnAlways` leaves the once-flag for
-// others, and the handler, which is the thread's own, takes our warning out.
+// torch warns once per process when a kernel replaces another. `WarnAlways` leaves the once-flag
+// for others, and the handler, which is the thread's own, takes our warning out.
 class WithoutOurWarning {
   struct Quiet final : c10::WarningHandler {
     void process(const c10::Warning&) override {}
@@ -97,9 +97,9 @@ NativeKernel::NativeKernel(const c10::OperatorHandle& op, c10::DispatchKey key) 
 }
 
 void NativeKernel::missing(const c10::OperatorHandle& op) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op.operator_name(), " has no native kernel at ",
-                              c10::toString(key_), ", and no override took the call; opgraft.explain('",
-                              op.operator_name(), "', ...) says why");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.operator_name(), " has no native kernel at ", c10::toString(key_),
+      ", and no override took the call; opgraft.explain('", op.operator_name(), "', ...) says why");
 }
 
 bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
@@ -140,7 +140,8 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
       std::make_shared<Router>(std::move(op), key, std::move(observer)));
   // The autograd key first: the backend's kernel hides the composite.
   if (router->composite_) {
-    put(*router, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)), /*at_autograd=*/true);
+    put(*router, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
+        /*at_autograd=*/true);
   }
   router->typed_ = put(*router, key, /*at_autograd=*/false);
   return router;
@@ -160,8 +161,8 @@ void Router::shut_down() noexcept {
   }
 }
 
-// Counted before the flag is read, and the flag is set before the count is read: whoever is allowed is
-// waited for.
+// Counted before the flag is read, and the flag is set before the count is read: whoever is allowed
+// is waited for.
 Router::InPython::InPython() noexcept {
   ++here_in_python;
   in_python.fetch_add(1, std::memory_order_seq_cst);
@@ -195,8 +196,8 @@ void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyse
   }
 }
 
-// torch has decompositions in Python of some composite ops, for traces: its dispatcher in Python takes them
-// for an op without kernels at the backend and its autograd key, which ours are.
+// torch has decompositions in Python of some composite ops, for traces: its dispatcher in Python
+// takes them for an op without kernels at the backend and its autograd key, which ours are.
 void Router::run_native(Call& call) const {
   const bool traced = composite_ && call.keyset.has(c10::DispatchKey::PythonDispatcher) &&
                       call.keyset.has_any(c10::autograd_dispatch_keyset);
@@ -215,8 +216,8 @@ void Router::route(Call& call, bool observed) {
   }
 }
 
-// What must be differentiated, and what somebody between autograd and the backend wants to see the pieces
-// of, is the composite's, whatever the conditions say.
+// What must be differentiated, and what somebody between autograd and the backend wants to see the
+// pieces of, is the composite's, whatever the conditions say.
 std::unique_ptr<Pending> Router::pending_at_autograd(const Argument* arguments,
                                                      c10::DispatchKeySet keyset) const {
   if (Frame::bypasses(this, name_)) return ended(Pending::End::Bypassed);
@@ -238,7 +239,8 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
   const Epochs::Reader reader;
   const Chain* chain = chain_.load(std::memory_order_seq_cst);
-  if (C10_UNLIKELY(chain == nullptr || shutting_down.load(std::memory_order_relaxed))) return nullptr;
+  if (C10_UNLIKELY(chain == nullptr || shutting_down.load(std::memory_order_relaxed)))
+    return nullptr;
   const bool scoped = Scope::any();
   if (C10_UNLIKELY(scoped) && !observed && Scope::is_observed()) {
     return ended(Pending::End::Observed);
@@ -276,8 +278,8 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
 
 Pending::~Pending() = default;  // here, for the sake of the size of whoever has one
 
-// Where a call works that has no tensors, or only numbers that are 0-dim CPU tensors: an op that makes
-// tensors says so, or means the current device of the router's key.
+// Where a call works that has no tensors, or only numbers that are 0-dim CPU tensors: an op that
+// makes tensors says so, or means the current device of the router's key.
 c10::Device Router::device_without_tensors(const Argument* arguments) const {
   if (!c10::impl::hasDeviceGuardImpl(device_type_)) return c10::Device(c10::DeviceType::CPU);
   for (size_t index = 0; index < arguments_; ++index) {
@@ -293,8 +295,8 @@ std::unique_ptr<Pending> Router::ended(Pending::End end) {
   return found;
 }
 
-// An impl runs outside of the epoch (Note [Epochs]): it may take long, and whoever removes its override must
-// not wait for it.
+// An impl runs outside of the epoch (Note [Epochs]): it may take long, and whoever removes its
+// override must not wait for it.
 std::unique_ptr<Pending> Router::taken(const Chain& chain, size_t first, bool holds,
                                        c10::Device device) {
   auto found = std::make_unique<Pending>();
@@ -313,8 +315,8 @@ std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
   if (early.kind == Kind::Declines) return nullptr;
   if (early.kind == Kind::Replays) {
     const Frame frame(this);
-    const c10::OptionalDeviceGuard guard(
-        device.is_cpu() ? std::optional<c10::Device>() : std::optional<c10::Device>(device));
+    const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::optional<c10::Device>()
+                                                         : std::optional<c10::Device>(device));
     auto found = std::make_unique<Pending>();
     std::optional<Bookkeeping> books;
     if (C10_UNLIKELY(composite_.has_value())) books = bookkeeping({arguments, arguments_});
@@ -328,8 +330,8 @@ std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
   return taken(chain, index, /*holds=*/true, device);
 }
 
-bool Router::replay_early(const Override& override, const PlanEntry& entry, const Argument* arguments,
-                          torch::jit::Stack& results) const {
+bool Router::replay_early(const Override& override, const PlanEntry& entry,
+                          const Argument* arguments, torch::jit::Stack& results) const {
   const AsAKernel as_a_kernel(excluded_);
   return override.impl->replay_early(override, entry, arguments, results);
 }
@@ -347,7 +349,9 @@ void Router::count_misses(const Chain& chain) {
 
 void Router::finish(Pending& pending, Call& call, bool observed) {
   using End = Pending::End;
-  const auto run_native = [&] { this->run_native(call); };
+  const auto run_native = [&] {
+    this->run_native(call);
+  };
   switch (pending.end) {
     case End::Replayed:
       call.answer(pending.results);
@@ -403,8 +407,8 @@ bool Router::takes(const Override& override, Call& call) {
 
 bool Router::run(const Override& override, Call& call, c10::Device device) {
   const Frame frame(this);
-  const c10::OptionalDeviceGuard guard(
-      device.is_cpu() ? std::optional<c10::Device>() : std::optional<c10::Device>(device));
+  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::optional<c10::Device>()
+                                                       : std::optional<c10::Device>(device));
   at::RecordFunction record(at::RecordScope::USER_SCOPE);
   if (C10_UNLIKELY(record.isActive())) record.before(override.label);
   std::optional<Bookkeeping> books;
@@ -424,7 +428,8 @@ bool Router::run(const Override& override, Call& call, c10::Device device) {
 }
 
 std::optional<Bookkeeping> Router::bookkeeping(c10::ArrayRef<Argument> arguments) const {
-  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) return std::nullopt;
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
+    return std::nullopt;
   return std::make_optional<Bookkeeping>(op_.schema(), arguments);
 }
 

@@ -1,10 +1,10 @@
 // The router: our kernel at one op and dispatch key.
 //
-// It reads an immutable chain through an atomic pointer, evaluates conditions on a view of the arguments,
-// on a miss calls the captured native kernel, on a hit an impl. The miss path takes no lock, allocates
-// nothing and never asks for the GIL: Note [Epochs]. Calls come in boxed, or, for the signatures that
-// csrc/signatures.h lists, as the C++ arguments that they are; those are boxed once somebody may want the
-// call: Note [Typed calls].
+// It reads an immutable chain through an atomic pointer, evaluates conditions on a view of the
+// arguments, on a miss calls the captured native kernel, on a hit an impl. The miss path takes no
+// lock, allocates nothing and never asks for the GIL: Note [Epochs]. Calls come in boxed, or, for
+// the signatures that csrc/signatures.h lists, as the C++ arguments that they are; those are boxed
+// once somebody may want the call: Note [Typed calls].
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -68,13 +68,14 @@ class Impl {
   // Whether the impl wants a call that the compiled condition cannot decide.
   virtual bool wants(const Override& override, Call& call) = 0;
 
-  // From now on it declines calls of this kind, as it failed for one. False: it cannot tell kinds apart.
+  // From now on it declines calls of this kind, as it failed for one. False: it cannot tell kinds
+  // apart.
   virtual bool quarantine(const Call&) { return false; }
   virtual bool is_quarantined(const Call&) { return false; }
   virtual bool has_quarantined() { return false; }
 
-  // What an impl that has plans makes of a call before that is boxed. The condition's first tests have
-  // passed; `holds`: the rest, too, else it is for the impl to ask. Inside of an epoch.
+  // What an impl that has plans makes of a call before that is boxed. The condition's first tests
+  // have passed; `holds`: the rest, too, else it is for the impl to ask. Inside of an epoch.
   struct Early {
     enum class Kind : uint8_t { Takes, Declines, Replays };
     Kind kind = Kind::Takes;
@@ -84,7 +85,8 @@ class Impl {
     TORCH_INTERNAL_ASSERT(false, "this impl has no plans");
   }
   // Adds the results to an empty stack; false where it could not, and nothing happened.
-  virtual bool replay_early(const Override&, const PlanEntry&, const Argument*, torch::jit::Stack&) {
+  virtual bool replay_early(const Override&, const PlanEntry&, const Argument*,
+                            torch::jit::Stack&) {
     return false;
   }
 };
@@ -116,8 +118,8 @@ class alignas(64) Override {
   std::unique_ptr<Impl> impl;
   Selector identity;
   std::string label;  // what a profile shows
-  // Stands for overrides that are registered once a call comes by: whoever is asked (`Impl::wants`) says
-  // whether the chain is another one by then, and the call is routed anew.
+  // Stands for overrides that are registered once a call comes by: whoever is asked (`Impl::wants`)
+  // says whether the chain is another one by then, and the call is routed anew.
   bool is_placeholder = false;
 };
 
@@ -128,11 +130,12 @@ class Observer {
  public:
   virtual ~Observer() = default;
 
-  // Calls `route`, once. `kept`: the call keeps the derivative of a composite op, no override is asked.
+  // Calls `route`, once. `kept`: the call keeps the derivative of a composite op, no override is
+  // asked.
   virtual void observe(Call& call, bool kept, const std::function<void()>& route) = 0;
 
-  // Replaces the arguments of a composite op's call by the results of what stands for the composite in
-  // Python; false where nothing does.
+  // Replaces the arguments of a composite op's call by the results of what stands for the composite
+  // in Python; false where nothing does.
   virtual bool decompose(Call& call) = 0;
 };
 
@@ -161,7 +164,7 @@ class NativeKernel {
 // A call that the native kernel is not all there is to: where its routing ended.
 struct Pending {
   enum class End : uint8_t {
-    Taken,         // at an override that may take it; those behind it are asked if it declines after all
+    Taken,  // at an override that may take it; those behind it are asked if it declines after all
     Replayed,      // at a launch plan, which has been replayed
     Bypassed,      // nobody is asked: this thread said so, and wants to know what native returns
     Observed,      // the observer is to be told of the call, and it is routed then
@@ -219,8 +222,9 @@ class alignas(64) Router {
   // Whether calls come as C++ arguments, and are boxed only where somebody may want them.
   bool is_typed() const noexcept { return typed_; }
 
-  // From now on every call is a miss: the interpreter is going away, and a thread that asks it for the
-  // GIL then is ended in the middle of C++. Waits for those that are in Python, up to two seconds.
+  // From now on every call is a miss: the interpreter is going away, and a thread that asks it for
+  // the GIL then is ended in the middle of C++. Waits for those that are in Python, up to two
+  // seconds.
   static void shut_down() noexcept;
 
   // In the child of a fork: nobody else is in Python any more.

@@ -8,17 +8,18 @@
 
 namespace opgraft {
 
-// Stands in for an override's own impl while shadow mode is on, and only then is it published: off, it
-// costs a hit nothing, not a load.
+// Stands in for an override's own impl while shadow mode is on, and only then is it published: off,
+// it costs a hit nothing, not a load.
 class ShadowImpl final : public Impl {
  public:
   struct Options {
     std::shared_ptr<const Override> inner;  // what runs
     std::shared_ptr<const Signature> signature;
     PythonRef override;
-    PythonRef begin;  // begin(override, values) -> token, or None where the hit is not to be compared
-    PythonRef end;    // end(override, keyset, token, results) -> None, or other results
-    double rate;      // of hits that are compared, in (0, 1]
+    PythonRef
+        begin;      // begin(override, values) -> token, or None where the hit is not to be compared
+    PythonRef end;  // end(override, keyset, token, results) -> None, or other results
+    double rate;    // of hits that are compared, in (0, 1]
   };
   explicit ShadowImpl(Options options) : options_(std::move(options)) {}
 

@@ -58,10 +58,10 @@ void ThreadStates::delete_ended() noexcept {
   for (Kept* kept = all; kept != nullptr; kept = kept->next) PyThreadState_Clear(kept->state);
 #if PY_VERSION_HEX >= 0x030C0000
   // From 3.12 on deleting a state makes the *deleting* thread forget which state is its own
-  // (`unbind_gilstate_tstate`), so that PyGILState_Ensure would make it another one, and wait for the GIL
-  // that it has. A state learns that it is its thread's when it becomes current and is not known as such.
-  // So another one becomes current, by which this thread's own is not known any more, is what deleting
-  // makes forget, and goes; then our own is current again, and known.
+  // (`unbind_gilstate_tstate`), so that PyGILState_Ensure would make it another one, and wait for
+  // the GIL that it has. A state learns that it is its thread's when it becomes current and is not
+  // known as such. So another one becomes current, by which this thread's own is not known any
+  // more, is what deleting makes forget, and goes; then our own is current again, and known.
   PyThreadState* const own = PyThreadState_Get();
   PyThreadState* const other = PyThreadState_New(PyThreadState_GetInterpreter(own));
   if (other == nullptr) return;  // no memory: they stay, with nothing in them

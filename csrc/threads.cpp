@@ -30,13 +30,9 @@ Frame::Frame(const Router* router) noexcept : router_(router), outer_(innermost_
   innermost_ = this;
 }
 
-Frame::Frame(std::string op) : op_(std::move(op)), outer_(innermost_) {
-  innermost_ = this;
-}
+Frame::Frame(std::string op) : op_(std::move(op)), outer_(innermost_) { innermost_ = this; }
 
-Frame::~Frame() {
-  innermost_ = outer_;
-}
+Frame::~Frame() { innermost_ = outer_; }
 
 bool Frame::any_bypasses(const Router* router, const std::string& op) noexcept {
   for (const Frame* frame = innermost_; frame != nullptr; frame = frame->outer_) {
@@ -86,8 +82,8 @@ struct Scope::Entry {
       : off(std::move(selector)), tag(std::move(name)) {}
 };
 
-// The scopes that a thread is in, outermost first. To torch it is a holder of a Python object that holds
-// none, so that destroying it takes no GIL.
+// The scopes that a thread is in, outermost first. To torch it is a holder of a Python object that
+// holds none, so that destroying it takes no GIL.
 struct Scope::Here final : c10::SafePyObject {
   Here() : c10::SafePyObject(/*data=*/nullptr, /*pyinterpreter=*/nullptr) {}
 
@@ -105,10 +101,9 @@ struct Scope::Here final : c10::SafePyObject {
 Scope::Scope(std::optional<Selector> off, std::shared_ptr<const void> tag)
     : off_(std::move(off)), tag_(std::move(tag)) {}
 
-// One that nobody left. This may be any thread, and the list on the one where it was entered does no harm.
-Scope::~Scope() {
-  close();
-}
+// One that nobody left. This may be any thread, and the list on the one where it was entered does
+// no harm.
+Scope::~Scope() { close(); }
 
 void Scope::enter() {
   TORCH_CHECK(!entry_, "this scope was entered already");
@@ -152,13 +147,12 @@ void Scope::forget_closed() {
   }
 }
 
-bool Scope::any_here() noexcept {
-  return here() != nullptr;
-}
+bool Scope::any_here() noexcept { return here() != nullptr; }
 
 const Scope::Here* Scope::here() noexcept {
   using Objects = at::impl::ThreadLocalPythonObjects;
-  return Objects::contains(kScopes) ? static_cast<const Here*>(Objects::get(kScopes).get()) : nullptr;
+  return Objects::contains(kScopes) ? static_cast<const Here*>(Objects::get(kScopes).get())
+                                    : nullptr;
 }
 
 bool Scope::is_off(const Selector& override) {
@@ -171,7 +165,8 @@ bool Scope::is_off(const Selector& override) {
 
 bool Scope::is_observed() noexcept {
   const Here* scopes = here();
-  return scopes != nullptr && scopes->any([](const Entry& entry) { return !entry.off.has_value(); });
+  return scopes != nullptr &&
+         scopes->any([](const Entry& entry) { return !entry.off.has_value(); });
 }
 
 std::vector<std::shared_ptr<const void>> Scope::tags(bool observing) {

@@ -1,5 +1,5 @@
-// What a thread is in the middle of: which impls it runs, and which overrides are off for it; and what
-// becomes of all that in the child of a fork.
+// What a thread is in the middle of: which impls it runs, and which overrides are off for it; and
+// what becomes of all that in the child of a fork.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -61,23 +61,23 @@ struct Selector {
 // engine's threads for a backward that is started inside it.
 //
 // Note [Scopes]
-// The scopes that a thread is in are a list in torch's own thread-local state, under a key of ours: torch
-// copies that state to whatever works for the thread, the autograd engine's threads first of all, and
-// nothing else is under the key, such as a profiler's state, that would have to end in order. A list is
-// never changed, only replaced.
+// The scopes that a thread is in are a list in torch's own thread-local state, under a key of ours:
+// torch copies that state to whatever works for the thread, the autograd engine's threads first of
+// all, and nothing else is under the key, such as a profiler's state, that would have to end in
+// order. A list is never changed, only replaced.
 //
-// Scopes end in any order, and on any thread: generators and asyncio's tasks take turns, and whoever
-// closes a generator need not be who began it. So a scope that has ended is marked, in the one entry that
-// all lists share, and a marked entry means nothing, wherever it stands. Whoever enters or leaves a scope
-// on a thread takes the marked ones out of that thread's list. A list that torch has copied and puts back
-// later, as the engine does, can so bring nothing back to life.
+// Scopes end in any order, and on any thread: generators and asyncio's tasks take turns, and
+// whoever closes a generator need not be who began it. So a scope that has ended is marked, in the
+// one entry that all lists share, and a marked entry means nothing, wherever it stands. Whoever
+// enters or leaves a scope on a thread takes the marked ones out of that thread's list. A list that
+// torch has copied and puts back later, as the engine does, can so bring nothing back to life.
 //
-// torch keeps Python objects there, and frees them with the GIL. Ours is none inside, so that a thread
-// that ends asks nobody for the GIL.
+// torch keeps Python objects there, and frees them with the GIL. Ours is none inside, so that a
+// thread that ends asks nobody for the GIL.
 class Scope {
  public:
-  // `off`: what is off inside; without one nothing is, and calls are observed. `tag`: what the scope is
-  // known by to whoever asks `tags`.
+  // `off`: what is off inside; without one nothing is, and calls are observed. `tag`: what the
+  // scope is known by to whoever asks `tags`.
   Scope(std::optional<Selector> off, std::shared_ptr<const void> tag);
   ~Scope();
   Scope(const Scope&) = delete;
@@ -93,8 +93,8 @@ class Scope {
   }
   static bool is_off(const Selector& override);
   static bool is_observed() noexcept;
-  // Of the scopes that this thread is in, the outermost first: of those where something is off, or of
-  // those that observe.
+  // Of the scopes that this thread is in, the outermost first: of those where something is off, or
+  // of those that observe.
   static std::vector<std::shared_ptr<const void>> tags(bool observing);
 
  private:
@@ -106,9 +106,9 @@ class Scope {
   static void forget_closed();
   void close() noexcept;
 
-  // How many scopes are open, on any thread. Whoever inherits one was told so by the thread that opened
-  // it, and so sees that it is counted. The child of a fork may count those of threads that it has not,
-  // which costs it time, and nothing else.
+  // How many scopes are open, on any thread. Whoever inherits one was told so by the thread that
+  // opened it, and so sees that it is counted. The child of a fork may count those of threads that
+  // it has not, which costs it time, and nothing else.
   static inline std::atomic<int64_t> open_{0};
 
   std::optional<Selector> off_;

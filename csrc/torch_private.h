@@ -1,7 +1,7 @@
 // What torch keeps private and a router cannot do without, in one place.
 //
-// C++ lets an explicit instantiation name private members, and a friend that it defines hand them out.
-// Should a later torch rename one, this does not compile.
+// C++ lets an explicit instantiation name private members, and a friend that it defines hand them
+// out. Should a later torch rename one, this does not compile.
 #pragma once
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -76,8 +76,8 @@ inline void erase_python_object(const std::string& key) {
 
 // While it lives, what is called on this thread runs as a kernel below these keys would.
 //
-// Where autocast stays on, its cache does not: what it keeps of a parameter here was cast below autograd,
-// and whoever took it from there later would lose that parameter's gradient.
+// Where autocast stays on, its cache does not: what it keeps of a parameter here was cast below
+// autograd, and whoever took it from there later would lose that parameter's gradient.
 class AsAKernel {
  public:
   explicit AsAKernel(c10::DispatchKeySet excluded) : below_(excluded) {
@@ -107,8 +107,9 @@ inline c10::KernelFunction kernel_of(const c10::SafeKernelFunction& safe) {
 #endif
 }
 
-// Gives a boxed kernel a function that is called in its place with C++ arguments, after the functor and
-// the dispatch keys. torch's own way to make such a kernel compiles for a tenth of a second each.
+// Gives a boxed kernel a function that is called in its place with C++ arguments, after the functor
+// and the dispatch keys. torch's own way to make such a kernel compiles for a tenth of a second
+// each.
 inline void set_unboxed(c10::KernelFunction& kernel, void* function, bool takes_symbolic_sizes) {
   kernel.*(takes_symbolic_sizes ? member(torch_private::SymUnboxed{})
                                 : member(torch_private::Unboxed{})) = function;

@@ -17,7 +17,8 @@ namespace opgraft {
 
 namespace {
 
-// --------------------------------------------------------------------------- from C++ to boxed, and back
+// --------------------------------------------------------------------------- from C++ to boxed,
+// and back
 
 // Where an argument is, and how it is boxed: code for each type, and not for each signature.
 struct Boxable {
@@ -37,7 +38,8 @@ Boxable boxable(const T& argument) {
 
 // The results of a call that somebody may want.
 C10_NOINLINE torch::jit::Stack run_boxed(Router& router, std::unique_ptr<Pending> pending,
-                                         c10::DispatchKeySet keyset, c10::ArrayRef<Boxable> boxables) {
+                                         c10::DispatchKeySet keyset,
+                                         c10::ArrayRef<Boxable> boxables) {
   torch::jit::Stack stack;
   stack.reserve(boxables.size());
   for (const Boxable& each : boxables) stack.push_back(each.boxed(each.argument));
@@ -56,7 +58,8 @@ C10_NOINLINE Return unboxed(torch::jit::Stack stack) {
 template <class Return, class... Args>
 Return results(torch::jit::Stack stack, std::tuple<Args&...> arguments) {
   if constexpr (std::is_same_v<Return, at::Tensor&>) {
-    constexpr bool in_place = std::is_same_v<std::tuple_element_t<0, std::tuple<Args...>>, at::Tensor>;
+    constexpr bool in_place =
+        std::is_same_v<std::tuple_element_t<0, std::tuple<Args...>>, at::Tensor>;
     return std::get<in_place ? 0 : sizeof...(Args) - 1>(arguments);
   } else if constexpr (c10::impl::is_tuple_of_mutable_tensor_refs<Return>::value) {
     return c10::guts::tuple_take<std::tuple<Args&...>, -int{std::tuple_size_v<Return>}>(arguments);
@@ -68,11 +71,13 @@ Return results(torch::jit::Stack stack, std::tuple<Args&...> arguments) {
 // Whether a kernel takes arguments as this signature has them.
 template <class Signature>
 bool takes(const c10::KernelFunction& kernel) {
-  return c10::fn_has_symint<Signature>::value ? kernel.isValidSymUnboxed() : kernel.isValidUnboxed();
+  return c10::fn_has_symint<Signature>::value ? kernel.isValidSymUnboxed()
+                                              : kernel.isValidUnboxed();
 }
 
 template <class Return, class... Args>
-[[gnu::hot]] Return call(c10::OperatorKernel* functor, c10::DispatchKeySet keyset, Args... arguments) {
+[[gnu::hot]] Return call(c10::OperatorKernel* functor, c10::DispatchKeySet keyset,
+                         Args... arguments) {
   const auto& kernel = *static_cast<RouterKernel*>(functor);
   Router& router = kernel.router;
   const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
@@ -87,12 +92,14 @@ template <class Return, class... Args>
   const c10::KernelFunction& native = kernel.native.function();
   // Known since the router was made: spares each of these the code to call a boxed kernel.
   if (!takes<Return(Args...)>(native)) __builtin_unreachable();
-  return native.template call<Return, Args...>(router.op(), keyset, std::forward<Args>(arguments)...);
+  return native.template call<Return, Args...>(router.op(), keyset,
+                                               std::forward<Args>(arguments)...);
 }
 
 // --------------------------------------------------------------------------- signatures by schema
 
-// How a schema writes the type that a kernel takes or returns as a C++ type; symbolic sizes as plain ones.
+// How a schema writes the type that a kernel takes or returns as a C++ type; symbolic sizes as
+// plain ones.
 template <class T>
 constexpr const char* written = nullptr;
 template <class T>

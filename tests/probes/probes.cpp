@@ -1,4 +1,5 @@
-// What tests do in C++, beside the core: calls from threads that Python never saw, an impl, a kernel.
+// What tests do in C++, beside the core: calls from threads that Python never saw, an impl, a
+// kernel.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <pthread.h>
@@ -44,16 +45,16 @@ std::pair<c10::OperatorHandle, torch::jit::Stack> call_of(const std::string& nam
 bool needs_no_gil(const std::string& name, const std::string& overload,
                   const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
   const auto [op, arguments] = call_of(name, overload, tensors, rest);
-  auto call = std::async(std::launch::async, [&op, stack = arguments]() mutable {
-    op.callBoxed(&stack);
-  });
+  auto call =
+      std::async(std::launch::async, [&op, stack = arguments]() mutable { op.callBoxed(&stack); });
   const bool done = call.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
   const py::gil_scoped_release release;
   call.get();
   return done;
 }
 
-// Whether a thread that Python never saw, and that has called an op, ends while this one holds the GIL.
+// Whether a thread that Python never saw, and that has called an op, ends while this one holds the
+// GIL.
 bool ends_without_gil(const std::string& name, const std::string& overload,
                       const std::vector<at::Tensor>& tensors, const py::tuple& rest) {
   const auto [op, arguments] = call_of(name, overload, tensors, rest);
@@ -124,7 +125,8 @@ double call_on_a_thread(const std::string& name, const std::string& overload,
   return spent.count() / times;
 }
 
-// y[i] = factor * x[i] for i < n; the parameters are x, y (float32), n (int64) and factor (float64).
+// y[i] = factor * x[i] for i < n; the parameters are x, y (float32), n (int64) and factor
+// (float64).
 void scale_kernel(void** parameters, int32_t) {
   const auto* x = *static_cast<const float**>(parameters[0]);
   auto* y = *static_cast<float**>(parameters[1]);

@@ -1,6 +1,6 @@
-// What of the core threads share without a lock, alone and under load: for the sanitizers, which know
-// nothing of what torch and Python do meanwhile, as those are not built for them. Ends with 0, or says what
-// is wrong.
+// What of the core threads share without a lock, alone and under load: for the sanitizers, which
+// know nothing of what torch and Python do meanwhile, as those are not built for them. Ends with 0,
+// or says what is wrong.
 
 #include <atomic>
 #include <chrono>
