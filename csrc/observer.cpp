@@ -27,14 +27,9 @@ void PythonObserver::observe(Call& call, bool kept, const std::function<void()>&
 }
 
 bool PythonObserver::decompose(Call& call) {
-  const Router::InPython here;
-  if (!here.allowed()) return false;
-  const WithGil gil;
-  if (!decompose_.get()) return false;
-  const auto values = signature_->to_python(call.begin());
-  const auto result = py::reinterpret_steal<py::object>(
-      PyObject_CallFunctionObjArgs(decompose_.get().ptr(), values.ptr(), nullptr));
-  if (!result) throw_python_error();
+  const PythonAccess python;
+  if (!python || !decompose_.get()) return false;
+  const auto result = call_python(decompose_.get(), signature_->to_python(call.begin()));
   if (result.is(py::handle(Py_NotImplemented))) return false;
   const auto who = "the decomposition of " + c10::toString(call.op.operator_name());
   auto results = signature_->to_results(result, who);
