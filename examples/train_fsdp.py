@@ -111,7 +111,9 @@ def main() -> None:
     losses = train(sharded(device), steps, device)
     hits = {override.name: override.hits for override in overrides if override.hits}
     said = ", ".join(f"{name} {count}" for name, count in hits.items()) or "none"
-    print(f"rank {dist.get_rank()}: loss {losses[0]:.4f} -> {losses[-1]:.4f}; hits: {said}")
+    # In one write: ranks share the terminal, and torchrun leaves their output unbuffered.
+    line = f"rank {dist.get_rank()}: loss {losses[0]:.4f} -> {losses[-1]:.4f}; hits: {said}\n"
+    print(line, end="", flush=True)
     dist.destroy_process_group()
     if not losses[-1] < losses[0]:
         raise SystemExit("train_fsdp: it did not learn")
