@@ -27,6 +27,7 @@ __all__ = [
     "collect_sum",
     "contiguous",
     "load_if",
+    "mask_if",
     "multiprocessors",
     "plan_sum",
     "power_of_2",
@@ -57,6 +58,17 @@ def store_if(ptrs, value, mask, MASKED: tl.constexpr):
         tl.store(ptrs, value, mask=mask)
     else:
         tl.store(ptrs, value)
+
+
+@triton.jit
+def mask_if(mask, condition):
+    """A block of booleans where a scalar condition holds, and false everywhere where it does not.
+
+    Not ``mask & condition``: Triton's interpreter spreads a comparison of scalars over a block in
+    the type of what was compared, which makes integers of the mask, and from 3.9 on it refuses
+    those. Compiled, both are the same.
+    """
+    return mask & tl.where(condition, True, False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -108,9 +120,9 @@ def _sum_columns(
         # Past L1, which may not see what other programs of the same launch wrote.
         total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     result = tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + col, result, mask=in_row & (matrix == 0))
+    tl.store(sum_ptr + col, result, mask=mask_if(in_row, matrix == 0))
     if other_sum_ptr is not None:
-        tl.store(other_sum_ptr + col, result, mask=in_row & (matrix == 1))
+        tl.store(other_sum_ptr + col, result, mask=mask_if(in_row, matrix == 1))
 
 
 @triton.jit
