@@ -93,7 +93,8 @@ $(STAMPS)/torch: $(STAMPS)/venv
 		sys.exit(tuple(map(int, v.split(".")[:2])) < (2, 11) and "opgraft needs torch 2.11 or newer")'
 	@touch $@
 
-# The Triton that each torch was released with; it has no builds outside Linux.
+# The Triton that each torch was released with, as its CUDA wheels require it and bring it along: CPU wheels name none.
+# It has no builds outside Linux.
 $(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
 	@$(PY) -c 'import click, expecttest, numpy, packaging, rich' 2>/dev/null \
 		|| { echo "== installing click, expecttest, numpy, packaging and rich"; $(PIP) click expecttest numpy packaging rich; }
@@ -102,7 +103,9 @@ $(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
 	@if [ "$$(uname -s)" = Linux ] && ! $(PY) -c 'import triton' 2>/dev/null; then \
 		case "$$($(PY) -c 'import torch; print(torch.__version__)')" in \
 			2.11.*) triton='triton==3.6.0' ;; \
-			2.13.*) triton='triton==3.7.1' ;; \
+			2.12.*|2.13.*) triton='triton==3.7.1' ;; \
+			2.14.*) triton='triton~=3.8.0' ;; \
+			2.15.*) triton='triton~=3.9.0' ;; \
 			*) triton='triton>=3.6' ;; \
 		esac; \
 		echo "== installing $$triton"; $(PIP) "$$triton"; \

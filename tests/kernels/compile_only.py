@@ -97,13 +97,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def _compile(launch: Any) -> dict[str, Any]:
-    compiled = launch.kernel.warmup(
-        *launch.arguments,
-        grid=(launch.grid,),
-        num_warps=launch.num_warps,
-        **launch.constexprs,
-        **launch.options,
-    )
+    compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.keywords)
     if hasattr(compiled, "result"):
         compiled = compiled.result()
     return {

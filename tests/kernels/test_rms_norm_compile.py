@@ -8,13 +8,20 @@ import pytest
 
 from tests.kernels.compile_only import SHARED_MEMORY, compile_all
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 # Rows that are not aligned to 16 bytes are loaded element by element, which takes more addresses
 # and predicates than there are registers once a thread holds 16 to 32 elements of a row.
 UNALIGNED_SPILL = 320
 # Anything else: at 64 registers and less, ptxas parks one or two of them now and then.
 SPILL = 8
+# The widest tile of a backward, 16 elements for each of 1024 threads, which may have 64 registers
+# and need all of them. Triton's code for it is another one from 3.9 on, and ptxas parks up to ten
+# values; of 3.7's code, the same ptxas parks none. There is no tile between this one and splitting
+# the rows over programs.
+WIDEST_SPILL = 40
 
 
 def _is_unaligned(found: dict[str, Any]) -> bool:
@@ -38,11 +45,19 @@ def test_every_configuration_fits(capability: int) -> None:
         "sum_partials_kernel",
     }
     for found in compiled:
-        spill = UNALIGNED_SPILL if _is_unaligned(found) else SPILL
-        assert found["spilled"] <= spill, found
+        assert found["spilled"] <= _allowed_spill(found), found
         programs = _resident(found)
         assert found["shared"] * programs <= SHARED_MEMORY[capability], found
         assert found["registers"] * found["num_warps"] * 32 * programs <= 65536, found
+
+
+def _allowed_spill(found: dict[str, Any]) -> int:
+    if _is_unaligned(found):
+        return UNALIGNED_SPILL
+    tile = (found["kernel"], found["constexprs"]["BLOCK"], found["num_warps"])
+    if _TRITON >= (3, 9) and tile == ("_backward_rows_kernel", 16384, 32):
+        return WIDEST_SPILL
+    return SPILL
 
 
 def _resident(found: dict[str, Any]) -> int:

@@ -9,11 +9,12 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from opgraft.plan import triton_launches
+from opgraft.plan import triton_launches, triton_versions
 
 pytest.importorskip("triton")
 
@@ -138,3 +139,28 @@ def test_numbers_as_the_launcher_packs_them(
 def test_what_has_no_provenance_is_refused(type_: str, value: Any) -> None:
     with pytest.raises(triton_launches.Refusal):
         triton_launches._parameter(type_, value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"profile_scratch_size": 0}, False),
+        ({"profile_scratch_size": 0, "instrumentation_mode": ""}, False),
+        ({"profile_scratch_size": 128}, True),
+        ({"profile_scratch_size": 0, "instrumentation_mode": "gsan"}, True),
+    ],
+)
+def test_instrumented_kernels_are_told(metadata: dict[str, Any], expected: bool) -> None:
+    assert triton_versions.is_instrumented(SimpleNamespace(**metadata)) is expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda descriptor, meta: [descriptor, meta], lambda descriptor, meta, _: [descriptor, meta]],
+    ids=["until 3.7", "from 3.9"],
+)
+def test_descriptors_as_each_triton_makes_them(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    assert triton_versions.launch_arguments("descriptor", "meta") == ["descriptor", "meta"]

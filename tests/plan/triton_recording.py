@@ -89,7 +89,7 @@ def record(impl: Any) -> dict[str, Any]:
     core = loader.in_use()
     assert core is not None
     op = resolve("aten::_fused_rms_norm")
-    names = ("takes", "first", "recover", "capturing", "error", "observe")
+    names = ("takes", "first", "recover", "capturing", "error", "observe", "decompose")
     hooks = dict.fromkeys(names)
     router = core.Router("aten::_fused_rms_norm", "", "CPU")
     router.set_hooks(**hooks)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from opgraft.plan import triton_versions
 from opgraft.plan.patches import Patches
 
 if TYPE_CHECKING:
@@ -133,8 +134,8 @@ def _record(
     if metadata.target.backend != "cuda":
         raise Refusal(f"kernels for {metadata.target.backend} cannot be recorded")
     _check_place(recording, stream)
-    if metadata.profile_scratch_size:
-        raise Refusal("its kernel is instrumented for profiling")
+    if triton_versions.is_instrumented(metadata):
+        raise Refusal("its kernel is instrumented, for a profiler or a sanitizer")
     if 0 in grid:
         return  # Triton launches nothing
     recording.keep.append(kernel)
@@ -222,9 +223,7 @@ def _tensor(value: Any) -> torch.Tensor | None:
 
 def _tensor_descriptor(descriptor: Any, meta: Any) -> Iterator[Parameter]:
     """What the launcher makes of a tensor descriptor of the host."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    expanded = make_tensordesc_arg(descriptor, meta)
+    expanded = triton_versions.launch_arguments(descriptor, meta)
     rank = len(descriptor.shape)
     head, shape, strides = expanded[: -2 * rank], expanded[-2 * rank : -rank], expanded[-rank:]
     if meta is None:

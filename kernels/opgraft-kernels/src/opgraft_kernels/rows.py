@@ -27,6 +27,7 @@ __all__ = [
     "collect_sum",
     "contiguous",
     "load_if",
+    "mask_if",
     "multiprocessors",
     "plan_sum",
     "power_of_2",
@@ -57,6 +58,17 @@ def store_if(ptrs, value, mask, MASKED: tl.constexpr):
         tl.store(ptrs, value, mask=mask)
     else:
         tl.store(ptrs, value)
+
+
+@triton.jit
+def mask_if(mask, condition):
+    """A block of booleans where a scalar condition holds, and false everywhere where it does not.
+
+    Not ``mask & condition``: Triton's interpreter spreads a comparison of scalars over a block in
+    the type of what was compared, which makes integers of the mask, and from 3.9 on it refuses
+    those. Compiled, both are the same.
+    """
+    return mask & tl.where(condition, True, False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -108,9 +120,9 @@ def _sum_columns(
         # Past L1, which may not see what other programs of the same launch wrote.
         total += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     result = tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + col, result, mask=in_row & (matrix == 0))
+    tl.store(sum_ptr + col, result, mask=mask_if(in_row, matrix == 0))
     if other_sum_ptr is not None:
-        tl.store(other_sum_ptr + col, result, mask=in_row & (matrix == 1))
+        tl.store(other_sum_ptr + col, result, mask=mask_if(in_row, matrix == 1))
 
 
 @triton.jit
@@ -266,10 +278,16 @@ class Launch(NamedTuple):
     num_warps: int
     options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the kernel is compiled with, beside its arguments."""
+        # Triton fuses multiplications with additions unless told not to; 3.9 warns each process
+        # that does not say which, since from 3.10 on the default is the other.
+        fusion = {"enable_fp_fusion": True}
+        return {**self.constexprs, "num_warps": self.num_warps, **fusion, **self.options}
+
     def __call__(self) -> None:
-        self.kernel[(self.grid,)](
-            *self.arguments, **self.constexprs, num_warps=self.num_warps, **self.options
-        )
+        self.kernel[(self.grid,)](*self.arguments, **self.keywords)
 
 
 class Tile(NamedTuple):

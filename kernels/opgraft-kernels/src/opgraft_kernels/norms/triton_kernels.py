@@ -53,6 +53,7 @@ from opgraft_kernels.rows import (
     collect_sum,
     contiguous,
     load_if,
+    mask_if,
     multiprocessors,
     plan_sum,
     power_of_2,
@@ -249,7 +250,7 @@ def _forward_split_kernel(
     last_x = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
-        x = tl.load(x_ptr + row * x_stride + col, mask=in_row & (row < rows), other=0.0)
+        x = tl.load(x_ptr + row * x_stride + col, mask=mask_if(in_row, row < rows), other=0.0)
         if mean_ptr is not None:
             own_mean = tl.sum(x.to(tl.float32), axis=0) / own_size
             difference = tl.where(in_row, x.to(tl.float32) - own_mean, 0.0)
@@ -277,7 +278,9 @@ def _forward_split_kernel(
         if b_ptr is not None:
             y = y + b.to(tl.float32)
         valid = (row >= 0) & (row < rows)
-        tl.store(y_ptr + row * hidden + col, y.to(y_ptr.dtype.element_ty), mask=in_row & valid)
+        tl.store(
+            y_ptr + row * hidden + col, y.to(y_ptr.dtype.element_ty), mask=mask_if(in_row, valid)
+        )
         if mean_ptr is not None:
             tl.store(mean_ptr + row, mean, mask=valid & (split == 0))
         tl.store(rstd_ptr + row, rstd, mask=valid & (split == 0))
@@ -449,7 +452,7 @@ def _backward_columns_kernel(
     for step in range(steps):
         row = (split + step * row_splits).to(tl.int64)
         in_rows = row < rows
-        mask = in_row & in_rows
+        mask = mask_if(in_row, in_rows)
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(g_ptr + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
         if mean_ptr is not None:
@@ -525,7 +528,7 @@ def _backward_split_kernel(
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
         in_rows = row < rows
-        mask = in_row & in_rows
+        mask = mask_if(in_row, in_rows)
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
         g = tl.load(g_ptr + row * g_stride + col, mask=mask, other=0.0)
         if mean_ptr is not None:
@@ -563,7 +566,7 @@ def _backward_split_kernel(
         if mean_ptr is not None:
             wg = wg - mean_g
         dx = (wg - xhat * mean_gx) * last_rstd
-        mask = in_row & (row >= 0) & (row < rows)
+        mask = mask_if(mask_if(in_row, row >= 0), row < rows)
         tl.store(dx_ptr + row * hidden + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         last_x = x
         last_g = g
