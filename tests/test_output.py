@@ -58,6 +58,7 @@ COMMANDS = {
     ],
     "run {folder}/script.py": NAMES,
     "warmup {folder}/script.py": NAMES[1:],
+    "profile {folder}/script.py": NAMES,
     f"new {PACK} --into {{folder}}": [f"/{PACK}"],
     "build": ["nothing to do"],
     "--version": ["opgraft"],

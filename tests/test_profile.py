@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -834,7 +835,8 @@ def test_a_report_can_be_put_into_a_file(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [60, 200])
 def test_the_command_cuts_no_name(script: Path, width: int, terminal: bool, tmp_path: Path) -> None:
     out = [] if terminal else ["-o", str(tmp_path / "table")]
-    printed = run_in(["profile", *out, "--rows", "99", str(script)], width, terminal=terminal)
+    line = shlex.join(["profile", *out, "--rows", "99", str(script)])
+    printed = run_in([line], width, terminal=terminal)
     printed = printed if terminal else (tmp_path / "table").read_text()
     assert "…" not in printed
     assert "aten::addmm" in printed
