@@ -20,6 +20,7 @@ from opgraft import when
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.ops.schema import resolve
 from tests.composites import composites
+from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parents[1]
 IN_PYTHON = os.environ.get("OPGRAFT_ROUTER") == "python"
@@ -458,14 +459,6 @@ def test_an_inference_tensor_is_not_written_to_outside_of_inference_mode(plans: 
 # ------------------------------------------------------------------ the Python router
 
 
-@pytest.mark.skipif(IN_PYTHON, reason="this is the Python router")
+@where_the_core_routes
 def test_the_python_router_does_the_same() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
-        cwd=ROOT,
-        env=os.environ | {"OPGRAFT_ROUTER": "python"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-4000:]
+    run_again(__file__)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ from opgraft.core import loader
 from opgraft.registry.state import CHECKED_HITS, OverrideState
 from opgraft.router import contract
 from tests import ops
+from tests.python_router import run_again, where_the_core_routes
 
 
 def register(impl: Callable[..., Any], op: str = "_softmax", **keywords: Any) -> opgraft.Override:
@@ -604,17 +601,6 @@ def test_which_errors_of_native_are_refusals(error: Exception, refuses: bool) ->
     assert contract.is_refusal(error) == refuses
 
 
-@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
+@where_the_core_routes
 def test_the_same_in_the_python_router() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *(str(Path(__file__)), "-k", "not python_router"),
-        ],
-        env=os.environ | {"OPGRAFT_ROUTER": "python"},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_again(__file__, selected="not python_router")

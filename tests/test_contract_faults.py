@@ -6,10 +6,7 @@ PyTorch's own samples say how ops are called. Each test takes a share of them, d
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 import opgraft
 from opgraft import ContractError
-from opgraft.core import loader
 from opgraft.ops.schema import Call, Op
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import outputs
 from tests import reached
+from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
 #: Of PyTorch's operators one in so many is tried.
@@ -328,17 +325,6 @@ def test_a_fault_is_caught_in_the_first_hits(name: str, calls: dict[Op, list[Cal
     assert len({op.name for op, _ in found}) >= AT_LEAST.get(name, 10)
 
 
-@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
+@where_the_core_routes
 def test_the_same_in_the_python_router() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *(str(Path(__file__)), "-k", "not python_router"),
-        ],
-        env=os.environ | {"OPGRAFT_ROUTER": "python"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_again(__file__, selected="not python_router")

@@ -22,6 +22,7 @@ from opgraft.core import loader
 from opgraft.packs import owning
 from opgraft.router import failure, timebox
 from tests import ops
+from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
 
@@ -562,16 +563,6 @@ def test_a_timeout_that_is_no_number_is_ignored(
     assert f"OPGRAFT_COMPILE_TIMEOUT={value} is ignored" in caplog.text
 
 
-@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
+@where_the_core_routes
 def test_all_of_this_in_the_router_in_python() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *(str(Path(__file__)), "-k", "not really_raises and not in_python and not for_ever"),
-        ],
-        env=os.environ | {"OPGRAFT_ROUTER": "python"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+    run_again(__file__, selected="not really_raises and not in_python and not for_ever")

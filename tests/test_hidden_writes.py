@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +13,10 @@ from torch.nn import functional as F
 
 import opgraft
 from opgraft import ContractError, when
-from opgraft.core import loader
 from opgraft.ops.schema import HIDDEN_WRITES, Call, resolve
 from opgraft.registry.state import CHECKED_HITS
 from tests import reached
+from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
 
@@ -329,17 +326,6 @@ def test_in_compiled_graphs_they_are_what_they_are_without_overrides(policy: Any
     torch.testing.assert_close(run(), expected)
 
 
-@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
+@where_the_core_routes
 def test_the_same_in_the_python_router() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *(str(Path(__file__)), "-k", "not python_router and not known and not compiled"),
-        ],
-        env=os.environ | {"OPGRAFT_ROUTER": "python"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_again(__file__, selected="not python_router and not known and not compiled")

@@ -18,6 +18,7 @@ import opgraft
 from opgraft import when
 from opgraft.explanation import neighbours
 from tests import ops
+from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).resolve().parents[1]
 # An op of one test each: a router goes in once, and what is before us must be there by then.
@@ -279,21 +280,8 @@ def test_only_pytorch_below_is_nothing_to_say() -> None:
     assert found.as_dict()["below"][0]["owner"] == "PyTorch"
 
 
-@pytest.mark.skipif(
-    os.environ.get("OPGRAFT_ROUTER") == "python", reason="this is the Python router"
-)
+@where_the_core_routes
 def test_all_of_this_and_traces_with_the_python_router() -> None:
-    here = Path(__file__)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"),
-            *("-k", "not torch_trace and not without_them and not compiled"),
-            *(str(here), str(here.with_name("test_trace.py"))),
-        ],
-        env={**os.environ, "OPGRAFT_ROUTER": "python"},
-        cwd=here.parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    traces = Path(__file__).with_name("test_trace.py")
+    but = "not torch_trace and not without_them and not compiled"
+    run_again(__file__, traces, selected=but)

@@ -6,12 +6,8 @@ overridden by impls that call native, and each way is gone once more.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +15,10 @@ import torch
 
 import opgraft
 from opgraft import when
-from opgraft.core import loader
 from opgraft.ops.schema import resolve_all
 from opgraft.registry.state import CHECKED_HITS
 from tests import reached
+from tests.python_router import run_again, where_the_core_routes
 
 
 def register(symbol: str, impl: Callable[..., Any] | None = None, **keywords: Any) -> Any:
@@ -197,18 +193,6 @@ def test_numbers_in_a_list_of_tensors_are_tensors() -> None:
     assert override.hits == 1
 
 
-@pytest.mark.skipif(loader.in_use() is None, reason="this is the Python router")
+@where_the_core_routes
 def test_nor_with_the_python_router() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            *["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"],
-            __file__,
-        ],
-        env=os.environ | {"OPGRAFT_ROUTER": "python"},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_again(__file__)

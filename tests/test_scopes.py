@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +22,7 @@ from opgraft.ops.schema import Call
 from opgraft.registry import Chain
 from opgraft.router import observers, threads
 from tests import ops
+from tests.python_router import run_again, where_the_core_routes
 
 Names = frozenset[str]
 
@@ -365,16 +362,6 @@ def test_profilers_and_scopes_begin_and_end_in_any_order(
 # ------------------------------------------------------------------ the other router
 
 
-@pytest.mark.skipif(
-    os.environ.get("OPGRAFT_ROUTER") == "python", reason="this is the Python router"
-)
+@where_the_core_routes
 def test_all_of_this_with_the_python_router() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OPGRAFT_ROUTER": "python"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_again(__file__)

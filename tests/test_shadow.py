@@ -18,9 +18,9 @@ import torch
 
 import opgraft
 from opgraft import ContractError, OverrideWarning, RegistrationError, when
-from opgraft.core import loader
 from opgraft.router import saved_calls, shadow
 from tests import ops
+from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
 OFF = 1.01  # what a wrong impl's values are multiplied by
@@ -484,17 +484,6 @@ def test_opgraft_shadow_that_turns_nothing_on(
     assert logged in caplog.text and bool(logged) == bool(caplog.text)
 
 
-@pytest.mark.skipif(loader.in_use() is None, reason="this is the router in Python")
+@where_the_core_routes
 def test_the_same_in_the_python_router() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
-            *(str(Path(__file__)), "-k", "not opgraft_shadow and not python_router"),
-        ],
-        env=os.environ | {"OPGRAFT_ROUTER": "python"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    run_again(__file__, selected="not opgraft_shadow and not python_router")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import opgraft
+from tests.python_router import run_again, where_the_core_routes
 
 
 def record_whether_traced(seen: list[bool]) -> None:
@@ -85,13 +82,6 @@ def test_dynamo_goes_on_after_a_hit(broken_at_relu) -> None:
     assert seen == [True] * 3
 
 
-@pytest.mark.skipif(os.environ.get("OPGRAFT_ROUTER") == "python", reason="this is that router")
+@where_the_core_routes
 def test_the_same_with_the_router_in_python() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "OPGRAFT_ROUTER": "python"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_again(__file__)
