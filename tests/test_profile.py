@@ -847,6 +847,15 @@ def test_a_script_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "there is no file 'no_such_script.py'" in capsys.readouterr().err
 
 
+def test_limits_that_are_read_leave_no_file_open(own_cache: Path) -> None:
+    here = torch.device("cpu")
+    limits.Limits(here).seconds_to_move(1 << 20)
+    before = len(os.listdir("/proc/self/fd"))
+    known = [limits.Limits(here) for _ in range(5)]
+    assert all(each._copies for each in known)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_importing_opgraft_does_not_import_it() -> None:
     program = "import torch, opgraft, sys; sys.exit('opgraft.profiling' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

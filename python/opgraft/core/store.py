@@ -14,7 +14,7 @@ from pathlib import Path
 
 from opgraft.core import building
 
-__all__ = ["distrust", "find", "opened", "place", "root"]
+__all__ = ["distrust", "find", "opened", "place", "read", "root"]
 
 
 def root() -> Path:
@@ -60,11 +60,26 @@ def opened(path: Path) -> str:
         PermissionError: another user could have written it.
         OSError: it cannot be opened.
     """
+    return f"/proc/self/fd/{_open(path)}"
+
+
+def read(path: Path) -> str:
+    """The text of a file that nobody else could have written.
+
+    Raises:
+        PermissionError: another user could have written it.
+        OSError: it cannot be opened.
+    """
+    with os.fdopen(_open(path), encoding="utf-8") as file:
+        return file.read()
+
+
+def _open(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if reason := _distrust_open(descriptor):
         os.close(descriptor)
         raise PermissionError(reason)
-    return f"/proc/self/fd/{descriptor}"
+    return descriptor
 
 
 def distrust(path: Path) -> str:

@@ -18,6 +18,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
+
+from opgraft.ops.describing import dtype_name
 from opgraft.profiling import routing
 from opgraft.profiling.routing import Reason, Watch
 from opgraft.profiling.timeline import Input, Kernel, Node, Timeline
@@ -218,9 +221,9 @@ def _sizes(sizes: tuple[int, ...]) -> str:
     return "[" + ",".join(map(str, sizes)) + "]"
 
 
-def _short(dtype: object) -> str:
+def _short(dtype: torch.dtype) -> str:
     """As torch's graphs write it: bf16, f32, i64."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     for long, short in (
         ("bfloat", "bf"),
         ("float", "f"),

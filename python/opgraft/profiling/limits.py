@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from opgraft.core import store
+from opgraft.ops.describing import dtype_name
 from opgraft.profiling import timeline
 from opgraft.router import threads
 
@@ -71,18 +72,11 @@ class Limits:
 
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
         """How many flops a matrix product of the dtype does in a second; None: there is none."""
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         if name not in self._products:
             self._products[name] = _measured_product(self.where, dtype)
             self._write()
         return self._products[name]
-
-    @property
-    def bytes_per_second(self) -> float:
-        """At the largest copy."""
-        self.seconds_to_move(0)
-        size, seconds = self._copies[-1]
-        return size / seconds
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, for machines."""
@@ -94,7 +88,7 @@ class Limits:
 
     def _read(self) -> None:
         try:
-            found = json.loads(Path(store.opened(self._path)).read_text(encoding="utf-8"))
+            found = json.loads(store.read(self._path))
             self._copies = [
                 (int(each["bytes"]), float(each["seconds"])) for each in found["copies"]
             ]
