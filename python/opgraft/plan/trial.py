@@ -17,7 +17,7 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.plan.recording import Recording
-from opgraft.router import device, outputs, threads
+from opgraft.router import copies, device, outputs, threads
 
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, Plan, PlanKey, Router
@@ -182,18 +182,9 @@ def _is_number(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dim() == 0
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From which to which byte of its storage a tensor's elements lie."""
-    start = int(tensor.storage_offset() * tensor.itemsize)
-    if tensor.numel() == 0:
-        return start, start
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + int((last + 1) * tensor.itemsize)
-
-
 def _on_another_storage(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     full = [tensor for tensor in tensors if tensor.numel() > 0] or tensors[:1]
-    spans = [_span(tensor) for tensor in full]
+    spans = [copies.span(tensor) for tensor in full]
     begin, end = min(b for b, _ in spans), max(e for _, e in spans)
     first = full[0]
     size = end - begin
