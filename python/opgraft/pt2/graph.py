@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,12 +18,7 @@ from opgraft.ops.schema import Op
 from opgraft.pt2 import caches, exports, opaque, policy, report, tracing
 from opgraft.pt2.policy import Decision
 from opgraft.registry import registry
-from opgraft.router import installed
-
-_AUTOGRAD_KEYS = (
-    *(DispatchKey.ADInplaceOrView, DispatchKey.AutogradFunctionality),
-    *(DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor),
-)
+from opgraft.router import composite, installed
 
 
 def substitute(
@@ -97,7 +91,7 @@ def _left(op: Op, mode: Any, func: OpOverload, types: Any, args: Any, kwargs: An
 def _above_autograd() -> Iterator[None]:
     """Let the pieces of a composite op pass autograd, as they do where torch takes it apart."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD_KEYS:
+    for key in composite.AUTOGRAD_KEYS:
         exclude = exclude.remove(key)
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude):

@@ -37,6 +37,11 @@ NOTE = (
 _BELOW = torch._C._after_ADInplaceOrView_keyset
 _BACKENDS = {k for name, k in DispatchKey.__members__.items() if name in BACKEND_KEYS}
 _AUTOCAST = [k for name, k in DispatchKey.__members__.items() if name.startswith("Autocast")]
+#: What stands above a backend's kernel for autograd.
+AUTOGRAD_KEYS = (
+    *(DispatchKey.ADInplaceOrView, DispatchKey.AutogradFunctionality),
+    *(DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor),
+)
 #: Composite in their schema, but about autograd's own state, which is above every backend.
 _AUTOGRADS_OWN = frozenset(
     {
@@ -178,8 +183,7 @@ def excluded(op: Op, dispatch_key: str) -> DispatchKeySet:
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name, dispatch_key):
         keys += _AUTOCAST
     if dispatcher.is_composite(op, dispatch_key):
-        keys += [DispatchKey.ADInplaceOrView, DispatchKey.AutogradFunctionality]
-        keys += [DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor]
+        keys += AUTOGRAD_KEYS
     keyset = DispatchKeySet(DispatchKey.Undefined)
     for key in keys:
         keyset = keyset.add(key)
