@@ -25,7 +25,7 @@ from opgraft.errors import RegistrationError
 from opgraft.ops.bypass import bypassing
 from opgraft.ops.schema import Call, Op, resolve_all
 from opgraft.pt2 import NAMESPACE, randomness
-from opgraft.router import composite, contract
+from opgraft.router import composite, outputs
 
 # Said of the op in torch's own catalogue, not of what it computes.
 _CATALOGUE_TAGS = frozenset({"core", "generated"})
@@ -215,7 +215,7 @@ def _fresh(call: Call, result: Any) -> Any:
         return result
     if isinstance(result, tuple):
         return tuple(_fresh(call, each) for each in result)
-    if isinstance(result, torch.Tensor) and contract.shares(result, call.tensors()):
+    if isinstance(result, torch.Tensor) and outputs.shares(result, call.tensors()):
         with bypassing("aten::clone"):  # ours, and no call for its overrides
             return result.clone()
     return result

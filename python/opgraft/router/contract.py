@@ -35,9 +35,6 @@ MAX_COPIED_BYTES = 2**28
 #: Bytes of arguments that are compared with what they were, tensor by tensor while they fit.
 MAX_WATCHED_BYTES = 2**24
 
-shares = outputs.shares
-output_name = outputs.name_of
-
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # What native's message has where it cannot do a call that is right: a dtype, a device or a mode
 # that it lacks, a library that gives up. That may be what the override is for.
@@ -189,8 +186,8 @@ class Check:
             if is_written and not any(value is each for each in written):
                 raise ContractError(
                     f"{who(self._override)} returned a new {outputs.describe(value)} as "
-                    f"{output_name(mine.op, index)}; the op writes to an argument and returns that "
-                    "argument itself"
+                    f"{outputs.name_of(mine.op, index)}; the op writes to an argument and returns "
+                    "that argument itself"
                 )
 
     def _compare(self, mine: Returned, native: Returned) -> None:
@@ -214,8 +211,8 @@ class Check:
             if not found and outputs.layouts_differ(one, other):
                 found.append(f"with strides {one.stride()}, native's are {other.stride()}")
             for mine, its in zip(given, natives, strict=True):
-                if mine is not one and shares(one, [mine]) != shares(other, [its]):
-                    where = "in another" if shares(one, [mine]) else "not in another"
+                if mine is not one and outputs.shares(one, [mine]) != outputs.shares(other, [its]):
+                    where = "in another" if outputs.shares(one, [mine]) else "not in another"
                     found.append(f"{where} argument's memory, unlike native")
             if not found and not self._call.op.is_random:
                 found += _effects(argument, one, other, before)
@@ -255,7 +252,7 @@ class Check:
         found = [
             (storage, copies.span(tensor))
             for tensor in mine.tensors()
-            if not outputs.is_empty(tensor) and not shares(tensor, mine.given)
+            if not outputs.is_empty(tensor) and not outputs.shares(tensor, mine.given)
             if (storage := copies.storage_of(tensor)) is not None
         ]
         for storage, (first, last) in found:
@@ -275,7 +272,7 @@ def _watched(call: Call) -> Iterator[tuple[Argument, torch.Tensor, torch.Tensor]
     left = MAX_WATCHED_BYTES
     for argument, tensor in call.named_tensors():
         strided = copies.storage_of(tensor) is not None and not tensor.is_quantized
-        if not strided or outputs.is_empty(tensor) or shares(tensor, written):
+        if not strided or outputs.is_empty(tensor) or outputs.shares(tensor, written):
             continue
         size = tensor.numel() * tensor.element_size()
         if size <= left:
@@ -325,7 +322,7 @@ def keeping_rng(call: Call) -> Iterator[None]:
 
 
 def _refuse(override: Override, index: int, difference: str) -> NoReturn:
-    output = output_name(override.operator, index)
+    output = outputs.name_of(override.operator, index)
     raise ContractError(f"{who(override)} returned {output} {difference}")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from opgraft.errors import ContractError
 from opgraft.registry import Override
-from opgraft.router import contract
+from opgraft.router import contract, outputs
 from opgraft.router.decision import why_not
 from opgraft.router.outputs import same_bits
 from opgraft.verification.checks.registry import check
@@ -138,9 +138,9 @@ def check_aliasing(seen: Observation) -> None:
     for index, (mine, theirs) in enumerate(zip(seen.mine.outputs, expected, strict=False)):
         if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             continue
-        if contract.shares(mine, call.tensors()) and not contract.shares(theirs, fresh.tensors()):
+        if outputs.shares(mine, call.tensors()) and not outputs.shares(theirs, fresh.tensors()):
             raise Failed(f"{output_name(seen, index)} is in the memory of an argument")
-        if contract.shares(mine, seen.mine.outputs[:index]) and not contract.shares(
+        if outputs.shares(mine, seen.mine.outputs[:index]) and not outputs.shares(
             theirs, expected[:index]
         ):
             raise Failed(f"{output_name(seen, index)} is in the memory of another output")
