@@ -54,10 +54,6 @@ class Subject:
     def op(self) -> Op:
         return self.override.operator
 
-    @property
-    def decides_itself(self) -> bool:
-        return self.override.takes_keyset
-
 
 @dataclass
 class Ran:

@@ -121,7 +121,6 @@ class _Run:
         condition = override.cond if isinstance(override.cond, Condition) else None
         self._coverage = Coverage([] if condition is None else parts(condition))
         self._taken: list[Observation] = []
-        self._raised = False
 
     def go(self) -> None:
         self._progress("collecting samples")
