@@ -705,9 +705,21 @@ class Joined(Condition):
     """Conditions joined by one symbol: `&` or `|`."""
 
     symbol: ClassVar[str]
+    #: The value of a part that decides the whole, whatever the others are.
+    decided_by: ClassVar[bool]
 
     def __init__(self, parts: tuple[Condition, ...]) -> None:
         self.parts = parts
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        result: Any = not self.decided_by
+        for part in self.parts:
+            value = part.evaluate(arguments)
+            if isinstance(value, Undefined):
+                result = value
+            elif bool(value) is self.decided_by:
+                return self.decided_by
+        return result
 
     def check(self, kinds: Mapping[str, str]) -> None:
         for part in self.parts:
@@ -725,16 +737,7 @@ class And(Joined):
 
     precedence = _AND
     symbol = "&"
-
-    def evaluate(self, arguments: Arguments) -> Any:
-        result: Any = True
-        for part in self.parts:
-            value = part.evaluate(arguments)
-            if isinstance(value, Undefined):
-                result = value
-            elif not value:
-                return False
-        return result
+    decided_by = False
 
     def failure(self, arguments: Arguments) -> Failure | None:
         return next(filter(None, (part.failure(arguments) for part in self.parts)), None)
@@ -745,16 +748,7 @@ class Or(Joined):
 
     precedence = _OR
     symbol = "|"
-
-    def evaluate(self, arguments: Arguments) -> Any:
-        result: Any = False
-        for part in self.parts:
-            value = part.evaluate(arguments)
-            if isinstance(value, Undefined):
-                result = value
-            elif value:
-                return True
-        return result
+    decided_by = True
 
 
 class Not(Condition):
