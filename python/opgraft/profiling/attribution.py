@@ -24,10 +24,16 @@ from opgraft.ops.describing import dtype_name
 from opgraft.profiling import routing
 from opgraft.profiling.routing import Reason, Watch
 from opgraft.profiling.timeline import Input, Kernel, Node, Timeline
-from opgraft.profiling.work import DTYPES, NOTHING, Work, knows_flops, work_of
+from opgraft.profiling.work import DTYPES, NOTHING, Work, is_composed, knows_flops, work_of
 
 #: What a row says instead of an override's name.
 NATIVE = "native"
+#: How many times its own time an op with a kernel for the CPU spends in ops that do its work, as
+#: `mean` does in `sum`.
+_NEARLY_ALL = 4
+
+#: An op with what the profile knows of its arguments.
+_Kind: TypeAlias = "tuple[str, tuple[Input, ...]]"
 
 
 @dataclass
@@ -88,6 +94,10 @@ def groups(timeline: Timeline, watch: Watch, *, on_device: bool) -> list[Group]:
     return list(found.values())
 
 
+def _kind(node: Node) -> _Kind:
+    return node.name, node.inputs
+
+
 def _owner(node: Node, *, on_device: bool) -> tuple[Node | None, str | None]:
     """The call that a node's own time is told with, and the override that ran there."""
     inner: Node | None = None
@@ -127,27 +137,36 @@ def _group(found: dict[tuple[str, str, str], Group], node: Node, unit: _Unit) ->
     return found.setdefault(key, Group(name, inputs, taken_by, is_op=node.is_op))
 
 
-def _stand_ins(units: dict[Node, _Unit]) -> dict[Node, list[Node]]:
-    """For each call, the ops that called it and spent less than half of what it did."""
+def _stand_ins(units: dict[Node, _Unit]) -> dict[_Kind, frozenset[_Kind]]:
+    """For each kind of call, the ops that called it and spent less than half of what it did.
+
+    The calls of a kind vote: one call's time says little, as whatever interrupts it is in there.
+    """
     inside: dict[Node, float] = defaultdict(float)
     for node, unit in units.items():
         for each in node.ancestors():
             inside[each] += unit.seconds
-    return {
-        node: [
-            each
-            for each in node.ancestors()
-            if each is not node and each.is_op and inside[each] < 2 * unit.seconds
-        ]
-        for node, unit in units.items()
-    }
+    votes: dict[tuple[_Kind, _Kind], int] = defaultdict(int)
+    for node, unit in units.items():
+        for each in node.ancestors():
+            if each is not node and each.is_op:
+                votes[_kind(node), _kind(each)] += 1 if inside[each] < 2 * unit.seconds else -1
+    found: dict[_Kind, set[_Kind]] = defaultdict(set)
+    for (kind, caller), vote in votes.items():
+        if vote > 0:
+            found[kind].add(caller)
+    return {kind: frozenset(callers) for kind, callers in found.items()}
 
 
 class _Works:
     """What each call has to do."""
 
     def __init__(
-        self, units: dict[Node, _Unit], stands_in: dict[Node, list[Node]], *, on_device: bool
+        self,
+        units: dict[Node, _Unit],
+        stands_in: dict[_Kind, frozenset[_Kind]],
+        *,
+        on_device: bool,
     ) -> None:
         self._stands_in = stands_in
         self._only_call = frozenset() if on_device else _only_call(units)
@@ -156,12 +175,15 @@ class _Works:
         """What it has to do itself."""
         if not node.is_op:
             return Work(None, reason="a compiled kernel: its tensors are not known")
-        if (node.name, node.inputs) in self._only_call:
+        if _kind(node) in self._only_call:
             return NOTHING
         work = work_of(node.name, node.inputs)
         if work.bytes is not None and (work.flops is not None or knows_flops(node.name)):
             return work
-        for other in self._stands_in[node]:
+        stand_ins = self._stands_in.get(_kind(node), frozenset())
+        for other in node.ancestors():
+            if _kind(other) not in stand_ins:
+                continue
             theirs = work_of(other.name, other.inputs)
             if theirs.flops is not None and work.flops is None:
                 return theirs
@@ -170,23 +192,26 @@ class _Works:
         return work
 
 
-_Kind: TypeAlias = "tuple[str, tuple[Input, ...]]"
-
-
 def _only_call(units: dict[Node, _Unit]) -> frozenset[_Kind]:
-    """Kinds of calls most of whose time went into ops that they called, whose work it then is."""
-    own: dict[_Kind, float] = defaultdict(float)
-    below: dict[_Kind, float] = defaultdict(float)
-    hit: set[_Kind] = set()
+    """Kinds of calls that leave their work to ops that they call.
+
+    Most of their time is spent there. Of an op with a kernel for the CPU nearly all of it must be: a
+    gradient that it copies first may take as long as the op itself. The calls vote, as above.
+    """
+    below: dict[Node, float] = defaultdict(float)
     for node, unit in units.items():
-        kind = (node.name, node.inputs)
-        own[kind] += unit.seconds
-        if unit.override is not None:
-            hit.add(kind)
         for each in node.ancestors():
             if each is not node and each in units:
-                below[each.name, each.inputs] += unit.seconds
-    return frozenset(kind for kind in own if below[kind] > own[kind] and kind not in hit)
+                below[each] += unit.seconds
+    votes: dict[_Kind, int] = defaultdict(int)
+    hit: set[_Kind] = set()
+    for node, unit in units.items():
+        kind = _kind(node)
+        if unit.override is not None:
+            hit.add(kind)
+        least = 1 if is_composed(*kind) else _NEARLY_ALL
+        votes[kind] += 1 if below[node] > least * unit.seconds else -1
+    return frozenset(kind for kind, vote in votes.items() if vote > 0 and kind not in hit)
 
 
 def described(inputs: tuple[Input, ...]) -> str:

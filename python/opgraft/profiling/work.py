@@ -138,6 +138,19 @@ def _formula(name: str) -> Callable[..., int] | None:
     return flop_registry.get(packet)
 
 
+@cache
+def is_composed(name: str, inputs: tuple[Input, ...]) -> bool:
+    """Whether torch itself makes the op of others on the CPU: it has no kernel there."""
+    try:
+        call = rebuilt(name, inputs)
+    except Exception:  # as in work_of: what cannot be made again is judged by its time
+        return False
+    if call is None or not call.op.name.startswith("aten::"):
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not has(call.op.name, "CPU") and has(call.op.name, "CompositeExplicitAutograd")
+
+
 def rebuilt(name: str, inputs: tuple[Input, ...]) -> Call | None:
     """The call, on tensors without memory; None where the profile does not tell enough."""
     namespace, _, rest = name.partition("::")
