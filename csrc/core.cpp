@@ -252,7 +252,7 @@ py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
 // --------------------------------------------------------------------------- launch plans
 
 void set_plans(Override& self, const RouterHandle& router, py::object override,
-               std::shared_ptr<PlanTable> table, py::object record,
+               std::shared_ptr<PlanTable> table, py::object record, py::object ask,
                const std::optional<std::vector<NodeTuple>>& unplanned, bool takes_keyset,
                bool writes) {
   PlannedImpl::Options options;
@@ -260,6 +260,7 @@ void set_plans(Override& self, const RouterHandle& router, py::object override,
   options.signature = router.signature;
   options.override = PythonRef(std::move(override));
   options.record = PythonRef(std::move(record));
+  options.ask = PythonRef(std::move(ask));
   options.capturing = PythonRef(py::reinterpret_borrow<py::object>(router.hooks->capturing.get()));
   if (unplanned) options.unplanned.emplace(to_condition(*unplanned));
   options.takes_keyset = takes_keyset;
@@ -406,8 +407,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            py::arg("end"), py::arg("rate"),
            "The same override, a share of whose hits is compared with the native kernel.")
       .def("set_plans", &set_plans, py::arg("router"), py::arg("override"), py::arg("table"),
-           py::arg("record"), py::arg("unplanned"), py::arg("takes_keyset"), py::arg("writes"),
-           "Let its impl be recorded and replayed.");
+           py::arg("record"), py::arg("ask"), py::arg("unplanned"), py::arg("takes_keyset"),
+           py::arg("writes"), "Let its impl be recorded and replayed.");
 
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))

@@ -510,6 +510,8 @@ size_t PlanEntry::bytes() const noexcept {
 struct PlanTable::Seen {
   KeyTable<1024> seen;
   KeyTable<1024> refused;
+  KeyTable<4096> ready;
+  KeyTable<4096> asked;
 };
 
 PlanTable::PlanTable(PlanLimits limits)
@@ -541,6 +543,24 @@ PlanTable::Next PlanTable::next(const PlanKey& key) const noexcept {
 }
 
 void PlanTable::note(const PlanKey& key) noexcept { seen_->seen.add(key.hash()); }
+
+bool PlanTable::is_ready(const PlanKey& key) const noexcept {
+  return seen_->ready.count(key.hash()) > 0;
+}
+
+void PlanTable::set_ready(const PlanKey& key) noexcept { seen_->ready.add(key.hash()); }
+
+bool PlanTable::is_asked(const PlanKey& key) const noexcept { return times_asked(key) > 0; }
+
+uint32_t PlanTable::times_asked(const PlanKey& key) const noexcept {
+  return seen_->asked.count(key.hash());
+}
+
+void PlanTable::forget(const PlanKey& key) noexcept { seen_->asked.forget(key.hash()); }
+
+void PlanTable::set_asked(const PlanKey& key) noexcept { seen_->asked.add(key.hash()); }
+
+void PlanTable::forget_asked() noexcept { seen_->asked.clear(); }
 
 void PlanTable::review() noexcept {
   const uint64_t recordings = this->recordings();

@@ -336,6 +336,20 @@ class PlanTable {
   // From now on the key was seen.
   void note(const PlanKey& key) noexcept;
 
+  // Whether calls whose kernels are not compiled yet are native's, while somebody compiles them.
+  bool is_gated() const noexcept { return gated_.load(std::memory_order_relaxed); }
+  void gate(bool gated) noexcept { gated_.store(gated, std::memory_order_relaxed); }
+  // Whether the kernels of a call are compiled.
+  bool is_ready(const PlanKey& key) const noexcept;
+  void set_ready(const PlanKey& key) noexcept;
+  // Whether somebody was asked to compile them.
+  bool is_asked(const PlanKey& key) const noexcept;
+  void set_asked(const PlanKey& key) noexcept;  // counts how often it would have been needed
+  uint32_t times_asked(const PlanKey& key) const noexcept;
+  void forget(const PlanKey& key) noexcept;
+  // Nobody was: whoever was asked forgot it, or is in another process.
+  void forget_asked() noexcept;
+
   void count_replay(const PlanEntry& entry) noexcept {
     Counter::Shard& shard = Counter::shard();
     entry.replays.add(shard);
@@ -405,6 +419,7 @@ class PlanTable {
   const uint64_t review_every_;
   std::atomic<bool> given_up_{false};
   std::atomic<bool> runs_all_{false};
+  std::atomic<bool> gated_{false};
   std::atomic<bool> has_plans_{false};
   std::atomic<bool> any_{false};  // a plan was installed once
   std::optional<std::chrono::steady_clock::time_point>

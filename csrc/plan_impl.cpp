@@ -97,6 +97,13 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
     options_.table->drop(key);
     if (options_.writes) throw;
   }
+  const auto kernels = this->kernels(key);
+  if (kernels == Kernels::NotReady) options_.table->set_asked(key);
+  if (kernels == Kernels::NotReady ||
+      (kernels == Kernels::NotAskedFor && !ask_for_kernels(call, key))) {
+    override.misses->add();
+    return false;
+  }
   const auto next = options_.table->next(key);
   if (next == PlanTable::Next::Record) return record(override, call, device, key);
   if (next == PlanTable::Next::Wait) options_.table->note(key);
@@ -142,6 +149,16 @@ Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument>
     return {Early::Kind::Declines};
   }
   if (!has_key) return {};
+  switch (kernels(key)) {
+    case Kernels::NotAskedFor:
+      return {};
+    case Kernels::NotReady:
+      options_.table->set_asked(key);
+      override.misses->add();
+      return {Early::Kind::Declines};
+    case Kernels::Ready:
+      break;
+  }
   const auto next = options_.table->next(key);
   if (next == PlanTable::Next::Record) return {};
   if (pays(arguments.data(), may_run_in_python(next))) return {};  // and then it is seen
@@ -162,6 +179,25 @@ bool PlannedImpl::replay_early(const Override& override, const PlanEntry& entry,
   }
   replayed(override, entry);
   return true;
+}
+
+PlannedImpl::Kernels PlannedImpl::kernels(const PlanKey& key) const noexcept {
+  const PlanTable& table = *options_.table;
+  if (C10_LIKELY(!table.is_gated()) || table.runs_all() || table.is_ready(key)) {
+    return Kernels::Ready;
+  }
+  return table.is_asked(key) ? Kernels::NotReady : Kernels::NotAskedFor;
+}
+
+// Once for each key: whoever comes next finds that somebody was asked.
+bool PlannedImpl::ask_for_kernels(Call& call, const PlanKey& key) const {
+  const PythonAccess python;
+  if (!python) return false;
+  options_.table->set_asked(key);
+  const auto values = options_.signature->to_python(call.begin());
+  return call_python(options_.ask.get(), options_.override.get(), py::cast(call.keyset), values,
+                     py::cast(key))
+      .is(py::handle(Py_True));
 }
 
 // Past so many recordings an impl in Python is only worth what its author says.
@@ -430,6 +466,12 @@ void bind_plans(py::module_& core) {
       .def_property_readonly("stopped", &PlanTable::stopped)
       .def_property_readonly("given_up", &PlanTable::given_up)
       .def_property("runs_all", &PlanTable::runs_all, &PlanTable::run_all)
+      .def_property("gated", &PlanTable::is_gated, &PlanTable::gate)
+      .def("is_ready", &PlanTable::is_ready, py::arg("key"))
+      .def("set_ready", &PlanTable::set_ready, py::arg("key"))
+      .def("times_asked", &PlanTable::times_asked, py::arg("key"))
+      .def("forget", &PlanTable::forget, py::arg("key"))
+      .def("forget_asked", &PlanTable::forget_asked)
       .def("entries", [](const PlanTable& self) {
         std::vector<std::shared_ptr<PlanEntry>> entries;
         for (const auto& entry : self.entries()) {

@@ -21,6 +21,9 @@ class PlannedImpl final : public Impl {
     PythonRef override;
     PythonRef record;     // record(override, keyset, values, key) -> result
     PythonRef capturing;  // capturing() -> bool, as PythonHooks has it
+    // ask(override, keyset, values, key) -> whether the call is to wait for its kernels; else they
+    // are compiled while native serves. Only where the table is gated.
+    PythonRef ask;
     // Which calls are worth the impl in Python where no plan replays them; none: all, as long as
     // there may be recordings.
     std::optional<Condition> unplanned;
@@ -45,6 +48,10 @@ class PlannedImpl final : public Impl {
   Replayed replay(const Override& override, Call& call, const PlanKey& key);
   bool run_unplanned(const Override& override, Call& call, c10::Device device, bool in_python);
   bool may_run_in_python(PlanTable::Next next) const;
+  // Whether a call that has no plan may run, or be recorded, as far as its kernels are concerned.
+  enum class Kernels : uint8_t { Ready, NotReady, NotAskedFor };
+  Kernels kernels(const PlanKey& key) const noexcept;
+  bool ask_for_kernels(Call& call, const PlanKey& key) const;
   // Whether a call that has no plan is to run in Python; `in_python`: where that would pay.
   bool pays(const Argument* arguments, bool in_python) const;
   void replayed(const Override& override, const PlanEntry& entry) const;

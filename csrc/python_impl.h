@@ -74,6 +74,18 @@ class KeyTable {
     entry.key.store(key, std::memory_order_relaxed);
   }
 
+  // The key's count is zero again.
+  void forget(uint64_t key) noexcept {
+    if (const Entry* entry = find(key)) {
+      const_cast<Entry*>(entry)->count.store(0, std::memory_order_relaxed);
+    }
+  }
+
+  // Every count is zero again. The keys keep their places, as others may be looking for theirs.
+  void clear() noexcept {
+    for (Entry& entry : entries_) entry.count.store(0, std::memory_order_relaxed);
+  }
+
  private:
   static constexpr size_t kProbes = 8;
   struct Entry {

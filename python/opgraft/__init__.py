@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from opgraft.ops.lazy_impl import lazy
     from opgraft.plan.warm import warmup
     from opgraft.profiling import Profile, profile
+    from opgraft.ready.readiness import wait_until_ready, when_not_ready
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
     from opgraft.router.shadow import shadow
@@ -59,8 +60,10 @@ __all__ = [
     "trace",
     "triton_utils",
     "verify",
+    "wait_until_ready",
     "warmup",
     "when",
+    "when_not_ready",
 ]
 
 # Where each public name is from; a name that is not here is a module. `import torch` imports this
@@ -86,7 +89,9 @@ _HOMES = {
     "shadow": "router.shadow",
     "trace": "explanation.trace",
     "verify": "verification",
+    "wait_until_ready": "ready.readiness",
     "warmup": "plan.warm",
+    "when_not_ready": "ready.readiness",
 }
 
 

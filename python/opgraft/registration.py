@@ -16,7 +16,15 @@ from opgraft.core import loader
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.pt2 import hooks
-from opgraft.registry import Chain, CompilePolicy, Declaration, OnError, Override, registry
+from opgraft.registry import (
+    Chain,
+    CompilePolicy,
+    Declaration,
+    OnError,
+    Override,
+    WhenNotReady,
+    registry,
+)
 from opgraft.router import composite
 from opgraft.when import Condition, Expression
 from opgraft.when.nodes import ExpressionError
@@ -42,6 +50,7 @@ def register_op_override(
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     launch_plan: bool = False,
     unplanned: Condition | None = None,
+    when_not_ready: WhenNotReady = "wait",
     samples: Callable[[torch.device], Iterable[Any]] | None = None,
 ) -> Override:
     """Register an implementation for one op at one dispatch key.
@@ -88,6 +97,9 @@ def register_op_override(
         unplanned: with `launch_plan`, a :mod:`opgraft.when` expression: which of the calls that
             `cond` wants are worth `impl` in Python while no plan replays them. The others run the
             native kernel until they have a plan. Default: all of them.
+        when_not_ready: with `launch_plan`, what a call does whose kernels are not compiled yet:
+            `"wait"` until they are, or `"native"`: it is native's, at the price of a miss, and they
+            are compiled in the background; see docs/ready.md.
         samples: calls for `opgraft.verify` to test it on, beside those of PyTorch's own tests: a
             function of a device that yields the op's arguments, each time as a tuple, or as a dict
             by name. A backward op, an `out=` or an in-place variant is tested on those of the op
@@ -121,6 +133,7 @@ def register_op_override(
     check_accepts(impl, op, what="impl", leading=["DispatchKeySet"] if takes_keyset else [])
     _check_condition(cond, op, unconditional_override)
     _check_unplanned(unplanned, op, launch_plan)
+    _check_when_not_ready(when_not_ready, op, launch_plan, autograd)
     owner = packs.owner()
     pack = owner.name if owner else None
     on_error = on_error or ("fallback" if pack else "raise")
@@ -150,6 +163,7 @@ def register_op_override(
         autograd=autograd,
         launch_plan=launch_plan,
         unplanned=unplanned,
+        when_not_ready=when_not_ready,
         samples=samples,
         unavailable=_unavailable(dsl, owner),
     )
@@ -277,6 +291,25 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
         raise RegistrationError(
             f"unplanned= for {op.name}: {unplanned!r} needs Python to be decided; compare with "
             "constants of 64 bits"
+        )
+
+
+def _check_when_not_ready(
+    when_not_ready: WhenNotReady, op: Op, launch_plan: bool, autograd: object
+) -> None:
+    _check_choice("when_not_ready", when_not_ready, WhenNotReady)
+    if when_not_ready == "wait":
+        return
+    if not launch_plan:
+        raise RegistrationError(
+            f"when_not_ready='native' for {op.name} compiles from a call's metadata alone: it "
+            "wants launch_plan=True, which declares the impl a function of them"
+        )
+    if autograd is not None:
+        # The forward would be compiled and the backward not: then the backward's caller waits.
+        raise RegistrationError(
+            f"when_not_ready='native' for {op.name} cannot be given with autograd=: the backward's "
+            "kernels cannot be compiled ahead"
         )
 
 

@@ -26,7 +26,13 @@ log = logging.getLogger(__name__)
 #: Every variable that opgraft reads, those of a build too.
 VARIABLES = (
     *("OPGRAFT_DISABLE", "OPGRAFT_PACKS", "OPGRAFT_STRICT", "OPGRAFT_PLANS", "OPGRAFT_ROUTER"),
-    *("OPGRAFT_CACHE", "OPGRAFT_SHADOW", "OPGRAFT_COMPILE_TIMEOUT", "OPGRAFT_LOG"),
+    *(
+        "OPGRAFT_CACHE",
+        "OPGRAFT_SHADOW",
+        "OPGRAFT_COMPILE_TIMEOUT",
+        "OPGRAFT_LOG",
+        "OPGRAFT_WHEN_NOT_READY",
+    ),
     *("OPGRAFT_BUILD_CORE", "OPGRAFT_TORCH_HEADERS"),
 )
 # Of benchmarks and tests, and of whoever else names variables so.

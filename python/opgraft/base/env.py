@@ -6,6 +6,8 @@
                    value: none of them; not set: every pack that is installed.
 `OPGRAFT_STRICT`   `1`: an impl's exception is always raised, whatever its `on_error`.
 `OPGRAFT_PLANS`    `0`: nothing is recorded as a launch plan; every hit runs in Python.
+`OPGRAFT_WHEN_NOT_READY`  `native` or `wait`: what a call does whose kernels are not compiled yet,
+                   whatever overrides were registered with.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
 `OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
 `OPGRAFT_SHADOW`   `0.01`: compare this share of hits with native; `0.01:quarantine` or `:raise`
@@ -96,6 +98,14 @@ def interprets_triton() -> bool:
 def plans() -> bool:
     """Whether launch plans are recorded: always, but with `OPGRAFT_PLANS=0`."""
     return os.environ.get("OPGRAFT_PLANS", "").strip().lower() not in _FALSE
+
+
+def when_not_ready() -> str | None:
+    """What `OPGRAFT_WHEN_NOT_READY` says; None where it says nothing that makes sense."""
+    text = os.environ.get("OPGRAFT_WHEN_NOT_READY", "").strip().lower()
+    if text and text not in ("native", "wait"):
+        warn_once(f"OPGRAFT_WHEN_NOT_READY={text} is ignored: give native or wait")
+    return text if text in ("native", "wait") else None
 
 
 def strict() -> bool:

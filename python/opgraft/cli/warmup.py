@@ -25,7 +25,7 @@ def command(
     """
     opgraft.packs.activate()
     program = programs.prepare(script, arguments, is_module=is_module)
-    with warm.watching() as report:
+    with warm.watching() as report, opgraft.when_not_ready("wait"):
         status = programs.run(program)
     with programs.report_stream(path) as stream:
         print(json.dumps(report.as_dict(), indent=2) if as_json else report, file=stream)

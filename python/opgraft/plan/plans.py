@@ -12,6 +12,7 @@ from opgraft.base import env
 from opgraft.core import loader
 from opgraft.ops.describing import accelerator, describe, strides
 from opgraft.ops.schema import Call
+from opgraft.ready.readiness import Readiness
 from opgraft.registry import Override
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Plans:
         #: Why calls of a key run in Python, by the key as :class:`PlanInfo` has it.
         self.refusals: dict[str, str] = {}
         self._said_stopped = False
+        #: Which calls' kernels are compiled.
+        self.readiness = Readiness(override, self.table)
 
     def __len__(self) -> int:
         return len(self.table.entries())
@@ -153,6 +156,8 @@ class Plans:
         label = describe_call(call)
         if any(plan.key == label for plan in self):
             return True, "by a launch plan"
+        if (not_ready := self._why_not_ready(call)) is not None:
+            return False, not_ready
         unplanned = self.override.unplanned
         in_python = unplanned is None or unplanned.holds(call.named)
         only = f", and only {unplanned!r} is worth running in Python" if not in_python else ""
@@ -175,7 +180,29 @@ class Plans:
             )
         return in_python, f"in Python until its launch plan is recorded{only}"
 
+    def _why_not_ready(self, call: Call) -> str | None:
+        """Why a call is native's until its kernels are compiled; None where it is not."""
+        if not self.table.gated or torch.are_deterministic_algorithms_enabled():
+            return None
+        state = self.readiness.state(describe_call(call))
+        if state is not None and state.status == "ready":
+            return None
+        return f"natively so far: {state or 'nobody has asked for its kernels yet'}"
+
     # What the router asks.
+
+    def ask_for_kernels(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey) -> bool:
+        """Have the kernels of a call made ready.
+
+        Args:
+            call: the arguments.
+            keyset: the call's dispatch keys.
+            key: the core's `PlanKey` of the call.
+
+        Returns:
+            Whether the call is to run as it is.
+        """
+        return self.readiness.ask(call, keyset, key, describe_call(call))
 
     def begin(self, router: Router, call: Call) -> Recording:
         """Start recording a call of a key that has no plan.

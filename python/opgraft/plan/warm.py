@@ -12,6 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from opgraft.base.notebook import Shown
 from opgraft.ops.schema import resolve
 from opgraft.plan.plans import MAX_ATTEMPTS
+from opgraft.ready.readiness import when_not_ready
 from opgraft.registry import Override, Selector, registry
 
 # Runs in which a call is recorded, if it can be: it is seen once first.
@@ -88,7 +89,7 @@ def warmup(
     """
     is_function = callable(op) and not isinstance(op, (OpOverload, OpOverloadPacket))
     function: Any = op if is_function else resolve(op).overload  # type: ignore[arg-type]
-    with watching() as report:
+    with watching() as report, when_not_ready("wait"):
         for _ in range(_RUNS):
             function(*args, **kwargs)
     return report

@@ -195,8 +195,8 @@ class _Works:
 def _only_call(units: dict[Node, _Unit]) -> frozenset[_Kind]:
     """Kinds of calls that leave their work to ops that they call.
 
-    Most of their time is spent there. Of an op with a kernel for the CPU nearly all of it must be: a
-    gradient that it copies first may take as long as the op itself. The calls vote, as above.
+    Most of their time is spent there. Of an op with a kernel for the CPU nearly all of it must be:
+    a gradient that it copies first may take as long as the op itself. The calls vote, as above.
     """
     below: dict[Node, float] = defaultdict(float)
     for node, unit in units.items():

@@ -5,7 +5,7 @@ compiled when it is imported. With named tuples that was half of the whole impor
 """
 
 from opgraft.registry.chains import Chain, Registry, registry
-from opgraft.registry.declaration import CompilePolicy, Declaration, OnError
+from opgraft.registry.declaration import CompilePolicy, Declaration, OnError, WhenNotReady
 from opgraft.registry.override import Override
 from opgraft.registry.rules import Rule, Selector, selector_from
 
@@ -18,6 +18,7 @@ __all__ = [
     "Registry",
     "Rule",
     "Selector",
+    "WhenNotReady",
     "registry",
     "selector_from",
 ]

@@ -10,6 +10,7 @@ from opgraft.registry.rules import Selector
 from opgraft.when import Condition
 
 OnError = Literal["raise", "fallback"]
+WhenNotReady = Literal["native", "wait"]
 CompilePolicy = Literal["auto", "opaque", "inductor", "traceable"]
 
 
@@ -35,6 +36,8 @@ class Declaration:
     #: `(setup_context, backward)` of a derivative of its own.
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None
     launch_plan: bool
+    #: What a call does whose kernels are not compiled yet.
+    when_not_ready: WhenNotReady
     #: Calls to verify it on, for a device: arguments as tuples, or as dicts by name.
     samples: Callable[..., Iterable[Any]] | None
     #: Which of the calls that `cond` wants are worth `impl` in Python, where no launch plan
@@ -59,6 +62,7 @@ class Declaration:
         compile: CompilePolicy | Condition = "auto",
         autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
         launch_plan: bool = False,
+        when_not_ready: WhenNotReady = "wait",
         samples: Callable[..., Iterable[Any]] | None = None,
         unplanned: Condition | None = None,
         unavailable: str | None = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opgraft.base import env
 from opgraft.ops.schema import Call, Op
-from opgraft.registry.declaration import CompilePolicy, Declaration, OnError
+from opgraft.registry.declaration import CompilePolicy, Declaration, OnError, WhenNotReady
 from opgraft.registry.state import OverrideState
 from opgraft.when import Condition, Failure
 
@@ -41,6 +41,7 @@ class Override:
     launch_plan: bool = _declared("launch_plan")
     samples: Callable[..., Any] | None = _declared("samples")
     unplanned: Condition | None = _declared("unplanned")
+    when_not_ready: WhenNotReady = _declared("when_not_ready")
     unavailable: str | None = _declared("unavailable")
     #: What selectors compare.
     identity: dict[str, str | None] = _declared("identity")

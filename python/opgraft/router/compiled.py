@@ -163,6 +163,7 @@ class CompiledRouter(Router):
             override,
             override.plans.table,
             self._record_hit,
+            self._ask_for_kernels,
             unplanned=unplanned,
             takes_keyset=override.takes_keyset,
             writes=override.operator.writes,
@@ -217,6 +218,17 @@ class CompiledRouter(Router):
             self._tell_of_quarantine(override, values)
         override.plans.end(recording, key, result)
         return result
+
+    def _ask_for_kernels(
+        self,
+        override: Override,
+        keyset: torch.DispatchKeySet,
+        values: tuple[Any, ...],
+        key: PlanKey,
+    ) -> bool:
+        """Have the kernels of a call compiled; whether the call is to wait for them."""
+        assert override.plans is not None
+        return override.plans.ask_for_kernels(Call(self.chain.op, values), keyset, key)
 
     def _try_out(
         self, override: Override, keyset: torch.DispatchKeySet, call: Call, key: PlanKey

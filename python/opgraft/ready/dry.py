@@ -1,0 +1,158 @@
+"""Running an impl without running its kernels: what it launches is compiled, and nothing else.
+
+A worker does this, in a process that has no GPU and creates no CUDA context. The tensors are
+PyTorch's fake ones: they have metadata and no memory. Triton compiles for the device that the
+request describes. Where its interpreter is on, there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from opgraft.ready import request
+from opgraft.ready.request import Request
+
+
+def run(asked: Request) -> list[str]:
+    """Compile what the impl of a request launches.
+
+    Returns:
+        The names of the kernels.
+
+    Raises:
+        CannotAsk: the impl cannot be imported.
+        Exception: the impl's own, or a compiler's.
+    """
+    impl = request.load(asked["impl"])
+    compiled: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(_addresses())
+        if asked["device"] is not None:
+            stack.enter_context(_device(asked["device"]["properties"]))
+        if importlib.util.find_spec("triton") is not None:
+            stack.enter_context(_triton(asked["device"], compiled.append))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
+        stack.enter_context(FakeTensorMode())
+        call = request.call_of(asked)
+        leading: tuple[torch.DispatchKeySet, ...] = ()
+        if asked["keyset"] is not None:
+            leading = (torch._C.DispatchKeySet.from_raw_repr(asked["keyset"]),)
+        impl(*leading, *call.args, **call.kwargs)
+    return compiled
+
+
+@contextmanager
+def _addresses() -> Iterator[None]:
+    """Give fake tensors an address: kernels are specialised on its alignment, and on no more."""
+
+    def data_ptr(tensor: FakeTensor) -> int:
+        return int(tensor.storage_offset() * tensor.element_size())
+
+    with mock.patch.object(FakeTensor, "data_ptr", data_ptr, create=True):
+        yield
+
+
+@contextmanager
+def _device(properties: dict[str, Any]) -> Iterator[None]:
+    """Let torch answer for the device of the request, which this process does not have."""
+    stream = SimpleNamespace(cuda_stream=0, device=torch.device("cuda", 0))
+    stands_in: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: stream,
+        "get_device_properties": lambda device=None: SimpleNamespace(**properties),
+        "get_device_capability": lambda device=None: (properties["major"], properties["minor"]),
+        "get_device_name": lambda device=None: properties["name"],
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device=None: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+    }
+    with ExitStack() as stack:
+        for name, function in stands_in.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function, create=True))
+        # Which would make a context as soon as torch says that there is a device.
+        nothing = mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None, create=True)
+        stack.enter_context(nothing)
+        yield
+
+
+@contextmanager
+def _triton(device: dict[str, Any] | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Compile in place of launching."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    jit_run = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fake tensors' addresses
+            kernel = jit_run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        note(self.fn.__name__)
+        return kernel
+
+    def tune(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Which configuration is best, a call on the device finds. All are compiled for it.
+        kwargs.pop("warmup", None)
+        return self.warmup(*args, **kwargs)
+
+    with ExitStack() as stack:
+        if device is not None:
+            properties = device["properties"]
+            # For good: Triton would look for a real one to put it back.
+            capability = 10 * properties["major"] + properties["minor"]
+            triton.runtime.driver.set_active(_driver(capability))
+        patches = {JITFunction: run, Autotuner: tune, InterpretedFunction: lambda *_, **__: None}
+        for kind, function in patches.items():
+            stack.enter_context(mock.patch.object(kind, "run", function))
+        yield
+
+
+def _driver(capability: int) -> Any:
+    """A driver of Triton's that knows for which device is compiled, and launches nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class CompileOnly(DriverBase):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, kind: str) -> str:
+            return kind
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int = 0) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+        def get_benchmarker(self) -> Any:
+            raise RuntimeError("nothing is measured without a device")
+
+    return CompileOnly()

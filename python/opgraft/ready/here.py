@@ -1,0 +1,79 @@
+"""Compiling in this process what no worker can: the impl runs on stand-ins, on another thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opgraft.ops.schema import Call
+from opgraft.registry import Override
+from opgraft.router import device, threads
+
+#: Bytes of stand-ins that an impl may be run on.
+MAX_BYTES = 2**30
+
+
+class Metadata:
+    """A call without its tensors."""
+
+    def __init__(self, call: Call) -> None:
+        self._op = call.op
+        self._values = tuple(_described(value) for value in call.values)
+        self.bytes = sum(t.numel() * t.element_size() for t in call.tensors())
+
+    def call(self) -> Call:
+        """The call on tensors of its own, of zeros."""
+        return Call(self._op, tuple(_made(value) for value in self._values))
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Tensor(tuple(value.shape), value.stride(), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_described(each) for each in value)
+    return value
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, _Tensor):
+        made = torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=value.device)
+        return made.zero_()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_made(each) for each in value)
+    return value
+
+
+def may_run(override: Override, metadata: Metadata) -> bool:
+    """Whether an impl may be run on stand-ins.
+
+    Not where they would take much memory, nor where it would draw random numbers: those are the
+    program's. Its next call then waits for its kernels.
+    """
+    return metadata.bytes <= MAX_BYTES and not override.operator.is_random
+
+
+def run(override: Override, metadata: Metadata, keyset: torch.DispatchKeySet) -> None:
+    """Run the impl once, as a native kernel would be run.
+
+    Raises:
+        Exception: the impl's own.
+    """
+    call = metadata.call()
+    leading = (keyset,) if override.takes_keyset else ()
+    with (
+        torch.no_grad(),
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+        threads.bypassing(override.operator),
+        device.guard(device.of(call)),
+    ):
+        override.impl(*leading, *call.args, **call.kwargs)

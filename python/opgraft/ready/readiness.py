@@ -1,0 +1,318 @@
+"""What has become of the kernels of each call that an override was asked for and had none.
+
+`import torch` imports this where a pack is installed: what is for compiling alone is imported by
+the first call that has something to compile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from opgraft.base import env
+from opgraft.base.locks import fork_safe_lock
+from opgraft.errors import RegistrationError, warn_caller
+from opgraft.ops.schema import Call
+from opgraft.registry import Override, WhenNotReady
+from opgraft.router import device
+
+if TYPE_CHECKING:
+    from opgraft.core.interface import PlanKey, PlanTable
+    from opgraft.ready.here import Metadata
+
+log = logging.getLogger(__name__)
+
+Status = Literal["waiting", "compiling", "ready", "failed"]
+
+#: Kinds of calls of an override whose state is remembered for people.
+MAX_STATES = 1024
+
+
+class State:
+    """What became of the kernels of one kind of call."""
+
+    def __init__(self, call: str, status: Status, by: str = "", reason: str = "") -> None:
+        #: The kind of call, for people.
+        self.call = call
+        self.status = status
+        #: `time.time()` of the change.
+        self.since = time.time()
+        #: Who compiles, or compiled: "worker 1234", or "this process".
+        self.by = by
+        #: Why it failed, or why it is compiled in this process.
+        self.reason = reason
+
+    def __str__(self) -> str:
+        seconds = f"for {time.time() - self.since:.0f} s"
+        if self.status == "waiting":
+            return f"its kernels wait to be compiled, {seconds}"
+        if self.status == "compiling":
+            return f"its kernels are being compiled, {seconds}, by {self.by}"
+        if self.status == "ready":
+            return f"its kernels are ready, compiled by {self.by}"
+        return f"its kernels could not be compiled: {self.reason}"
+
+
+class Readiness:
+    """The kernels of an override's calls: which are ready, and who makes the others so."""
+
+    def __init__(self, override: Override, table: PlanTable) -> None:
+        self.override = override
+        self._table = table
+        self._lock = threading.Lock()
+        self._states: dict[Any, State] = {}
+        self._warned_of_capture = False
+        _all.add(self)
+        self.apply()
+
+    @property
+    def policy(self) -> WhenNotReady:
+        """What a call does whose kernels are not ready."""
+        if _scopes:
+            return _scopes[-1]
+        return env.when_not_ready() or self.override.when_not_ready  # type: ignore[return-value]
+
+    def apply(self) -> None:
+        """Tell the core of the policy, which may have changed."""
+        self._table.gated = self.policy == "native"
+
+    def state(self, call: str) -> State | None:
+        """What became of the kernels of a kind of call, as :attr:`State.call` has it.
+
+        None where nobody asked, or it was long ago.
+        """
+        return next((state for state in self.states() if state.call == call), None)
+
+    def states(self) -> list[State]:
+        """What became of each key that was asked for."""
+        with self._lock:
+            return list(self._states.values())
+
+    def is_pending(self) -> bool:
+        """Whether something is being compiled, or waits for it."""
+        if self.override.state.removed:
+            return False
+        return any(state.status in ("waiting", "compiling") for state in self.states())
+
+    def ask(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey, label: str) -> bool:
+        """Have the kernels of a call made ready.
+
+        Args:
+            call: the call.
+            keyset: its dispatch keys.
+            key: the core's `PlanKey` of it.
+            label: the same for people.
+
+        Returns:
+            Whether the call is to run as it is.
+        """
+        where = device.of(call)
+        if device.is_capturing(where):
+            self._warn_of_capture()
+        with self._lock:
+            known = self._states.setdefault(key, State(label, "waiting"))
+        if known.status == "ready":  # the core forgot: its table is bounded
+            self._table.set_ready(key)
+            return True
+        from opgraft.ready import pool, request
+        from opgraft.ready.here import Metadata
+
+        metadata = Metadata(call)
+        try:
+            asked = request.request(self.override, call, keyset)
+        except request.CannotAsk as error:
+            self._compile_here(metadata, keyset, key, str(error))
+            return False
+        # A job holds no tensors: it must not keep them alive.
+        pool.shared().submit(
+            pool.Job(
+                asked,
+                wanted=lambda: self._table.times_asked(key),
+                started=lambda process: self._note(key, "compiling", by=f"worker {process}"),
+                compiled=lambda kernels: self._compiled(key, kernels),
+                failed=lambda reason, may_run_here: self._failed(
+                    metadata, keyset, key, reason, may_run_here=may_run_here
+                ),
+                dropped=lambda: self._dropped(key),
+            )
+        )
+        return False
+
+    def _note(self, key: PlanKey, status: Status, *, by: str = "", reason: str = "") -> None:
+        with self._lock:
+            before = self._states.pop(key, None)
+            while len(self._states) >= MAX_STATES:
+                self._states.pop(next(iter(self._states)))
+            label = "" if before is None else before.call
+            self._states[key] = State(label, status, by, reason)
+        if status in ("ready", "failed"):
+            with _changed:
+                _changed.notify_all()
+
+    def _compiled(self, key: PlanKey, kernels: list[str]) -> None:
+        from opgraft.ready import request
+
+        state = self._states.get(key)
+        by = "a worker" if state is None else state.by
+        try:
+            # The DSL is imported here, so that no call waits for that.
+            request.load(request.name_of(self.override.impl))
+        except request.CannotAsk as error:
+            self._fail(key, str(error))
+            return
+        self._table.set_ready(key)
+        self._note(key, "ready", by=by)
+        log.debug("%s: compiled %s for a call", self.override.name, ", ".join(kernels) or "nothing")
+
+    def _failed(
+        self,
+        metadata: Metadata,
+        keyset: torch.DispatchKeySet,
+        key: PlanKey,
+        reason: str,
+        *,
+        may_run_here: bool,
+    ) -> None:
+        if may_run_here:
+            self._run_here(metadata, keyset, key, reason)
+            return
+        self._fail(key, reason)
+
+    def _dropped(self, key: PlanKey) -> None:
+        with self._lock:
+            self._states.pop(key, None)
+        self._table.forget(key)
+
+    def _compile_here(
+        self, metadata: Metadata, keyset: torch.DispatchKeySet, key: PlanKey, reason: str
+    ) -> None:
+        self._note(key, "waiting", by="this process", reason=reason)
+        arguments = (metadata, keyset, key, reason)
+        name = f"opgraft: {self.override.name} compiles"
+        threading.Thread(target=self._run_here, args=arguments, name=name, daemon=True).start()
+
+    def _run_here(
+        self, metadata: Metadata, keyset: torch.DispatchKeySet, key: PlanKey, reason: str
+    ) -> None:
+        """Compile by running the impl on stand-ins, on this thread, which no call waits for."""
+        from opgraft.ready import here
+
+        self._note(key, "compiling", by="this process", reason=reason)
+        if not here.may_run(self.override, metadata):
+            self._table.set_ready(key)
+            self._note(key, "ready", by="the call that needs them", reason=reason)
+            return
+        try:
+            here.run(self.override, metadata, keyset)
+        except Exception as error:
+            failure = f"{reason}; and in this process: {type(error).__name__}: {error}"
+            self._fail(key, failure)
+            return
+        self._table.set_ready(key)
+        self._note(key, "ready", by="this process", reason=reason)
+
+    def _fail(self, key: PlanKey, reason: str) -> None:
+        log.warning(
+            "%s: the kernels of a call could not be compiled, and native serves it: %s",
+            self.override.name,
+            reason,
+        )
+        self._note(key, "failed", reason=reason)
+
+    def _warn_of_capture(self) -> None:
+        if self._warned_of_capture:
+            return
+        self._warned_of_capture = True
+        warn_caller(
+            f"override {self.override.name!r} of {self.override.op} is not ready for a call that "
+            "is captured in a CUDA graph: the graph has the native kernel for good. Make the call "
+            "with opgraft.warmup before the capture"
+        )
+
+
+_all: weakref.WeakSet[Readiness] = weakref.WeakSet()
+_changed = threading.Condition()
+_scopes: list[WhenNotReady] = []
+_lock = fork_safe_lock()
+
+
+@contextmanager
+def when_not_ready(policy: WhenNotReady) -> Iterator[None]:
+    """Say for all overrides what a call does whose kernels are not compiled yet.
+
+    It holds for every thread of the process, whatever overrides were registered with and
+    `OPGRAFT_WHEN_NOT_READY` says.
+
+    Args:
+        policy: `"wait"`: the call waits until they are compiled; `"native"`: it is native's, and
+            they are compiled in the background.
+
+    Raises:
+        RegistrationError: there is no such policy.
+
+    >>> import opgraft
+    >>> with opgraft.when_not_ready("wait"):
+    ...     pass  # every call that an override takes runs it
+    """
+    if policy not in ("native", "wait"):
+        raise RegistrationError(f"when_not_ready({policy!r}): choose one of ('native', 'wait')")
+    with _lock:
+        _scopes.append(policy)
+        _apply()
+    try:
+        yield
+    finally:
+        with _lock:
+            _scopes.remove(policy)
+            _apply()
+
+
+def _apply() -> None:
+    for each in list(_all):
+        each.apply()
+
+
+def wait_until_ready(timeout: float | None = None) -> bool:
+    """Wait until nothing is being compiled in the background, and nothing waits for it.
+
+    Args:
+        timeout: seconds; None: as long as it takes.
+
+    Returns:
+        Whether that is so; False where the time was over before.
+
+    >>> import opgraft
+    >>> opgraft.wait_until_ready(timeout=60)
+    True
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with _changed:
+        while any(each.is_pending() for each in list(_all)):
+            left = 0.1 if deadline is None else min(0.1, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            _changed.wait(left)
+    return True
+
+
+def _forget_in_child() -> None:
+    """A fork's child has neither the workers nor the threads of its parent."""
+    global _changed
+    _changed = threading.Condition()
+    for each in list(_all):
+        each._lock = threading.Lock()
+        ready = {key: s for key, s in each._states.items() if s.status in ("ready", "failed")}
+        each._states = ready
+        each._table.forget_asked()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,200 @@
+"""What a worker is told of a call: the impl's name, and the arguments' metadata."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import json
+import operator
+import pickle
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from opgraft.ops.lazy_impl import Lazy
+from opgraft.ops.schema import Call, resolve
+from opgraft.registry import Override
+
+#: How the name of an impl begins that is no function. No module is called so.
+_PICKLE = "pickle:"
+#: Addresses are told modulo this many bytes: no kernel is specialised on a larger alignment.
+ALIGNMENT = 256
+
+Request = dict[str, Any]
+
+
+class CannotAsk(Exception):
+    """A worker cannot be told of a call, or cannot import what it needs."""
+
+
+def request(override: Override, call: Call, keyset: torch.DispatchKeySet) -> Request:
+    """What a worker needs to know to compile the kernels of a call.
+
+    Args:
+        override: whose impl it is.
+        call: the call; of its tensors only the metadata is read.
+        keyset: the call's dispatch keys.
+
+    Raises:
+        CannotAsk: the impl cannot be imported by its name, or an argument has no JSON.
+    """
+    if override.dsl == "cutedsl":
+        # Its cache on disk is not on by default, so the caller would compile once more, and wait.
+        raise CannotAsk("what CuteDSL compiles does not leave its process")
+    return {
+        "impl": name_of(override.impl),
+        "op": override.op,
+        "keyset": keyset.raw_repr() if override.takes_keyset else None,
+        "arguments": [encode(value) for value in call.values],
+        "device": properties(call),
+    }
+
+
+def name_of(impl: Callable[..., Any]) -> str:
+    """By which name another process can import an impl.
+
+    `module:qualified.name` of a function; of another callable, such as a `functools.partial`, what
+    `pickle` makes of it, in which functions are names too.
+
+    Raises:
+        CannotAsk: there is none.
+    """
+    if not isinstance(impl, (FunctionType, Lazy)):
+        return f"{_PICKLE}{_pickled(impl)}"
+    module, name = impl.__module__, impl.__qualname__
+    if module == "__main__":
+        raise CannotAsk("it is defined in __main__, which other processes do not import")
+    if "<" in name:
+        raise CannotAsk(f"{name} is defined inside a function, where no other process finds it")
+    return f"{module}:{name}"
+
+
+def _pickled(impl: Callable[..., Any]) -> str:
+    try:
+        content = pickle.dumps(impl)
+    except Exception as error:  # of any class's own method
+        raise CannotAsk(f"{impl!r} cannot be pickled: {error}") from error
+    if b"__main__" in content:
+        raise CannotAsk(f"{impl!r} needs __main__, which other processes do not import")
+    return base64.b64encode(content).decode()
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The impl of a request, imported.
+
+    Raises:
+        CannotAsk: it cannot be imported.
+    """
+    module, _, path = name.partition(":")
+    try:
+        if name.startswith(_PICKLE):
+            unpickled: Callable[..., Any] = pickle.loads(base64.b64decode(path))
+            return unpickled
+        found = operator.attrgetter(path)(importlib.import_module(module))
+    except Exception as error:  # whatever a module raises while it is imported
+        why = f"{type(error).__name__}: {error}"
+        raise CannotAsk(f"{name:.200} cannot be imported: {why}") from error
+    function: Callable[..., Any] = found.load() if isinstance(found, Lazy) else found
+    return function
+
+
+def digest(asked: Request) -> str:
+    """The name of a request: the same for the same request of any process."""
+    text = json.dumps(asked, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def encode(value: Any) -> Any:
+    """An argument as JSON has it; what JSON lacks is a dictionary of one key.
+
+    Raises:
+        CannotAsk: there is no way to say it.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) in (int, float):
+        return {"number": repr(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (list, tuple)):
+        return [encode(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return {"tensor": _encode_tensor(value)}
+    for kind in (torch.dtype, torch.layout, torch.memory_format):
+        if isinstance(value, kind):
+            return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": value.type}
+    raise CannotAsk(f"an argument of type {type(value).__name__} cannot be told")
+
+
+def _encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CannotAsk("a tensor is sparse or quantized")
+    size = tensor.element_size()
+    address = tensor.data_ptr() % ALIGNMENT if tensor.numel() else 0
+    if address % size:
+        raise CannotAsk("a tensor's address is no multiple of its element's size")
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "size": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "offset": address // size,
+        "device": tensor.device.type,
+    }
+
+
+def decode(value: Any) -> Any:
+    """What :func:`encode` was given; tensors are made on its device, under whatever mode is on."""
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "number":
+        return float(content) if any(c in content for c in ".enai") else int(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "torch":
+        return getattr(torch, content)
+    if kind == "device":
+        return torch.device(content)
+    return _decode_tensor(content)
+
+
+def _decode_tensor(content: dict[str, Any]) -> torch.Tensor:
+    size, stride, offset = content["size"], content["stride"], content["offset"]
+    spans = [(n - 1) * step for n, step in zip(size, stride, strict=True)]
+    elements = 0 if 0 in size else 1 + sum(spans)
+    dtype = getattr(torch, content["dtype"])
+    storage = torch.empty(offset + elements, dtype=dtype, device=content["device"])
+    return torch.as_strided(storage, size, stride, offset)
+
+
+def properties(call: Call) -> dict[str, Any] | None:
+    """What a worker is to take for the properties of the call's GPU; None on the CPU."""
+    device = next((t.device for t in call.tensors() if t.device.type != "cpu"), None)
+    if device is None:
+        return None
+    if device.type != "cuda" or torch.version.hip:
+        raise CannotAsk(f"workers know of no {device.type} device but NVIDIA's")
+    found = torch.cuda.get_device_properties(device)
+    told = {
+        name: value
+        for name in dir(found)
+        if not name.startswith("_")
+        and isinstance(value := getattr(found, name), (bool, int, float, str))
+    }
+    return {"type": "cuda", "properties": told}
+
+
+def call_of(asked: Request) -> Call:
+    """The call of a request, on tensors that are made now.
+
+    Raises:
+        RegistrationError: there is no such op here.
+    """
+    return Call(resolve(asked["op"]), tuple(decode(each) for each in asked["arguments"]))

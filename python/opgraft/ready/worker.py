@@ -1,0 +1,56 @@
+"""The worker process: `python -m opgraft.ready.worker PARENT`.
+
+It reads requests from its standard input, one JSON line each, and writes one line for each to what
+its standard output was when it began. What impls and compilers print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any, TextIO
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
+    _end_with(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)  # nobody else reads requests
+    sys.path[:] = json.loads(requests.readline())
+    _say(answers, {"ready": True})
+    for line in requests:
+        _say(answers, _answer(json.loads(line)))
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process when the thread that started it ends, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(0)
+
+
+def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def _answer(asked: dict[str, Any]) -> dict[str, Any]:
+    from opgraft.ready import dry
+
+    try:
+        return {"compiled": dry.run(asked)}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:2000]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Impls that worker processes import: what each does depends on whether it runs without memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def is_dry(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def negated(self: torch.Tensor) -> torch.Tensor:
+    return 0 - self
+
+
+def tells_when_dry(self: torch.Tensor) -> torch.Tensor:
+    """Writes down which process ran it dry."""
+    if is_dry(self):
+        with open(os.environ["OPGRAFT_TEST_NOTES"], "a", encoding="utf-8") as notes:
+            notes.write(f"{os.getpid()} {tuple(self.shape)} {self.stride()} {self.dtype}\n")
+    return 0 - self
+
+
+def crashes_when_dry(self: torch.Tensor) -> torch.Tensor:
+    if is_dry(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return 0 - self
+
+
+def is_killed_when_dry(self: torch.Tensor) -> torch.Tensor:
+    if is_dry(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0 - self
+
+
+def exits_when_dry(self: torch.Tensor) -> torch.Tensor:
+    if is_dry(self):
+        os._exit(3)
+    return 0 - self
+
+
+def hangs_when_dry(self: torch.Tensor) -> torch.Tensor:
+    if is_dry(self):
+        time.sleep(10_000)
+    return 0 - self
+
+
+def needs_memory(self: torch.Tensor) -> torch.Tensor:
+    """Cannot be run dry: it reads a value."""
+    return self * (0 * float(self.sum().item()) - 1)
+
+
+def never_works(self: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no compiler found")
+
+
+def prints_when_dry(self: torch.Tensor) -> torch.Tensor:
+    """What is printed must not be taken for an answer."""
+    if is_dry(self):
+        print('{"compiled": ["nonsense"]}', flush=True)
+        os.write(1, b"{\n")
+    return 0 - self
+
+
+def reads_its_input(self: torch.Tensor) -> torch.Tensor:
+    """A program that asks for input, as a debugger does, must not eat requests."""
+    if is_dry(self):
+        with contextlib.suppress(EOFError):
+            input()
+    return 0 - self
+
+
+def looks_around(self: torch.Tensor) -> torch.Tensor:
+    """Fails unless a worker is as it should be."""
+    import sys
+
+    if is_dry(self):
+        main = sys.modules["__main__"]
+        assert main.__spec__ is not None and main.__spec__.name == "opgraft.ready.worker"
+        assert not torch.cuda.is_initialized()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert not torch.is_grad_enabled()
+    return 0 - self

@@ -1,0 +1,196 @@
+"""What a worker compiles without a device: the pack's own impls, and what requests can say."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opgraft
+from opgraft.ops.schema import Call, resolve
+from opgraft.ready import request
+from opgraft.ready.request import CannotAsk
+from tests.ready import impls
+
+#: What a worker is told of a GPU that this machine does not have.
+H200 = {
+    "type": "cuda",
+    "properties": {
+        **{"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132},
+        **{"total_memory": 150 * 2**30, "warp_size": 32, "L2_cache_size": 60 * 2**20},
+        "shared_memory_per_block_optin": 232448,
+    },
+}
+NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+#: Prints what a worker is asked for calls of the pack's overrides that a GPU would run.
+REQUESTS = """
+import json, torch, opgraft
+from opgraft.ready import request
+
+def tensor(*size, dtype=torch.bfloat16):
+    return torch.empty(size, dtype=dtype)
+
+query = tensor(1, 4, 1024, 64)
+norm = (tensor(4096, 4096), [4096])
+calls = {
+    "rms_norm.forward": (*norm, tensor(4096), 1e-6),
+    "layer_norm.forward": (*norm, tensor(4096), tensor(4096), 1e-5),
+    "rms_norm.backward": (
+        tensor(4096, 4096), *norm, tensor(4096, 1, dtype=torch.float32), tensor(4096), [True, True]
+    ),
+    "attention.triton.scaled_dot_product_flash_attention": (query, query, query, 0.0, True, False),
+}
+for name, values in calls.items():
+    (override,) = opgraft.overrides(name="opgraft_kernels." + name, dispatch_key="CUDA")
+    keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    print(json.dumps(request.request(override, override.operator.bind(values, {}), keyset)))
+"""
+
+
+def on_a_gpu(asked: str) -> str:
+    """A request of a call on the CPU as if it had been made on a GPU."""
+    text = json.dumps(json.loads(asked) | {"device": H200})
+    return text.replace('"device": "cpu"', '"device": "cuda"')
+
+
+def test_the_packs_kernels_are_compiled_by_a_process_without_a_gpu(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    packs = environment | {"OPGRAFT_PACKS": "opgraft-kernels"}
+    requests = subprocess.check_output([sys.executable, "-c", REQUESTS], env=packs, text=True)
+    lines = [json.dumps(sys.path), *map(on_a_gpu, requests.splitlines())]
+    done = subprocess.run(
+        [sys.executable, "-m", "opgraft.ready.worker", str(os.getpid())],
+        input="\n".join(lines) + "\n",
+        env=environment | {"OPGRAFT_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()][1:]
+    assert len(answers) == 4, done.stderr
+    assert all(answer.get("compiled") for answer in answers), answers
+    # Where the process with the GPU finds them.
+    assert len(list(tmp_path.rglob("*.cubin"))) >= len(answers)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 3, 2**70, 1.5, float("inf"), float("-inf"), 1e-30, 2.5j, "mean", [1, 2], []),
+        *([None, 3], torch.float16, torch.strided, torch.channels_last, [True, False]),
+    ],
+    ids=repr,
+)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    came = request.decode(json.loads(json.dumps(request.encode(value))))
+    assert came == value and type(came) is type(value)
+
+
+def test_nan_comes_back() -> None:
+    came = request.decode(json.loads(json.dumps(request.encode(float("nan")))))
+    assert came != came
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.ones(3, 4),
+        lambda: torch.ones(3, 4).t(),
+        lambda: torch.ones(8, 8)[1:, 1::2],
+        lambda: torch.ones(3, 1).expand(3, 5),
+        lambda: torch.ones(()),
+        lambda: torch.ones(0, 4),
+        lambda: torch.ones(16, dtype=torch.int8)[3:],
+    ],
+)
+def test_a_tensors_metadata_comes_back(made: Any) -> None:
+    tensor = made()
+    came = request.decode(json.loads(json.dumps(request.encode(tensor))))
+    assert (came.shape, came.stride(), came.dtype) == (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
+    if tensor.numel():
+        address = came.storage_offset() * came.element_size()
+        assert (address - tensor.data_ptr()) % request.ALIGNMENT == 0
+
+
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.Generator(), "Generator"),
+        (object(), "object"),
+    ],
+)
+def test_what_cannot_be_told_is_said(value: Any, why: str) -> None:
+    with pytest.raises(CannotAsk, match=why):
+        request.encode(value)
+
+
+def test_a_request_is_the_same_in_every_process() -> None:
+    call = Call(resolve("aten::neg"), (torch.ones(4),))
+    override = opgraft.register_op_override(
+        "aten", "neg", "CPU", impls.negated, unconditional_override=True, launch_plan=True
+    )
+    try:
+        asked = request.request(override, call, NO_KEYS)
+    finally:
+        override.remove()
+    assert asked == json.loads(json.dumps(asked))
+    assert request.digest(asked) == request.digest(json.loads(json.dumps(asked)))
+    assert asked["impl"] == "tests.ready.impls:negated"
+
+
+@pytest.mark.parametrize(
+    "impl, why",
+    [
+        (lambda self: self, "inside a function|no function|<"),
+        (functools.partial(lambda self: self), "cannot be pickled"),
+    ],
+)
+def test_an_impl_without_a_name_is_said(impl: Any, why: str) -> None:
+    with pytest.raises(CannotAsk, match=why):
+        request.name_of(impl)
+
+
+def test_a_partial_is_told() -> None:
+    impl = functools.partial(torch.add, alpha=3)
+    assert request.load(request.name_of(impl))(torch.ones(1), torch.ones(1)).item() == 4
+
+
+def test_an_impl_that_is_not_there_is_said() -> None:
+    for name in ("no_such_module:f", "tests.ready.impls:no_such_function"):
+        with pytest.raises(CannotAsk, match="cannot be imported"):
+            request.load(name)
+
+
+def test_fake_tensors_have_addresses_aligned_as_the_calls() -> None:
+    from opgraft.ready import dry
+
+    seen: list[int] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        seen.append(tensor.data_ptr())
+
+    impls.noting = note  # type: ignore[attr-defined]
+    try:
+        for offset in (0, 1, 3):
+            values = [request.encode(torch.ones(64)[offset:])]
+            dry.run(
+                {
+                    **{"impl": "tests.ready.impls:noting", "op": "aten::neg", "keyset": None},
+                    **{"arguments": values, "device": None},
+                }
+            )
+    finally:
+        del impls.noting  # type: ignore[attr-defined]
+    assert [address % 16 for address in seen] == [0, 4, 12]
