@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import logging
+import math
 import os
 import selectors
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from opgraft.ready import claims, request
 from opgraft.ready.request import Request
@@ -153,6 +156,7 @@ class _Attendant(threading.Thread):
         self._command = command
         self._slots = [claims.Claim(f"worker-{n}") for n in range(slots)]
         self._unread = b""
+        self._errors: IO[bytes] = io.BytesIO()
 
     def run(self) -> None:
         try:
@@ -165,10 +169,11 @@ class _Attendant(threading.Thread):
     def _do(self, job: Job) -> None:
         claim = claims.Claim(request.digest(job.asked))
         try:
-            # Another rank may be at it: what it compiles is in the DSL's cache then.
-            self._wait_for(claim.take)
+            # Another rank may be at it: what it compiles is in the DSL's cache then. One that takes
+            # longer than it may is not waited for.
+            self._wait_for(claim.take, COMPILE_SECONDS)
             try:
-                self._wait_for(lambda: any(slot.take() for slot in self._slots))
+                self._wait_for(lambda: any(slot.take() for slot in self._slots), math.inf)
                 self._start()
                 process = self.process
                 job.started(0 if process is None else process.pid)
@@ -188,13 +193,11 @@ class _Attendant(threading.Thread):
         else:
             job.failed(str(answer.get("failed")), True)
 
-    def _wait_for(self, take: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + COMPILE_SECONDS
-        while not take():
+    def _wait_for(self, take: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not take() and time.monotonic() < deadline:
             if self._pool.is_closed:
                 raise WorkerFailed("the process ends")
-            if time.monotonic() > deadline:
-                raise WorkerFailed("another process of this machine has been at it for too long")
             time.sleep(POLL_SECONDS)
 
     def _start(self) -> None:
@@ -210,11 +213,12 @@ class _Attendant(threading.Thread):
         }
         pipe = subprocess.PIPE
         self._unread = b""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (kept as long as the process)
         self.process = subprocess.Popen(
             [*self._command, str(os.getpid())],
             stdin=pipe,
             stdout=pipe,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env=environment,
             bufsize=0,
         )
@@ -246,7 +250,10 @@ class _Attendant(threading.Thread):
     def _why(self, process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
-        return f"the worker that compiled it ended with {process.returncode}"
+        why = f"the worker that compiled it ended with {process.returncode}"
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2000))
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"{why}: {said[-1]}" if said else why
 
     def interrupt(self) -> None:
         """End the worker's process, from another thread: this one then finds it gone."""
@@ -263,6 +270,7 @@ class _Attendant(threading.Thread):
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
+            self._errors.close()
 
 
 _lock = threading.Lock()

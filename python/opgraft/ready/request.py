@@ -185,7 +185,7 @@ def properties(call: Call) -> dict[str, Any] | None:
     told = {
         name: value
         for name in dir(found)
-        if not name.startswith("_")
+        if not name.startswith(("_", "pci_"))  # the same for all of a machine's GPUs that are alike
         and isinstance(value := getattr(found, name), (bool, int, float, str))
     }
     return {"type": "cuda", "properties": told}
