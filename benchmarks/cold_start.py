@@ -1,0 +1,187 @@
+"""What the first calls of a process cost: native's, waiting for kernels, and while others compile.
+
+    python benchmarks/cold_start.py           # a GPU: calls and a Llama's training, seven minutes
+    python benchmarks/cold_start.py --smoke   # without a GPU: does this script work?
+
+Each number is a fresh process's, with opgraft-kernels active but for native's. Processes take
+turns. `cold` ones have an empty Triton cache; `warm` ones have what the cold one of their kind
+left. A call is timed with its work on the GPU. `beyond native` sums what all calls took above those
+of the native process: its first call of a kind, and the median of the later ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import _common
+import torch
+
+#: What each kind of process is started with.
+KINDS: dict[str, dict[str, str]] = {
+    "native": {"OPGRAFT_DISABLE": "1"},
+    "wait": {"OPGRAFT_WHEN_NOT_READY": "wait"},
+    "background": {"OPGRAFT_WHEN_NOT_READY": "native"},
+}
+PROGRAM = """
+import json, sys, time
+begun = time.perf_counter()
+import torch, torch.nn.functional as F
+import opgraft
+sys.path.insert(0, sys.argv[1])
+is_gpu, seconds = sys.argv[2] == "cuda", float(sys.argv[3])
+DTYPE = torch.bfloat16 if is_gpu else torch.float32
+found = {"calls": [], "import_ms": (time.perf_counter() - begun) * 1e3}
+
+def timed(name, function):
+    begun = time.perf_counter()
+    result = function()
+    if is_gpu:
+        torch.cuda.synchronize()
+    found["calls"].append([name, (time.perf_counter() - begun) * 1e3])
+    return result
+
+def tensor(*size, grad=False):
+    return torch.randn(size, device=sys.argv[2], dtype=DTYPE, requires_grad=grad)
+
+def norm(rows, hidden):
+    x, weight = tensor(rows, hidden, grad=True), tensor(hidden, grad=True)
+    name = f"F.rms_norm {rows} x {hidden}"
+    for _ in range(3):
+        out = timed(name, lambda: F.rms_norm(x, [hidden], weight, 1e-6))
+        timed(name + " backward", lambda: out.backward(torch.ones_like(out)))
+
+def attention(dim):
+    q, k, v = (tensor(1, 8, 4096 if is_gpu else 16, dim, grad=True) for _ in range(3))
+    name = f"SDPA, heads of {dim}"
+    for _ in range(3):
+        out = timed(name, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        timed(name + " backward", lambda: out.backward(torch.ones_like(out)))
+
+def calls():
+    norm(*((16384, 4096) if is_gpu else (16, 64)))
+    norm(64, 1024)
+    attention(128)
+    attention(64)
+
+def train():
+    import llama
+    shape = llama.Shape() if is_gpu else llama.Shape(1, 64, 2, 1, 64, 100)
+    with torch.device(sys.argv[2]):
+        model = llama.Llama(shape).to(DTYPE)
+    tokens = torch.randint(shape.vocabulary, (4, 2049) if is_gpu else (1, 17), device=sys.argv[2])
+    def step():
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        model.zero_grad(set_to_none=True)
+    begun = time.perf_counter()
+    while True:
+        timed("step", step)
+        if "ready_ms" not in found and opgraft.wait_until_ready(0):
+            found["ready_ms"] = (time.perf_counter() - begun) * 1e3
+        if time.perf_counter() - begun > seconds and "ready_ms" in found:
+            break
+
+if is_gpu:
+    torch.zeros(1, device="cuda")
+begun = time.perf_counter()
+{"calls": calls, "llama": train}[sys.argv[4]]()
+found["script_ms"] = (time.perf_counter() - begun) * 1e3
+found["hits"] = {o.name: o.hits for o in opgraft.overrides() if o.hits}
+found["dsls"] = sorted({"triton", "cutlass", "flash_attn", "quack"} & set(sys.modules))
+print(json.dumps(found))
+"""
+
+
+def measure(kind: str, what: str, device: str, seconds: float, cache: Path) -> dict[str, Any]:
+    """One process."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OPGRAFT_", "TRITON_"))}
+    environment |= {"TRITON_CACHE_DIR": str(cache / "triton"), "OPGRAFT_CACHE": str(cache)}
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, here, device, str(seconds), what],
+        env=environment | KINDS[kind],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def beyond(run: dict[str, Any], native: dict[str, Any]) -> float:
+    """Milliseconds that a process's calls took above the native process's, one by one.
+
+    Where it made more of a kind, each of these is compared with the native process's typical one.
+    """
+    natives: dict[str, list[float]] = {}
+    for name, ms in native["calls"]:
+        natives.setdefault(name, []).append(ms)
+    more = 0.0
+    seen: dict[str, int] = {}
+    for name, ms in run["calls"]:
+        index = seen.get(name, 0)
+        seen[name] = index + 1
+        steady = statistics.median(natives[name][1:] or natives[name])
+        more += ms - (natives[name][0] if index == 0 else steady)
+    return more
+
+
+def records(runs: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    rows = []
+    for (what, kind, cache), found in runs.items():
+        natives = runs[what, "native", "cold"]
+        pairs = list(zip(found, natives, strict=True))
+        firsts = [run["calls"][0][1] for run in found]
+        rows.append(
+            {
+                **{"what": what, "kind": kind, "cache": cache, "processes": len(found)},
+                "script_ms": round(statistics.median(run["script_ms"] for run in found), 1),
+                "first_ms": round(statistics.median(firsts), 1),
+                "beyond_native_ms": round(statistics.median(beyond(a, b) for a, b in pairs), 1),
+                "worst_beyond_ms": round(max(beyond(a, b) for a, b in pairs), 1),
+                "ready_ms": round(max(run.get("ready_ms", 0.0) for run in found), 1),
+                **{"hits": found[-1]["hits"], "dsls": found[-1]["dsls"]},
+                "calls": found[-1]["calls"][:40],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="one process each, tiny calls")
+    parser.add_argument("--processes", type=int, default=3, help="of each kind")
+    parser.add_argument("--seconds", type=float, default=15, help="of training, in each")
+    options = parser.parse_args()
+    if not options.smoke and not torch.cuda.is_available():
+        raise SystemExit("this measures a GPU's first calls: --smoke runs without one")
+    device = "cpu" if options.smoke else "cuda"
+    count, seconds = (1, 0.0) if options.smoke else (options.processes, options.seconds)
+    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for _ in range(count):
+        for what in ("calls", "llama"):
+            for kind in KINDS:
+                with tempfile.TemporaryDirectory() as place:
+                    for cache in ("cold",) if options.smoke else ("cold", "warm"):
+                        run = measure(kind, what, device, seconds, Path(place))
+                        runs.setdefault((what, kind, cache), []).append(run)
+    rows = records(runs)
+    columns = ("script_ms", "first_ms", "beyond_native_ms", "ready_ms")
+    print(f"{'what':8} {'process':12} {'cache':6}" + "".join(f"{each:>18}" for each in columns))
+    for row in rows:
+        figures = "".join(f"{row[each]:18.1f}" for each in columns)
+        print(f"{row['what']:8} {row['kind']:12} {row['cache']:6}{figures}")
+    if not options.smoke:
+        print(_common.save("cold_start", torch.cuda.get_device_name(), rows))
+
+
+if __name__ == "__main__":
+    main()
