@@ -118,7 +118,7 @@ def register_op_override(
     >>> from opgraft import when
     >>> def softmax(self, dim, half_to_float):
     ...     weights = (self - self.amax(dim, keepdim=True)).exp()
-    ...     return weights / weights.sum(dim, keepdim=True)
+    ...     return (weights / weights.sum(dim, keepdim=True)).contiguous()
     >>> override = opgraft.register_op_override(
     ...     "aten", "_softmax", "CPU", softmax, cond=when.size("self", -1) >= 8, name="doc"
     ... )

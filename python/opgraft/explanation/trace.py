@@ -237,7 +237,8 @@ def trace() -> Trace:
     >>> import torch, opgraft
     >>> from opgraft import when
     >>> def softmax(self, dim, half_to_float):
-    ...     return self.exp() / self.exp().sum(dim, keepdim=True)
+    ...     weights = (self - self.amax(dim, keepdim=True)).exp()
+    ...     return (weights / weights.sum(dim, keepdim=True)).contiguous()
     >>> override = opgraft.register_op_override(
     ...     "aten", "_softmax", "CPU", softmax, cond=when.size("self", -1) >= 8, name="doc"
     ... )
