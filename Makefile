@@ -26,7 +26,8 @@ TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 BENCHMARKS ?= $(sort $(wildcard benchmarks/[!_]*.py))
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+# Bytecode is compiled by whoever imports a file first: pip would do it for all files of torch, one after the other.
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 # One stamp for each step that succeeded: the next call skips it, and repeats what failed.
 STAMPS := $(VENV)/stamps
 
