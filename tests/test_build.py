@@ -831,3 +831,9 @@ def test_the_sources_of_the_core_go_together(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_the_packs_wheel_holds_its_package_alone(wheels: list[Path]) -> None:
+    (pack,) = (wheel for wheel in wheels if wheel.name.startswith("opgraft_kernels-"))
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(pack).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"opgraft_kernels"}

@@ -45,7 +45,7 @@ def compile_all(
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def _use_driver(capability: int) -> None:
+def use_driver(capability: int) -> None:
     """Make Triton compile for `capability`, on no device."""
     import torch
     import triton
@@ -135,7 +135,7 @@ def _distinct(launches: Iterator[Any]) -> Iterator[Any]:
 
 
 def main(module: str, capability: str, *arguments: str) -> None:
-    _use_driver(int(capability))
+    use_driver(int(capability))
     configurations = importlib.import_module(module).configurations
     parsed = (int(each) if each.isdigit() else each for each in arguments)
     for launch in _distinct(configurations(*parsed)):

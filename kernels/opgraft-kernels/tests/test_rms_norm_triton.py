@@ -22,15 +22,7 @@ from opgraft_kernels.norms.overrides import RMS_NORM, condition, register
 from opgraft_kernels.norms.triton_kernels import rms_norm_backward, rms_norm_forward
 
 EPS32 = torch.finfo(torch.float32).eps
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if device.type == "cpu" and request.param is torch.bfloat16:
-        pytest.skip("the interpreter computes on the bits of bfloat16")
-    return request.param
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

@@ -116,16 +116,11 @@ def _by(kernels: Any, t: Tensors, causal: bool, scale: float | None = None) -> R
     return Results(out, logsumexp, *gradients)
 
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if device.type == "cpu" and request.param is torch.bfloat16:
-        pytest.skip("the interpreter computes on the bits of bfloat16")
-    if device.type == "cuda" and request.param is torch.float32:
+@pytest.fixture
+def dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    if device.type == "cuda" and dtype is torch.float32:
         pytest.skip("the tensor cores would round it to tf32")
-    return request.param
+    return dtype
 
 
 # ------------------------------------------------------------------------------------- Triton

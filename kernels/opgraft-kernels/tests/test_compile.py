@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.compile_only import SHARED_MEMORY, compile_all
+from compile_only import SHARED_MEMORY, compile_all
 
 pytest.importorskip("triton")
 

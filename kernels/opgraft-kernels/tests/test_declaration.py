@@ -15,7 +15,7 @@ import opgraft_kernels
 from opgraft.when import Condition
 from opgraft_kernels.attention import overrides as attention
 
-PROJECT = Path(__file__).resolve().parents[2] / "kernels" / "opgraft-kernels" / "pyproject.toml"
+PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def declared() -> set[str]:

@@ -20,16 +20,8 @@ import opgraft
 from opgraft_kernels.norms.overrides import LAYER_NORM, condition, register
 from opgraft_kernels.norms.triton_kernels import layer_norm_backward, layer_norm_forward
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 EPS = 1e-5
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if device.type == "cpu" and request.param is torch.bfloat16:
-        pytest.skip("the interpreter computes on the bits of bfloat16")
-    return request.param
 
 
 class Case(NamedTuple):

@@ -1,0 +1,53 @@
+"""Shared by the pack's tests: a registry without overrides, the devices, and the dtypes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch is imported: an installed pack would be active beside what a test registers.
+os.environ["OPGRAFT_PACKS"] = "none"
+
+import torch
+
+# Before Triton is first imported: without a GPU its kernels run in its interpreter, at the CPU key.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import opgraft
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def no_override_outlives_its_test() -> Iterator[None]:
+    yield
+    for override in opgraft.overrides():
+        override.remove()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that is there."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def dispatch_key(device: torch.device) -> str:
+    return device.type.upper()
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    """Every dtype that the kernels take, but those that the interpreter computes wrongly."""
+    if device.type == "cpu" and request.param is torch.bfloat16:
+        pytest.skip("the interpreter computes on the bits of bfloat16")
+    return request.param
