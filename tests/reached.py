@@ -44,7 +44,7 @@ def watch_all(
     *,
     samples: int,
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.int64),
-    chosen: Callable[[int], bool] = lambda index: True,
+    chosen: Callable[[Any], bool] = lambda info: True,
 ) -> None:
     """Run PyTorch's samples, forward, backward and in place, and tell of every call below autograd.
 
@@ -52,12 +52,10 @@ def watch_all(
         watch: gets each call; what it returns is called after the call ran.
         samples: of each op, dtype and direction.
         dtypes: of the samples.
-        chosen: which of PyTorch's operators, by their number.
+        chosen: which of PyTorch's operators, by their OpInfo.
     """
     device = torch.device("cpu")
-    for index, info in enumerate(opinfo.everything()):
-        if not chosen(index):
-            continue
+    for info in filter(chosen, opinfo.everything()):
         for dtype in dtypes:
             for differentiate in (False, True) if dtype.is_floating_point else (False,):
                 fronts = opinfo.fronts(
@@ -79,23 +77,21 @@ def watch_all(
 
 
 def calls(
-    *, samples: int = 2, each: int = 2, chosen: Callable[[int], bool] = lambda index: True
+    *, samples: int = 2, each: int = 2, chosen: Callable[[Any], bool] = lambda info: True
 ) -> dict[Op, list[Call]]:
     """Calls of each op that samples reach with dense tensors on the CPU, the first few of each.
 
-    Of ops that can be overridden.
+    Of ops that can be overridden, and calls that native answers: some samples are refused.
     """
     found: dict[Op, list[Call]] = {}
 
-    def watch(call: Call) -> None:
+    def watch(call: Call) -> Callable[[], None] | None:
         known = found.setdefault(call.op, [])
-        if (
-            len(known) < each
-            and all(map(_is_plain, call.tensors()))
-            and next(call.tensors(), None) is not None
-        ):
-            values = tree_map_only(torch.Tensor, copied, call.values)
-            known.append(Call(call.op, values))
+        tensors = list(call.tensors())
+        if len(known) == each or not tensors or not all(map(_is_plain, tensors)):
+            return None
+        before = Call(call.op, tree_map_only(torch.Tensor, copied, call.values))
+        return lambda: known.append(before)
 
     watch_all(watch, samples=samples, dtypes=(torch.float32,), chosen=chosen)
     return {op: known for op, known in found.items() if known and may_be_overridden(op)}
