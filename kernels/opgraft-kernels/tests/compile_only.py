@@ -3,16 +3,15 @@
 A driver stands in for CUDA's, so this has to run in a process of its own, without
 `TRITON_INTERPRET`:
 
-    python compile_only.py MODULE CAPABILITY [ARGUMENT]
+    python compile_only.py FAMILY CAPABILITY
 
-imports `MODULE`, compiles every launch that its `configurations(ARGUMENT)` yields for compute
-capability `CAPABILITY` (80, 90, 100) and prints one JSON object a line: the kernel's name, its
-constexprs, its warps, and the registers, spilled bytes and shared memory of the machine code.
+compiles every launch of `configurations.launches(FAMILY, CAPABILITY)` for that compute capability
+(80, 90, 100) and prints one JSON object a line: the kernel's name, its constexprs, its warps, and
+the registers, spilled bytes and shared memory of the machine code.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -26,15 +25,12 @@ from typing import Any
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-def compile_all(
-    module: str, capability: int, argument: int | str | None = None, timeout: float = 600
-) -> list[dict[str, Any]]:
-    """What `configurations(argument)` of `module` compiles to, from a subprocess."""
-    more = [] if argument is None else [str(argument)]
+def compile_all(family: str, capability: int, timeout: float = 600) -> list[dict[str, Any]]:
+    """What the launches of a family of kernels compile to, from a subprocess."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, __file__, module, str(capability), *more],
+        [sys.executable, __file__, family, str(capability)],
         env=environment,
         capture_output=True,
         text=True,
@@ -134,11 +130,11 @@ def _distinct(launches: Iterator[Any]) -> Iterator[Any]:
             yield launch
 
 
-def main(module: str, capability: str, *arguments: str) -> None:
+def main(family: str, capability: str) -> None:
     use_driver(int(capability))
-    configurations = importlib.import_module(module).configurations
-    parsed = (int(each) if each.isdigit() else each for each in arguments)
-    for launch in _distinct(configurations(*parsed)):
+    import configurations
+
+    for launch in _distinct(configurations.launches(family, int(capability))):
         print(json.dumps(_compile(launch)), flush=True)
 
 

@@ -32,9 +32,7 @@ def _check(found: dict[str, Any], capability: int, spill: int) -> None:
 
 @pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
 def test_attention_fits(capability: int) -> None:
-    compiled = compile_all(
-        "opgraft_kernels.attention.triton_kernels", capability, argument=capability // 10
-    )
+    compiled = compile_all("attention", capability)
     assert {found["kernel"] for found in compiled} == {
         "_forward_kernel",
         "_delta_kernel",
@@ -47,9 +45,7 @@ def test_attention_fits(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
 def test_layer_norm_fits(capability: int) -> None:
-    compiled = compile_all(
-        "opgraft_kernels.norms.triton_kernels", capability, argument="layer_norm"
-    )
+    compiled = compile_all("layer_norm", capability)
     assert {found["kernel"] for found in compiled} == {
         "_forward_rows_kernel",
         "_forward_chunks_kernel",
@@ -71,9 +67,10 @@ def test_layer_norm_fits(capability: int) -> None:
 # Functions that differ in their tiles alone would overwrite each other's files.
 _COMPILE_CUTEDSL = """
 import os, pathlib
+import configurations
 from opgraft_kernels.{package} import cutedsl_kernels as kernels
 folder = pathlib.Path(os.environ["CUTE_DSL_DUMP_DIR"])
-for number, kind in enumerate(kernels.kinds({arguments})):
+for number, kind in enumerate(configurations.cutedsl_kinds("{family}")):
     kernels.compile_kind(kind)
     (folder / str(number)).mkdir()
     for file in folder.glob("*.cubin"):
@@ -94,10 +91,10 @@ def cutedsl() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("package", "arguments"),
-    [("attention", ""), ("norms", "'rms_norm'"), ("norms", "'layer_norm'")],
+    ("package", "family"),
+    [("attention", "attention"), ("norms", "rms_norm"), ("norms", "layer_norm")],
 )
-def test_cutedsl_fits(package: str, arguments: str, cutedsl: list[str], tmp_path: Path) -> None:
+def test_cutedsl_fits(package: str, family: str, cutedsl: list[str], tmp_path: Path) -> None:
     """For sm_90a alone: the kernels are Hopper's."""
     environment = {
         **os.environ,
@@ -108,7 +105,7 @@ def test_cutedsl_fits(package: str, arguments: str, cutedsl: list[str], tmp_path
         "CUTE_DSL_DUMP_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(filter(None, cutedsl)),
     }
-    script = _COMPILE_CUTEDSL.format(package=package, arguments=arguments)
+    script = _COMPILE_CUTEDSL.format(package=package, family=family)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )

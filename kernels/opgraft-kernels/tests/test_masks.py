@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from opgraft_kernels.norms import ops
 from opgraft_kernels.norms.triton_kernels import backward, forward
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
@@ -43,6 +44,6 @@ def test_masks_are_booleans(hidden: int, has_mean: bool, masks: list[np.dtype[An
     y, dx, dw = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
     rstd = torch.empty(5, 1)
     bias, mean, db = (weight, rstd.clone(), dw.clone()) if has_mean else (None, None, None)
-    forward(x, hidden, weight, bias, y, mean, rstd, 1e-6)
-    backward(y, x, hidden, weight, mean, rstd, dx, dw, db)
+    forward(ops.Forward(x, weight, bias, y, mean, rstd, hidden, 1e-6))
+    backward(ops.Backward(y, x, weight, mean, rstd, dx, dw, db, hidden))
     assert set(masks) == {np.dtype(bool)}

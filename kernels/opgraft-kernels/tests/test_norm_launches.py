@@ -9,14 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from configurations import MULTIPROCESSORS, norm_launches
 from opgraft_kernels import rows as shared
-from opgraft_kernels.norms.triton_kernels import example_launches
-
-MULTIPROCESSORS = 132  # an H200's
 
 
 def backward_launches(norm: str, rows: int, hidden: int) -> list[Any]:
-    _, *launches = example_launches(norm, MULTIPROCESSORS, torch.bfloat16, hidden, rows)
+    _, *launches = norm_launches(norm, torch.bfloat16, hidden, rows)
     return launches
 
 

@@ -32,7 +32,7 @@ def _is_unaligned(found: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
 def test_every_configuration_fits(capability: int) -> None:
-    compiled = compile_all("opgraft_kernels.norms.triton_kernels", capability, argument="rms_norm")
+    compiled = compile_all("rms_norm", capability)
     kernels = {found["kernel"] for found in compiled}
     assert kernels == {
         "_forward_rows_kernel",
@@ -62,10 +62,11 @@ def _allowed_spill(found: dict[str, Any]) -> int:
 
 def _resident(found: dict[str, Any]) -> int:
     """How many such programs a multiprocessor has to hold, for those that wait for one another."""
-    from opgraft_kernels.norms.triton_kernels import _RMS_NORM
+    from opgraft_kernels.norms.triton_kernels import tiling
 
+    sizes = tiling(has_mean=False)
     split = {
-        "_forward_split_kernel": _RMS_NORM.forward_split,
-        "_backward_split_kernel": _RMS_NORM.backward_split,
+        "_forward_split_kernel": sizes.forward_split,
+        "_backward_split_kernel": sizes.backward_split,
     }.get(found["kernel"])
     return split(2).per_sm if split else 1

@@ -32,8 +32,6 @@ __all__ = [
     "plan_sum",
     "power_of_2",
     "publish",
-    "split_constexprs",
-    "split_options",
     "split_rows",
     "store_if",
     "sum_after_barrier",
@@ -398,8 +396,21 @@ class Split(NamedTuple):
     groups: int
 
     @property
+    def programs(self) -> int:
+        return self.groups * self.splits
+
+    @property
     def slots(self) -> int:
         return power_of_2(self.splits)
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        return {"BLOCK": self.tile.block, "SLOTS": self.slots, "STAGES": self.tile.stages}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        # Cooperative: all programs run at once, or the launch fails.
+        return {"maxnreg": self.tile.registers, "launch_cooperative_grid": True}
 
     def zeroed_slots(self, device: torch.device, values: int) -> torch.Tensor:
         """Slots for groups that exchange that many values a row."""
@@ -412,16 +423,6 @@ def split_rows(tile: Tile, rows: int, hidden: int, multiprocessors: int) -> Spli
     splits = ceil_div(hidden, tile.block)
     groups = min(rows, multiprocessors * tile.per_sm // splits)
     return Split(tile, splits, groups) if groups else None
-
-
-def split_constexprs(split: Split) -> dict[str, Any]:
-    tile = split.tile
-    return {"BLOCK": tile.block, "SLOTS": split.slots, "STAGES": tile.stages}
-
-
-def split_options(split: Split) -> dict[str, Any]:
-    # Cooperative: all programs run at once, or the launch fails.
-    return {"maxnreg": split.tile.registers, "launch_cooperative_grid": True}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ sees every key.
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -29,6 +28,8 @@ from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreproces
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 
+from opgraft_kernels.cutedsl import CUTLASS_DTYPES, Functions, compile_function, fake_tensor
+
 __all__ = [
     "Kind",
     "backward",
@@ -36,10 +37,8 @@ __all__ = [
     "compile_kind",
     "forward",
     "forward_varlen",
-    "kinds",
 ]
 
-_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 _ARCH = 90
 # 16 bytes, what the copy engine asks of strides and addresses, in elements.
 _ALIGNED_16BIT, _ALIGNED_FP32 = 8, 4
@@ -183,27 +182,11 @@ class _Backward:
 # --------------------------------------------------------------------------------------------------
 
 
-def _fake(dtype: Any, ndim: int, aligned: int) -> Any:
-    """A tensor of any sizes and strides, `aligned` elements apart, contiguous in the last one."""
-    stride = [cute.sym_int64(divisibility=aligned) for _ in range(ndim - 1)]
-    return cute.runtime.make_fake_tensor(
-        dtype,
-        tuple(cute.sym_int() for _ in range(ndim)),
-        stride=(*stride, 1),
-        assumed_align=aligned * dtype.width // 8,
-    )
-
-
 def _compile(function: Any, *arguments: Any) -> Callable[..., None]:
-    # The stream is the one that tvm-ffi's environment holds, torch's current one.
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     with warnings.catch_warnings():
         # CuteDSL says of the library's own default argument that it is no kernel argument.
         warnings.filterwarnings("ignore", message="Argument aux_data")
-        compiled: Callable[..., None] = cute.compile(
-            function, *arguments, stream, options="--enable-tvm-ffi"
-        )
-    return compiled
+        return compile_function(function, *arguments)
 
 
 def compile_kind(kind: Kind) -> Callable[..., None]:
@@ -212,7 +195,7 @@ def compile_kind(kind: Kind) -> Callable[..., None]:
 
 
 def _compile_forward(kind: Kind) -> Callable[..., None]:
-    dtype = _DTYPES[kind.dtype]
+    dtype = CUTLASS_DTYPES[kind.dtype]
     tile = library._tile_size_fwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
     kernel = FlashAttentionForwardSm90(
         dtype,
@@ -231,10 +214,10 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
         mma_pv_is_rs=tile.mma_pv_is_rs,
     )
     ndim = 3 if kind.is_varlen else 4
-    tensors = [_fake(dtype, ndim, _ALIGNED_16BIT) for _ in range(4)]
-    logsumexp = _fake(Float32, ndim - 1, 1) if kind.has_logsumexp else None
+    tensors = [fake_tensor(dtype, ndim, _ALIGNED_16BIT) for _ in range(4)]
+    logsumexp = fake_tensor(Float32, ndim - 1, 1) if kind.has_logsumexp else None
     if kind.is_varlen:
-        cum = [_fake(cutlass.Int32, 1, 1) for _ in range(2)]
+        cum = [fake_tensor(cutlass.Int32, 1, 1) for _ in range(2)]
         return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
     return _compile(_Forward(kernel), *tensors, logsumexp, Float32(1.0))
 
@@ -268,7 +251,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _compile_backward(kind: Kind) -> Callable[..., None]:
-    dtype = _DTYPES[kind.dtype]
+    dtype = CUTLASS_DTYPES[kind.dtype]
     config = library._tile_size_bwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
     multiple = _dim_multiple(config)
     preprocess = FlashAttentionBackwardPreprocess(
@@ -313,49 +296,22 @@ def _compile_backward(kind: Kind) -> Callable[..., None]:
         for dim in (kind.head_dim, kind.head_dim_v)
     )
     ndim = 3 if kind.is_varlen else 4
-    inputs = [_fake(dtype, ndim, _ALIGNED_16BIT) for _ in range(5)]
-    gradients = [_fake(dtype, ndim, _ALIGNED_16BIT) for _ in range(3)]
-    sums = [_fake(Float32, ndim - 1, _ALIGNED_FP32) for _ in range(5)]
+    inputs = [fake_tensor(dtype, ndim, _ALIGNED_16BIT) for _ in range(5)]
+    gradients = [fake_tensor(dtype, ndim, _ALIGNED_16BIT) for _ in range(3)]
+    sums = [fake_tensor(Float32, ndim - 1, _ALIGNED_FP32) for _ in range(5)]
     if kind.group == 1:
         sums[3:] = [None, None]
-    cum = [_fake(cutlass.Int32, 1, 1) if kind.is_varlen else None for _ in range(2)]
+    cum = [fake_tensor(cutlass.Int32, 1, 1) if kind.is_varlen else None for _ in range(2)]
     function = _Backward(preprocess, kernel, finish_dq, finish_dk, finish_dv)
-    logsumexp = _fake(Float32, ndim - 1, 1)
+    logsumexp = fake_tensor(Float32, ndim - 1, 1)
     return _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, Float32(1.0))
-
-
-def kinds() -> Iterator[Kind]:
-    """Functions that there are, to be compiled for any Hopper GPU: every head dimension once."""
-    for dim, dim_v, causal in (
-        (64, 64, True),
-        (96, 96, False),
-        (128, 128, True),
-        (192, 128, False),
-        (256, 256, True),
-    ):
-        for is_forward in (True, False):
-            yield Kind(is_forward, torch.bfloat16, dim, dim_v, 1, causal, True, False, None)
-    yield Kind(True, torch.float16, 128, 128, 4, False, False, False, None)
-    for is_forward in (True, False):
-        yield Kind(is_forward, torch.bfloat16, 128, 128, 4, True, True, True, None)
 
 
 # --------------------------------------------------------------------------------------------------
 # Calls
 # --------------------------------------------------------------------------------------------------
 
-_functions: dict[Kind, Callable[..., None]] = {}
-_compiling = threading.Lock()
-
-
-def _function(kind: Kind) -> Callable[..., None]:
-    found = _functions.get(kind)
-    if found is None:
-        with _compiling:
-            found = _functions.get(kind)
-            if found is None:
-                found = _functions[kind] = compile_kind(kind)
-    return found
+_functions = Functions(compile_kind)
 
 
 def forward(
@@ -392,7 +348,7 @@ def forward(
         False,
         q.device.index,
     )
-    _function(kind)(q, k, v, out, logsumexp, scale)
+    _functions[kind](q, k, v, out, logsumexp, scale)
 
 
 def forward_varlen(
@@ -419,7 +375,7 @@ def forward_varlen(
     kind = Kind(
         True, q.dtype, head_dim, head_dim_v, heads // heads_k, causal, True, True, q.device.index
     )
-    _function(kind)(q, k, v, out, logsumexp, cum_q, cum_k, scale)
+    _functions[kind](q, k, v, out, logsumexp, cum_q, cum_k, scale)
 
 
 def backward(
@@ -454,7 +410,7 @@ def backward(
         dk_sum = torch.zeros((batch, heads_k, columns * tile.dim), dtype=fp32, device=device)
         dv_sum = torch.zeros((batch, heads_k, columns * tile.dim_v), dtype=fp32, device=device)
     kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False, q.device.index)
-    _function(kind)(
+    _functions[kind](
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
         delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, scale,
     )  # fmt: skip
@@ -492,7 +448,7 @@ def backward_varlen(
         dk_sum = torch.zeros((heads_k, columns * tile.dim), dtype=fp32, device=device)
         dv_sum = torch.zeros((heads_k, columns * tile.dim_v), dtype=fp32, device=device)
     kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, True, q.device.index)
-    _function(kind)(
+    _functions[kind](
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
         delta, logsumexp2, dq_sum, dk_sum, dv_sum, cum_q, cum_k, scale,
     )  # fmt: skip

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ import triton.language as tl
 
 from opgraft_kernels.rows import Launch, ceil_div
 
-__all__ = ["backward", "configurations", "forward"]
+__all__ = ["Device", "backward", "forward", "plan_backward", "plan_forward"]
 
 _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -660,7 +659,7 @@ def _dims(q: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _plan_forward(
+def plan_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -701,7 +700,7 @@ def _plan_forward(
 _DELTA_ROWS = 64
 
 
-def _plan_backward(
+def plan_backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -756,28 +755,6 @@ def _plan_backward(
         tile.num_warps,
     )
     return [delta_launch, keys, queries]
-
-
-def configurations(major: int = 9) -> Iterator[Launch]:
-    """The launches that there are, on meta tensors, for compute capability `major`.x.
-
-    Every tile, causal with a logsumexp and full without; and heads that need padding.
-    """
-    device = Device(major)
-    for dim in (64, 128):
-        for causal in (False, True):
-            for length in (1024, 4096, 16384):
-                yield from _configuration(torch.bfloat16, dim, length, causal, device)
-    yield from _configuration(torch.float16, 96, 1024, True, device)
-
-
-def _configuration(
-    dtype: torch.dtype, dim: int, length: int, causal: bool, device: Device
-) -> Iterator[Launch]:
-    x = torch.empty((2, 16, length, dim), dtype=dtype, device="meta")
-    logsumexp = torch.empty(x.shape[:3], dtype=torch.float32, device="meta")
-    yield _plan_forward(x, x, x, x, logsumexp if causal else None, 0.1, causal, device)
-    yield from _plan_backward(x, x, x, x, x, logsumexp, x, x, x, 0.1, causal, device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -837,7 +814,7 @@ def forward(
             has to see one: ``length_q <= length_k``.
     """
     _expect_positive(scale)
-    _launch([_plan_forward(q, k, v, out, logsumexp, scale, causal, _device(q.device))])
+    _launch([plan_forward(q, k, v, out, logsumexp, scale, causal, _device(q.device))])
 
 
 def backward(
@@ -856,4 +833,4 @@ def backward(
     """Writes the gradients of `forward` to `dq`, `dk` and `dv`: the same bits on every run."""
     _expect_positive(scale)
     device = _device(q.device)
-    _launch(_plan_backward(grad_out, q, k, v, out, logsumexp, dq, dk, dv, scale, causal, device))
+    _launch(plan_backward(grad_out, q, k, v, out, logsumexp, dq, dk, dv, scale, causal, device))

@@ -6,25 +6,26 @@ The kernels are in `opgraft_kernels.norms.clusters`, which says what they are fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
 from cutlass import Float32, Int32
 
+from opgraft_kernels.cutedsl import CUTLASS_DTYPES, Functions, compile_function, fake_tensor
 from opgraft_kernels.norms import ops
 from opgraft_kernels.norms.clusters.backward import Backward
-from opgraft_kernels.norms.clusters.compiling import Functions, compile_function, fake
-from opgraft_kernels.norms.clusters.exchange import DTYPES, Tile
+from opgraft_kernels.norms.clusters.exchange import VECTOR, Tile
 from opgraft_kernels.norms.clusters.forward import Forward
 from opgraft_kernels.norms.clusters.residency import clusters_for
 
 __all__ = [
     "TILES",
+    "BackwardKind",
+    "ForwardKind",
     "backward",
     "compile_kind",
     "forward",
-    "kinds",
     "layer_norm_backward",
     "layer_norm_forward",
     "rms_norm_backward",
@@ -101,9 +102,10 @@ Kind: TypeAlias = ForwardKind | BackwardKind
 
 def compile_kind(kind: Kind) -> Callable[..., None]:
     """Compile the function for `kind`; needs no GPU where ``CUTE_DSL_ARCH`` names one."""
-    dtype = DTYPES[kind.dtype]
-    matrix, row = functools.partial(fake, dtype, 2), functools.partial(fake, dtype, 1)
-    value, partial = functools.partial(fake, Float32, 1, 1), functools.partial(fake, Float32, 2)
+    dtype = CUTLASS_DTYPES[kind.dtype]
+    matrix, row = (functools.partial(fake_tensor, dtype, ndim, VECTOR) for ndim in (2, 1))
+    value = functools.partial(fake_tensor, Float32, 1, 1)
+    partial = functools.partial(fake_tensor, Float32, 2, VECTOR)
     weight = row() if kind.has_weight else None
     mean = value() if kind.has_mean else None
     if isinstance(kind, ForwardKind):
@@ -123,106 +125,65 @@ def compile_kind(kind: Kind) -> Callable[..., None]:
 _functions = Functions(compile_kind)
 
 
-def kinds(norm: str) -> Iterator[Kind]:
-    """Functions that there are, most of them, to be compiled for any Hopper GPU.
-
-    Args:
-        norm: ``"rms_norm"`` or ``"layer_norm"``.
-    """
-    has_mean = norm == "layer_norm"
-    bias = (True, False) if has_mean else (False,)
-    bfloat16, tiles = torch.bfloat16, TILES[norm]
-    for tile in tiles.forward.values():
-        for has_weight in (True, False):
-            for has_bias in bias:
-                yield ForwardKind(bfloat16, tile, has_weight, has_bias, has_mean, None)
-        yield ForwardKind(torch.float16, tile, True, has_mean, has_mean, None)
-    for tile in tiles.backward.values():
-        for needs_db in bias:
-            for needs_dw in (True, False):
-                yield BackwardKind(bfloat16, tile, True, has_mean, needs_dw, needs_db, None)
-            yield BackwardKind(bfloat16, tile, False, has_mean, False, needs_db, None)
-        yield BackwardKind(torch.float16, tile, True, has_mean, True, has_mean, None)
-
-
 # --------------------------------------------------------------------------------------------------
 # Calls
 # --------------------------------------------------------------------------------------------------
 
 
-def forward(
-    input: torch.Tensor,
-    hidden: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    output: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    eps: float,
-) -> None:
-    """`ops.Forward` of float16 and bfloat16, contiguous, 16 bytes aligned; `hidden` has `TILES`."""
-    tile, rows = _tiles(mean).forward[hidden], input.numel() // hidden
+def forward(call: ops.Forward) -> None:
+    """Forwards of float16 and bfloat16, contiguous, 16 bytes aligned; `hidden` has `TILES`."""
+    rows, hidden, mean = call.rows, call.hidden, call.mean
     kind = ForwardKind(
-        input.dtype,
-        tile,
-        has_weight=weight is not None,
-        has_bias=bias is not None,
+        call.input.dtype,
+        _tiles(mean).forward[hidden],
+        has_weight=call.weight is not None,
+        has_bias=call.bias is not None,
         has_mean=mean is not None,
-        device=input.device.index,
+        device=call.input.device.index,
     )
     _functions[kind](
-        input.view(rows, hidden),
-        weight,
-        bias,
-        output.view(rows, hidden),
+        call.input.view(rows, hidden),
+        call.weight,
+        call.bias,
+        call.output.view(rows, hidden),
         None if mean is None else mean.view(rows),
-        rstd.view(rows),
-        eps,
+        call.rstd.view(rows),
+        call.eps,
     )
 
 
-def backward(
-    grad_out: torch.Tensor,
-    input: torch.Tensor,
-    hidden: int,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dx: torch.Tensor | None,
-    dw: torch.Tensor | None,
-    db: torch.Tensor | None,
-) -> None:
-    """`ops.Backward` of what the forward takes; `dx` is always wanted."""
-    assert dx is not None
-    tile, rows = _tiles(mean).backward[hidden], input.numel() // hidden
-    device = input.device
+def backward(call: ops.Backward) -> None:
+    """Backwards of what the forward takes; `dx` is always wanted."""
+    assert call.dx is not None
+    rows, hidden, mean, device = call.rows, call.hidden, call.mean, call.input.device
+    tile = _tiles(mean).backward[hidden]
+    kind = BackwardKind(
+        call.input.dtype,
+        tile,
+        has_weight=call.weight is not None,
+        has_mean=mean is not None,
+        needs_dw=call.dw is not None,
+        needs_db=call.db is not None,
+        device=device.index,
+    )
     clusters = clusters_for(tile, rows, device.index)
     partial_dw, partial_db = (
         None
         if total is None
         else torch.empty((clusters, hidden), dtype=torch.float32, device=device)
-        for total in (dw, db)
-    )
-    kind = BackwardKind(
-        input.dtype,
-        tile,
-        has_weight=weight is not None,
-        has_mean=mean is not None,
-        needs_dw=dw is not None,
-        needs_db=db is not None,
-        device=device.index,
+        for total in (call.dw, call.db)
     )
     _functions[kind](
-        grad_out.view(rows, hidden),
-        input.view(rows, hidden),
-        weight,
+        call.grad_out.view(rows, hidden),
+        call.input.view(rows, hidden),
+        call.weight,
         None if mean is None else mean.view(rows),
-        rstd.view(rows),
-        dx.view(rows, hidden),
+        call.rstd.view(rows),
+        call.dx.view(rows, hidden),
         partial_dw,
         partial_db,
-        dw,
-        db,
+        call.dw,
+        call.db,
         clusters,
     )
 

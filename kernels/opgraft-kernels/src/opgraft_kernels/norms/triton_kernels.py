@@ -1,19 +1,7 @@
 """RMSNorm and LayerNorm in Triton.
 
-With ``rows x hidden`` the input seen as a matrix, and all arithmetic in float32::
-
-    rstd = rsqrt(mean((x - m) ** 2) + eps)                    one value a row, like m
-    y    = (x - m) * rstd * w + b                             LayerNorm: m = mean(x)
-    dx   = rstd * (w * g - mean(w * g) - xhat * mean(w * g * xhat))    xhat = (x - m) * rstd
-    dw   = sum over rows of g * xhat                          db = sum over rows of g
-
-RMSNorm is the same without m, b, db and ``mean(w * g)``. (Ba, Kiros and Hinton, "Layer
-Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; the backward
-is the derivative.) The variance is the mean of squared differences from the mean, not the
-difference of means: that would lose all digits where the mean is large.
-
-Both directions are bound by memory: the forward has to read x and write y, the backward to read x
-and g and to write dx, once each. Everything here serves that:
+`ops` says what they compute. Both directions are bound by memory: the forward has to read x and
+write y, the backward to read x and g and to write dx, once each. Everything here serves that:
 
 * a row is read from device memory once. It stays in registers between its reduction and its use;
   one that is too long for them is read again out of L1, or split over programs that exchange their
@@ -30,8 +18,8 @@ and g and to write dx, once each. Everything here serves that:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -58,8 +46,6 @@ from opgraft_kernels.rows import (
     plan_sum,
     power_of_2,
     publish,
-    split_constexprs,
-    split_options,
     split_rows,
     store_if,
     sum_after_barrier,
@@ -69,10 +55,11 @@ from opgraft_kernels.rows import (
 
 __all__ = [
     "backward",
-    "configurations",
     "forward",
     "layer_norm_backward",
     "layer_norm_forward",
+    "plan_backward",
+    "plan_forward",
     "rms_norm_backward",
     "rms_norm_forward",
 ]
@@ -589,42 +576,26 @@ def _backward_split_kernel(
 # tensor a thread, 64 for RMSNorm's longer rows and for LayerNorm.
 
 
-@functools.lru_cache(maxsize=1024)
-def _rms_norm_forward_tile(hidden: int, itemsize: int) -> Tile:
-    block = max(power_of_2(hidden), MIN_BLOCK)
-    row = block * itemsize
-    rows = 1 if row > 2048 else 8192 // row
-    size = rows * row
-    return Tile(rows, block, size // (1024 if size < 16384 else 2048))
+#: g, x, weight, mean and rstd, as a backward's kernels read them.
+_Inputs: TypeAlias = tuple[Any, ...]
+#: Rows, hidden, and how far rows of g and of x are apart.
+_Matrix: TypeAlias = tuple[int, int, int, int]
 
 
-@functools.lru_cache(maxsize=1024)
-def _layer_norm_forward_tile(hidden: int, itemsize: int) -> Tile:
-    block = max(power_of_2(hidden), MIN_BLOCK)
-    # Smaller programs than RMSNorm's: there are two reductions to wait for.
-    rows = max(1, 4096 // itemsize // block)
-    return Tile(rows, block, rows * block * itemsize // 2048)
+class Device(NamedTuple):
+    """What of a device launches depend on."""
+
+    multiprocessors: int
+    can_wait: bool  # whether programs may wait for one another: the interpreter runs them in turn
 
 
-@functools.lru_cache(maxsize=1024)
-def _backward_tile(hidden: int, itemsize: int) -> Tile:
-    block = max(power_of_2(hidden), MIN_BLOCK)
-    if block * itemsize > 16384:
-        # Nothing is left for loading ahead.
-        return Tile(1, block, block * itemsize // 1024)
-    rows = max(1, 16384 // itemsize // block)
-    return Tile(rows, block, 8, stages=3)
-
-
-def _forward_chunk(itemsize: int) -> Tile:
-    return Tile(1, 16384 // itemsize, 32)
-
-
-class _Tiling(NamedTuple):
+class Tiling(NamedTuple):
     """What differs between the norms in how their rows are divided among programs."""
 
-    #: Of whole rows, by `hidden` and the size of an element.
-    forward: Callable[[int, int], Tile]
+    #: Short rows of a forward share a program, up to so many bytes of them.
+    forward_bytes: int
+    #: Tiles of a forward of up to this many bytes have a warp for 1024 of them, others for 2048.
+    small_forward_bytes: int
     #: Of rows that are split over programs, by the size of an element.
     forward_split: Callable[[int], Tile]
     backward_split: Callable[[int], Tile]
@@ -638,16 +609,18 @@ class _Tiling(NamedTuple):
     one_program_elements: int
 
 
-_RMS_NORM = _Tiling(
-    forward=_rms_norm_forward_tile,
+_RMS_NORM = Tiling(
+    forward_bytes=8192,
+    small_forward_bytes=8192,
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=4, stages=3),
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
     parameters_first_bytes=WHOLE_ROW_BYTES,
     whole_backward_bytes=WHOLE_ROW_BYTES,
     one_program_elements=ONE_PROGRAM_ELEMENTS,
 )
-_LAYER_NORM = _Tiling(
-    forward=_layer_norm_forward_tile,
+_LAYER_NORM = Tiling(
+    forward_bytes=4096,  # smaller programs than RMSNorm's: there are two reductions to wait for
+    small_forward_bytes=0,
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=3, stages=3),
     backward_split=lambda itemsize: Tile(1, 4096 // itemsize, 4, per_sm=3, stages=3),
     parameters_first_bytes=8 * 1024,
@@ -656,62 +629,76 @@ _LAYER_NORM = _Tiling(
 )
 
 
+def tiling(has_mean: bool) -> Tiling:
+    return _LAYER_NORM if has_mean else _RMS_NORM
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
+    sizes = tiling(has_mean)
+    block = max(power_of_2(hidden), MIN_BLOCK)
+    row = block * itemsize
+    rows = 1 if row > 2048 else sizes.forward_bytes // row
+    size = rows * row
+    return Tile(rows, block, size // (1024 if size <= sizes.small_forward_bytes else 2048))
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_tile(hidden: int, itemsize: int) -> Tile:
+    block = max(power_of_2(hidden), MIN_BLOCK)
+    if block * itemsize > 16384:
+        # Nothing is left for loading ahead.
+        return Tile(1, block, block * itemsize // 1024)
+    rows = max(1, 16384 // itemsize // block)
+    return Tile(rows, block, 8, stages=3)
+
+
 def _values(mean: torch.Tensor | None) -> int:
     """How many values of a row programs exchange."""
     return 1 if mean is None else 2
 
 
-def plan_forward(
-    input: torch.Tensor,
-    hidden: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    output: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    eps: float,
-    multiprocessors: int,
-    can_wait: bool,
-) -> Launch:
-    """The launch of a forward. `can_wait`: programs may wait for one another (not interpreted)."""
-    tiling = _RMS_NORM if mean is None else _LAYER_NORM
-    rows, itemsize = input.numel() // hidden, input.element_size()
-    x, x_stride = as_rows(input, rows, hidden)
-    tensors = (x, contiguous(weight), contiguous(bias), output, mean, rstd)
+def plan_forward(call: ops.Forward, device: Device) -> Launch:
+    """The launch of a forward."""
+    sizes = tiling(call.mean is not None)
+    rows, hidden, itemsize = call.rows, call.hidden, call.input.element_size()
+    x, x_stride = as_rows(call.input, rows, hidden)
+    weight, bias = contiguous(call.weight), contiguous(call.bias)
+    tensors = (x, weight, bias, call.output, call.mean, call.rstd)
     if hidden * itemsize <= WHOLE_ROW_BYTES:
-        tile = tiling.forward(hidden, itemsize)
+        tile = _forward_tile(hidden, itemsize, call.mean is not None)
         return Launch(
             _forward_rows_kernel,
             ceil_div(rows, tile.rows),
-            (*tensors, rows, hidden, x_stride, eps),
+            (*tensors, rows, hidden, x_stride, call.eps),
             {
                 "ROWS": tile.rows,
                 "BLOCK": tile.block,
                 "MASK_ROWS": tile.rows > 1,
                 "MASK_COLS": hidden < tile.block,
-                "PARAMETERS_FIRST": tile.block * itemsize <= tiling.parameters_first_bytes,
+                "PARAMETERS_FIRST": tile.block * itemsize <= sizes.parameters_first_bytes,
             },
             tile.num_warps,
         )
     split = None
-    if can_wait and hidden * itemsize > L1_ROW_BYTES:
-        split = split_rows(tiling.forward_split(itemsize), rows, hidden, multiprocessors)
+    if device.can_wait and hidden * itemsize > L1_ROW_BYTES:
+        split = split_rows(sizes.forward_split(itemsize), rows, hidden, device.multiprocessors)
     if split is not None:
-        slots = split.zeroed_slots(x.device, values=_values(mean))
+        slots = split.zeroed_slots(x.device, _values(call.mean))
         steps = ceil_div(rows, split.groups)
         return Launch(
             _forward_split_kernel,
-            split.groups * split.splits,
-            (*tensors, slots, rows, hidden, x_stride, eps, split.splits, steps),
-            split_constexprs(split),
+            split.programs,
+            (*tensors, slots, rows, hidden, x_stride, call.eps, split.splits, steps),
+            split.constexprs,
             split.tile.num_warps,
-            split_options(split),
+            split.options,
         )
-    tile = _forward_chunk(itemsize)
+    tile = Tile(1, 16384 // itemsize, 32)
     return Launch(
         _forward_chunks_kernel,
         rows,
-        (*tensors, hidden, x_stride, eps),
+        (*tensors, hidden, x_stride, call.eps),
         {"BLOCK": tile.block, "CHUNKS": _chunks(hidden, tile)},
         tile.num_warps,
     )
@@ -722,97 +709,50 @@ def _chunks(hidden: int, tile: Tile) -> int:
     return power_of_2(ceil_div(hidden, tile.block))
 
 
-class _Backward(NamedTuple):
-    """What the launches of a backward are planned from."""
-
-    tiling: _Tiling
-    inputs: tuple[Any, ...]  # g, x, weight, mean, rstd
-    dx: torch.Tensor | None
-    dw: torch.Tensor | None
-    db: torch.Tensor | None
-    sums: list[torch.Tensor]  # those of dw and db that there are
-    rows: int
-    hidden: int
-    strides: tuple[int, int]  # of the rows of g and x
-    values: int
-    device: torch.device
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows, self.hidden, *self.strides
-
-    @property
-    def needs(self) -> dict[str, bool]:
-        return {"NEED_DW": self.dw is not None, "NEED_DB": self.db is not None}
-
-    def partial_sums(self, partials: int) -> torch.Tensor | None:
-        """Memory for so many rows of partial sums of each."""
-        if not self.sums:
-            return None
-        matrices = (2,) if len(self.sums) == 2 else ()
-        shape = (*matrices, partials, self.hidden)
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
-
-
-def plan_backward(
-    grad_out: torch.Tensor,
-    input: torch.Tensor,
-    hidden: int,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dx: torch.Tensor | None,
-    dw: torch.Tensor | None,
-    db: torch.Tensor | None,
-    multiprocessors: int,
-    can_wait: bool,
-) -> list[Launch]:
+def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
     """The launches of a backward, in the stream's order. Its temporaries are allocated here."""
-    tiling = _RMS_NORM if mean is None else _LAYER_NORM
-    rows, itemsize = input.numel() // hidden, input.element_size()
-    g, g_stride = as_rows(grad_out, rows, hidden)
-    x, x_stride = as_rows(input, rows, hidden)
-    inputs = (g, x, contiguous(weight), contiguous(mean), contiguous(rstd))
-    strides = (g_stride, x_stride)
-    sums = [each for each in (dw, db) if each is not None]
-    call = _Backward(
-        tiling, inputs, dx, dw, db, sums, rows, hidden, strides, _values(mean), input.device
-    )
-    if hidden * itemsize <= tiling.whole_backward_bytes:
-        tile = _backward_tile(hidden, itemsize)
-        return _plan_backward_rows(call, tile, multiprocessors, can_wait)
-    tile = tiling.backward_split(itemsize)
-    if can_wait and dx is not None:
-        split = split_rows(tile, rows, hidden, multiprocessors)
+    sizes = tiling(call.mean is not None)
+    rows, hidden, itemsize = call.rows, call.hidden, call.input.element_size()
+    g, g_stride = as_rows(call.grad_out, rows, hidden)
+    x, x_stride = as_rows(call.input, rows, hidden)
+    inputs = (g, x, *map(contiguous, (call.weight, call.mean, call.rstd)))
+    matrix = (rows, hidden, g_stride, x_stride)
+    if hidden * itemsize <= sizes.whole_backward_bytes:
+        return _plan_backward_rows(call, inputs, matrix, device)
+    tile = sizes.backward_split(itemsize)
+    if device.can_wait and call.dx is not None:
+        split = split_rows(tile, rows, hidden, device.multiprocessors)
         if split is not None:
-            return _plan_backward_split(call, split)
-    return _plan_backward_columns(call, tile, multiprocessors)
+            return _plan_backward_split(call, inputs, matrix, split)
+    return _plan_backward_columns(call, inputs, matrix, tile, device)
 
 
 def _plan_backward_rows(
-    call: _Backward, tile: Tile, multiprocessors: int, can_wait: bool
+    call: ops.Backward, inputs: _Inputs, matrix: _Matrix, device: Device
 ) -> list[Launch]:
     """The narrowest rows of LayerNorm are computed without fused multiply-add.
 
     In a row of one element dx is 0, as w * g is its own mean, and native's is; a fused w * g - mean
     is instead what rounding took off w * g, times rstd of up to 1 / sqrt(eps).
     """
-    rows, hidden, sums = call.rows, call.hidden, call.sums
+    rows, hidden, *_ = matrix
+    has_mean, sums = call.mean is not None, call.sums
+    tile = _backward_tile(hidden, call.input.element_size())
     tiles = ceil_div(rows, tile.rows)
-    programs = min(multiprocessors * tile.per_sm, tiles)
-    if rows * hidden <= call.tiling.one_program_elements:
+    programs = min(device.multiprocessors * tile.per_sm, tiles)
+    if rows * hidden <= tiling(has_mean).one_program_elements:
         # Its partial sums are the sums, which saves small calls a launch.
         programs, partial, sums = 1, call.dw, []
     else:
-        partial = call.partial_sums(programs)
-    one_launch = can_wait and bool(sums) and sums_in_one_launch(rows, hidden, programs)
+        partial = _partial_sums(call, programs)
+    one_launch = device.can_wait and bool(sums) and sums_in_one_launch(rows, hidden, programs)
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
     launch = Launch(
         _backward_rows_kernel,
         programs,
-        (*call.inputs, call.dx, partial, *to_sum, *call.shape, ceil_div(tiles, programs)),
+        (*inputs, call.dx, partial, *to_sum, *matrix, ceil_div(tiles, programs)),
         {
-            **call.needs,
+            **_needs(call),
             "ROWS": tile.rows,
             "BLOCK": tile.block,
             "STAGES": tile.stages,
@@ -821,56 +761,73 @@ def _plan_backward_rows(
         tile.num_warps,
         {
             "maxnreg": tile.registers,
-            "enable_fp_fusion": call.values == 1 or tile.block > MIN_BLOCK,
+            "enable_fp_fusion": not has_mean or tile.block > MIN_BLOCK,
             "launch_cooperative_grid": one_launch,
         },
     )
     return [launch] if one_launch else [launch, *_plan_sums(partial, sums)]
 
 
-def _plan_backward_split(call: _Backward, split: Split) -> list[Launch]:
-    partial = call.partial_sums(split.groups)
-    slots = split.zeroed_slots(call.device, call.values)
+def _plan_backward_split(
+    call: ops.Backward, inputs: _Inputs, matrix: _Matrix, split: Split
+) -> list[Launch]:
+    partial = _partial_sums(call, split.groups)
+    slots = split.zeroed_slots(call.input.device, _values(call.mean))
     steps = ceil_div(call.rows, split.groups)
     launch = Launch(
         _backward_split_kernel,
-        split.groups * split.splits,
-        (*call.inputs, call.dx, partial, slots, *call.shape, split.splits, steps),
-        {**call.needs, **split_constexprs(split)},
+        split.programs,
+        (*inputs, call.dx, partial, slots, *matrix, split.splits, steps),
+        {**_needs(call), **split.constexprs},
         split.tile.num_warps,
-        split_options(split),
+        split.options,
     )
     return [launch, *_plan_sums(partial, call.sums)]
 
 
-def _plan_backward_columns(call: _Backward, tile: Tile, multiprocessors: int) -> list[Launch]:
+def _plan_backward_columns(
+    call: ops.Backward, inputs: _Inputs, matrix: _Matrix, tile: Tile, device: Device
+) -> list[Launch]:
+    rows, hidden, *strides = matrix
     launches, means = [], None
     if call.dx is not None:
-        shape = (call.rows, call.values)
-        means = torch.empty(shape, dtype=torch.float32, device=call.device)
+        shape = (rows, _values(call.mean))
+        means = torch.empty(shape, dtype=torch.float32, device=call.input.device)
         launches.append(
             Launch(
                 _row_means_kernel,
-                call.rows,
-                (*call.inputs, means, call.hidden, *call.strides),
-                {"BLOCK": tile.block, "CHUNKS": _chunks(call.hidden, tile)},
+                rows,
+                (*inputs, means, hidden, *strides),
+                {"BLOCK": tile.block, "CHUNKS": _chunks(hidden, tile)},
                 tile.num_warps,
             )
         )
-    blocks = ceil_div(call.hidden, tile.block)
-    row_splits = max(1, min(call.rows, multiprocessors * 4 // blocks))
-    partial = call.partial_sums(row_splits)
-    steps = ceil_div(call.rows, row_splits)
+    blocks = ceil_div(hidden, tile.block)
+    row_splits = max(1, min(rows, device.multiprocessors * 4 // blocks))
+    partial = _partial_sums(call, row_splits)
     launches.append(
         Launch(
             _backward_columns_kernel,
             row_splits * blocks,
-            (*call.inputs, means, call.dx, partial, *call.shape, row_splits, steps),
-            {**call.needs, "BLOCK": tile.block},
+            (*inputs, means, call.dx, partial, *matrix, row_splits, ceil_div(rows, row_splits)),
+            {**_needs(call), "BLOCK": tile.block},
             tile.num_warps,
         )
     )
     return [*launches, *_plan_sums(partial, call.sums)]
+
+
+def _needs(call: ops.Backward) -> dict[str, bool]:
+    return {"NEED_DW": call.dw is not None, "NEED_DB": call.db is not None}
+
+
+def _partial_sums(call: ops.Backward, partials: int) -> torch.Tensor | None:
+    """Memory for so many rows of partial sums of each gradient that is a sum over rows."""
+    if not call.sums:
+        return None
+    matrices = (2,) if len(call.sums) == 2 else ()
+    shape = (*matrices, partials, call.hidden)
+    return torch.empty(shape, dtype=torch.float32, device=call.input.device)
 
 
 def _plan_sums(partial: torch.Tensor | None, sums: list[torch.Tensor]) -> list[Launch]:
@@ -882,36 +839,19 @@ def _plan_sums(partial: torch.Tensor | None, sums: list[torch.Tensor]) -> list[L
 # --------------------------------------------------------------------------------------------------
 
 
-def forward(
-    input: torch.Tensor,
-    hidden: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    output: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    eps: float,
-) -> None:
-    """`ops.Forward` of float32, float16 and bfloat16, in any strides."""
-    device = (multiprocessors(input.device), input.is_cuda)
-    plan_forward(input, hidden, weight, bias, output, mean, rstd, float(eps), *device)()
+def forward(call: ops.Forward) -> None:
+    """Forwards of float32, float16 and bfloat16, in any strides."""
+    plan_forward(call, _device(call.input))()
 
 
-def backward(
-    grad_out: torch.Tensor,
-    input: torch.Tensor,
-    hidden: int,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dx: torch.Tensor | None,
-    dw: torch.Tensor | None,
-    db: torch.Tensor | None,
-) -> None:
-    """`ops.Backward` of float32, float16 and bfloat16, in any strides, expanded ones included."""
-    device = (multiprocessors(input.device), input.is_cuda)
-    for launch in plan_backward(grad_out, input, hidden, weight, mean, rstd, dx, dw, db, *device):
+def backward(call: ops.Backward) -> None:
+    """Backwards of float32, float16 and bfloat16, in any strides, expanded ones included."""
+    for launch in plan_backward(call, _device(call.input)):
         launch()
+
+
+def _device(t: torch.Tensor) -> Device:
+    return Device(multiprocessors(t.device), can_wait=t.is_cuda)
 
 
 # ATen's ops, around these two.
@@ -919,68 +859,3 @@ rms_norm_forward = functools.partial(ops.rms_norm_forward, forward)
 rms_norm_backward = functools.partial(ops.rms_norm_backward, backward)
 layer_norm_forward = functools.partial(ops.layer_norm_forward, forward)
 layer_norm_backward = functools.partial(ops.layer_norm_backward, backward)
-
-
-# --------------------------------------------------------------------------------------------------
-# Configurations
-# --------------------------------------------------------------------------------------------------
-
-
-def configurations(norm: str, multiprocessors: int = 132) -> Iterator[Launch]:
-    """The launches that there are, on meta tensors, to be compiled for any architecture.
-
-    Power-of-two blocks in 16 and 32 bits, and at a few sizes each: unaligned rows, no weight, no
-    bias, some of the gradients, more or fewer rows.
-
-    Args:
-        norm: ``"rms_norm"`` or ``"layer_norm"``.
-        multiprocessors: an H200's by default.
-    """
-    has_mean = norm == "layer_norm"
-    launches = functools.partial(example_launches, norm, multiprocessors)
-    bfloat16, float32 = torch.bfloat16, torch.float32
-    for log2 in (4, 7, *range(10, 16), 17) if has_mean else range(4, 18):
-        yield from launches(bfloat16, 1 << log2)
-    for log2 in (10, 13, 14) if has_mean else range(4, 18):
-        yield from launches(float32, 1 << log2)
-    for hidden in (4096, 8192, 32768) if has_mean else (4096, 16384, 65536):
-        yield from launches(torch.float16, hidden)
-        yield from launches(bfloat16, hidden - 1)
-        yield from launches(bfloat16, hidden, has_bias=False)
-        yield from launches(bfloat16, hidden, has_weight=False, has_bias=False)
-        yield from launches(bfloat16, hidden, needs=(True, False, False))
-        yield from launches(bfloat16, hidden, needs=(False, True, True))
-    for hidden in (128, 4096):
-        yield from launches(bfloat16, hidden, rows=1)
-    # Few programs that add up their sums in the same launch, and more elements than are.
-    yield from launches(bfloat16, 4096, rows=8)
-    yield from launches(bfloat16, 1024, rows=8192)
-    # More than the programs that run at once can hold of one row.
-    yield from launches(bfloat16, 1 << 22)
-
-
-def example_launches(
-    norm: str,
-    multiprocessors: int,
-    dtype: torch.dtype,
-    hidden: int,
-    rows: int = 1024,
-    has_weight: bool = True,
-    has_bias: bool = True,
-    needs: tuple[bool, bool, bool] = (True, True, True),
-) -> list[Launch]:
-    """The launches of a forward and then of a backward, on meta tensors."""
-    has_mean = norm == "layer_norm"
-    x = torch.empty(rows, hidden, dtype=dtype, device="meta")
-    rstd = torch.empty(rows, 1, dtype=torch.float32, device="meta")
-    mean = rstd if has_mean else None
-    weight, bias = (
-        torch.empty(hidden, dtype=dtype, device="meta") if there else None
-        for there in (has_weight, has_bias and has_mean)
-    )
-    dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
-    device = (multiprocessors, True)
-    return [
-        plan_forward(x, hidden, weight, bias, x, mean, rstd, 1e-6, *device),
-        *plan_backward(x, x, hidden, weight, mean, rstd, dx, dw, db, *device),
-    ]

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 __all__ = [
-    "DTYPES",
     "VECTOR",
     "Exchange",
     "Tile",
@@ -34,7 +32,6 @@ __all__ = [
     "warp_sum",
 ]
 
-DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 WARP = 32
 # Elements of 16 bits in a load of 16 bytes.
 VECTOR = 8

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
-from opgraft_kernels.norms.clusters.compiling import COMPILING
+from opgraft_kernels.cutedsl import COMPILING
 from opgraft_kernels.norms.clusters.exchange import Tile
 
 __all__ = ["clusters_for"]

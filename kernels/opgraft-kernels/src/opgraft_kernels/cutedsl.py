@@ -1,4 +1,4 @@
-"""Compiling functions of tensors that are not there yet, and keeping them by kind."""
+"""What kernels in CuteDSL share: functions compiled for tensors that are not there yet, by kind."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
+import torch
 
-from opgraft_kernels.norms.clusters.exchange import VECTOR
+__all__ = ["COMPILING", "CUTLASS_DTYPES", "Functions", "compile_function", "fake_tensor"]
 
-__all__ = ["COMPILING", "Functions", "compile_function", "fake"]
-
-
+CUTLASS_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 # Held while compiling: autograd's threads call backwards while others call forwards.
 COMPILING = threading.Lock()
 
 
-def fake(dtype: Any, ndim: int, aligned: int = VECTOR) -> Any:
-    """A tensor to compile for: any sizes, rows contiguous, strides multiples of `aligned`."""
+def fake_tensor(dtype: Any, ndim: int, aligned: int) -> Any:
+    """A tensor to compile for: any sizes, the last dimension contiguous.
+
+    The other strides, and the address, are multiples of `aligned` elements.
+    """
     stride = [cute.sym_int64(divisibility=aligned) for _ in range(ndim - 1)]
     return cute.runtime.make_fake_tensor(
         dtype,

@@ -1,0 +1,153 @@
+"""What there is to compile of each family of kernels: launches on meta tensors, kinds of CuteDSL.
+
+Most of what a call may ask for, each tile at least once. Nothing here is run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opgraft_kernels.rows import Launch
+
+__all__ = ["cutedsl_kinds", "launches", "norm_launches"]
+
+MULTIPROCESSORS = 132  # an H200's
+
+
+def launches(family: str, capability: int) -> Iterator[Launch]:
+    """The launches of a family of Triton kernels.
+
+    Args:
+        family: ``"rms_norm"``, ``"layer_norm"`` or ``"attention"``.
+        capability: 80, 90 or 100.
+    """
+    return _attention(capability // 10) if family == "attention" else _norms(family)
+
+
+def cutedsl_kinds(family: str) -> Iterator[Any]:
+    """The kinds of a family's functions in CuteDSL, for any Hopper GPU."""
+    return _attention_kinds() if family == "attention" else _norm_kinds(family)
+
+
+# ------------------------------------------------------------------ norms
+
+
+def _norms(norm: str) -> Iterator[Launch]:
+    """Power-of-two blocks in 16 and 32 bits, and at a few sizes each: unaligned rows, no weight, no
+    bias, some of the gradients, more or fewer rows."""
+    has_mean = norm == "layer_norm"
+    some = functools.partial(norm_launches, norm)
+    bfloat16, float32 = torch.bfloat16, torch.float32
+    for log2 in (4, 7, *range(10, 16), 17) if has_mean else range(4, 18):
+        yield from some(bfloat16, 1 << log2)
+    for log2 in (10, 13, 14) if has_mean else range(4, 18):
+        yield from some(float32, 1 << log2)
+    for hidden in (4096, 8192, 32768) if has_mean else (4096, 16384, 65536):
+        yield from some(torch.float16, hidden)
+        yield from some(bfloat16, hidden - 1)
+        yield from some(bfloat16, hidden, has_bias=False)
+        yield from some(bfloat16, hidden, has_weight=False, has_bias=False)
+        yield from some(bfloat16, hidden, needs=(True, False, False))
+        yield from some(bfloat16, hidden, needs=(False, True, True))
+    for hidden in (128, 4096):
+        yield from some(bfloat16, hidden, rows=1)
+    # Few programs that add up their sums in the same launch, and more elements than are.
+    yield from some(bfloat16, 4096, rows=8)
+    yield from some(bfloat16, 1024, rows=8192)
+    # More than the programs that run at once can hold of one row.
+    yield from some(bfloat16, 1 << 22)
+
+
+def norm_launches(
+    norm: str,
+    dtype: torch.dtype,
+    hidden: int,
+    rows: int = 1024,
+    has_weight: bool = True,
+    has_bias: bool = True,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+) -> list[Launch]:
+    """The launches of a forward and then of a backward."""
+    from opgraft_kernels.norms import ops, triton_kernels
+
+    has_mean = norm == "layer_norm"
+    x = torch.empty(rows, hidden, dtype=dtype, device="meta")
+    rstd = torch.empty(rows, 1, dtype=torch.float32, device="meta")
+    mean = rstd if has_mean else None
+    weight, bias = (
+        torch.empty(hidden, dtype=dtype, device="meta") if there else None
+        for there in (has_weight, has_bias and has_mean)
+    )
+    dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
+    forward = ops.Forward(x, weight, bias, x, mean, rstd, hidden, 1e-6)
+    backward = ops.Backward(x, x, weight, mean, rstd, dx, dw, db, hidden)
+    device = triton_kernels.Device(MULTIPROCESSORS, can_wait=True)
+    return [
+        triton_kernels.plan_forward(forward, device),
+        *triton_kernels.plan_backward(backward, device),
+    ]
+
+
+def _norm_kinds(norm: str) -> Iterator[Any]:
+    from opgraft_kernels.norms.cutedsl_kernels import TILES, BackwardKind, ForwardKind
+
+    has_mean = norm == "layer_norm"
+    bias = (True, False) if has_mean else (False,)
+    bfloat16, tiles = torch.bfloat16, TILES[norm]
+    for tile in tiles.forward.values():
+        for has_weight in (True, False):
+            for has_bias in bias:
+                yield ForwardKind(bfloat16, tile, has_weight, has_bias, has_mean, None)
+        yield ForwardKind(torch.float16, tile, True, has_mean, has_mean, None)
+    for tile in tiles.backward.values():
+        for needs_db in bias:
+            for needs_dw in (True, False):
+                yield BackwardKind(bfloat16, tile, True, has_mean, needs_dw, needs_db, None)
+            yield BackwardKind(bfloat16, tile, False, has_mean, False, needs_db, None)
+        yield BackwardKind(torch.float16, tile, True, has_mean, True, has_mean, None)
+
+
+# ------------------------------------------------------------------ attention
+
+
+def _attention(major: int) -> Iterator[Launch]:
+    """Every tile, causal with a logsumexp and full without; and heads that need padding."""
+    for dim in (64, 128):
+        for causal in (False, True):
+            for length in (1024, 4096, 16384):
+                yield from _attention_launches(torch.bfloat16, dim, length, causal, major)
+    yield from _attention_launches(torch.float16, 96, 1024, True, major)
+
+
+def _attention_launches(
+    dtype: torch.dtype, dim: int, length: int, causal: bool, major: int
+) -> Iterator[Launch]:
+    from opgraft_kernels.attention import triton_kernels as kernels
+
+    device = kernels.Device(major)
+    x = torch.empty((2, 16, length, dim), dtype=dtype, device="meta")
+    logsumexp = torch.empty(x.shape[:3], dtype=torch.float32, device="meta")
+    yield kernels.plan_forward(x, x, x, x, logsumexp if causal else None, 0.1, causal, device)
+    yield from kernels.plan_backward(x, x, x, x, x, logsumexp, x, x, x, 0.1, causal, device)
+
+
+def _attention_kinds() -> Iterator[Any]:
+    """Every head dimension once."""
+    from opgraft_kernels.attention.cutedsl_kernels import Kind
+
+    for dim, dim_v, causal in (
+        (64, 64, True),
+        (96, 96, False),
+        (128, 128, True),
+        (192, 128, False),
+        (256, 256, True),
+    ):
+        for is_forward in (True, False):
+            yield Kind(is_forward, torch.bfloat16, dim, dim_v, 1, causal, True, False, None)
+    yield Kind(True, torch.float16, 128, 128, 4, False, False, False, None)
+    for is_forward in (True, False):
+        yield Kind(is_forward, torch.bfloat16, 128, 128, 4, True, True, True, None)
