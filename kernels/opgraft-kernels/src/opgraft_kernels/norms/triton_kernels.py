@@ -83,6 +83,59 @@ def _load_parameters(w_ptr, b_ptr, col, in_row, MASKED: tl.constexpr):
     return w, b
 
 
+@triton.jit
+def _scale_and_shift(y, w_ptr, w, b_ptr, b):
+    """y * w + b, of a row or of a tile of rows."""
+    if w_ptr is not None:
+        y = y * w.to(tl.float32)
+    if b_ptr is not None:
+        y = y + b.to(tl.float32)
+    return y
+
+
+@triton.jit
+def _load_statistics(mean_ptr, rstd_ptr, row, in_rows):
+    """The mean, 0 where the norm has none, and rstd, of a row or of each row of a tile."""
+    mean = 0.0
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
+    return mean, tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
+
+
+@triton.jit
+def _standardize(x, mean_ptr, mean, rstd):
+    """xhat, of a row or of a tile of rows.
+
+    Beyond a row's end it is not 0, but g is, and with it everything that is summed.
+    """
+    x = x.to(tl.float32)
+    if mean_ptr is not None:
+        x = x - (mean if len(x.shape) == 1 else mean[:, None])
+    return x * (rstd if len(x.shape) == 1 else rstd[:, None])
+
+
+@triton.jit
+def _store_partial_sums(
+    partial_ptr, index, partials, hidden, col, in_row, dw, db, NEED_DW, NEED_DB
+):
+    """Row `index` of `partials` rows of partial sums of dw, and then of db, where each is wanted.
+
+    A program that walks over tiles of rows adds up their rows first.
+    """
+    if NEED_DW:
+        ptrs = partial_ptr + index.to(tl.int64) * hidden + col
+        if len(dw.shape) == 2:
+            dw = tl.sum(dw, axis=0)
+        # Where there is one program, these are dw.
+        tl.store(ptrs, dw.to(partial_ptr.dtype.element_ty), mask=in_row)
+    if NEED_DB:
+        row = index + (partials if NEED_DW else 0)
+        ptrs = partial_ptr + row.to(tl.int64) * hidden + col
+        if len(db.shape) == 2:
+            db = tl.sum(db, axis=0)
+        tl.store(ptrs, db, mask=in_row)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _forward_rows_kernel(
     x_ptr,
@@ -128,10 +181,7 @@ def _forward_rows_kernel(
     y = x * rstd[:, None]
     if not PARAMETERS_FIRST:
         w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
-    if w_ptr is not None:
-        y = y * w.to(tl.float32)[None, :]
-    if b_ptr is not None:
-        y = y + b.to(tl.float32)[None, :]
+    y = _scale_and_shift(y, w_ptr, w, b_ptr, b)
     store_if(y_ptrs, y.to(y_ptr.dtype.element_ty), mask, MASK_ROWS or MASK_COLS)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=row < rows)
@@ -259,11 +309,7 @@ def _forward_split_kernel(
         y = last_x.to(tl.float32)
         if mean_ptr is not None:
             y = y - mean
-        y = y * rstd
-        if w_ptr is not None:
-            y = y * w.to(tl.float32)
-        if b_ptr is not None:
-            y = y + b.to(tl.float32)
+        y = _scale_and_shift(y * rstd, w_ptr, w, b_ptr, b)
         valid = (row >= 0) & (row < rows)
         tl.store(
             y_ptr + row * hidden + col, y.to(y_ptr.dtype.element_ty), mask=mask_if(in_row, valid)
@@ -328,14 +374,8 @@ def _backward_rows_kernel(
         mask = in_rows[:, None] & in_row[None, :]
         x = tl.load(x_ptr + (row * x_stride)[:, None] + col[None, :], mask=mask, other=0.0)
         g = tl.load(g_ptr + (row * g_stride)[:, None] + col[None, :], mask=mask, other=0.0)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
-        xhat = x.to(tl.float32)
-        if mean_ptr is not None:
-            # Beyond the row this is not 0, but g is, and with it everything that is summed.
-            xhat = xhat - mean[:, None]
-        xhat = xhat * rstd[:, None]
+        mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, in_rows)
+        xhat = _standardize(x, mean_ptr, mean, rstd)
         g = g.to(tl.float32)
         if NEED_DB:
             db += g
@@ -354,14 +394,9 @@ def _backward_rows_kernel(
             dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
             dx_ptrs = dx_ptr + (row * hidden)[:, None] + col[None, :]
             tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEED_DW:
-        partial_ptrs = partial_ptr + program.to(tl.int64) * hidden + col
-        # Where there is one program, these are dw.
-        tl.store(partial_ptrs, tl.sum(dw, axis=0).to(partial_ptr.dtype.element_ty), mask=in_row)
-    if NEED_DB:
-        partial_row = program + (programs if NEED_DW else 0)
-        partial_ptrs = partial_ptr + partial_row.to(tl.int64) * hidden + col
-        tl.store(partial_ptrs, tl.sum(db, axis=0), mask=in_row)
+    _store_partial_sums(
+        partial_ptr, program, programs, hidden, col, in_row, dw, db, NEED_DW, NEED_DB
+    )
     if sum_ptr is not None:
         sum_after_barrier(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
 
@@ -442,12 +477,8 @@ def _backward_columns_kernel(
         mask = mask_if(in_row, in_rows)
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(g_ptr + row * g_stride + col, mask=mask, other=0.0).to(tl.float32)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
-        if mean_ptr is not None:
-            x = x - mean
-        xhat = x * rstd
+        mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, in_rows)
+        xhat = _standardize(x, mean_ptr, mean, rstd)
         if NEED_DB:
             db += g
         if NEED_DW:
@@ -462,11 +493,9 @@ def _backward_columns_kernel(
                 g = g - mean_g
             dx = (g - xhat * mean_gx) * rstd
             tl.store(dx_ptr + row * hidden + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEED_DW:
-        tl.store(partial_ptr + split.to(tl.int64) * hidden + col, dw, mask=in_row)
-    if NEED_DB:
-        partial_row = split + (row_splits if NEED_DW else 0)
-        tl.store(partial_ptr + partial_row.to(tl.int64) * hidden + col, db, mask=in_row)
+    _store_partial_sums(
+        partial_ptr, split, row_splits, hidden, col, in_row, dw, db, NEED_DW, NEED_DB
+    )
 
 
 @triton.jit
@@ -509,22 +538,15 @@ def _backward_split_kernel(
     db = tl.zeros([BLOCK], tl.float32)
     last_x = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
     last_g = tl.zeros([BLOCK], g_ptr.dtype.element_ty)
-    if mean_ptr is not None:
-        last_mean = 0.0
-    last_rstd = 0.0
+    last_mean, last_rstd = 0.0, 0.0
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
         in_rows = row < rows
         mask = mask_if(in_row, in_rows)
         x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
         g = tl.load(g_ptr + row * g_stride + col, mask=mask, other=0.0)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
-        xhat = x.to(tl.float32)
-        if mean_ptr is not None:
-            xhat = xhat - mean
-        xhat = xhat * rstd
+        mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, in_rows)
+        xhat = _standardize(x, mean_ptr, mean, rstd)
         wg = g.to(tl.float32)
         if NEED_DB:
             db += wg
@@ -543,10 +565,7 @@ def _backward_split_kernel(
             mean_g = collect_sum(sums_ptr, step - 1, splits, SLOTS)
         mean_gx = collect_sum(products_ptr, step - 1, splits, SLOTS)
         row -= groups
-        xhat = last_x.to(tl.float32)
-        if mean_ptr is not None:
-            xhat = xhat - last_mean
-        xhat = xhat * last_rstd
+        xhat = _standardize(last_x, mean_ptr, last_mean, last_rstd)
         wg = last_g.to(tl.float32)
         if w_ptr is not None:
             wg = wg * w.to(tl.float32)
@@ -557,14 +576,8 @@ def _backward_split_kernel(
         tl.store(dx_ptr + row * hidden + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         last_x = x
         last_g = g
-        if mean_ptr is not None:
-            last_mean = mean
-        last_rstd = rstd
-    if NEED_DW:
-        tl.store(partial_ptr + group.to(tl.int64) * hidden + col, dw, mask=in_row)
-    if NEED_DB:
-        partial_row = group + (groups if NEED_DW else 0)
-        tl.store(partial_ptr + partial_row.to(tl.int64) * hidden + col, db, mask=in_row)
+        last_mean, last_rstd = mean, rstd
+    _store_partial_sums(partial_ptr, group, groups, hidden, col, in_row, dw, db, NEED_DW, NEED_DB)
 
 
 # --------------------------------------------------------------------------------------------------
