@@ -1,11 +1,6 @@
 """The backward of RMSNorm and LayerNorm in CuteDSL, for rows that a cluster of blocks shares.
 
-With ``rows x hidden`` the input seen as a matrix, and all arithmetic in float32::
-
-    dx = rstd * (w * g - mean(w * g) - xhat * mean(w * g * xhat))     xhat = (x - mean) * rstd
-    dw = sum over rows of g * xhat                                    db = sum over rows of g
-
-RMSNorm has no mean, and no ``mean(w * g)``. The package says what clusters are for.
+`opgraft_kernels.norms.ops` says what it computes, and the package what clusters are for.
 """
 
 from __future__ import annotations
@@ -23,11 +18,12 @@ from opgraft_kernels.norms.clusters.exchange import (
     Tile,
     by_vector,
     collect_sums,
-    fetch_atom,
     launch_options,
+    load_parameters,
     open_exchange,
     reopen_slot,
     send_partials,
+    start_loads,
     warp_sum,
 )
 
@@ -121,15 +117,11 @@ class Backward:
             self.fetch(g, x, held_g, held_x, cluster + stage * clusters, stage, first, thread)
 
         shape = (VECTOR, tile.vectors)
-        w_own = cute.make_rmem_tensor(shape, x.element_type)
         dw_own = cute.make_rmem_tensor(shape, Float32)
         db_own = cute.make_rmem_tensor(shape, Float32)
         dw_own.fill(0.0)
         db_own.fill(0.0)
-        if cutlass.const_expr(weight is not None):
-            w_row = by_vector(weight)
-            for i in cutlass.range_constexpr(tile.vectors):
-                w_own[None, i].store(w_row[None, first + i * tile.threads].load())
+        w_own = load_parameters(tile, weight, first)
         cute.arch.cluster_wait()
 
         scale, centre = rstd[cluster], Float32(0.0)
@@ -207,13 +199,9 @@ class Backward:
         """Starts to load this thread's vectors of a row, if there is one; a group of its own."""
         tile = self.tile
         if row < x.shape[0]:
-            fetch = fetch_atom(x.element_type)
-            g_row, x_row = _row(g, row), _row(x, row)
             at = stage * (tile.threads * tile.vectors) + thread
-            for i in cutlass.range_constexpr(tile.vectors):
-                j = i * tile.threads
-                cute.copy(fetch, g_row[None, first + j], held_g[None, at + j])
-                cute.copy(fetch, x_row[None, first + j], held_x[None, at + j])
+            rows = [(g[row, None], held_g), (x[row, None], held_x)]
+            start_loads(tile, rows, first, at)
         cute.arch.cp_async_commit_group()
 
     @cute.kernel

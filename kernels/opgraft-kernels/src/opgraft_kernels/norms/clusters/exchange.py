@@ -11,6 +11,7 @@ exchange of sums.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -24,11 +25,12 @@ __all__ = [
     "Tile",
     "by_vector",
     "collect_sums",
-    "fetch_atom",
     "launch_options",
+    "load_parameters",
     "open_exchange",
     "reopen_slot",
     "send_partials",
+    "start_loads",
     "warp_sum",
 ]
 
@@ -83,13 +85,35 @@ def by_vector(row: Any) -> Any:
     return cute.logical_divide(row, cute.make_layout(VECTOR))
 
 
-def fetch_atom(dtype: Any) -> Any:
-    """A copy of one vector to shared memory that nobody waits for, past L1."""
-    return cute.make_copy_atom(
-        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
-        dtype,
-        num_bits_per_copy=dtype.width * VECTOR,
-    )
+def start_loads(tile: Tile, rows: Sequence[tuple[Any, Any]], first: Any, at: Any) -> None:
+    """Starts to load this thread's vectors of rows into slices in shared memory, past L1.
+
+    Args:
+        tile: of the slices.
+        rows: a row and the memory that it goes to, of each matrix.
+        first: this thread's first vector in a row.
+        at: and in that memory.
+    """
+    for i in range(tile.vectors):
+        j = i * tile.threads
+        for row, held in rows:
+            dtype = held.element_type
+            atom = cute.make_copy_atom(
+                cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
+                dtype,
+                num_bits_per_copy=dtype.width * VECTOR,
+            )
+            cute.copy(atom, by_vector(row)[None, first + j], held[None, at + j])
+
+
+def load_parameters(tile: Tile, parameters: Any, first: Any) -> Any:
+    """This thread's vectors of a weight or bias, in registers."""
+    if parameters is None:
+        return None
+    own = cute.make_rmem_tensor((VECTOR, tile.vectors), parameters.element_type)
+    for i in range(tile.vectors):
+        own[None, i].store(by_vector(parameters)[None, first + i * tile.threads].load())
+    return own
 
 
 def warp_sum(value: Any) -> Any:

@@ -1,12 +1,7 @@
 """The forward of RMSNorm and LayerNorm.
 
-With ``rows x hidden`` the input seen as a matrix, and all arithmetic in float32::
-
-    rstd = rsqrt(mean((x - mean(x)) ** 2) + eps)              one value a row, like mean(x)
-    y    = (x - mean) * rstd * w + b
-
-RMSNorm has no mean, and no bias. LayerNorm's variance is the mean of squared differences from the
-mean, which the blocks agree on before they take them: two exchanges a row.
+`opgraft_kernels.norms.ops` says what it computes. LayerNorm's variance is the mean of squared
+differences from the mean, which the blocks agree on before they take them: two exchanges a row.
 """
 
 from __future__ import annotations
@@ -19,15 +14,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from opgraft_kernels.norms.clusters.exchange import (
-    VECTOR,
     Exchange,
     Tile,
     by_vector,
     collect_sums,
-    fetch_atom,
     launch_options,
+    load_parameters,
     open_exchange,
     send_partials,
+    start_loads,
     warp_sum,
 )
 
@@ -84,9 +79,10 @@ class Forward:
         held = by_vector(allocator.allocate_tensor(x.element_type, layout, byte_alignment=128))
         exchange = Exchange(allocator, tile, slots=2 if centred else 1)
         open_exchange(exchange, thread)
-        self.fetch(x, held, row, first, thread)
+        start_loads(tile, [(x[row, None], held)], first, thread)
+        cute.arch.cp_async_commit_group()
         # While the row is on its way: after the exchange they would be waited for once more.
-        own_weight, own_bias = [self.load(each, first) for each in (weight, bias)]
+        own_weight, own_bias = [load_parameters(tile, each, first) for each in (weight, bias)]
         cute.arch.cp_async_wait_group(0)
 
         centre = Float32(0.0)
@@ -138,24 +134,6 @@ class Forward:
         send_partials(exchange, slot, (partial,), thread, rank)
         (total,) = collect_sums(exchange, slot, 0, thread)
         return total
-
-    def fetch(self, x: Any, held: Any, row: Any, first: Any, thread: Any) -> None:
-        """Starts to load this thread's vectors of the row."""
-        fetch, vectors = fetch_atom(x.element_type), by_vector(x[row, None])
-        for i in range(self.tile.vectors):
-            j = i * self.tile.threads
-            cute.copy(fetch, vectors[None, first + j], held[None, thread + j])
-        cute.arch.cp_async_commit_group()
-
-    def load(self, parameters: Any, first: Any) -> Any:
-        """A thread's vectors of the weight or bias, in registers."""
-        if parameters is None:
-            return None
-        tile, vectors = self.tile, by_vector(parameters)
-        own = cute.make_rmem_tensor((VECTOR, tile.vectors), parameters.element_type)
-        for i in range(tile.vectors):
-            own[None, i].store(vectors[None, first + i * tile.threads].load())
-        return own
 
 
 def _write(values: Any, row: Any, value: Any) -> None:
