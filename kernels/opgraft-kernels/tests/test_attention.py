@@ -547,7 +547,7 @@ def _metas(case: Case) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("case", "pays"),
+    ("case", "faster"),
     [
         (Case(8, 16, 16, 2048, 2048, 128, 128, False), True),
         (Case(8, 16, 16, 1024, 1024, 128, 128, False), False),
@@ -562,10 +562,10 @@ def _metas(case: Case) -> Tensors:
     ],
     ids=str,
 )
-def test_forward_goes_to_the_faster_kernel(case: Case, pays: bool) -> None:
+def test_forward_goes_to_the_faster_kernel(case: Case, faster: bool) -> None:
     t = _metas(case)
     arguments = _arguments(overrides._CUDNN.name, OPS["cudnn"].forward_arguments(t, case.causal))
-    assert overrides._pays(overrides._CUDNN, "cutedsl_kernels").holds(arguments) == pays
+    assert overrides._is_faster(overrides._CUDNN, "cutedsl_kernels").holds(arguments) == faster
 
 
 def test_registering_goes_by_priority() -> None:

@@ -59,7 +59,7 @@ def _length_before_heads(t: Tensor, head_dim: int) -> Tensor:
     return torch.empty(shape, dtype=t.dtype, device=t.device).transpose(1, 2)
 
 
-def _readable(t: Tensor) -> Tensor:
+def _aligned(t: Tensor) -> Tensor:
     """`t`, or a copy where its last dimension is strided or expanded, or where the others, or its
     first element, are not a multiple of 16 bytes apart: what kernels read by vector and by copy
     engine. `.sum()` makes such gradients."""
@@ -168,7 +168,7 @@ def _length_before_heads_like(t: Tensor) -> Tensor:
     return _length_before_heads(t, t.shape[-1])
 
 
-def _as_it_is(logsumexp: Tensor, query: Tensor) -> Tensor:
+def _unchanged(logsumexp: Tensor, query: Tensor) -> Tensor:
     return logsumexp
 
 
@@ -188,7 +188,7 @@ FLASH = Layout(
     out=_like,
     gradient=torch.empty_like,
     logsumexp=_flash_logsumexp,
-    rows=_as_it_is,
+    rows=_unchanged,
     results=_flash_results,
 )
 EFFICIENT = Layout(
@@ -208,7 +208,7 @@ CPU = Layout(
     out=_like,
     gradient=_length_before_heads_like,
     logsumexp=_cpu_logsumexp,
-    rows=_as_it_is,
+    rows=_unchanged,
     results=lambda out, logsumexp, query, key: (out, logsumexp),
 )
 
@@ -226,7 +226,7 @@ def _forward(
     wanted = given.get("compute_log_sumexp", True)
     out, logsumexp = layout.out(query, value.shape[-1]), layout.logsumexp(query, wanted)
     _kernels(module).forward(
-        *map(_readable, (query, key, value)),
+        *map(_aligned, (query, key, value)),
         out,
         layout.rows(logsumexp, query) if wanted and logsumexp is not None else None,
         _scale(query, scale),
@@ -242,7 +242,7 @@ def _backward(
     query, key, value = given["query"], given["key"], given["value"]
     gradients = tuple(layout.gradient(t) for t in (query, key, value))
     _kernels(module).backward(
-        *map(_readable, (args[0], query, key, value, given["out"])),  # the first is grad_out
+        *map(_aligned, (args[0], query, key, value, given["out"])),  # the first is grad_out
         layout.rows(given["logsumexp"], query),
         *gradients,
         _scale(query, scale),
@@ -258,7 +258,7 @@ cpu_forward, cpu_backward = partial(_forward, CPU), partial(_backward, CPU)
 
 
 # --------------------------------------------------------------------------------------------------
-# aten::_flash_attention_forward: [batch, length, heads, dim], or sequences laid end to end
+# aten::_flash_attention_forward: [batch, length, heads, dim], or packed sequences
 # --------------------------------------------------------------------------------------------------
 
 
@@ -284,12 +284,12 @@ def raw_flash_forward(
         batch, length, heads, _ = query.shape
         shape = (batch, heads, length)
         logsumexp = torch.empty(shape, dtype=torch.float32, device=query.device)
-        inputs = (_readable(t).transpose(1, 2) for t in (query, key, value))
+        inputs = (_aligned(t).transpose(1, 2) for t in (query, key, value))
         kernels.forward(*inputs, out.transpose(1, 2), logsumexp, scale, is_causal)
     else:
         total, heads, _ = query.shape
         logsumexp = torch.empty((heads, total), dtype=torch.float32, device=query.device)
-        packed = map(_readable, (query, key, value))
+        packed = map(_aligned, (query, key, value))
         kernels.forward_varlen(*packed, out, logsumexp, cum_seq_q, cum_seq_k, scale, is_causal)
     return out, logsumexp, *_flash_extras(query)
 
@@ -316,7 +316,7 @@ def raw_flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     kernels, scale = _kernels(module), _scale(query, scale)
-    tensors = map(_readable, (grad_out, query, key, value, out))
+    tensors = map(_aligned, (grad_out, query, key, value, out))
     if cum_seq_q is None:
         inputs = (t.transpose(1, 2) for t in tensors)
         outputs = (t.transpose(1, 2) for t in gradients)

@@ -362,7 +362,7 @@ def forward_varlen(
     scale: float,
     causal: bool,
 ) -> None:
-    """`forward` on sequences laid end to end.
+    """`forward` on packed sequences, which are laid end to end.
 
     Args:
         q: ``[total_q, heads, dim]``; `k`, `v`, `out` likewise.
@@ -431,7 +431,7 @@ def backward_varlen(
     scale: float,
     causal: bool,
 ) -> None:
-    """`backward` on sequences laid end to end, as `forward_varlen` has them."""
+    """`backward` on packed sequences, as `forward_varlen` has them."""
     total_q, heads, head_dim = q.shape
     total_k, heads_k, head_dim_v = v.shape
     group = heads // heads_k

@@ -111,20 +111,20 @@ def _any(conditions: Iterable[Any]) -> Any:
     return reduce(operator.or_, conditions)
 
 
-# Every part of a condition costs registration some microseconds, which `import torch` pays: so
-# products stand for several sizes below, and layouts, which are almost always fine, are left to the
-# impl, which copies what its kernel cannot read.
+# Registering each part of a condition takes some microseconds of `import torch`. So products of
+# sizes are compared below, and no strides: the impl copies the few tensors that its kernel cannot
+# read.
 
 
 def _valid_sizes(op: _Op, ndim: int) -> Any:
     """The sizes that the kernels trust. Others would be read out of bounds; native raises."""
-    heads = op.heads - 4 + ndim  # sequences laid end to end have no batch
+    heads = op.heads - 4 + ndim  # packed sequences have no batch dimension
     length = op.length if ndim == 4 else 0
     same = [
         *(when.ndim(name) == ndim for name in ("query", "key", "value")),
         when.size("key", -1) == when.size("query", -1),
         when.size("value", length) == when.size("key", length),
-        _same_but_last("value", "key"),
+        _same_number_of_rows("value", "key"),
         # Query heads share key heads evenly.
         when.size("query", heads) % when.size("key", heads) == 0,
     ]
@@ -135,7 +135,7 @@ def _valid_sizes(op: _Op, ndim: int) -> Any:
         same += [
             when.size("out", -1) == when.size("value", -1),
             when.size("out", length) == when.size("query", length),
-            _same_but_last("out", "query"),
+            _same_number_of_rows("out", "query"),
             when.size(op.grad_out, -1) == when.size("value", -1),
             when.size(op.grad_out, length) == when.size("query", length),
             when.numel(op.grad_out) == when.numel("out"),
@@ -144,8 +144,8 @@ def _valid_sizes(op: _Op, ndim: int) -> Any:
     return _all(same) & (when.numel("query") > 0) & (when.numel("value") > 0)
 
 
-def _same_but_last(one: str, other: str) -> Any:
-    """As many rows."""
+def _same_number_of_rows(one: str, other: str) -> Any:
+    """Whether both have as many rows, a row being what the last dimension has."""
     return when.numel(one) * when.size(other, -1) == when.numel(other) * when.size(one, -1)
 
 
@@ -187,14 +187,14 @@ def _dense(op: _Op) -> Any:
 
 
 def _dense_only(op: _Op) -> Any:
-    """`_flash_attention_forward` without sequences laid end to end."""
+    """`_flash_attention_forward` without packed sequences."""
     if op not in (_RAW_FLASH, _RAW_FLASH_BACKWARD):
         return _dense(op)
     return when.is_none("cum_seq_q") & when.is_none("cum_seq_k") & _dense(op)
 
 
 def _varlen(op: _Op) -> Any:
-    """Sequences laid end to end."""
+    """Packed sequences: laid end to end, with no padding."""
     cum = [
         condition
         for name in ("cum_seq_q", "cum_seq_k")
@@ -262,7 +262,7 @@ _MIN_QUERIES = 512
 _CPU_ROWS = 64
 
 
-def _has_dims(op: _Op, kernels: str) -> Any:
+def _is_faster_at_head_dims(op: _Op, kernels: str) -> Any:
     """Head dimensions at which the kernels beat native's, cuDNN's aside (`_beats_cudnn`)."""
     dim, dim_v = when.size("query", -1), when.size("value", -1)
     if kernels == "triton_kernels":
@@ -273,14 +273,14 @@ def _has_dims(op: _Op, kernels: str) -> Any:
     return ((dim == dim_v) & dims) | ((dim == 192) & (dim_v == 128))
 
 
-def _pays(op: _Op, kernels: str) -> Any:
+def _is_faster(op: _Op, kernels: str) -> Any:
     queries, keys = when.size("query", op.length), when.size("key", op.length)
-    pays = (
+    faster = (
         (when.numel("query") * keys >= _WORK[kernels, op.is_backward])
         & (queries >= _MIN_QUERIES)
-        & _has_dims(op, kernels)
+        & _is_faster_at_head_dims(op, kernels)
     )
-    return pays & _beats_cudnn() if op is _CUDNN else pays
+    return faster & _beats_cudnn() if op is _CUDNN else faster
 
 
 def _beats_cudnn() -> Any:
@@ -292,11 +292,11 @@ def _beats_cudnn() -> Any:
     )
 
 
-def _pays_varlen(op: _Op, kernels: str) -> Any:
+def _is_faster_varlen(op: _Op, kernels: str) -> Any:
     return (
         (when.numel("query") * when.value("max_k") >= _WORK[kernels, op.is_backward])
         & (when.value("max_q") >= _MIN_QUERIES)
-        & _has_dims(op, kernels)
+        & _is_faster_at_head_dims(op, kernels)
     )
 
 
@@ -333,9 +333,9 @@ def _condition(op: _Op, kernels: str, dispatch_key: str) -> Any:
             & _dense(op)
         )
     # What declines most calls first, and cheapest.
-    dense = _pays(op, kernels) & _dense_only(op)
+    dense = _is_faster(op, kernels) & _dense_only(op)
     if kernels == "cutedsl_kernels" and op in (_RAW_FLASH, _RAW_FLASH_BACKWARD):
-        dense = dense | (_pays_varlen(op, kernels) & _varlen(op))
+        dense = dense | (_is_faster_varlen(op, kernels) & _varlen(op))
     return _hopper() & dense
 
 

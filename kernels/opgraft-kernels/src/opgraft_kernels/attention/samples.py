@@ -32,19 +32,19 @@ class _Case(NamedTuple):
     is_projected: bool = False
 
 
-_HALF = torch.float16
+_FLOAT16 = torch.float16
 
 # What is worth the most first: a verification may stop anywhere.
 _CASES = (
     _Case(),
-    _Case(_HALF, is_causal=True),
+    _Case(_FLOAT16, is_causal=True),
     _Case(is_projected=True),
     _Case(heads=8, key_heads=1, queries=4096, keys=4096, is_causal=True),  # grouped queries
     _Case(queries=511, keys=8192),  # the last that is too few, and the first that is not
     _Case(queries=512, keys=8192),
-    _Case(_HALF, queries=2047, keys=2113),
+    _Case(_FLOAT16, queries=2047, keys=2113),
     _Case(queries=1024, keys=4096, is_causal=True),  # aligned otherwise by different ops
-    _Case(_HALF, batch=4, heads=32, key_heads=32, dim=64, dim_v=64),
+    _Case(_FLOAT16, batch=4, heads=32, key_heads=32, dim=64, dim_v=64),
     _Case(scale=0.25),
     _Case(scale=-0.25),
     _Case(dropout_p=0.1),
@@ -76,7 +76,7 @@ def samples(
         yield {name: value for name, value in named.items() if name in arguments}
     if "cum_seq_q" in arguments:
         for lengths in ((2048, 513, 1, 1534), (3, 5)):
-            named = _end_to_end(lengths, device)
+            named = _packed_sequences(lengths, device)
             yield {name: value for name, value in named.items() if name in arguments}
 
 
@@ -114,8 +114,8 @@ def _options(case: _Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _end_to_end(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Sequences laid end to end."""
+def _packed_sequences(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Packed sequences: laid end to end, with no padding."""
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     case = _Case(queries=max(lengths), keys=max(lengths), is_causal=True)
     shape = (sum(lengths), case.heads, case.dim)

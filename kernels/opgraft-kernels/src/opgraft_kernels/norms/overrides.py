@@ -169,20 +169,20 @@ def cluster_condition(norm: Norm, direction: Direction) -> Any:
     wanted = (
         # First what is false of most rows.
         (when.size("input", -1) >= min(crossovers))
-        & _long_enough(crossovers)
+        & _is_wide_and_large_enough(crossovers)
         & (when.device_capability("input") == (9, 0))
         & when.dtype("input", torch.float16, torch.bfloat16)
-        & _loads_16_bytes("input")
+        & _loads_by_16_bytes("input")
     )
     if direction == "forward":
         for name in norm.parameters:
-            wanted = wanted & (when.is_none(name) | _loads_16_bytes(name))
+            wanted = wanted & (when.is_none(name) | _loads_by_16_bytes(name))
     else:
         wanted = (
             wanted
-            & _loads_16_bytes("grad_out")
+            & _loads_by_16_bytes("grad_out")
             # The bias is not read.
-            & (when.is_none("weight") | _loads_16_bytes("weight"))
+            & (when.is_none("weight") | _loads_by_16_bytes("weight"))
             # It is what the kernel reads a row for.
             & (when.item("output_mask", 0) == 1)
         )
@@ -254,7 +254,7 @@ def _device(norm: Norm, dispatch_key: str) -> Any:
     )
 
 
-def _worth_a_launch_from_python(crossover: FromPython) -> Any:
+def _is_faster_from_python(crossover: FromPython) -> Any:
     hidden, elements = when.size("input", -1), when.numel("input")
     return (
         (elements >= crossover.elements)
@@ -263,7 +263,7 @@ def _worth_a_launch_from_python(crossover: FromPython) -> Any:
     )
 
 
-def _long_enough(crossovers: Mapping[int, int]) -> Any:
+def _is_wide_and_large_enough(crossovers: Mapping[int, int]) -> Any:
     """Whether ``input`` has rows of one of the widths, and as many elements as are given for it."""
     return functools.reduce(
         operator.or_,
@@ -274,7 +274,7 @@ def _long_enough(crossovers: Mapping[int, int]) -> Any:
     )
 
 
-def _loads_16_bytes(name: str) -> Any:
+def _loads_by_16_bytes(name: str) -> Any:
     return when.is_contiguous(name) & when.aligned(name, 16)
 
 
@@ -307,7 +307,7 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
     op = norm.op(direction)
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
-        unplanned = _worth_a_launch_from_python(op.from_python)
+        unplanned = _is_faster_from_python(op.from_python)
         options = {"launch_plan": True, "unplanned": unplanned, "compile": op.compile}
     return triton_utils.register_op_override(
         "aten",
@@ -333,7 +333,7 @@ def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
         name=f"opgraft_kernels.{norm.name}.{direction}_by_cluster",
         priority=1,  # before Triton's
         launch_plan=True,
-        unplanned=None if from_python is None else _long_enough(from_python),
+        unplanned=None if from_python is None else _is_wide_and_large_enough(from_python),
         compile=op.compile,
         samples=samples if direction == "forward" else None,
     )

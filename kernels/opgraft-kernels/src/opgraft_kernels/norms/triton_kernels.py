@@ -280,18 +280,18 @@ def _forward_split_kernel(
     col = split * BLOCK + tl.arange(0, BLOCK)
     in_row = col < hidden
     if mean_ptr is not None:
-        own_size = tl.minimum(BLOCK, hidden - split * BLOCK)
+        part_size = tl.minimum(BLOCK, hidden - split * BLOCK)
         slot = tl.arange(0, SLOTS)
         sizes = tl.maximum(0, tl.minimum(BLOCK, hidden - slot * BLOCK)).to(tl.float32)
     w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASKED=True)
-    last_x = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
+    previous_x = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
         x = tl.load(x_ptr + row * x_stride + col, mask=mask_if(in_row, row < rows), other=0.0)
         if mean_ptr is not None:
-            own_mean = tl.sum(x.to(tl.float32), axis=0) / own_size
-            difference = tl.where(in_row, x.to(tl.float32) - own_mean, 0.0)
-            publish(means_ptr, step, split, own_mean, SLOTS)
+            part_mean = tl.sum(x.to(tl.float32), axis=0) / part_size
+            difference = tl.where(in_row, x.to(tl.float32) - part_mean, 0.0)
+            publish(means_ptr, step, split, part_mean, SLOTS)
             publish(squares_ptr, step, split, tl.sum(difference * difference, axis=0), SLOTS)
         else:
             squares = x.to(tl.float32) * x.to(tl.float32)
@@ -301,12 +301,12 @@ def _forward_split_kernel(
             means = collect(means_ptr, step - 1, splits, SLOTS)
             squares = collect(squares_ptr, step - 1, splits, SLOTS)
             mean = tl.sum(sizes * means, axis=0) / hidden
-            off = means - mean
-            rstd = tl.rsqrt(tl.sum(squares + sizes * off * off, axis=0) / hidden + eps)
+            deviation = means - mean
+            rstd = tl.rsqrt(tl.sum(squares + sizes * deviation * deviation, axis=0) / hidden + eps)
         else:
             rstd = tl.rsqrt(collect_sum(squares_ptr, step - 1, splits, SLOTS) + eps)
         row -= groups
-        y = last_x.to(tl.float32)
+        y = previous_x.to(tl.float32)
         if mean_ptr is not None:
             y = y - mean
         y = _scale_and_shift(y * rstd, w_ptr, w, b_ptr, b)
@@ -317,7 +317,7 @@ def _forward_split_kernel(
         if mean_ptr is not None:
             tl.store(mean_ptr + row, mean, mask=valid & (split == 0))
         tl.store(rstd_ptr + row, rstd, mask=valid & (split == 0))
-        last_x = x
+        previous_x = x
 
 
 @triton.jit
@@ -536,9 +536,9 @@ def _backward_split_kernel(
         w = tl.load(w_ptr + col, mask=in_row, other=0.0)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
-    last_x = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
-    last_g = tl.zeros([BLOCK], g_ptr.dtype.element_ty)
-    last_mean, last_rstd = 0.0, 0.0
+    previous_x = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
+    previous_g = tl.zeros([BLOCK], g_ptr.dtype.element_ty)
+    previous_mean, previous_rstd = 0.0, 0.0
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
         in_rows = row < rows
@@ -565,18 +565,18 @@ def _backward_split_kernel(
             mean_g = collect_sum(sums_ptr, step - 1, splits, SLOTS)
         mean_gx = collect_sum(products_ptr, step - 1, splits, SLOTS)
         row -= groups
-        xhat = _standardize(last_x, mean_ptr, last_mean, last_rstd)
-        wg = last_g.to(tl.float32)
+        xhat = _standardize(previous_x, mean_ptr, previous_mean, previous_rstd)
+        wg = previous_g.to(tl.float32)
         if w_ptr is not None:
             wg = wg * w.to(tl.float32)
         if mean_ptr is not None:
             wg = wg - mean_g
-        dx = (wg - xhat * mean_gx) * last_rstd
+        dx = (wg - xhat * mean_gx) * previous_rstd
         mask = mask_if(mask_if(in_row, row >= 0), row < rows)
         tl.store(dx_ptr + row * hidden + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        last_x = x
-        last_g = g
-        last_mean, last_rstd = mean, rstd
+        previous_x = x
+        previous_g = g
+        previous_mean, previous_rstd = mean, rstd
     _store_partial_sums(partial_ptr, group, groups, hidden, col, in_row, dw, db, NEED_DW, NEED_DB)
 
 
@@ -718,7 +718,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
 
 
 def _chunks(hidden: int, tile: Tile) -> int:
-    # A power of two, so that there are few to compile; a chunk beyond the row is masked off.
+    # A power of two, so that there are few to compile; a chunk beyond the row is masked deviation.
     return power_of_2(ceil_div(hidden, tile.block))
 
 
@@ -746,7 +746,7 @@ def _plan_backward_rows(
     """The narrowest rows of LayerNorm are computed without fused multiply-add.
 
     In a row of one element dx is 0, as w * g is its own mean, and native's is; a fused w * g - mean
-    is instead what rounding took off w * g, times rstd of up to 1 / sqrt(eps).
+    is instead what rounding took deviation w * g, times rstd of up to 1 / sqrt(eps).
     """
     rows, hidden, *_ = matrix
     has_mean, sums = call.mean is not None, call.sums

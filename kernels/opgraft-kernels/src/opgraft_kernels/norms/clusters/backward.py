@@ -98,7 +98,7 @@ class Backward:
         clusters: Int32,
     ):
         tile = self.tile
-        centred = cutlass.const_expr(mean is not None)
+        has_mean = cutlass.const_expr(mean is not None)
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         cluster, rank = block // tile.cluster, block % tile.cluster
@@ -107,14 +107,14 @@ class Backward:
 
         allocator = cutlass.utils.SmemAllocator()
         layout = cute.make_layout((tile.slice * tile.stages,))
-        held_g, held_x = [
+        g_slices, x_slices = [
             by_vector(allocator.allocate_tensor(x.element_type, layout, byte_alignment=128))
             for _ in range(2)
         ]
-        exchange = Exchange(allocator, tile, slots=_RING, sums=2 if centred else 1)
+        exchange = Exchange(allocator, tile, slots=_RING, sums=2 if has_mean else 1)
         open_exchange(exchange, thread)
         for stage in cutlass.range_constexpr(tile.stages - 1):
-            self.fetch(g, x, held_g, held_x, cluster + stage * clusters, stage, first, thread)
+            self.fetch(g, x, g_slices, x_slices, cluster + stage * clusters, stage, first, thread)
 
         shape = (VECTOR, tile.vectors)
         dw_own = cute.make_rmem_tensor(shape, Float32)
@@ -124,47 +124,47 @@ class Backward:
         w_own = load_parameters(tile, weight, first)
         cute.arch.cluster_wait()
 
-        scale, centre = rstd[cluster], Float32(0.0)
-        if cutlass.const_expr(centred):
-            centre = _value(mean, cluster)
+        row_rstd, row_mean = rstd[cluster], Float32(0.0)
+        if cutlass.const_expr(has_mean):
+            row_mean = _value(mean, cluster)
         for step in cutlass.range((rows - cluster + clusters - 1) // clusters):
             row = cluster + step * clusters
             stage, slot = step % tile.stages, step % _RING
             ahead = (step + (tile.stages - 1)) % tile.stages
             self.fetch(
-                g, x, held_g, held_x, row + (tile.stages - 1) * clusters, ahead, first, thread
+                g, x, g_slices, x_slices, row + (tile.stages - 1) * clusters, ahead, first, thread
             )
             cute.arch.cp_async_wait_group(tile.stages - 1)
 
             products, sums = Float32(0.0), Float32(0.0)
             at = stage * (tile.threads * tile.vectors) + thread
             for i in cutlass.range_constexpr(tile.vectors):
-                wg = held_g[None, at + i * tile.threads].load().to(Float32)
+                wg = g_slices[None, at + i * tile.threads].load().to(Float32)
                 if cutlass.const_expr(weight is not None):
                     wg = wg * w_own[None, i].load().to(Float32)
-                values = held_x[None, at + i * tile.threads].load().to(Float32)
-                if cutlass.const_expr(centred):
+                values = x_slices[None, at + i * tile.threads].load().to(Float32)
+                if cutlass.const_expr(has_mean):
                     sums += wg.reduce(cute.ReductionOp.ADD, 0.0, 0)
-                    values = values - centre
+                    values = values - row_mean
                 products += (wg * values).reduce(cute.ReductionOp.ADD, 0.0, 0)
-            partials = [warp_sum(each) for each in ((products, sums) if centred else (products,))]
+            partials = [warp_sum(each) for each in ((products, sums) if has_mean else (products,))]
             send_partials(exchange, slot, partials, thread, rank)
             # While the partial sums are on their way. Beyond the last row there is nothing to read.
-            row_after = cutlass.min(row + clusters, rows - 1)
-            scale_after, centre_after = rstd[row_after], centre
-            if cutlass.const_expr(centred):
-                centre_after = _value(mean, row_after)
+            next_row = cutlass.min(row + clusters, rows - 1)
+            next_rstd, next_mean = rstd[next_row], row_mean
+            if cutlass.const_expr(has_mean):
+                next_mean = _value(mean, next_row)
             totals = collect_sums(exchange, slot, (step // _RING) % 2, thread)
             reopen_slot(exchange, slot, thread)
 
-            mean_gx = totals[0] * scale / tile.hidden
+            mean_gx = totals[0] * row_rstd / tile.hidden
             dx_row = _row(dx, row)
             for i in cutlass.range_constexpr(tile.vectors):
-                wg = held_g[None, at + i * tile.threads].load().to(Float32)
-                values = held_x[None, at + i * tile.threads].load().to(Float32)
-                if cutlass.const_expr(centred):
-                    values = values - centre
-                xhat = values * scale
+                wg = g_slices[None, at + i * tile.threads].load().to(Float32)
+                values = x_slices[None, at + i * tile.threads].load().to(Float32)
+                if cutlass.const_expr(has_mean):
+                    values = values - row_mean
+                xhat = values * row_rstd
                 if cutlass.const_expr(partial_dw is not None):
                     dw_own[None, i].store(dw_own[None, i].load() + wg * xhat)
                 if cutlass.const_expr(partial_db is not None):
@@ -172,11 +172,11 @@ class Backward:
                 if cutlass.const_expr(weight is not None):
                     wg = wg * w_own[None, i].load().to(Float32)
                 result = wg - xhat * mean_gx
-                if cutlass.const_expr(centred):
+                if cutlass.const_expr(has_mean):
                     result = result - totals[1] / tile.hidden
-                result = result * scale
+                result = result * row_rstd
                 dx_row[None, first + i * tile.threads].store(result.to(dx.element_type))
-            scale, centre = scale_after, centre_after
+            row_rstd, row_mean = next_rstd, next_mean
 
         for partial, own in ((partial_dw, dw_own), (partial_db, db_own)):
             if cutlass.const_expr(partial is not None):
@@ -189,8 +189,8 @@ class Backward:
         self,
         g: cute.Tensor,
         x: cute.Tensor,
-        held_g: cute.Tensor,
-        held_x: cute.Tensor,
+        g_slices: cute.Tensor,
+        x_slices: cute.Tensor,
         row: Int32,
         stage: Int32,
         first: Int32,
@@ -200,7 +200,7 @@ class Backward:
         tile = self.tile
         if row < x.shape[0]:
             at = stage * (tile.threads * tile.vectors) + thread
-            rows = [(g[row, None], held_g), (x[row, None], held_x)]
+            rows = [(g[row, None], g_slices), (x[row, None], x_slices)]
             start_loads(tile, rows, first, at)
         cute.arch.cp_async_commit_group()
 

@@ -96,14 +96,14 @@ def start_loads(tile: Tile, rows: Sequence[tuple[Any, Any]], first: Any, at: Any
     """
     for i in range(tile.vectors):
         j = i * tile.threads
-        for row, held in rows:
-            dtype = held.element_type
+        for row, memory in rows:
+            dtype = memory.element_type
             atom = cute.make_copy_atom(
                 cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
                 dtype,
                 num_bits_per_copy=dtype.width * VECTOR,
             )
-            cute.copy(atom, by_vector(row)[None, first + j], held[None, at + j])
+            cute.copy(atom, by_vector(row)[None, first + j], memory[None, at + j])
 
 
 def load_parameters(tile: Tile, parameters: Any, first: Any) -> Any:
@@ -123,8 +123,8 @@ def warp_sum(value: Any) -> Any:
 class Exchange:
     """Memory for sums over a cluster, `sums` at a time.
 
-    There are `slots` for the partial sums of a row, each with a barrier. What is done with them are
-    functions below, not methods: a loop would have to carry what a method may change.
+    Each of `slots` has room for the partial sums of a row, and a barrier. Its operations are
+    functions, not methods: a loop in CuteDSL has to carry an object that a method may change.
     """
 
     def __init__(self, allocator: Any, tile: Tile, slots: int = 1, sums: int = 1) -> None:
@@ -138,22 +138,22 @@ class Exchange:
 
 @cute.jit
 def open_exchange(exchange: Exchange, thread: Int32):
-    """Nobody may send before all blocks of the cluster were here: `cluster_wait` says so."""
+    """Initialises the barriers. No block may send before `cluster_wait`, when all have done so."""
     if thread == 0:
         for slot in cutlass.range_constexpr(exchange.slots):
             cute.arch.mbarrier_init(exchange.arrived + slot, 1)
         cute.arch.mbarrier_init_fence()
         for slot in cutlass.range_constexpr(exchange.slots):
-            _expect(exchange, slot)
+            _expect_partials(exchange, slot)
     cute.arch.cluster_arrive_relaxed()
 
 
-def _start(exchange: Exchange, slot: Any, index: int) -> Any:
+def _first_partial(exchange: Exchange, slot: Any, index: int) -> Any:
     """The index of the first partial of one of a slot's sums."""
     return (slot * exchange.sums + index) * exchange.partials_a_sum
 
 
-def _expect(exchange: Exchange, slot: Any) -> None:
+def _expect_partials(exchange: Exchange, slot: Any) -> None:
     # All partial sums of the row arrive in this block's memory, its own among them.
     size = exchange.partials_a_sum * exchange.sums * 4
     cute.arch.mbarrier_arrive_and_expect_tx(exchange.arrived + slot, size)
@@ -166,7 +166,7 @@ def send_partials(exchange: Exchange, slot: Any, partials: Any, thread: Int32, r
     warp, lane = thread // WARP, thread % WARP
     if lane < tile.cluster:
         for index in cutlass.range_constexpr(exchange.sums):
-            own = _start(exchange, slot, index) + (rank * tile.warps + warp)
+            own = _first_partial(exchange, slot, index) + (rank * tile.warps + warp)
             _send(partials[index], exchange.partials.iterator + own, exchange.arrived + slot, lane)
 
 
@@ -180,16 +180,16 @@ def collect_sums(exchange: Exchange, slot: Any, phase: Any, thread: Int32):
         total = Float32(0.0)
         for i in cutlass.range_constexpr(-(-exchange.partials_a_sum // WARP)):
             if lane + i * WARP < exchange.partials_a_sum:
-                total += exchange.partials[_start(exchange, slot, index) + lane + i * WARP]
+                total += exchange.partials[_first_partial(exchange, slot, index) + lane + i * WARP]
         totals.append(warp_sum(total))
     return totals
 
 
 @cute.jit
 def reopen_slot(exchange: Exchange, slot: Any, thread: Int32):
-    """Lets partial sums into a slot again whose last ones arrived."""
+    """Makes a slot ready for another row, once the partial sums of the last one have arrived."""
     if thread == 0:
-        _expect(exchange, slot)
+        _expect_partials(exchange, slot)
 
 
 def _send(value: Any, slot: Any, barrier: Any, rank: Any) -> None:

@@ -68,7 +68,7 @@ class Forward:
         eps: Float32,
     ):
         tile = self.tile
-        centred = cutlass.const_expr(mean is not None)
+        has_mean = cutlass.const_expr(mean is not None)
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row, rank = block // tile.cluster, block % tile.cluster
@@ -76,42 +76,42 @@ class Forward:
 
         allocator = cutlass.utils.SmemAllocator()
         layout = cute.make_layout((tile.slice,))
-        held = by_vector(allocator.allocate_tensor(x.element_type, layout, byte_alignment=128))
-        exchange = Exchange(allocator, tile, slots=2 if centred else 1)
+        row_slice = by_vector(allocator.allocate_tensor(x.element_type, layout, byte_alignment=128))
+        exchange = Exchange(allocator, tile, slots=2 if has_mean else 1)
         open_exchange(exchange, thread)
-        start_loads(tile, [(x[row, None], held)], first, thread)
+        start_loads(tile, [(x[row, None], row_slice)], first, thread)
         cute.arch.cp_async_commit_group()
         # While the row is on its way: after the exchange they would be waited for once more.
         own_weight, own_bias = [load_parameters(tile, each, first) for each in (weight, bias)]
         cute.arch.cp_async_wait_group(0)
 
-        centre = Float32(0.0)
-        if cutlass.const_expr(centred):
+        row_mean = Float32(0.0)
+        if cutlass.const_expr(has_mean):
             partial = Float32(0.0)
             for i in cutlass.range_constexpr(tile.vectors):
-                values = held[None, thread + i * tile.threads].load().to(Float32)
+                values = row_slice[None, thread + i * tile.threads].load().to(Float32)
                 partial += values.reduce(cute.ReductionOp.ADD, 0.0, 0)
-            centre = self.total(exchange, partial, 0, thread, rank) / tile.hidden
+            row_mean = self.total(exchange, partial, 0, thread, rank) / tile.hidden
 
         partial = Float32(0.0)
         for i in cutlass.range_constexpr(tile.vectors):
-            values = held[None, thread + i * tile.threads].load().to(Float32)
-            if cutlass.const_expr(centred):
-                values = values - centre
+            values = row_slice[None, thread + i * tile.threads].load().to(Float32)
+            if cutlass.const_expr(has_mean):
+                values = values - row_mean
             partial += (values * values).reduce(cute.ReductionOp.ADD, 0.0, 0)
-        total = self.total(exchange, partial, 1 if centred else 0, thread, rank)
-        scale = cute.math.rsqrt(total / tile.hidden + eps)
+        total = self.total(exchange, partial, 1 if has_mean else 0, thread, rank)
+        row_rstd = cute.math.rsqrt(total / tile.hidden + eps)
         if rank == 0 and thread == 0:
-            rstd[row] = scale
-            if cutlass.const_expr(centred):
-                _write(mean, row, centre)
+            rstd[row] = row_rstd
+            if cutlass.const_expr(has_mean):
+                _write(mean, row, row_mean)
 
         y_row = by_vector(y[row, None])
         for i in cutlass.range_constexpr(tile.vectors):
-            values = held[None, thread + i * tile.threads].load().to(Float32)
-            if cutlass.const_expr(centred):
-                values = values - centre
-            result = values * scale
+            values = row_slice[None, thread + i * tile.threads].load().to(Float32)
+            if cutlass.const_expr(has_mean):
+                values = values - row_mean
+            result = values * row_rstd
             if cutlass.const_expr(weight is not None):
                 result = result * own_weight[None, i].load().to(Float32)
             if cutlass.const_expr(bias is not None):

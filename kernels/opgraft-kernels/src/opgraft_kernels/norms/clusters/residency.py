@@ -92,5 +92,5 @@ def _checked(result: Any) -> Any:
     """The value that a call of the driver returned."""
     error, *values = result
     if error != cuda.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the CUDA driver says {error.name}")
+        raise RuntimeError(f"a call of the CUDA driver failed with {error.name}")
     return values[0] if values else None
