@@ -13,11 +13,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "L1_ROW_BYTES",
-    "MIN_BLOCK",
     "ONE_PROGRAM_ELEMENTS",
     "RING",
-    "WHOLE_ROW_BYTES",
     "Launch",
     "Split",
     "Tile",
@@ -307,12 +304,6 @@ class Tile(NamedTuple):
         return min(255, 65536 // (self.per_sm * self.num_warps * 32) // 8 * 8)
 
 
-# The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
-MIN_BLOCK = 16
-# Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
-WHOLE_ROW_BYTES = 32 * 1024
-# Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
-L1_ROW_BYTES = 64 * 1024
 # A backward whose programs leave sums to add up takes two launches, and each costs the host some
 # 3.5 us, which is as long as an H200 takes for half of the work. One launch is enough where one
 # program computes all of it, of up to so many elements: at 2**14 that took the GPU 5.1 us, and two

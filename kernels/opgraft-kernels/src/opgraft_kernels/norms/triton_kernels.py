@@ -27,11 +27,8 @@ import triton.language as tl
 
 from opgraft_kernels.norms import ops
 from opgraft_kernels.rows import (
-    L1_ROW_BYTES,
-    MIN_BLOCK,
     ONE_PROGRAM_ELEMENTS,
     RING,
-    WHOLE_ROW_BYTES,
     Launch,
     Split,
     Tile,
@@ -588,6 +585,13 @@ def _backward_split_kernel(
 # hidden sizes 128 to 131072, in bytes, so that float32 moves as many of them: 32 bytes of each
 # tensor a thread, 64 for RMSNorm's longer rows and for LayerNorm.
 
+# The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
+_MIN_BLOCK = 16
+# Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
+_WHOLE_ROW_BYTES = 32 * 1024
+# Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
+_L1_ROW_BYTES = 64 * 1024
+
 
 #: g, x, weight, mean and rstd, as a backward's kernels read them.
 _Inputs: TypeAlias = tuple[Any, ...]
@@ -627,8 +631,8 @@ _RMS_NORM = Tiling(
     small_forward_bytes=8192,
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=4, stages=3),
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
-    parameters_first_bytes=WHOLE_ROW_BYTES,
-    whole_backward_bytes=WHOLE_ROW_BYTES,
+    parameters_first_bytes=_WHOLE_ROW_BYTES,
+    whole_backward_bytes=_WHOLE_ROW_BYTES,
     one_program_elements=ONE_PROGRAM_ELEMENTS,
 )
 _LAYER_NORM = Tiling(
@@ -649,7 +653,7 @@ def tiling(has_mean: bool) -> Tiling:
 @functools.lru_cache(maxsize=1024)
 def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
     sizes = tiling(has_mean)
-    block = max(power_of_2(hidden), MIN_BLOCK)
+    block = max(power_of_2(hidden), _MIN_BLOCK)
     row = block * itemsize
     rows = 1 if row > 2048 else sizes.forward_bytes // row
     size = rows * row
@@ -658,7 +662,7 @@ def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
 
 @functools.lru_cache(maxsize=1024)
 def _backward_tile(hidden: int, itemsize: int) -> Tile:
-    block = max(power_of_2(hidden), MIN_BLOCK)
+    block = max(power_of_2(hidden), _MIN_BLOCK)
     if block * itemsize > 16384:
         # Nothing is left for loading ahead.
         return Tile(1, block, block * itemsize // 1024)
@@ -678,7 +682,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
     x, x_stride = as_rows(call.input, rows, hidden)
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     tensors = (x, weight, bias, call.output, call.mean, call.rstd)
-    if hidden * itemsize <= WHOLE_ROW_BYTES:
+    if hidden * itemsize <= _WHOLE_ROW_BYTES:
         tile = _forward_tile(hidden, itemsize, call.mean is not None)
         return Launch(
             _forward_rows_kernel,
@@ -694,7 +698,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
             tile.num_warps,
         )
     split = None
-    if device.can_wait and hidden * itemsize > L1_ROW_BYTES:
+    if device.can_wait and hidden * itemsize > _L1_ROW_BYTES:
         split = split_rows(sizes.forward_split(itemsize), rows, hidden, device.multiprocessors)
     if split is not None:
         slots = split.zeroed_slots(x.device, _values(call.mean))
@@ -774,7 +778,7 @@ def _plan_backward_rows(
         tile.num_warps,
         {
             "maxnreg": tile.registers,
-            "enable_fp_fusion": not has_mean or tile.block > MIN_BLOCK,
+            "enable_fp_fusion": not has_mean or tile.block > _MIN_BLOCK,
             "launch_cooperative_grid": one_launch,
         },
     )
