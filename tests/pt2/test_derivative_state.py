@@ -228,7 +228,8 @@ def test_differentiated_twice_it_is_right_or_an_error(kept: str, how: str) -> No
 def test_differentiated_twice_in_a_compiled_graph(how: str) -> None:
     override = register("a tuple of detached outputs")
     run = torch.compile(TWICE[how], backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="derivative of the backward of override 'exp'"):
+    # From torch 2.15 on Dynamo's error quotes ours, whose own quotes are escaped then.
+    with pytest.raises(Exception, match=r"derivative of the backward of override \\*'exp\\*'"):
         run(an_input())
     assert override.enabled
 

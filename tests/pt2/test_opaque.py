@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,6 +35,7 @@ class _Named:
         self._schema = _Schema(name)
 
 
+@settings(deadline=None)  # a busy machine is slow
 @given(NAMES, NAMES)
 def test_a_name_says_which_op_it_stands_for(namespace: str, name: str) -> None:
     ours: Any = _Named(f"{namespace}::{name}")
