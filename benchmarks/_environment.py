@@ -112,20 +112,25 @@ _BORROWED = (
 
 
 def _with_requirements(*names: str) -> list[metadata.Distribution]:
-    """The distributions of these names that are installed, with all that they require."""
+    """The distributions of these names that are installed, with all that they require.
+
+    Extras of what they require, too: pip takes a distribution for broken that lacks one of them.
+    """
     found: dict[str, metadata.Distribution] = {}
-    waiting = list(names)
+    seen: set[tuple[str, str]] = set()
+    waiting = [Requirement(name) for name in names]
     while waiting:
-        name = canonicalize_name(waiting.pop())
-        if name in found:
-            continue
-        try:
-            found[name] = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        for requirement in map(Requirement, found[name].requires or ()):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                waiting.append(requirement.name)
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        for extra in {"", *wanted.extras} - {extra for known, extra in seen if known == name}:
+            seen.add((name, extra))
+            try:
+                found[name] = metadata.distribution(name)
+            except metadata.PackageNotFoundError:
+                continue
+            for requirement in map(Requirement, found[name].requires or ()):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                    waiting.append(requirement)
     return list(found.values())
 
 
