@@ -74,11 +74,6 @@ class Backward(NamedTuple):
     def rows(self) -> int:
         return self.input.numel() // self.hidden
 
-    @property
-    def sums(self) -> list[Tensor]:
-        """Those gradients that are sums over rows."""
-        return [each for each in (self.dw, self.db) if each is not None]
-
 
 # What both of ATen's implementations, CPU and CUDA, take where eps is None, whatever the input's
 # dtype: the epsilon of the type that they accumulate in.
@@ -170,8 +165,8 @@ def _like(input: Tensor) -> Tensor:
 
 def _statistic(input: Tensor, normalized_shape: Sequence[int]) -> Tensor:
     """One float32 a row, ``[*outer, 1, ..., 1]`` with as many dimensions as `input`."""
-    outer = input.shape[: input.dim() - len(normalized_shape)]
-    shape = (*outer, *(1 for _ in normalized_shape))
+    dims = len(normalized_shape)
+    shape = (*input.shape[: input.dim() - dims], *(1,) * dims)
     return torch.empty(shape, dtype=torch.float32, device=input.device)
 
 

@@ -735,7 +735,7 @@ def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
     inputs = (g, x, *map(contiguous, (call.weight, call.mean, call.rstd)))
     matrix = (rows, hidden, g_stride, x_stride)
     if hidden * itemsize <= sizes.whole_backward_bytes:
-        return _plan_backward_rows(call, inputs, matrix, device)
+        return _plan_backward_rows(call, inputs, matrix, sizes, device)
     tile = sizes.backward_split(itemsize)
     if device.can_wait and call.dx is not None:
         split = split_rows(tile, rows, hidden, device.multiprocessors)
@@ -745,7 +745,7 @@ def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
 
 
 def _plan_backward_rows(
-    call: ops.Backward, inputs: _Inputs, matrix: _Matrix, device: Device
+    call: ops.Backward, inputs: _Inputs, matrix: _Matrix, sizes: Tiling, device: Device
 ) -> list[Launch]:
     """The narrowest rows of LayerNorm are computed without fused multiply-add.
 
@@ -753,15 +753,15 @@ def _plan_backward_rows(
     is instead what rounding took deviation w * g, times rstd of up to 1 / sqrt(eps).
     """
     rows, hidden, *_ = matrix
-    has_mean, sums = call.mean is not None, call.sums
+    has_mean, sums = call.mean is not None, _sums(call)
     tile = _backward_tile(hidden, call.input.element_size())
     tiles = ceil_div(rows, tile.rows)
     programs = min(device.multiprocessors * tile.per_sm, tiles)
-    if rows * hidden <= tiling(has_mean).one_program_elements:
+    if rows * hidden <= sizes.one_program_elements:
         # Its partial sums are the sums, which saves small calls a launch.
         programs, partial, sums = 1, call.dw, []
     else:
-        partial = _partial_sums(call, programs)
+        partial = _partial_sums(call, sums, programs)
     one_launch = device.can_wait and bool(sums) and sums_in_one_launch(rows, hidden, programs)
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
     launch = Launch(
@@ -788,7 +788,8 @@ def _plan_backward_rows(
 def _plan_backward_split(
     call: ops.Backward, inputs: _Inputs, matrix: _Matrix, split: Split
 ) -> list[Launch]:
-    partial = _partial_sums(call, split.groups)
+    sums = _sums(call)
+    partial = _partial_sums(call, sums, split.groups)
     slots = split.zeroed_slots(call.input.device, _values(call.mean))
     steps = ceil_div(call.rows, split.groups)
     launch = Launch(
@@ -799,7 +800,7 @@ def _plan_backward_split(
         split.tile.num_warps,
         split.options,
     )
-    return [launch, *_plan_sums(partial, call.sums)]
+    return [launch, *_plan_sums(partial, sums)]
 
 
 def _plan_backward_columns(
@@ -821,7 +822,8 @@ def _plan_backward_columns(
         )
     blocks = ceil_div(hidden, tile.block)
     row_splits = max(1, min(rows, device.multiprocessors * 4 // blocks))
-    partial = _partial_sums(call, row_splits)
+    sums = _sums(call)
+    partial = _partial_sums(call, sums, row_splits)
     launches.append(
         Launch(
             _backward_columns_kernel,
@@ -831,18 +833,25 @@ def _plan_backward_columns(
             tile.num_warps,
         )
     )
-    return [*launches, *_plan_sums(partial, call.sums)]
+    return [*launches, *_plan_sums(partial, sums)]
 
 
 def _needs(call: ops.Backward) -> dict[str, bool]:
     return {"NEED_DW": call.dw is not None, "NEED_DB": call.db is not None}
 
 
-def _partial_sums(call: ops.Backward, partials: int) -> torch.Tensor | None:
-    """Memory for so many rows of partial sums of each gradient that is a sum over rows."""
-    if not call.sums:
+def _sums(call: ops.Backward) -> list[torch.Tensor]:
+    """Those gradients that are sums over rows."""
+    return [each for each in (call.dw, call.db) if each is not None]
+
+
+def _partial_sums(
+    call: ops.Backward, sums: list[torch.Tensor], partials: int
+) -> torch.Tensor | None:
+    """Memory for so many rows of partial sums of each."""
+    if not sums:
         return None
-    matrices = (2,) if len(call.sums) == 2 else ()
+    matrices = (2,) if len(sums) == 2 else ()
     shape = (*matrices, partials, call.hidden)
     return torch.empty(shape, dtype=torch.float32, device=call.input.device)
 
@@ -858,17 +867,18 @@ def _plan_sums(partial: torch.Tensor | None, sums: list[torch.Tensor]) -> list[L
 
 def forward(call: ops.Forward) -> None:
     """Forwards of float32, float16 and bfloat16, in any strides."""
-    plan_forward(call, _device(call.input))()
+    plan_forward(call, _device(call.input.device))()
 
 
 def backward(call: ops.Backward) -> None:
     """Backwards of float32, float16 and bfloat16, in any strides, expanded ones included."""
-    for launch in plan_backward(call, _device(call.input)):
+    for launch in plan_backward(call, _device(call.input.device)):
         launch()
 
 
-def _device(t: torch.Tensor) -> Device:
-    return Device(multiprocessors(t.device), can_wait=t.is_cuda)
+@functools.cache
+def _device(device: torch.device) -> Device:
+    return Device(multiprocessors(device), can_wait=device.type == "cuda")
 
 
 # ATen's ops, around these two.
