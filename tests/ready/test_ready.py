@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
     loader.in_use() is None, reason="plans, which say what is ready, need the compiled core"
 )
 
-LIMIT = 60
+LIMIT = 200
 Register = Callable[..., opgraft.Override]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from opgraft import dsl
+from opgraft.ops.lazy_impl import Lazy
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import device, threads
@@ -51,6 +54,19 @@ def _made(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_made(each) for each in value)
     return value
+
+
+def import_ahead(override: Override) -> None:
+    """Import what the first hit would: no call waits for that.
+
+    Raises:
+        Exception: whatever a module raises.
+    """
+    if isinstance(override.impl, Lazy):
+        override.impl.load()
+    known = None if override.dsl is None else dsl.find(override.dsl)
+    for module in known.modules if known is not None and known.available() else ():
+        importlib.import_module(module)
 
 
 def may_run(override: Override, metadata: Metadata) -> bool:

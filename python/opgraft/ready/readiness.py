@@ -158,15 +158,14 @@ class Readiness:
                 _changed.notify_all()
 
     def _compiled(self, key: PlanKey, kernels: list[str]) -> None:
-        from opgraft.ready import request
+        from opgraft.ready import here
 
         state = self._states.get(key)
         by = "a worker" if state is None else state.by
         try:
-            # The DSL is imported here, so that no call waits for that.
-            request.load(request.name_of(self.override.impl))
-        except request.CannotAsk as error:
-            self._fail(key, str(error))
+            here.import_ahead(self.override)
+        except Exception as error:  # whatever a module raises while it is imported
+            self._fail(key, f"{type(error).__name__}: {error}")
             return
         self._table.set_ready(key)
         self._note(key, "ready", by=by)

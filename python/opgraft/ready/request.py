@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
 import json
 import operator
-import pickle
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -16,10 +14,9 @@ import torch
 
 from opgraft.ops.lazy_impl import Lazy
 from opgraft.ops.schema import Call, resolve
-from opgraft.registry import Override
+from opgraft.packs import loading as packs
+from opgraft.registry import Override, Selector, registry
 
-#: How the name of an impl begins that is no function. No module is called so.
-_PICKLE = "pickle:"
 #: Addresses are told modulo this many bytes: no kernel is specialised on a larger alignment.
 ALIGNMENT = 256
 
@@ -45,7 +42,7 @@ def request(override: Override, call: Call, keyset: torch.DispatchKeySet) -> Req
         # Its cache on disk is not on by default, so the caller would compile once more, and wait.
         raise CannotAsk("what CuteDSL compiles does not leave its process")
     return {
-        "impl": name_of(override.impl),
+        "impl": name_of(override),
         "op": override.op,
         "keyset": keyset.raw_repr() if override.takes_keyset else None,
         "arguments": [encode(value) for value in call.values],
@@ -53,17 +50,20 @@ def request(override: Override, call: Call, keyset: torch.DispatchKeySet) -> Req
     }
 
 
-def name_of(impl: Callable[..., Any]) -> str:
-    """By which name another process can import an impl.
+def name_of(override: Override) -> str | dict[str, str | None]:
+    """By which name another process can find an override's impl.
 
-    `module:qualified.name` of a function; of another callable, such as a `functools.partial`, what
-    `pickle` makes of it, in which functions are names too.
+    `module:qualified.name` of a function; of another callable that a pack registers, such as a
+    `functools.partial`, the override's pack, name, op and dispatch key.
 
     Raises:
         CannotAsk: there is none.
     """
+    impl = override.impl
     if not isinstance(impl, (FunctionType, Lazy)):
-        return f"{_PICKLE}{_pickled(impl)}"
+        if override.pack is None:
+            raise CannotAsk(f"{impl!r} is no function of a module")
+        return override.identity
     module, name = impl.__module__, impl.__qualname__
     if module == "__main__":
         raise CannotAsk("it is defined in __main__, which other processes do not import")
@@ -72,33 +72,29 @@ def name_of(impl: Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
-def _pickled(impl: Callable[..., Any]) -> str:
-    try:
-        content = pickle.dumps(impl)
-    except Exception as error:  # of any class's own method
-        raise CannotAsk(f"{impl!r} cannot be pickled: {error}") from error
-    if b"__main__" in content:
-        raise CannotAsk(f"{impl!r} needs __main__, which other processes do not import")
-    return base64.b64encode(content).decode()
-
-
-def load(name: str) -> Callable[..., Any]:
+def load(name: str | dict[str, str]) -> Callable[..., Any]:
     """The impl of a request, imported.
 
     Raises:
         CannotAsk: it cannot be imported.
     """
-    module, _, path = name.partition(":")
     try:
-        if name.startswith(_PICKLE):
-            unpickled: Callable[..., Any] = pickle.loads(base64.b64decode(path))
-            return unpickled
-        found = operator.attrgetter(path)(importlib.import_module(module))
+        return _of_pack(name) if isinstance(name, dict) else _of_module(name)
     except Exception as error:  # whatever a module raises while it is imported
         why = f"{type(error).__name__}: {error}"
-        raise CannotAsk(f"{name:.200} cannot be imported: {why}") from error
-    function: Callable[..., Any] = found.load() if isinstance(found, Lazy) else found
-    return function
+        raise CannotAsk(f"{name} cannot be imported: {why}") from error
+
+
+def _of_module(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    found: Callable[..., Any] = operator.attrgetter(path)(importlib.import_module(module))
+    return found.load() if isinstance(found, Lazy) else found
+
+
+def _of_pack(identity: dict[str, str]) -> Callable[..., Any]:
+    packs.load(identity["pack"])
+    (found,) = registry.overrides(Selector(**identity))
+    return found.impl
 
 
 def digest(asked: Request) -> str:
