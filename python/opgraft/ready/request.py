@@ -8,6 +8,7 @@ import importlib
 import json
 import operator
 import pickle
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -22,6 +23,8 @@ from opgraft.registry import Override
 _PICKLE = "pickle:"
 #: Addresses are told modulo this many bytes: no kernel is specialised on a larger alignment.
 ALIGNMENT = 256
+#: Bytes that an impl which is no function may take in a request.
+MAX_PICKLED = 2**16
 
 Request = dict[str, Any]
 
@@ -69,7 +72,16 @@ def name_of(impl: Callable[..., Any]) -> str:
         raise CannotAsk("it is defined in __main__, which other processes do not import")
     if "<" in name:
         raise CannotAsk(f"{name} is defined inside a function, where no other process finds it")
+    if isinstance(impl, FunctionType) and _called(module, name) is not impl:
+        raise CannotAsk(f"{module}.{name} is another function")  # of a decorator's, or reloaded
     return f"{module}:{name}"
+
+
+def _called(module: str, name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
 
 
 def _pickled(impl: Callable[..., Any]) -> str:
@@ -77,6 +89,8 @@ def _pickled(impl: Callable[..., Any]) -> str:
         content = pickle.dumps(impl)
     except Exception as error:  # of any class's own method
         raise CannotAsk(f"{impl!r} cannot be pickled: {error}") from error
+    if len(content) > MAX_PICKLED:
+        raise CannotAsk(f"{type(impl).__name__}, pickled, takes {len(content)} bytes")
     if b"__main__" in content:
         raise CannotAsk(f"{impl!r} needs __main__, which other processes do not import")
     return base64.b64encode(content).decode()
