@@ -97,14 +97,14 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
     options_.table->drop(key);
     if (options_.writes) throw;
   }
-  const auto kernels = this->kernels(key);
+  const auto next = options_.table->next(key);
+  const auto kernels = needs_kernels(next, call.view().data()) ? this->kernels(key) : Kernels::Ready;
   if (kernels == Kernels::NotReady) options_.table->set_asked(key);
   if (kernels == Kernels::NotReady ||
       (kernels == Kernels::NotAskedFor && !ask_for_kernels(call, key))) {
     override.misses->add();
     return false;
   }
-  const auto next = options_.table->next(key);
   if (next == PlanTable::Next::Record) return record(override, call, device, key);
   if (next == PlanTable::Next::Wait) options_.table->note(key);
   return run_unplanned(override, call, device, may_run_in_python(next));
@@ -149,7 +149,8 @@ Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument>
     return {Early::Kind::Declines};
   }
   if (!has_key) return {};
-  switch (kernels(key)) {
+  const auto next = options_.table->next(key);
+  switch (needs_kernels(next, arguments.data()) ? kernels(key) : Kernels::Ready) {
     case Kernels::NotAskedFor:
       return {};
     case Kernels::NotReady:
@@ -159,7 +160,6 @@ Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument>
     case Kernels::Ready:
       break;
   }
-  const auto next = options_.table->next(key);
   if (next == PlanTable::Next::Record) return {};
   if (pays(arguments.data(), may_run_in_python(next))) return {};  // and then it is seen
   if (next == PlanTable::Next::Wait) options_.table->note(key);
@@ -179,6 +179,13 @@ bool PlannedImpl::replay_early(const Override& override, const PlanEntry& entry,
   }
   replayed(override, entry);
   return true;
+}
+
+// Not where it can have no plan and is not worth Python: it is native's, whatever is compiled.
+bool PlannedImpl::needs_kernels(PlanTable::Next next, const Argument* arguments) const {
+  const bool may_have_plan = next == PlanTable::Next::Wait || next == PlanTable::Next::Record;
+  return C10_UNLIKELY(options_.table->is_gated()) &&
+         (may_have_plan || pays(arguments, may_run_in_python(next)));
 }
 
 PlannedImpl::Kernels PlannedImpl::kernels(const PlanKey& key) const noexcept {

@@ -51,6 +51,7 @@ class PlannedImpl final : public Impl {
   // Whether a call that has no plan may run, or be recorded, as far as its kernels are concerned.
   enum class Kernels : uint8_t { Ready, NotReady, NotAskedFor };
   Kernels kernels(const PlanKey& key) const noexcept;
+  bool needs_kernels(PlanTable::Next next, const Argument* arguments) const;
   bool ask_for_kernels(Call& call, const PlanKey& key) const;
   // Whether a call that has no plan is to run in Python; `in_python`: where that would pay.
   bool pays(const Argument* arguments, bool in_python) const;

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -87,3 +89,27 @@ def looks_around(self: torch.Tensor) -> torch.Tensor:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
         assert not torch.is_grad_enabled()
     return 0 - self
+
+
+def negated_inside(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def wrapper(self: torch.Tensor) -> torch.Tensor:
+        return function(self)
+
+    return wrapper
+
+
+def negated_pairs(self: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [0 - each for each in self]
+
+
+def negated_by_native(keys: torch.DispatchKeySet, self: torch.Tensor) -> torch.Tensor:
+    return torch.neg(self)
+
+
+def negated_in_place(self: torch.Tensor) -> torch.Tensor:
+    return self.mul_(-1)
+
+
+def negated_out(self: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(0 - self)

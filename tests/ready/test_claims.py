@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from opgraft.ready import claims
 from opgraft.ready.claims import Claim
 
 
@@ -53,6 +55,68 @@ def test_a_process_with_the_same_number_that_started_later_holds_nothing(tmp_pat
 def test_a_damaged_claim_is_void(tmp_path: Path, content: str) -> None:
     (tmp_path / "key").write_text(content)
     assert Claim("key", tmp_path).owner() is None
+    assert Claim("key", tmp_path).take()
+
+
+def test_a_process_that_ended_while_it_removed_a_void_claim_stops_nobody(tmp_path: Path) -> None:
+    gone = json.dumps([2**22, 5])
+    (tmp_path / "key").write_text(gone)
+    (tmp_path / f"key.void-{2**22}-5").write_text(gone)
+    assert Claim("key", tmp_path).take()
+
+
+def test_where_nothing_can_be_written_everybody_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, second = (Claim("key", tmp_path / "file" / "folder") for _ in range(2))
+    assert first.take() and second.take()
+    first.release()
+
+
+def test_a_full_disk_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    claim = Claim("key", tmp_path)
+    assert claim.take()
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_claimed_stays_its_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = Claim("key", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError()))
+        assert claim.take()
+    other = json.dumps([1, claims._started(1)])
+    (tmp_path / "key").write_text(other)
+    claim.release()
+    assert (tmp_path / "key").read_text() == other
+
+
+def test_who_waits_for_a_claim_writes_nothing(tmp_path: Path) -> None:
+    assert Claim("key", tmp_path).take()
+    before = tmp_path.stat().st_mtime_ns
+    assert not Claim("key", tmp_path).take()
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def test_a_user_without_a_home_has_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPGRAFT_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "~nobody-at-all")
+    claim = Claim("tests")
+    assert claim.take() and claim.owner() == os.getpid()
+    claim.release()
+
+
+def test_without_proc_no_claim_stays_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_started", lambda process: -1)
+    (tmp_path / "key").write_text(json.dumps([2**22, -1]))
     assert Claim("key", tmp_path).take()
 
 

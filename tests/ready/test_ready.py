@@ -56,6 +56,7 @@ def notes(own_cache: Path) -> Iterator[Path]:
 def end_workers() -> None:
     workers = pool.shared().workers()
     pool.shared().close()
+    pool.here().close()
     pool._forget_in_child()
     until(lambda: not any(map(is_alive, workers)))
 
@@ -464,3 +465,326 @@ def test_states_are_told_to_machines(register: Register) -> None:
     assert opgraft.wait_until_ready(LIMIT)
     assert override.plans is not None
     json.dumps(override.plans.as_dict())
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_whatever_an_impl_raises_it_is_over(
+    register: Register, raised: type[BaseException]
+) -> None:
+    def local(self: torch.Tensor) -> torch.Tensor:
+        raise raised("enough")
+
+    override = register(local)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    assert state.status == "failed" and "enough" in state.reason
+    call()
+    assert override.hits == 0
+
+
+def test_what_is_compiled_in_this_process_is_so_one_after_the_other(register: Register) -> None:
+    together, most = [], []
+
+    def local(self: torch.Tensor) -> torch.Tensor:
+        together.append(1)
+        most.append(len(together))
+        time.sleep(0.01)
+        together.pop()
+        return 0 - self
+
+    override = register(local)
+    before = threading.active_count()
+    for size in range(1, 40):
+        call(size)
+    assert threading.active_count() <= before + 1
+    assert opgraft.wait_until_ready(LIMIT)
+    assert len(states(override)) == 39 and max(most) == 1
+
+
+def test_a_removed_override_is_compiled_for_no_more(register: Register) -> None:
+    sizes = []
+
+    def local(self: torch.Tensor) -> torch.Tensor:
+        sizes.append(self.numel())
+        until(lambda: override.state.removed)
+        return 0 - self
+
+    override = register(local)
+    for size in range(1, 20):
+        call(size)
+    until(lambda: bool(sizes))
+    override.remove()
+    assert opgraft.wait_until_ready(LIMIT)
+    until(lambda: all(each.is_idle for each in pool.here()._attendants))
+    assert len(sizes) == 1
+
+
+def test_scopes_in_scopes_end_in_their_order(register: Register) -> None:
+    override = register(impls.negated)
+    with opgraft.when_not_ready("wait"):
+        with opgraft.when_not_ready("native"):
+            with opgraft.when_not_ready("wait"):
+                pass
+            call()
+            assert override.hits == 0
+        call(5)
+        assert override.hits == 1
+
+
+def test_an_override_with_a_derivative_always_waits(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPGRAFT_WHEN_NOT_READY", "native")
+    derivative = (lambda ctx, inputs, output: None, lambda ctx, grad: -grad)
+    override = register(impls.negated, when_not_ready="wait", autograd=derivative)
+    call()
+    assert override.hits == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError("no files")])
+def test_a_call_gets_its_result_whatever_fails_beside_it(
+    register: Register, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise error
+
+    end_workers()
+    override = register(impls.negated)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    call()
+    monkeypatch.undo()
+    call()
+    (state,) = states(override)
+    assert state.status == "failed" and str(error) in state.reason
+    assert override.hits == 0 and opgraft.wait_until_ready(LIMIT)
+
+
+def test_an_interrupt_while_it_is_asked_for_is_the_callers(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    override = register(impls.negated)
+    with monkeypatch.context() as patch:
+        patch.setattr("opgraft.ready.request.request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch.neg(torch.ones(4))
+    assert states(override) == []
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    call()
+    assert override.hits == 1
+
+
+def test_a_kind_of_call_that_the_core_forgot_is_not_compiled_twice(register: Register) -> None:
+    override = register(impls.never_works)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    assert override.plans is not None
+    (state,) = states(override)
+    override.plans.table.forget_asked()
+    call()
+    assert states(override) == [state]
+
+
+def test_threads_that_ask_together_ask_once(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[pool.Job] = []
+    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
+    override = register(impls.negated)
+    original = type(override.plans).ask_for_kernels
+    inside = threading.Barrier(2, timeout=LIMIT)
+
+    def ask(*arguments: Any) -> bool:
+        inside.wait()
+        return original(*arguments)
+
+    monkeypatch.setattr(type(override.plans), "ask_for_kernels", ask)
+    assert override.plans is not None
+    results = []
+    first = threading.Thread(target=lambda: results.append(torch.neg(torch.ones(4))))
+    first.start()
+    until(lambda: inside.n_waiting == 1)
+    override.plans.table.forget_asked()  # as if the other one had come before it was noted
+    results.append(torch.neg(torch.ones(4)))
+    first.join()
+    assert len(submitted) == 1 and len(results) == 2
+    submitted[0].dropped()
+
+
+def test_a_closed_pool_leaves_no_worker_that_was_just_being_started(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_workers()
+    start, made = subprocess.Popen, []
+
+    def closes_first(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        pool.shared()._closed = True  # and whoever closed it found no process yet
+        made.append(start(*arguments, **options))
+        return made[0]
+
+    register(impls.hangs_when_dry)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.subprocess, "Popen", closes_first)
+        call()
+        until(lambda: bool(made) and made[0].returncode is not None)
+    end_workers()
+
+
+def test_the_same_failure_is_said_once(
+    register: Register, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(impls.never_works)
+    for size in range(1, 9):
+        call(size)
+    assert opgraft.wait_until_ready(LIMIT)
+    said = [record for record in caplog.records if "native serves it" in record.getMessage()]
+    assert len([record for record in said if record.levelname == "WARNING"]) == 1
+
+
+def test_what_will_have_no_plan_and_runs_natively_is_not_compiled(register: Register) -> None:
+    """Shapes that change for ever would keep workers busy for ever."""
+    override = register(impls.negated)
+    assert override.plans is not None
+    table = override.plans.table
+    while not table.stopped:
+        table.count_recording()
+    call()
+    assert states(override) == [] and override.misses == 1
+
+
+def test_a_call_that_cannot_have_a_plan_is_explained_so(register: Register) -> None:
+    x = torch.ones(2, 4)
+    override = register(impls.negated)
+    many = [torch.ones(1)] * 100
+    other = register(impls.negated_pairs, "_foreach_neg")
+    torch._foreach_neg(many)
+    assert (other.hits, states(other)) == (1, [])
+    assert "no launch plan can be recorded" in str(opgraft.explain("aten::_foreach_neg", many))
+    assert "nobody has asked" in str(opgraft.explain("aten::neg", x)) and override.hits == 0
+
+
+@pytest.mark.parametrize(
+    "op, impl, make",
+    [
+        ("_foreach_neg", impls.negated_pairs, lambda x: torch._foreach_neg([x, x])[1]),
+        ("neg_", impls.negated_in_place, lambda x: x.clone().neg_()),
+        ("neg.out", impls.negated_out, lambda x: torch.neg(x, out=torch.empty_like(x))),
+        ("neg", impls.negated_by_native, torch.neg),
+        ("neg", impls.negated, lambda x: torch.vmap(torch.neg)(x)),
+        ("neg", impls.negated, lambda x: torch.neg(x.expand(3, *x.shape))[0]),
+        ("neg", impls.negated, lambda x: torch.neg(torch.cat([x, x])[4:])),
+    ],
+    ids=["list", "in place", "out", "same op", "vmap", "expanded", "offset"],
+)
+def test_every_kind_of_op_is_right_before_and_after(
+    register: Register, op: str, impl: Any, make: Any
+) -> None:
+    keyed = impl is impls.negated_by_native
+    override = register(impl, op, unconditional_override=not keyed)
+    x = torch.randn(4, 4)
+    expected = 0 - x
+    assert torch.equal(make(x), expected)
+    assert override.hits == 0
+    assert opgraft.wait_until_ready(LIMIT)
+    assert all(state.by.startswith("worker") for state in states(override))
+    for _ in range(5):
+        assert torch.equal(make(x), expected)
+    assert override.hits == 5
+
+
+#: Runs the impl that it is told of before and after it is ready; a program of its own.
+WHOLE = """
+import os, pathlib, sys, torch, opgraft
+sys.path.insert(0, os.environ["TESTS_ROOT"])
+from tests.ready import impls
+sys.path[:0] = [3, pathlib.Path("/nowhere"), "/od:d'\\udcff"]
+override = opgraft.register_op_override(
+    "aten", "neg", "CPU", impls.negated, unconditional_override=True,
+    launch_plan=True, when_not_ready="native",
+)
+torch.neg(torch.ones(4))
+assert opgraft.wait_until_ready(100)
+torch.neg(torch.ones(4))
+assert override.hits == 1, override.plans.readiness.states()[0].reason
+"""
+
+
+def test_a_strange_place_to_run_at_stops_nothing(tmp_path: Path) -> None:
+    """Modules of the same names in the folder that it is started in, noise, odd paths, no cache."""
+    for folder in ("program", "site", "cache"):
+        (tmp_path / folder).mkdir()
+    program = tmp_path / "program" / "main.py"
+    program.write_text(WHOLE)
+    for name in ("json", "types", "runpy", "ctypes"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('another module')")
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('{}')")
+    (tmp_path / "cache" / "claims").touch()  # where a folder would be
+    environment = os.environ | {
+        "TESTS_ROOT": str(Path(__file__).parents[2]),
+        "PYTHONPATH": str(tmp_path / "site"),
+        "OPGRAFT_CACHE": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=3 * LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("executable", ["", "/no/such/python"])
+def test_where_no_worker_can_be_started_this_process_compiles(
+    register: Register, monkeypatch: pytest.MonkeyPatch, executable: str
+) -> None:
+    end_workers()
+    monkeypatch.setattr(sys, "executable", executable)
+    override = register(impls.negated)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    assert (state.status, state.by) == ("ready", "this process")
+    assert "no worker can be started" in state.reason
+
+
+#: Ends while its thread is at what it compiles in this process.
+ENDS = """
+import torch, opgraft
+running = []
+def local(self):
+    running.append(True)
+    while True:
+        torch.ones(100_000).exp()
+opgraft.register_op_override(
+    "aten", "neg", "CPU", local, unconditional_override=True,
+    launch_plan=True, when_not_ready="native",
+)
+torch.neg(torch.ones(4))
+while not running:
+    pass
+print("done", flush=True)
+"""
+
+
+def test_a_process_that_ends_while_it_compiles_ends_as_ever() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=3 * LIMIT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_ctrl_c_is_the_parents(register: Register) -> None:
+    """It goes to the whole process group: a worker that is just being started is not of it."""
+    end_workers()
+    register(impls.negated)
+    call()
+    until(lambda: bool(pool.shared().workers()))
+    (worker,) = pool.shared().workers()
+    assert os.getpgid(worker) != os.getpgid(0)
+    assert opgraft.wait_until_ready(LIMIT)

@@ -156,14 +156,15 @@ class Plans:
         label = describe_call(call)
         if any(plan.key == label for plan in self):
             return True, "by a launch plan"
-        if (not_ready := self._why_not_ready(call)) is not None:
+        schema = call.op.overload._schema
+        has_key = self._core.has_plan_key(call.values, schema.name, schema.overload_name)
+        if has_key and (not_ready := self._why_not_ready(call)) is not None:
             return False, not_ready
         unplanned = self.override.unplanned
         in_python = unplanned is None or unplanned.holds(call.named)
         only = f", and only {unplanned!r} is worth running in Python" if not in_python else ""
         reason = self.refusals.get(label)
-        schema = call.op.overload._schema
-        if not self._core.has_plan_key(call.values, schema.name, schema.overload_name):
+        if not has_key:
             reason = (
                 "an argument is of a kind that a plan's key cannot hold, there are too many, or "
                 "two share memory but no storage"

@@ -8,19 +8,28 @@ systems do not all have.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import re
 import socket
+import tempfile
 from pathlib import Path
 
 from opgraft.core import store
+
+log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
     """Where the claims of this machine, since it was started, lie."""
     machine = f"{socket.gethostname()}-{_boot()}"
-    return store.root() / "claims" / re.sub(r"[^\w.-]", "_", machine)
+    try:
+        root = store.root()
+    except (RuntimeError, OSError):  # this user has no home, or this process no folder
+        root = Path(tempfile.gettempdir()) / f"opgraft-{os.getuid()}"
+    return root / "claims" / re.sub(r"[^\w.-]", "_", machine)
 
 
 class Claim:
@@ -33,19 +42,29 @@ class Claim:
     def take(self) -> bool:
         """Hold it from now on; False where another process does.
 
-        Raises:
-            OSError: files cannot be created there.
+        Where no file can be created, nobody can tell, and it is held: the same is done twice then.
         """
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._held:
-            self._held = _create(self._path) or (self._remove_void() and _create(self._path))
+            try:
+                self._held = self._take()
+            except OSError as error:
+                log.debug("nothing can be claimed in %s: %s", self._path.parent, error)
+                self._held = True
         return self._held
+
+    def _take(self) -> bool:
+        if self.owner() is not None:  # the common case, while somebody waits, writes nothing
+            return False
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _create(self._path) or (self._remove_void() and _create(self._path))
 
     def release(self) -> None:
         """Hold it no longer."""
         if self._held:
             self._held = False
-            self._path.unlink(missing_ok=True)
+            if _read(self._path) == _me():  # not where it could not be created
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
 
     def owner(self) -> int | None:
         """The process that holds it; None where nobody does."""
@@ -61,8 +80,9 @@ class Claim:
         owner = _read(self._path)
         if owner is None or _lives(owner):
             return False
-        removal = self._path.with_name(f"{self._path.name}.void-{owner[0]}-{owner[1]}")
-        if not _create(removal):
+        name = f"{self._path.name}.void-{owner[0]}-{owner[1]}"
+        removal = Claim(name, self._path.parent)  # which may be void in its turn
+        if not removal.take():
             return False
         try:
             if _read(self._path) != owner:
@@ -70,18 +90,21 @@ class Claim:
             self._path.unlink(missing_ok=True)
             return True
         finally:
-            removal.unlink(missing_ok=True)
+            removal.release()
 
 
 Owner = tuple[int, int]
 
 
+def _me() -> Owner:
+    return os.getpid(), _started(os.getpid())
+
+
 def _create(path: Path) -> bool:
     """Create a claim, with what it says in it from the first moment."""
-    me = os.getpid()
-    fresh = path.with_name(f".{path.name}.{me}.{os.urandom(4).hex()}")
-    fresh.write_text(json.dumps([me, _started(me)]))
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
+        fresh.write_text(json.dumps(_me()))
         os.link(fresh, path)
     except FileExistsError:
         return False
@@ -102,7 +125,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _lives(owner: Owner) -> bool:
-    return owner[0] > 0 and _started(owner[0]) == owner[1]
+    return owner[0] > 0 and 0 <= owner[1] == _started(owner[0])
 
 
 def _started(process: int) -> int:

@@ -1,9 +1,11 @@
-"""The worker processes: started at the first need, ended when idle. No call waits for one."""
+"""Who compiles: worker processes, or else a thread of this one. Started at the first need, ended
+when idle. No call waits for them."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import io
 import json
 import logging
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from opgraft.ready import claims, request
+from opgraft.ready import claims, request, worker
 from opgraft.ready.request import Request
 
 log = logging.getLogger(__name__)
@@ -28,27 +30,49 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 256
 #: Seconds that a worker may take for one request, and to start.
 COMPILE_SECONDS = 300.0
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 #: Seconds in which a worker that is killed must have ended.
 END_SECONDS = 5.0
 #: Seconds without a request after which a worker ends.
 IDLE_SECONDS = 60.0
-#: Seconds between two looks at whether a claim of another process is gone.
+#: Seconds between two looks at whether a claim of another process is gone: at first, and at most.
 POLL_SECONDS = 0.05
+MAX_POLL_SECONDS = 1.0
+#: What a worker runs. Its path is set before anything is imported: it finds what this process
+#: finds, and nothing of the folder that it happens to be started in.
+_PROGRAM = """
+import sys
+sys.path[:] = eval(sys.argv.pop())
+import runpy
+runpy.run_module("opgraft.ready.worker", run_name="__main__", alter_sys=True)
+"""
 
 
 class WorkerFailed(Exception):
-    """A worker could not be started, did not answer in time, or ended."""
+    """A worker did not answer in time, or ended."""
+
+
+class CannotStart(Exception):
+    """No worker can be started here."""
+
+
+class LetGo(Exception):
+    """A job cannot be done now, which says nothing of the job."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request, and whom to tell what became of it. All are called by a thread of the pool's."""
+    """What is to be compiled, and whom to tell what became of it.
 
-    asked: Request
-    #: How many calls wanted it so far.
+    All are called by a thread of the pool's.
+    """
+
+    #: What a worker is told; or what this process runs instead.
+    work: Request | Callable[[], None]
+    #: How many calls wanted it so far; 0 where none will any more.
     wanted: Callable[[], int]
-    started: Callable[[int], None]
+    #: With who compiles, for people.
+    started: Callable[[str], None]
     #: With the names of the kernels.
     compiled: Callable[[list[str]], None]
     #: With the reason, and whether the impl may be run in this process instead.
@@ -65,38 +89,57 @@ def most_workers() -> int:
 
 
 class Pool:
-    """A queue of jobs and the threads that have workers do them."""
+    """A queue of jobs and the threads that have them done."""
 
-    def __init__(self, command: list[str] | None = None, *, workers: int | None = None) -> None:
-        self._command = command or [sys.executable, "-m", "opgraft.ready.worker"]
-        self._most = workers or most_workers()
+    def __init__(self, attendant: type[_Attendant], most: int) -> None:
+        self._attendant = attendant
+        self._most = most
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._attendants: list[_Attendant] = []
         self._closed = False
 
     def submit(self, job: Job) -> None:
-        """Have a job done. Returns at once."""
+        """Have a job done. Returns at once.
+
+        Raises:
+            Exception: no thread can be started.
+        """
         dropped: Job | None = None
         with self._changed:
             if self._closed:
                 dropped = job
             else:
                 self._waiting.append(job)
+                self._attend(job)
                 if len(self._waiting) > MAX_WAITING:
                     dropped = min(self._waiting, key=lambda each: each.wanted())
                     self._waiting.remove(dropped)
-                idle = sum(each.is_idle for each in self._attendants)
-                if idle < len(self._waiting) and len(self._attendants) < self._most:
-                    attendant = _Attendant(self, self._command, self._most)
-                    self._attendants.append(attendant)
-                    attendant.start()
                 self._changed.notify()
         if dropped is not None:
             dropped.dropped()
 
+    def _attend(self, job: Job) -> None:
+        idle = sum(each.is_idle for each in self._attendants)
+        if idle >= len(self._waiting) or len(self._attendants) >= self._most:
+            return
+        attendant = self._attendant(self)
+        self._attendants.append(attendant)
+        try:
+            attendant.start()
+        except Exception:  # too many threads, or the interpreter ends
+            self._leave(attendant)
+            if not self._attendants:
+                self._waiting.remove(job)
+                raise
+
     def next(self, attendant: _Attendant) -> Job | None:
         """The job that most calls want; None where there was none for a while: then it ends."""
+        while (job := self._next(attendant)) is not None and job.wanted() == 0:
+            job.dropped()
+        return job
+
+    def _next(self, attendant: _Attendant) -> Job | None:
         deadline = time.monotonic() + IDLE_SECONDS
         with self._changed:
             attendant.is_idle = True
@@ -135,7 +178,8 @@ class Pool:
         for each in attendants:
             each.interrupt()
         for each in attendants:  # they give back what they claimed
-            each.join(END_SECONDS)
+            if each.ident is not None:  # else it is just being started
+                each.join(END_SECONDS)
         for job in waiting:
             job.dropped()
 
@@ -146,92 +190,169 @@ class Pool:
 
 
 class _Attendant(threading.Thread):
-    """Starts one worker, sends it requests, reads its answers, and ends it."""
+    """Has jobs done, one after the other."""
 
-    def __init__(self, pool: Pool, command: list[str], slots: int) -> None:
-        super().__init__(name="opgraft: attends a worker", daemon=True)
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(name="opgraft: has kernels compiled", daemon=True)
         self.is_idle = False
         self.process: subprocess.Popen[bytes] | None = None
         self._pool = pool
-        self._command = command
-        self._slots = [claims.Claim(f"worker-{n}") for n in range(slots)]
-        self._unread = b""
-        self._errors: IO[bytes] = io.BytesIO()
 
     def run(self) -> None:
         try:
             while (job := self._pool.next(self)) is not None:
                 self._do(job)
         finally:
-            self.kill()
+            self.end()
             self._pool.left(self)
 
     def _do(self, job: Job) -> None:
-        claim = claims.Claim(request.digest(job.asked))
+        try:
+            kernels = self.have_done(job)
+        except LetGo:
+            job.dropped()
+        except BaseException as error:  # whatever an impl raises, or its module, SystemExit too
+            self._tell(job, error)
+        else:
+            job.compiled(kernels)
+
+    def _tell(self, job: Job, error: BaseException) -> None:
+        if self._pool.is_closed:
+            job.dropped()
+            return
+        says_it = isinstance(error, (WorkerFailed, CannotStart, ImplFailed))
+        reason = str(error) if says_it else f"{type(error).__name__}: {error}"
+        job.failed(reason, isinstance(error, (CannotStart, ImplFailed)))
+
+    def have_done(self, job: Job) -> list[str]:
+        """Have a job done.
+
+        Returns:
+            The names of the kernels.
+
+        Raises:
+            LetGo: not now.
+            BaseException: it failed.
+        """
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Have this thread end soon; called by another one."""
+
+    def end(self) -> None:
+        """Called by this thread when it ends."""
+
+
+class ImplFailed(Exception):
+    """A worker cannot run the impl without memory."""
+
+
+class _Runner(_Attendant):
+    """Does jobs itself, in this process."""
+
+    def run(self) -> None:
+        with contextlib.suppress(SystemExit):  # of `interrupt`
+            super().run()
+
+    def have_done(self, job: Job) -> list[str]:
+        assert callable(job.work)
+        job.started("this process")
+        job.work()
+        return []
+
+    def interrupt(self) -> None:
+        # Note [A thread in C++ when the interpreter ends]
+        # Before Python 3.14 a daemon thread that comes back from C++ then is made to exit, and the
+        # C++ frames below it abort the process. So it is told to end at its next step in Python.
+        if self.ident is not None:
+            end = ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), end)
+
+
+class _Overseer(_Attendant):
+    """Starts one worker, sends it requests, reads its answers, and ends it."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        self._unread = b""
+        self._errors: IO[bytes] = io.BytesIO()
+
+    def have_done(self, job: Job) -> list[str]:
+        assert not callable(job.work)
+        held: list[claims.Claim] = []
         try:
             # Another rank may be at it: what it compiles is in the DSL's cache then. One that takes
             # longer than it may is not waited for.
-            self._wait_for(claim.take, COMPILE_SECONDS)
-            try:
-                self._wait_for(lambda: any(slot.take() for slot in self._slots), math.inf)
-                self._start()
-                process = self.process
-                job.started(0 if process is None else process.pid)
-                answer = self._ask(job.asked, COMPILE_SECONDS)
-            finally:
-                for each in (*self._slots, claim):
-                    each.release()
-        except (WorkerFailed, OSError) as error:
-            self.kill()
-            if self._pool.is_closed:
-                job.dropped()
-            else:
-                job.failed(str(error), False)
-            return
-        if "compiled" in answer:
-            job.compiled(answer["compiled"])
-        else:
-            job.failed(str(answer.get("failed")), True)
+            held += self._claim([request.digest(job.work)], COMPILE_SECONDS)
+            held += self._claim([f"worker-{n}" for n in range(most_workers())], math.inf)
+            process = self._start()
+            job.started(f"worker {process.pid}")
+            answer = self._ask(process, job.work, COMPILE_SECONDS)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            for each in held:
+                each.release()
+        if "compiled" not in answer:
+            raise ImplFailed(answer.get("failed"))
+        return list(answer["compiled"])
 
-    def _wait_for(self, take: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not take() and time.monotonic() < deadline:
+    def _claim(self, names: list[str], seconds: float) -> list[claims.Claim]:
+        """Hold one of these names, as soon as no other process does; none when the time is over."""
+        some = [claims.Claim(name) for name in names]
+        deadline, pause = time.monotonic() + seconds, POLL_SECONDS
+        while (held := next((each for each in some if each.take()), None)) is None:
             if self._pool.is_closed:
-                raise WorkerFailed("the process ends")
-            time.sleep(POLL_SECONDS)
+                raise LetGo
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(pause)
+            pause = min(MAX_POLL_SECONDS, 1.2 * pause)
+        return [held]
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         if self.process is not None and self.process.poll() is None:
-            return
-        self.kill()
+            return self.process
+        self.end()
+        if not sys.executable:
+            raise CannotStart("no worker can be started: sys.executable names no Python")
+        path = [each for each in sys.path if isinstance(each, str)]  # as importing takes it
         # A worker has no GPU, no packs and no overrides, whatever this process has.
         environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(sys.path),
             "OPGRAFT_DISABLE": "1",
             "OPGRAFT_PACKS": "none",
         }
         pipe = subprocess.PIPE
         self._unread = b""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (kept as long as the process)
-        self.process = subprocess.Popen(
-            [*self._command, str(os.getpid())],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=self._errors,
-            env=environment,
-            bufsize=0,
-        )
-        self._ask(sys.path, START_SECONDS)
-
-    def _ask(self, message: Any, seconds: float) -> dict[str, Any]:
-        process = self.process
-        assert process is not None and process.stdin is not None
         try:
-            process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (kept as long as the process)
+            process = self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(os.getpid()), repr(path)],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=self._errors,
+                env=environment,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C, which goes to the whole group, is the parent's
+            )
+        except OSError as error:
+            raise CannotStart(f"no worker can be started: {error}") from error
+        if self._pool.is_closed:  # whoever closed it may have found no process to end
+            raise LetGo
+        deadline = time.monotonic() + START_SECONDS
+        while self._line(process, deadline) != worker.READY:
+            pass  # what modules print that Python imports when it starts
+        return process
+
+    def _ask(self, process: subprocess.Popen[bytes], asked: Request, seconds: float) -> Any:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
         except BrokenPipeError:
             raise WorkerFailed(self._why(process)) from None
-        return dict(json.loads(self._line(process, time.monotonic() + seconds)))
+        return json.loads(self._line(process, time.monotonic() + seconds))
 
     def _line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes:
         assert process.stdout is not None
@@ -256,12 +377,11 @@ class _Attendant(threading.Thread):
         return f"{why}: {said[-1]}" if said else why
 
     def interrupt(self) -> None:
-        """End the worker's process, from another thread: this one then finds it gone."""
         process = self.process
         if process is not None:
             process.kill()
 
-    def kill(self) -> None:
+    def end(self) -> None:
         """End the worker, if there is one, and wait until it has."""
         process, self.process = self.process, None
         if process is not None:
@@ -270,30 +390,39 @@ class _Attendant(threading.Thread):
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
-            self._errors.close()
+        self._errors.close()
 
 
-_lock = threading.Lock()
-_pool: Pool | None = None
+# Of its own thread's also: a signal's handler may make a call.
+_lock = threading.RLock()
+_pools: dict[type[_Attendant], Pool] = {}
 
 
 def shared() -> Pool:
-    """The pool of this process."""
-    global _pool
+    """The pool of this process whose jobs workers do."""
+    return _shared(_Overseer, most_workers)
+
+
+def here() -> Pool:
+    """The pool of this process whose jobs are done in it, one at a time."""
+    return _shared(_Runner, lambda: 1)
+
+
+def _shared(attendant: type[_Attendant], most: Callable[[], int]) -> Pool:
     with _lock:
-        if _pool is None:
-            _pool = Pool()
-            atexit.register(_pool.close)
-        return _pool
+        if attendant not in _pools:
+            pool = _pools[attendant] = Pool(attendant, most())
+            atexit.register(pool.close)
+        return _pools[attendant]
 
 
 def _forget_in_child() -> None:
     """The workers are the parent's, and so are the threads."""
-    global _pool, _lock
-    _lock = threading.Lock()
-    if _pool is not None:
-        atexit.unregister(_pool.close)
-    _pool = None
+    global _lock
+    _lock = threading.RLock()
+    for each in _pools.values():
+        atexit.unregister(each.close)
+    _pools.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,8 @@ from opgraft.router import device
 if TYPE_CHECKING:
     from opgraft.core.interface import PlanKey, PlanTable
     from opgraft.ready.here import Metadata
+    from opgraft.ready.pool import Job
+    from opgraft.ready.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,11 @@ class State:
         #: Why it failed, or why it is compiled in this process.
         self.reason = reason
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether its kernels wait to be compiled, or are being compiled."""
+        return self.status in ("waiting", "compiling")
+
     def __str__(self) -> str:
         seconds = f"for {time.time() - self.since:.0f} s"
         if self.status == "waiting":
@@ -67,17 +74,22 @@ class Readiness:
     def __init__(self, override: Override, table: PlanTable) -> None:
         self.override = override
         self._table = table
-        self._lock = threading.Lock()
+        # Of its own thread's also: a signal's handler may make a call.
+        self._lock = threading.RLock()
         self._states: dict[Any, State] = {}
         self._warned_of_capture = False
-        _all.add(self)
-        self.apply()
+        self._said: set[str] = set()
+        with _lock:
+            _all.add(self)
+            self.apply()
 
     @property
     def policy(self) -> WhenNotReady:
         """What a call does whose kernels are not ready."""
+        if self.override.autograd is not None:  # its backward's kernels cannot be compiled ahead
+            return "wait"
         if _scopes:
-            return _scopes[-1]
+            return _scopes[-1].policy
         return env.when_not_ready() or self.override.when_not_ready  # type: ignore[return-value]
 
     def apply(self) -> None:
@@ -100,7 +112,7 @@ class Readiness:
         """Whether something is being compiled, or waits for it."""
         if self.override.state.removed:
             return False
-        return any(state.status in ("waiting", "compiling") for state in self.states())
+        return any(state.is_pending for state in self.states())
 
     def ask(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey, label: str) -> bool:
         """Have the kernels of a call made ready.
@@ -114,14 +126,27 @@ class Readiness:
         Returns:
             Whether the call is to run as it is.
         """
-        where = device.of(call)
-        if device.is_capturing(where):
-            self._warn_of_capture()
         with self._lock:
-            known = self._states.setdefault(key, State(label, "waiting"))
-        if known.status == "ready":  # the core forgot: its table is bounded
-            self._table.set_ready(key)
-            return True
+            known = self._states.get(key)
+            if known is None:
+                self._states[key] = State(label, "waiting")
+        if known is not None:
+            # Another thread was faster, or the core forgot: its table is bounded.
+            if known.status == "ready":
+                self._table.set_ready(key)
+            return known.status == "ready"
+        try:
+            self._ask(call, keyset, key)
+        except Exception as error:  # it is the program's call, which has done nothing wrong
+            self._fail(key, f"{type(error).__name__}: {error}")
+        except BaseException:
+            self._dropped(key)
+            raise
+        if device.is_capturing(device.of(call)):
+            self._warn_of_capture()
+        return False
+
+    def _ask(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey) -> None:
         from opgraft.ready import pool, request
         from opgraft.ready.here import Metadata
 
@@ -130,28 +155,63 @@ class Readiness:
             asked = request.request(self.override, call, keyset)
         except request.CannotAsk as error:
             self._compile_here(metadata, keyset, key, str(error))
-            return False
-        # A job holds no tensors: it must not keep them alive.
-        pool.shared().submit(
-            pool.Job(
-                asked,
-                wanted=lambda: self._table.times_asked(key),
-                started=lambda process: self._note(key, "compiling", by=f"worker {process}"),
-                compiled=lambda kernels: self._compiled(key, kernels),
-                failed=lambda reason, may_run_here: self._failed(
-                    metadata, keyset, key, reason, may_run_here=may_run_here
-                ),
-                dropped=lambda: self._dropped(key),
-            )
+            return
+
+        def failed(reason: str, may_run_here: bool) -> None:
+            if may_run_here:
+                self._compile_here(metadata, keyset, key, reason)
+            else:
+                self._fail(key, reason)
+
+        pool.shared().submit(self._job(key, asked, failed))
+
+    def _compile_here(
+        self, metadata: Metadata, keyset: torch.DispatchKeySet, key: PlanKey, reason: str
+    ) -> None:
+        """Compile by running the impl on stand-ins, on a thread that no call waits for."""
+        from opgraft.ready import here, pool
+
+        if not here.may_run(self.override, metadata):
+            self._table.set_ready(key)
+            self._note(key, "ready", by="the call that needs them", reason=reason)
+            return
+        self._note(key, "waiting", by="this process", reason=reason)
+
+        def failed(error: str, may_run_here: bool) -> None:
+            self._fail(key, f"{reason}; and in this process: {error}")
+
+        def run() -> None:
+            here.run(self.override, metadata, keyset)
+
+        pool.here().submit(self._job(key, run, failed))
+
+    def _job(
+        self,
+        key: PlanKey,
+        work: Request | Callable[[], None],
+        failed: Callable[[str, bool], None],
+    ) -> Job:
+        # It holds no tensors: it must not keep them alive.
+        from opgraft.ready import pool
+
+        return pool.Job(
+            work,
+            wanted=lambda: 0 if self.override.state.removed else self._table.times_asked(key),
+            started=lambda by: self._note(key, "compiling", by=by),
+            compiled=lambda kernels: self._compiled(key, kernels),
+            failed=failed,
+            dropped=lambda: self._dropped(key),
         )
-        return False
 
     def _note(self, key: PlanKey, status: Status, *, by: str = "", reason: str = "") -> None:
         with self._lock:
             before = self._states.pop(key, None)
-            while len(self._states) >= MAX_STATES:
-                self._states.pop(next(iter(self._states)))
+            if len(self._states) >= MAX_STATES:
+                over = (key for key, state in self._states.items() if not state.is_pending)
+                self._states.pop(next(over, None), None)
             label = "" if before is None else before.call
+            if before is not None:
+                by, reason = by or before.by, reason or before.reason
             self._states[key] = State(label, status, by, reason)
         if status in ("ready", "failed"):
             with _changed:
@@ -160,66 +220,26 @@ class Readiness:
     def _compiled(self, key: PlanKey, kernels: list[str]) -> None:
         from opgraft.ready import here
 
-        state = self._states.get(key)
-        by = "a worker" if state is None else state.by
         try:
             here.import_ahead(self.override)
-        except Exception as error:  # whatever a module raises while it is imported
+        except BaseException as error:  # whatever a module raises while it is imported
             self._fail(key, f"{type(error).__name__}: {error}")
             return
         self._table.set_ready(key)
-        self._note(key, "ready", by=by)
+        self._note(key, "ready")
         log.debug("%s: compiled %s for a call", self.override.name, ", ".join(kernels) or "nothing")
-
-    def _failed(
-        self,
-        metadata: Metadata,
-        keyset: torch.DispatchKeySet,
-        key: PlanKey,
-        reason: str,
-        *,
-        may_run_here: bool,
-    ) -> None:
-        if may_run_here:
-            self._run_here(metadata, keyset, key, reason)
-            return
-        self._fail(key, reason)
 
     def _dropped(self, key: PlanKey) -> None:
         with self._lock:
             self._states.pop(key, None)
         self._table.forget(key)
 
-    def _compile_here(
-        self, metadata: Metadata, keyset: torch.DispatchKeySet, key: PlanKey, reason: str
-    ) -> None:
-        self._note(key, "waiting", by="this process", reason=reason)
-        arguments = (metadata, keyset, key, reason)
-        name = f"opgraft: {self.override.name} compiles"
-        threading.Thread(target=self._run_here, args=arguments, name=name, daemon=True).start()
-
-    def _run_here(
-        self, metadata: Metadata, keyset: torch.DispatchKeySet, key: PlanKey, reason: str
-    ) -> None:
-        """Compile by running the impl on stand-ins, on this thread, which no call waits for."""
-        from opgraft.ready import here
-
-        self._note(key, "compiling", by="this process", reason=reason)
-        if not here.may_run(self.override, metadata):
-            self._table.set_ready(key)
-            self._note(key, "ready", by="the call that needs them", reason=reason)
-            return
-        try:
-            here.run(self.override, metadata, keyset)
-        except Exception as error:
-            failure = f"{reason}; and in this process: {type(error).__name__}: {error}"
-            self._fail(key, failure)
-            return
-        self._table.set_ready(key)
-        self._note(key, "ready", by="this process", reason=reason)
-
     def _fail(self, key: PlanKey, reason: str) -> None:
-        log.warning(
+        level = logging.DEBUG if reason in self._said else logging.WARNING
+        if len(self._said) < MAX_STATES:
+            self._said.add(reason)
+        log.log(
+            level,
             "%s: the kernels of a call could not be compiled, and native serves it: %s",
             self.override.name,
             reason,
@@ -239,8 +259,15 @@ class Readiness:
 
 _all: weakref.WeakSet[Readiness] = weakref.WeakSet()
 _changed = threading.Condition()
-_scopes: list[WhenNotReady] = []
+_scopes: list[_Scope] = []
 _lock = fork_safe_lock()
+
+
+class _Scope:
+    """One `with when_not_ready(...)` that is open."""
+
+    def __init__(self, policy: WhenNotReady) -> None:
+        self.policy = policy
 
 
 @contextmanager
@@ -263,20 +290,26 @@ def when_not_ready(policy: WhenNotReady) -> Iterator[None]:
     """
     if policy not in ("native", "wait"):
         raise RegistrationError(f"when_not_ready({policy!r}): choose one of ('native', 'wait')")
+    scope = _Scope(policy)
     with _lock:
-        _scopes.append(policy)
+        _scopes.append(scope)
         _apply()
     try:
         yield
     finally:
         with _lock:
-            _scopes.remove(policy)
+            _scopes.remove(scope)
             _apply()
 
 
 def _apply() -> None:
-    for each in list(_all):
+    for each in _everyone():
         each.apply()
+
+
+def _everyone() -> list[Readiness]:
+    with _lock:  # others are registered meanwhile
+        return list(_all)
 
 
 def wait_until_ready(timeout: float | None = None) -> bool:
@@ -294,7 +327,7 @@ def wait_until_ready(timeout: float | None = None) -> bool:
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     with _changed:
-        while any(each.is_pending() for each in list(_all)):
+        while any(each.is_pending() for each in _everyone()):
             left = 0.1 if deadline is None else min(0.1, deadline - time.monotonic())
             if left <= 0:
                 return False
@@ -306,8 +339,8 @@ def _forget_in_child() -> None:
     """A fork's child has neither the workers nor the threads of its parent."""
     global _changed
     _changed = threading.Condition()
-    for each in list(_all):
-        each._lock = threading.Lock()
+    for each in _everyone():
+        each._lock = threading.RLock()
         ready = {key: s for key, s in each._states.items() if s.status in ("ready", "failed")}
         each._states = ready
         each._table.forget_asked()

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import operator
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -69,7 +70,16 @@ def name_of(override: Override) -> str | dict[str, str | None]:
         raise CannotAsk("it is defined in __main__, which other processes do not import")
     if "<" in name:
         raise CannotAsk(f"{name} is defined inside a function, where no other process finds it")
+    if isinstance(impl, FunctionType) and _called(module, name) is not impl:
+        raise CannotAsk(f"{module}.{name} is another function")  # of a decorator's, or reloaded
     return f"{module}:{name}"
+
+
+def _called(module: str, name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
 
 
 def load(name: str | dict[str, str]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The worker process: `python -m opgraft.ready.worker PARENT`.
+"""The worker process, `opgraft.ready.worker PARENT` as a program.
 
 It reads requests from its standard input, one JSON line each, and writes one line for each to what
 its standard output was when it began. What impls and compilers print goes to standard error.
@@ -13,6 +13,9 @@ import signal
 import sys
 from typing import Any, TextIO
 
+#: The first line that a worker writes.
+READY = b'{"ready": true}'
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -25,8 +28,7 @@ def main() -> None:
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # nobody else reads requests
-    sys.path[:] = json.loads(requests.readline())
-    _say(answers, {"ready": True})
+    _say(answers, json.loads(READY))
     for line in requests:
         _say(answers, _answer(json.loads(line)))
 
