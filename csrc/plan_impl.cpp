@@ -98,7 +98,8 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
     if (options_.writes) throw;
   }
   const auto next = options_.table->next(key);
-  const auto kernels = needs_kernels(next, call.view().data()) ? this->kernels(key) : Kernels::Ready;
+  const auto kernels =
+      needs_kernels(next, call.view().data()) ? this->kernels(key) : Kernels::Ready;
   if (kernels == Kernels::NotReady) options_.table->set_asked(key);
   if (kernels == Kernels::NotReady ||
       (kernels == Kernels::NotAskedFor && !ask_for_kernels(call, key))) {
