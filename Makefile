@@ -122,8 +122,15 @@ $(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) ke
 	@$(PY) -c 'from opgraft.core import loader; print("==", loader.status())'
 	@touch $@
 
+# For the many processes that tests start: where PYTHONDONTWRITEBYTECODE is set, each would compile torch's files anew.
+# Some packages hold files that are no Python of this version.
+$(STAMPS)/bytecode: $(STAMPS)/test
+	@echo "== compiling the bytecode of what is installed"
+	@$(PY) -m compileall -qq -j $(JOBS) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+	@touch $@
+
 # What tests do in C++, once for all their processes; not where there is no compiler.
-$(STAMPS)/probes: $(STAMPS)/test $(wildcard tests/probes/*.cpp)
+$(STAMPS)/probes: $(STAMPS)/bytecode $(wildcard tests/probes/*.cpp)
 	@echo "== compiling what tests do in C++"
 	@$(PY) -m tests.probes
 	@touch $@
