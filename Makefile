@@ -26,8 +26,10 @@ TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 BENCHMARKS ?= $(sort $(wildcard benchmarks/[!_]*.py))
 
 PY := $(VENV)/bin/python
-# Bytecode is compiled by whoever imports a file first: pip would do it for all files of torch, one after the other.
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+# pip compiles the bytecode of torch's files one after the other, most of the time that installing it takes. A few files
+# of torch are for other versions of Python.
+BYTECODE = $(PY) -m compileall -qq -j $(JOBS) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 # One stamp for each step that succeeded: the next call skips it, and repeats what failed.
 STAMPS := $(VENV)/stamps
 
@@ -89,7 +91,8 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/torch: $(STAMPS)/venv
-	@$(PY) -c 'import torch' 2>/dev/null || { echo "== installing $(TORCH) and numpy"; $(PIP) '$(TORCH)' numpy; }
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "== installing $(TORCH) and numpy"; \
+		$(PIP) --no-compile '$(TORCH)' numpy && { $(BYTECODE) || true; }; }
 	@$(PY) -c 'import torch, sys; v = torch.__version__; print("== torch", v); \
 		sys.exit(tuple(map(int, v.split(".")[:2])) < (2, 11) and "opgraft needs torch 2.11 or newer")'
 	@touch $@
@@ -122,15 +125,8 @@ $(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) ke
 	@$(PY) -c 'from opgraft.core import loader; print("==", loader.status())'
 	@touch $@
 
-# For the many processes that tests start: where PYTHONDONTWRITEBYTECODE is set, each would compile torch's files anew.
-# Some packages hold files that are no Python of this version.
-$(STAMPS)/bytecode: $(STAMPS)/test
-	@echo "== compiling the bytecode of what is installed"
-	@$(PY) -m compileall -qq -j $(JOBS) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
-	@touch $@
-
 # What tests do in C++, once for all their processes; not where there is no compiler.
-$(STAMPS)/probes: $(STAMPS)/bytecode $(wildcard tests/probes/*.cpp)
+$(STAMPS)/probes: $(STAMPS)/test $(wildcard tests/probes/*.cpp)
 	@echo "== compiling what tests do in C++"
 	@$(PY) -m tests.probes
 	@touch $@
