@@ -114,7 +114,7 @@ class Readiness:
         Returns:
             Whether the call is to run as it is.
         """
-        where = device.of(call)
+        where = device.of_tensors(call)
         if device.is_capturing(where):
             self._warn_of_capture()
         with self._lock:
