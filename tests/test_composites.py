@@ -184,7 +184,7 @@ def test_an_impl_that_returns_its_argument_returns_the_same_tensor() -> None:
 
 def test_memory_of_an_argument_as_another_dtype_is_refused() -> None:
     override("view_as", lambda self, other: self.view(torch.int32).view(other.shape))
-    with pytest.raises((ContractError, RuntimeError), match=r"dtype|elements of another kind"):
+    with pytest.raises((ContractError, RuntimeError), match="dtype"):
         torch.ones(2, 2).view_as(torch.ones(4))
 
 

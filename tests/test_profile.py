@@ -317,10 +317,10 @@ def test_profiling_observes_nothing_once_it_is_closed() -> None:
 
     register()
     with opgraft.profile(steps=1) as p:
-        assert observers.anywhere()
+        assert observers.any_thread()
         p.step()
-        assert not observers.anywhere()
-    assert not observers.anywhere()
+        assert not observers.any_thread()
+    assert not observers.any_thread()
 
 
 # ----------------------------------------------------------------------------------------- kernels

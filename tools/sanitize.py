@@ -84,7 +84,7 @@ def core() -> None:
     from opgraft.core import building, store
 
     print("== compiling the core for address,undefined", flush=True)
-    target = store.place(torch.__version__)
+    target = store.core_path(torch.__version__)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     include = Path(torch.__file__).parent / "include"
     building.compile_core(include, target, folder=building.sources(), objects=cache / "objects")

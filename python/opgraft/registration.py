@@ -218,7 +218,7 @@ def _install(override: Override, *, replace: bool) -> None:
         if override.autograd is not None:
             from opgraft.router import derivative
 
-            derivative.install(chain, installed.companion)
+            derivative.install(chain, installed.composite_kernel)
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override, replace=replace)

@@ -66,7 +66,9 @@ def environment() -> list[str]:
     for keywords in env.initially_disabled():
         (key, word), *_ = keywords.items()
         if text := misspelt(key, word):
-            found.append(f"OPGRAFT_DISABLE={env.spelling(key, word)} switches nothing off: {text}")
+            found.append(
+                f"OPGRAFT_DISABLE={env.selector_text(key, word)} switches nothing off: {text}"
+            )
     return found
 
 
@@ -206,13 +208,13 @@ def _watch() -> None:
 def _tell_what_matched_nothing() -> None:
     """Warn of words in OPGRAFT_DISABLE that nothing which this process registered has."""
     registry = getattr(sys.modules.get("opgraft.registry"), "registry", None)
-    if registry is None or env.installs_nothing() or not registry.has_had("op"):
+    if registry is None or env.installs_nothing() or not registry.ever_registered("op"):
         return
     for keywords in env.initially_disabled():
         (key, word), *_ = keywords.items()
         is_known = (key == "dsl" and word in ("triton", "cutedsl")) or misspelt(key, word)
-        if key in ("dsl", "name") and not is_known and word not in registry.has_had(key):
+        if key in ("dsl", "name") and not is_known and word not in registry.ever_registered(key):
             env.warn_once(
-                f"OPGRAFT_DISABLE={env.spelling(key, word)} switched nothing off: no override of "
-                f"this process has that {'DSL' if key == 'dsl' else 'name'}"
+                f"OPGRAFT_DISABLE={env.selector_text(key, word)} switched nothing off: no override "
+                f"of this process has that {'DSL' if key == 'dsl' else 'name'}"
             )

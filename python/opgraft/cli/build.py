@@ -57,12 +57,12 @@ def build(*, force: bool = False) -> Path:
     if status.built and not force:
         print(f"opgraft: nothing to do, there is one: {status}")
         return Path(str(getattr(loader.load(), "__file__", "")))
-    target = store.place(torch.__version__)
+    target = store.core_path(torch.__version__)
     root = target.parent.parent
     replaces = target.is_file()  # what is there is not used, or is not wanted
     with _private_files():
         root.mkdir(parents=True, exist_ok=True)
-        if reason := store.distrust(root):
+        if reason := store.why_untrusted(root):
             raise building.BuildError(f"the cache {root} cannot be used: {reason}")
         with _lock(root / f"{target.parent.name}.lock"):
             if replaces or not target.is_file():

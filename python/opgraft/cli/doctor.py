@@ -353,7 +353,7 @@ def _caches() -> Iterator[Check]:
     for name, place in _dsl_caches():
         if not place.is_dir():
             yield Check("caches", "note", f"{name}: {place}, not there yet")
-        elif reason := store.distrust(place):
+        elif reason := store.why_untrusted(place):
             text = f"{name}: {place} holds code that {name} runs, and others could have written it"
             yield Check("caches", "problem", f"{text}: {reason}")
         else:

@@ -42,7 +42,7 @@ def explain_front(
     found = _Found(target, compiled=_is_compiled(function))
     notes: list[str] = []
     recorder = Recorder(found.on_call, _is_overridden)
-    with _heard() as heard, observers.observing(found.on_kept, alone=True):
+    with _heard() as heard, observers.observing(found.on_kept, exclusive=True):
         result = recorder.run(function, args, kwargs)
         if backward and recorder.stopped is None:
             found.backward = True

@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
         call = op.bind(args, kwargs)
         where = _device(call)
         for argument, value in zip(op.arguments, call.values, strict=True):
-            if argument.is_declared:
+            if argument.declares_write:
                 self._mind_writing(value, call)
         dispatch_key = str(torch._C._dispatch_key_for_device(where.type))
         taken_apart = self._is_composite(op, dispatch_key)
@@ -450,7 +450,7 @@ class Recorder(TorchDispatchMode):
         ghost.stands_for = None
 
 
-composite.show_whole_ops_to(Recorder)
+composite.register_tracing_mode(Recorder)
 
 
 class _Seen:
@@ -553,7 +553,7 @@ def _check_has_ghost(tensor: torch.Tensor) -> None:
         what = f"{tensor.layout}, nested or quantized"
     elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         what = "inside vmap or grad"
-    elif tensor.requires_grad and not device.is_there(tensor.device.type):
+    elif tensor.requires_grad and not device.is_available(tensor.device.type):
         # torch asks autograd's device for its stream, and ends the process where there is none.
         raise GhostError(
             f"there is no {tensor.device.type} device here, and autograd cannot be followed "

@@ -36,7 +36,7 @@ def explain_leaf(call: Call, chain: Chain, *, kept: bool) -> Explanation:
 
 def device_of(call: Call) -> torch.device:
     """The device that the call runs on."""
-    where = device.of(call)
+    where = device.of_tensors(call)
     if where is not None:
         return where
     named = call.named.get("device")
@@ -55,7 +55,10 @@ def keeps_its_derivative(chain: Chain, call: Call) -> bool:
         return False
     if not is_built_for(chain.dispatch_key):  # where it is, the op may have a kernel
         return False
-    return composite.must_differentiate(call) and derivative.owner(chain, call) is None
+    return (
+        composite.must_differentiate(call)
+        and derivative.differentiating_override(chain, call) is None
+    )
 
 
 def native_origin(chain: Chain) -> str:
@@ -64,5 +67,5 @@ def native_origin(chain: Chain) -> str:
         return f"this torch is built without {chain.dispatch_key}"
     installed = router.installed(chain)
     if installed is None:
-        return dispatcher.top_kernel(chain.op, chain.dispatch_key)
+        return dispatcher.current_kernel_origin(chain.op, chain.dispatch_key)
     return installed.native_origin

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.base.notebook import Shown
+from opgraft.base.notebook import TextDisplay
 from opgraft.explanation.verdicts import Verdict
 from opgraft.registry import Override
 
@@ -15,7 +15,7 @@ MAX_OTHERS = 12
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation(Shown):
+class Explanation(TextDisplay):
     """How a call would be routed. Prints as a short report.
 
     A call of an op says so itself: `dispatch_key`, `verdicts`, `winner`, `native`. A call of

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from opgraft.base import events
-from opgraft.base.notebook import Shown
+from opgraft.base.notebook import TextDisplay
 from opgraft.explanation.leaf import native_origin
 from opgraft.explanation.verdicts import Status, Verdict, judge, label
 from opgraft.ops.schema import Call
@@ -125,7 +125,7 @@ class Row:
         }
 
 
-class Trace(Shown):
+class Trace(TextDisplay):
     """Routing decisions of what ran while it was open. Prints as a table; iterates over rows."""
 
     def __init__(self) -> None:

@@ -85,9 +85,11 @@ def _judge_alone(override: Override, call: Call, *, kept: bool) -> Verdict:
     if kept:
         return Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
     try:
-        where = device.at(call, override.dispatch_key)
+        where = device.of_call(call, override.dispatch_key)
         decline = why_not(override, call, capturing=device.is_capturing(where))
-        failure = override.declines(call) if decline and decline.kind == "condition" else None
+        failure = (
+            override.condition_failure(call) if decline and decline.kind == "condition" else None
+        )
     except Exception as error:  # a condition in Python: what a call would raise, told instead
         reason = f"its condition raises {type(error).__name__}: {error}"
         return Verdict(override, "declines", reason)
@@ -95,7 +97,7 @@ def _judge_alone(override: Override, call: Call, *, kept: bool) -> Verdict:
         return _declined(override, decline, failure)
     if override.plans is None:
         return Verdict(override, "takes")
-    takes, plan = override.plans.outlook(call)
+    takes, plan = override.plans.predict(call)
     if takes:
         return Verdict(override, "takes", plan=plan)
     return Verdict(override, "declines", f"declines: it would run {plan}")

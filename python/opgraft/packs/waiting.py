@@ -25,7 +25,7 @@ import torch
 
 from opgraft.base import imports
 from opgraft.base.locks import fork_safe_lock
-from opgraft.core import loader, places
+from opgraft.core import deferred, loader
 
 log = logging.getLogger("opgraft")
 
@@ -63,14 +63,14 @@ def keep_places(ops: Iterable[tuple[str, str]], register: Callable[[], bool]) ->
     assert core is not None
     loader.shut_down_at_exit(core)
     _register, placeholder = register, core.Override.placeholder(_arrive)
-    places.fill(placeholder)
-    places.settle_by(settle)
+    deferred.set_placeholder(placeholder)
+    deferred.set_registrar(settle)
     _state = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     _waits, _gone = True, False
     try:
         for op, key in sorted(ops):
             router = core.Router(*_name_and_overload(op), key)
-            places.keep(op, key, router)
+            deferred.add_router(op, key, router)
             router.publish([placeholder])
     except Exception as error:  # registering says better what is wrong
         log.debug("no place can be kept at %s, %s: %r", op, key, error)
@@ -178,21 +178,21 @@ def _release() -> None:
     from opgraft.ops.schema import resolve
     from opgraft.registry import registry
 
-    places.fill(None)
-    for op, key in places.left():  # where nobody registered anything, after all
+    deferred.set_placeholder(None)
+    for op, key in deferred.unclaimed_routers():  # where nobody registered anything, after all
         router.install(registry.chain(resolve(op), key))
     registry.republish()
     _waits, _gone = False, True
-    places.settle_by(None)
+    deferred.set_registrar(None)
 
 
 def _give_up() -> None:
     """Let the packs go: calls run what is registered, and the native kernels."""
     global _waits, _gone
     _waits = False
-    places.fill(None)
-    places.settle_by(None)
-    for router in places.left().values():
+    deferred.set_placeholder(None)
+    deferred.set_registrar(None)
+    for router in deferred.unclaimed_routers().values():
         router.publish([])
     # No import: in the child of a fork it may wait for a thread that is not there.
     registry = getattr(sys.modules.get("opgraft.registry"), "registry", None)

@@ -88,7 +88,7 @@ class Limits:
 
     def _read(self) -> None:
         try:
-            found = json.loads(store.read(self._path))
+            found = json.loads(store.read_trusted(self._path))
             self._copies = [
                 (int(each["bytes"]), float(each["seconds"])) for each in found["copies"]
             ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction
 
-from opgraft.base.notebook import Shown
+from opgraft.base.notebook import TextDisplay
 from opgraft.profiling import attribution, page, report, timeline
 from opgraft.profiling.limits import Limits
 from opgraft.profiling.report import Gain, Line, Report
@@ -19,7 +19,7 @@ from opgraft.profiling.routing import Watch
 from opgraft.profiling.timeline import Timeline
 
 
-class Profile(Shown):
+class Profile(TextDisplay):
     """What ran while it was open. Prints as a table; iterates over lines, most time first."""
 
     def __init__(self, *, warmup: int, steps: int | None) -> None:

@@ -110,7 +110,7 @@ def _traced_state(override: Override) -> str | None:
     if not traced:
         return ""
     found = fingerprint.reach(*traced)
-    if found is not None and override.autograd is not None and threads.is_off_here(override):
+    if found is not None and override.autograd is not None and threads.is_disabled_here(override):
         return f"{found} off"
     return found
 

@@ -70,4 +70,4 @@ def _check(chain: Chain) -> Callable[[object], bool]:
 def _on(chain: Chain) -> tuple[Override, ...]:
     if not threads.scopes():
         return chain.active
-    return tuple(override for override in chain.active if not threads.is_off_here(override))
+    return tuple(override for override in chain.active if not threads.is_disabled_here(override))

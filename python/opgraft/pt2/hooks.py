@@ -25,7 +25,7 @@ def attach() -> None:
     """Let compiled graphs hold overrides, from now on. Once."""
     if env.installs_nothing():
         return
-    registry.watch(_follow)
+    registry.add_listener(_follow)
     derivative.listener = _depend
     imports.after(_CACHES, _salt)
     imports.after(_PACKAGES, _define_registered)

@@ -175,7 +175,7 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
     if core is not None:
         schema = op.overload._schema
         opaque, _, overload = name.partition(".")
-        core.stand_for(f"{NAMESPACE}::{opaque}", overload, schema.name, schema.overload_name)
+        core.forward_op(f"{NAMESPACE}::{opaque}", overload, schema.name, schema.overload_name)
         return
 
     def at_backend(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -186,11 +186,11 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
         call = op.bind(args, kwargs)
         # A composite op runs at the autograd key, once nobody is there any more who wants to see
         # the op that stands for it.
-        at_last = _is_composite(op) and composite.is_next_to_a_backend(keyset)
+        at_last = _is_composite(op) and composite.is_backend_next(keyset)
         if at_last or composite.must_differentiate(call):
             return _fresh(call, op.overload(*call.args, **call.kwargs))
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            rest = composite.below(keyset)
+            rest = composite.below_autograd(keyset)
             return op_for(op).redispatch(rest, *call.args, **call.kwargs)
 
     def when_batched(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ def _fresh(call: Call, result: Any) -> Any:
         return result
     if isinstance(result, tuple):
         return tuple(_fresh(call, each) for each in result)
-    if isinstance(result, torch.Tensor) and outputs.shares(result, call.tensors()):
+    if isinstance(result, torch.Tensor) and outputs.shares_memory(result, call.tensors()):
         with bypassing("aten::clone"):  # ours, and no call for its overrides
             return result.clone()
     return result

@@ -167,7 +167,7 @@ def calls_as_it_is(op: OpOverload) -> bool:
 
 
 def _outcomes(override: Override, call: Call) -> Outcomes:
-    if device.mixed(call) is not None:
+    if device.why_mixed(call) is not None:
         return symbolic.FAILS
     return symbolic.of_override(override, call)
 
@@ -175,21 +175,21 @@ def _outcomes(override: Override, call: Call) -> Outcomes:
 def _guarded_outcomes(override: Override, call: Call) -> Outcomes:
     if isinstance(override.cond, Condition):
         return symbolic.guarded_outcomes(override.cond, call.named)
-    return frozenset({override.wants(call)})
+    return frozenset({override.condition_holds(call)})
 
 
 def _culprit(override: Override, call: Call) -> str:
-    obstacle = device.mixed(call)
+    obstacle = device.why_mixed(call)
     if obstacle is not None:
         return obstacle
     if isinstance(override.cond, Condition):
-        return symbolic.culprit(override.cond, call.named)
+        return symbolic.first_failing_part(override.cond, call.named)
     return f"{getattr(override.cond, '__qualname__', override.cond)!s} is false whatever the sizes"
 
 
 def dispatch_key(call: Call) -> str:
     """The backend key at which a call's tensors live."""
-    where = device.of(call)
+    where = device.of_tensors(call)
     if where is None:
         where = torch.device(call.named.get("device") or "cpu")
     return str(torch._C._dispatch_key_for_device(where.type))

@@ -21,7 +21,7 @@ from opgraft.errors import ContractError
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override
 from opgraft.router import contract, outputs
-from opgraft.router.outputs import Returned
+from opgraft.router.outputs import OpResult
 
 
 class NotTraceable(Exception):
@@ -114,15 +114,17 @@ def check(override: Override, before: Call, now: Call, result: Any) -> None:
     op = before.op
     if any(one is not other for one, other in zip(before.tensors(), now.tensors(), strict=True)):
         raise ContractError(
-            f"{contract.who(override)}, traced, wrote to an argument, which the op leaves as it "
-            "is: let it work on a copy"
+            f"{contract.display_name(override)}, traced, wrote to an argument, which the op leaves "
+            "as it is: let it work on a copy"
         )
-    got = Returned(op, plain(contract.returned(override, result)), before.tensors())
+    got = OpResult(op, plain(contract.checked_outputs(override, result)), before.tensors())
     with disable_proxy_modes_tracing():
         expected = op.overload(*before.args, **before.kwargs)
-    native = Returned(op, outputs.as_outputs(op, expected), before.tensors())
+    native = OpResult(op, outputs.as_outputs(op, expected), before.tensors())
     for label, difference in outputs.compare(got, native):
-        raise ContractError(f"{contract.who(override)}, traced, returned {label} {difference}")
+        raise ContractError(
+            f"{contract.display_name(override)}, traced, returned {label} {difference}"
+        )
 
 
 # ------------------------------------------------------------------ Triton launches

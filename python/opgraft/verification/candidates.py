@@ -146,7 +146,7 @@ class Candidates:
                 return {} if self._condition.holds(call.named) else None
             return explorer.wanted(self._condition, {})
         try:
-            wanted = self._override.wants(call)
+            wanted = self._override.condition_holds(call)
         except Exception:  # a condition in Python: checks say what it raises
             wanted = False
         return {} if wanted else None
@@ -210,7 +210,7 @@ class Candidates:
             if {**anchor.base.places, **edits}[place] > _FEW:
                 fewer = explorer.together(place, _FEW, edits)
                 call = None if fewer is None else explorer.call(fewer)
-                if fewer is not None and call is not None and self._override.wants(call):
+                if fewer is not None and call is not None and self._override.condition_holds(call):
                     edits = fewer
         return explorer.sample(edits)
 

@@ -84,7 +84,7 @@ class Observation:
         call = self.sample.call()
         if any(tensor.is_conj() or tensor.is_neg() for tensor in call.tensors()):
             return False
-        return self.subject.override.wants(call)
+        return self.subject.override.condition_holds(call)
 
     @cached_property
     def native(self) -> Outcome:
@@ -321,11 +321,11 @@ def has_values(seen: Observation, index: int) -> bool:
     """Whether an output is compared by its values; what the call writes to comes behind them."""
     op, behind = seen.subject.op, index - len(seen.subject.op.returns)
     if behind < 0:
-        return outputs.has_values(op, index)
-    if not any(each.written and each.name in outputs.USED_UP for each in op.arguments):
+        return outputs.has_comparable_values(op, index)
+    if not any(each.written and each.name in outputs.CONSUMED for each in op.arguments):
         return True
     names = [argument.name for argument, _ in seen.sample.call().written()]
-    return names[behind] not in outputs.USED_UP
+    return names[behind] not in outputs.CONSUMED
 
 
 def output_name(seen: Observation, index: int) -> str:

@@ -97,7 +97,7 @@ def device_of(dispatch_key: str) -> torch.device:
 
 def _no_device(dispatch_key: str) -> str | None:
     kind = "cuda" if dispatch_key == "HIP" else dispatch_key.lower()
-    if device.is_there(kind):
+    if device.is_available(kind):
         return None
     mend = "; TRITON_INTERPRET=1 runs Triton kernels on the CPU" if kind == "cuda" else ""
     return f"there is no {kind} device here{mend}"

@@ -191,7 +191,7 @@ def direct(base_id: str, op: Op, values: Values, *, front: Any = None, fixed: bo
     def make(edits: Edits, seed: int) -> Values:
         return edited(op, values, edits, seed)
 
-    free = frozenset(a.name for a in op.arguments if "Tensor" in a.kind and not a.is_declared)
+    free = frozenset(a.name for a in op.arguments if "Tensor" in a.kind and not a.declares_write)
     dtype = next((tensor.dtype for _, tensor in tensors_of(op, values)), None)
     if fixed:
         return Base(base_id, op, make, {}, frozenset(), dtype, None, front)
@@ -252,7 +252,7 @@ def paired(op: Op, source: Base) -> Base | None:
         return tuple(each(call, outputs, draws) for each in plan)
 
     own = _is_gradient if forward_of(op) else source.free.__contains__
-    free = frozenset(a.name for a in op.arguments if not a.is_declared and own(a.name))
+    free = frozenset(a.name for a in op.arguments if not a.declares_write and own(a.name))
     return replace(source, id=f"for:{source.id}", op=op, make=make, free=free, source=source)
 
 
@@ -361,7 +361,7 @@ def functional_of(op: Op) -> Op | None:
     """
     if not op.mutates:
         return None
-    wanted = [(a.name, a.kind) for a in op.arguments if not (a.is_declared and a.keyword_only)]
+    wanted = [(a.name, a.kind) for a in op.arguments if not (a.declares_write and a.keyword_only)]
     stem = op.name.partition(".")[0]
     for name in (stem, stem.removesuffix("_")):
         namespace, _, symbol = name.partition("::")

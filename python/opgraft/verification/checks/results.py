@@ -115,7 +115,7 @@ def check_strides(seen: Observation) -> None:
     for index, (mine, expected) in enumerate(pairs):
         if not isinstance(mine, torch.Tensor) or mine.shape != expected.shape:
             continue
-        if index < len(seen.subject.op.returns) and contract.strides_differ(
+        if index < len(seen.subject.op.returns) and contract.promised_strides_differ(
             seen.sample.call(), index, mine, expected
         ):
             raise Failed(
@@ -138,9 +138,11 @@ def check_aliasing(seen: Observation) -> None:
     for index, (mine, theirs) in enumerate(zip(seen.mine.outputs, expected, strict=False)):
         if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             continue
-        if outputs.shares(mine, call.tensors()) and not outputs.shares(theirs, fresh.tensors()):
+        if outputs.shares_memory(mine, call.tensors()) and not outputs.shares_memory(
+            theirs, fresh.tensors()
+        ):
             raise Failed(f"{output_name(seen, index)} is in the memory of an argument")
-        if outputs.shares(mine, seen.mine.outputs[:index]) and not outputs.shares(
+        if outputs.shares_memory(mine, seen.mine.outputs[:index]) and not outputs.shares_memory(
             theirs, expected[:index]
         ):
             raise Failed(f"{output_name(seen, index)} is in the memory of another output")

@@ -9,7 +9,7 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.router import threads
-from opgraft.router.outputs import as_outputs, is_state
+from opgraft.router.outputs import as_outputs, is_rng_state
 from opgraft.verification.checks.registry import check
 from opgraft.verification.judging import judge
 from opgraft.verification.observation import (
@@ -47,7 +47,7 @@ def check_fake(seen: Observation) -> None:
     for index, (mine, promised) in enumerate(zip(seen.mine.outputs, results, strict=False)):
         if not isinstance(mine, torch.Tensor) or not isinstance(promised, torch.Tensor):
             continue
-        if is_state(real.op, index):
+        if is_rng_state(real.op, index):
             continue
         for what in ("dtype", "shape"):
             theirs = getattr(seen.native.outputs[index], what)
@@ -57,7 +57,7 @@ def check_fake(seen: Observation) -> None:
                     f"{output_name(seen, index)} has {what} {one}, FakeTensor says {other}"
                 )
     override = seen.subject.override
-    if override.wants(fake) != seen.wanted:
+    if override.condition_holds(fake) != seen.wanted:
         raise Failed("its condition says something else on FakeTensors than on the real ones")
 
 

@@ -47,7 +47,7 @@ def _check_variant(seen: Observation, variant: Op, fits: bool) -> None:
     expected = seen.native.outputs[: len(variant.returns)]
     if not all(isinstance(each, torch.Tensor) for each in expected):
         raise NotApplicable("native returns no tensor")
-    outs = [a.name for a in variant.arguments if a.is_declared]
+    outs = [a.name for a in variant.arguments if a.declares_write]
     given = [torch.empty_like(e) if fits else e.new_empty(0) for e in expected]
     arguments = {**seen.sample.call().named, **dict(zip(outs, given, strict=True))}
     call = variant.bind((), arguments)
