@@ -115,7 +115,7 @@ def __dir__() -> list[str]:
 @cache
 def _import_torch() -> None:
     importlib.import_module("torch")
-    importlib.import_module("opgraft.pt2.namespace").answer_by_name()
+    importlib.import_module("opgraft.pt2.namespace").define_on_lookup()
     if env.has_any():
         from opgraft import spelling
 
