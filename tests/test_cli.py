@@ -266,7 +266,9 @@ def test_a_kernel_on_top_of_the_overrides_is_a_problem_while_it_is_there() -> No
         )
         (check,) = doctor._neighbours()
         assert check.level == "problem"
-        assert check.text.startswith("aten::_softmax at CPU: shadowed by a kernel that was put on")
+        assert check.text.startswith(
+            "aten::_softmax at CPU: shadowed by a kernel that was registered on"
+        )
 
 
 def test_torch_natives_own_override_of_the_op_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from opgraft.explanation.verdicts import Verdict, judge
+from opgraft.explanation.verdicts import Verdict, judge_overrides
 from opgraft.ops.schema import Call
 from opgraft.profiling.timeline import MARK, Node
 from opgraft.registry import Chain
@@ -54,9 +54,13 @@ class Watch:
                 return tuple(self._numbers)[int(found["number"])]
         return ()
 
-    def _observe(self, chain: Chain, call: Call, kept: bool) -> Callable[[observers.Outcome], None]:
+    def _observe(
+        self, chain: Chain, call: Call, keeps_derivative: bool
+    ) -> Callable[[observers.Outcome], None]:
         with torch.profiler.record_function(MARK):
-            reasons = tuple(_reasons(judge(chain, call, kept=kept)))
+            reasons = tuple(
+                _reasons(judge_overrides(chain, call, keeps_derivative=keeps_derivative))
+            )
             with self._lock:
                 number = self._numbers.setdefault(reasons, len(self._numbers))
         with torch.profiler.record_function(f"{MARK} #{number}"):
