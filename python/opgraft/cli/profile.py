@@ -13,7 +13,7 @@ import torch
 
 import opgraft
 from opgraft.cli import output, programs
-from opgraft.profiling import report
+from opgraft.profiling import profile_report
 
 
 @click.command("profile", context_settings=programs.CONTEXT)
@@ -98,13 +98,17 @@ def _marked(step: Callable[[], None]) -> Iterator[None]:
         handle.remove()
 
 
-def _print(found: report.Report, rows: int, stream: TextIO) -> None:
+def _print(found: profile_report.ProfileReport, rows: int, stream: TextIO) -> None:
     shown = found.lines[:rows]
     to = output.console(stream)
-    for line in report.head(found):
+    for line in profile_report.head(found):
         to.print(line)
-    cells = [report.cells(line, found.steps) for line in shown]
+    cells = [profile_report.cells(line, found.steps) for line in shown]
     prose = ["inputs", "note"]
-    output.print_table("opgraft profile", report.HEADINGS, cells, prose=prose, stream=stream)
-    for line in filter(None, [report.rest_text(found, len(shown)), *report.tail(found)]):
+    output.print_table(
+        "opgraft profile", profile_report.HEADINGS, cells, prose=prose, stream=stream
+    )
+    for line in filter(
+        None, [profile_report.rest_text(found, len(shown)), *profile_report.tail(found)]
+    ):
         to.print(line)
