@@ -157,21 +157,21 @@ def select(what: Any, **keywords: Any) -> list[Override]:
         keywords["pack"] = what
     elif what is not None:
         keywords["op"] = what
-    _check_word("op", keywords["op"])
+    _check_selector_value("op", keywords["op"])
     pack = keywords.get("pack")
     if pack is not None and not overrides(pack=pack):
         packs.load(pack)
     found = overrides(**keywords)
-    for key, word in keywords.items() if not found else ():
-        _check_word(key, word)
+    for key, value in keywords.items() if not found else ():
+        _check_selector_value(key, value)
     return found
 
 
-def _check_word(key: str, word: Any) -> None:
+def _check_selector_value(key: str, value: Any) -> None:
     from opgraft import spelling
 
-    if isinstance(word, str) and (problem := spelling.misspelt(key, word)):
-        raise RegistrationError(f"no override matches {key}={word!r}: {problem}")
+    if isinstance(value, str) and (problem := spelling.problem_with(key, value)):
+        raise RegistrationError(f"no override matches {key}={value!r}: {problem}")
 
 
 def _everything() -> Any:
