@@ -14,8 +14,8 @@ import click
 import opgraft
 from opgraft import verification
 from opgraft.cli import output
-from opgraft.verification.apart import verify_apart
-from opgraft.verification.report import Report
+from opgraft.verification.subprocesses import verify_in_subprocesses
+from opgraft.verification.verification_report import VerificationReport
 
 
 @click.command("verify")
@@ -102,13 +102,13 @@ def command(
             arguments += [f"--max-seconds={max_seconds}"]
             arguments += ["--opinfo" if opinfo else "--no-opinfo"]
             arguments += ["--compile"] if compile else []
-            report = verify_apart(
+            report = verify_in_subprocesses(
                 chosen,
                 arguments,
                 jobs,
                 k=k,
                 seed=seed,
-                tell=lambda line: click.echo(line, err=True),
+                log=lambda line: click.echo(line, err=True),
             )
     except opgraft.RegistrationError as error:
         raise click.UsageError(str(error)) from error
@@ -136,7 +136,7 @@ def _import(module: str) -> None:
         raise click.ClickException(f"--import {module}: {about}") from error
 
 
-def _print(report: Report) -> None:
+def _print(report: VerificationReport) -> None:
     if report.overrides:
         columns = ["override", "op", "samples", "hits", "misses", "error", "verdict"]
         rows = [

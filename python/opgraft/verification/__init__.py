@@ -14,8 +14,8 @@ from opgraft.errors import RegistrationError
 from opgraft.registry import Override, registry
 
 if TYPE_CHECKING:
-    from opgraft.verification.report import Report
     from opgraft.verification.reproduction import Reproduction
+    from opgraft.verification.verification_report import VerificationReport
 
 __all__ = ["sample", "verify"]
 
@@ -37,7 +37,7 @@ def verify(
     opinfo: bool = True,
     compile: bool = False,
     progress: bool = False,
-) -> Report:
+) -> VerificationReport:
     """Verify overrides against the native kernels that they stand in for.
 
     For each override: samples from PyTorch's own tests (OpInfo) that reach its op, samples that it

@@ -10,10 +10,16 @@ from typing import Any
 import torch
 
 from opgraft.registry import Override
-from opgraft.verification import mining, sources
-from opgraft.verification.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
+from opgraft.verification import code_constants, sources
+from opgraft.verification.boundaries import (
+    Coverage,
+    Explorer,
+    claimed_dtypes,
+    predicates,
+    supports_layout,
+)
 from opgraft.verification.layouts import FINITE, SPECIAL
-from opgraft.verification.samples import Edits, Place, Sample, layouts, reranked, tensors_of
+from opgraft.verification.samples import Edits, Position, Sample, layouts, tensors_of, with_rank
 from opgraft.when import Condition, nodes
 
 #: What samples come in where a condition names no dtypes.
@@ -27,25 +33,25 @@ _SIZES = (
     *(127, 2048, 320, 1025, 12288, 4096, 511, 11008, 32000),
 )
 #: Sizes that are drawn beside these, as likely small as large, and the largest of them.
-_DRAWN, _LARGEST_DRAWN = 8, 20000
+_RANDOM_SIZES, _LARGEST_RANDOM_SIZE = 8, 20000
 #: What other sizes are where one is large.
-_FEW = 6
+_SMALL_SIZE = 6
 #: Numbers of the impl's code that are tried as sizes, with those beside them.
-_MINED = 12
+_CODE_CONSTANTS = 12
 #: Two sizes each, of as many elements in all: what is kept by that number mixes them up.
 _SAME_NUMEL = ((4, 6), (6, 4), (12, 2), (3, 8))
 #: All sizes of a call, where they are the same.
-_SQUARE = 5
+_SQUARE_SIZE = 5
 #: Ranks that calls are made in where the condition wants them.
 _RANKS = (3, 0, 1, 4)
 #: Calls that a condition wants, around which samples are made: for each dtype, of different ranks.
 _ANCHORS = 2
 #: Those around which the condition's boundaries are looked for.
-_VARIED = 3
+_MAX_VARIED = 3
 #: Arguments that name dimensions.
 _DIMENSIONS = ("dim", "axis")
 #: Flags without which a result's order is each kernel's own.
-_PROMISES_LESS = ("sorted",)
+_ORDER_FLAGS = ("sorted",)
 
 Anchor = tuple[Explorer, Sample]
 
@@ -84,17 +90,17 @@ class Candidates:
     def __iter__(self) -> Iterator[Sample]:
         # An author's calls are the ones to look around, if there are any: it takes long to make one
         # of torch's own into one that the condition wants.
-        given = [explorer for explorer in self._explorers if explorer.base.is_given]
+        given = [explorer for explorer in self._explorers if explorer.base.is_from_author]
         by_dtype = self._wanted_calls(given or self._explorers)
         anchors = list(_ranked(by_dtype))
-        return _in_turn(
+        return _round_robin(
             [
                 # What is there as it is, then around each call that the override wants.
-                (explorer.sample({}) for explorer in _mixed(self._explorers)),
+                (explorer.sample({}) for explorer in _alternating_dtypes(self._explorers)),
                 (sample for _, sample in anchors),
                 self._sizes(anchors),
                 self._squares(),
-                *(self._boundaries(*anchor) for anchor in anchors[:_VARIED]),
+                *(self._boundaries(*anchor) for anchor in anchors[:_MAX_VARIED]),
                 self._layouts(anchors),
                 self._values(anchors or self._as_given(given)),
                 self._scalars(by_dtype),
@@ -110,9 +116,11 @@ class Candidates:
             self._add(found, explorer)
         for by_rank in list(found.values()):
             # From two dimensions most others can be made, from none none.
-            from_here, _ = by_rank[min((r for r in by_rank if r), default=0, key=_oddity)]
+            from_here, _ = by_rank[
+                min((r for r in by_rank if r), default=0, key=_distance_from_rank_2)
+            ]
             for rank in _RANKS:
-                base = None if rank in by_rank else reranked(from_here.base, rank)
+                base = None if rank in by_rank else with_rank(from_here.base, rank)
                 if base is not None:
                     self._add(found, Explorer(base, self._seed, self._max_bytes))
         return list(found.values())
@@ -120,7 +128,7 @@ class Candidates:
     def _add(self, found: dict[Any, dict[int, Anchor]], explorer: Explorer) -> None:
         # Kernels of internal ops trust what their callers pass, and crash on what is not right:
         # the author alone knows what else there is.
-        if explorer.base.is_given and explorer.is_internal:
+        if explorer.base.is_from_author and explorer.is_internal:
             return
         edits = self._wanted(explorer)
         call = None if edits is None else explorer.call(edits)
@@ -137,14 +145,14 @@ class Candidates:
             if explorer.is_internal and self._wanted(explorer) == {}
         ]
 
-    def _wanted(self, explorer: Explorer) -> dict[Place, Any] | None:
+    def _wanted(self, explorer: Explorer) -> dict[Position, Any] | None:
         call = explorer.call({})
         if call is None:
             return None
         if self._condition is not None:
-            if explorer.is_internal and explorer.base.is_given:
+            if explorer.is_internal and explorer.base.is_from_author:
                 return {} if self._condition.holds(call.named) else None
-            return explorer.wanted(self._condition, {})
+            return explorer.edits_to_hold(self._condition, {})
         try:
             wanted = self._override.wants(call)
         except Exception:  # a condition in Python: checks say what it raises
@@ -156,12 +164,12 @@ class Candidates:
     def _boundaries(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
         if self._condition is None:
             return
-        for index, leaf in enumerate(parts(self._condition)):
+        for index, predicate in enumerate(predicates(self._condition)):
             explorer.refusal = ""
-            if isinstance(leaf, nodes.Comparison):
-                yield from map(explorer.sample, explorer.crossings(leaf, anchor.edits))
+            if isinstance(predicate, nodes.Comparison):
+                yield from map(explorer.sample, explorer.boundary_edits(predicate, anchor.edits))
             else:
-                yield from map(explorer.sample, explorer.beside(leaf, anchor.edits))
+                yield from map(explorer.sample, explorer.predicate_edits(predicate, anchor.edits))
             if explorer.refusal:
                 self._coverage.reasons.setdefault(
                     index, f"calls beyond it are refused: {explorer.refusal}"
@@ -177,28 +185,30 @@ class Candidates:
         for number, size in enumerate(self._interesting_sizes()):
             # The last size is the likeliest to matter: of the first dtype, and of another.
             for end, start in ((0, 0), (0, 1 + number), (1, number)):
-                for explorer, anchor in _from(sized, start):
-                    places = _sizes_of(explorer, anchor)
-                    edits = explorer.together(places[min(end, len(places) - 1)], size, anchor.edits)
+                for explorer, anchor in _rotated(sized, start):
+                    positions = _sizes_of(explorer, anchor)
+                    edits = explorer.resize(
+                        positions[min(end, len(positions) - 1)], size, anchor.edits
+                    )
                     if edits is not None:
                         yield explorer.sample(edits)
                         break
             if number == 4:
                 yield from self._of_same_numel(sized)
         for explorer, anchor in sized:  # and the others of its sizes
-            for place in _sizes_of(explorer, anchor)[2:]:
+            for position in _sizes_of(explorer, anchor)[2:]:
                 for size in _SIZES:
-                    edits = explorer.together(place, size, anchor.edits)
+                    edits = explorer.resize(position, size, anchor.edits)
                     if edits is not None:
                         yield explorer.sample(edits)
 
     def _squares(self) -> Iterator[Sample]:
         """Every size the same: which dimension is which is told by nothing but its place."""
-        for explorer in _mixed(self._explorers):
-            if explorer.base.is_given and explorer.is_internal:
+        for explorer in _alternating_dtypes(self._explorers):
+            if explorer.base.is_from_author and explorer.is_internal:
                 continue
-            sizes = [place for place in explorer.base.places if place.dim is not None]
-            edits = dict.fromkeys(sizes, _SQUARE)
+            sizes = [position for position in explorer.base.positions if position.dim is not None]
+            edits = dict.fromkeys(sizes, _SQUARE_SIZE)
             # Of one tensor alone there is nothing else to take a dimension of.
             if len({(p.argument, p.item) for p in sizes}) > 1 and explorer.call(edits) is not None:
                 yield explorer.sample(edits)
@@ -206,66 +216,70 @@ class Candidates:
     def _small(self, explorer: Explorer, anchor: Sample) -> Sample:
         """The call with few elements, if it may have few, so that one size can be large."""
         edits = dict(anchor.edits)
-        for place in _sizes_of(explorer, anchor):
-            if {**anchor.base.places, **edits}[place] > _FEW:
-                fewer = explorer.together(place, _FEW, edits)
+        for position in _sizes_of(explorer, anchor):
+            if {**anchor.base.positions, **edits}[position] > _SMALL_SIZE:
+                fewer = explorer.resize(position, _SMALL_SIZE, edits)
                 call = None if fewer is None else explorer.call(fewer)
                 if fewer is not None and call is not None and self._override.wants(call):
                     edits = fewer
         return explorer.sample(edits)
 
     def _interesting_sizes(self) -> list[int]:
-        mined = mining.numbers(self._override.impl, _MINED)
-        beside = [near for number in mined for near in (number, number + 1, number - 1)]
-        draws = random.Random(self._seed)
-        drawn = [round(_LARGEST_DRAWN ** draws.random()) for _ in range(_DRAWN)]
-        return list(dict.fromkeys([*beside, *_SIZES, *drawn]))
+        constants = code_constants.integer_constants(self._override.impl, _CODE_CONSTANTS)
+        beside = [near for number in constants for near in (number, number + 1, number - 1)]
+        rng = random.Random(self._seed)
+        random_sizes = [round(_LARGEST_RANDOM_SIZE ** rng.random()) for _ in range(_RANDOM_SIZES)]
+        return list(dict.fromkeys([*beside, *_SIZES, *random_sizes]))
 
     def _of_same_numel(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
         having_two = [(e, a) for e, a in anchors if len(_sizes_of(e, a)) > 1]
-        for explorer, anchor in having_two[:_VARIED]:
+        for explorer, anchor in having_two[:_MAX_VARIED]:
             last, first, *_ = _sizes_of(explorer, anchor)
-            along = {p: -1 for p in anchor.base.places if p.argument == "dim" and p.item is None}
+            along = {p: -1 for p in anchor.base.positions if p.argument == "dim" and p.item is None}
             if explorer.call({**anchor.edits, **along}) is None:
                 along = {}
             for rows, columns in _SAME_NUMEL:
-                edits = explorer.together(first, rows, {**anchor.edits, **along})
-                both = None if edits is None else explorer.together(last, columns, edits)
+                edits = explorer.resize(first, rows, {**anchor.edits, **along})
+                both = None if edits is None else explorer.resize(last, columns, edits)
                 if both is not None:
                     yield explorer.sample(both)
         for explorer, anchor in anchors:  # one element in all
             edits = dict(anchor.edits)
-            for place in _sizes_of(explorer, anchor):
-                edits = explorer.together(place, 1, edits) or edits
+            for position in _sizes_of(explorer, anchor):
+                edits = explorer.resize(position, 1, edits) or edits
             yield explorer.sample(edits)
 
     def _layouts(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
         """Each layout of each tensor, of one call after another."""
-        as_they_are = (e.sample({}) for e in _mixed(self._explorers) if not e.base.is_given)
+        as_they_are = (
+            e.sample({}) for e in _alternating_dtypes(self._explorers) if not e.base.is_from_author
+        )
         plain = itertools.chain((anchor for _, anchor in anchors), as_they_are)
         shared = itertools.chain.from_iterable(map(self._shared, plain))
-        yield from itertools.islice(shared, _VARIED)
+        yield from itertools.islice(shared, _MAX_VARIED)
         yield from _diagonally([list(self._layouts_of(*anchor)) for anchor in anchors])
 
     def _layouts_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
         call = anchor.call()
-        for place, tensor in tensors_of(call.op, call.values):
-            for layout in layouts(anchor.base, place, tensor):
-                sample = anchor.with_layout(place, layout)
-                if layout not in SPECIAL and (not explorer.is_internal or takes_layout(sample)):
+        for position, tensor in tensors_of(call.op, call.values):
+            for layout in layouts(anchor.base, position, tensor):
+                sample = anchor.with_layout(position, layout)
+                if layout not in SPECIAL and (not explorer.is_internal or supports_layout(sample)):
                     yield sample
 
     def _shared(self, anchor: Sample) -> Iterator[Sample]:
         """The same tensor given twice."""
         call = anchor.call()
-        places = tensors_of(call.op, call.values)
-        free = [(p, t) for p, t in places if p.item is None and p.argument in anchor.base.free]
+        positions = tensors_of(call.op, call.values)
+        free = [
+            (p, t) for p, t in positions if p.item is None and p.argument in anchor.base.independent
+        ]
         if self._override.operator.mutates or len(free) < 2:
             return
         (first, one), *rest = free
-        for place, other in rest:
+        for position, other in rest:
             if one.ndim and other.shape == one.shape and other.dtype == one.dtype:
-                yield anchor.with_layout(place, f"={first.argument}")
+                yield anchor.with_layout(position, f"={first.argument}")
 
     def _values(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
         """Values that kernels are often wrong at, of one call after another."""
@@ -273,45 +287,51 @@ class Candidates:
 
     def _values_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
         call = anchor.call()
-        places = list(tensors_of(call.op, call.values))
-        only_given = explorer.is_internal and explorer.base.is_given
+        positions = list(tensors_of(call.op, call.values))
+        only_given = explorer.is_internal and explorer.base.is_from_author
         for layout in SPECIAL:
-            for number, (place, tensor) in enumerate(places):
-                if layout not in layouts(anchor.base, place, tensor):
+            for number, (position, tensor) in enumerate(positions):
+                if layout not in layouts(anchor.base, position, tensor):
                     continue
-                if only_given and (layout not in FINITE or not _may_have_other_values(place, call)):
+                if only_given and (
+                    layout not in FINITE or not _may_have_other_values(position, call)
+                ):
                     continue
                 if layout == "wide" and (number or not _takes_wide_integers(explorer, call)):
                     continue
-                yield anchor.with_layout(place, layout)
+                yield anchor.with_layout(position, layout)
 
     def _scalars(self, by_dtype: Sequence[dict[int, Anchor]]) -> Iterator[Sample]:
         """Other ranks, every dimension of each, and other numbers."""
         for number, rank in enumerate((*_RANKS, 2)):
             having = [by_rank[rank] for by_rank in by_dtype if rank in by_rank]
-            for explorer, anchor in _from(having, number)[:1]:
+            for explorer, anchor in _rotated(having, number)[:1]:
                 yield anchor
                 for edits in _other_scalars(explorer, anchor, rank):
                     if explorer.call(edits) is not None:
                         yield explorer.sample(edits)
 
 
-def _sizes_of(explorer: Explorer, anchor: Sample) -> list[Place]:
+def _sizes_of(explorer: Explorer, anchor: Sample) -> list[Position]:
     """The sizes of a call: the last and the first of its first tensor, then the others."""
-    places = [place for place in {**anchor.base.places, **anchor.edits} if place.dim is not None]
-    if not places:
+    positions = [
+        position
+        for position in {**anchor.base.positions, **anchor.edits}
+        if position.dim is not None
+    ]
+    if not positions:
         return []
-    own = [place for place in places if place.argument == places[0].argument]
-    return list(dict.fromkeys([own[-1], own[0], *places]))
+    own = [position for position in positions if position.argument == positions[0].argument]
+    return list(dict.fromkeys([own[-1], own[0], *positions]))
 
 
 def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Edits]:
-    for place, value in {**anchor.base.places, **anchor.edits}.items():
-        if place.dim is not None:
+    for position, value in {**anchor.base.positions, **anchor.edits}.items():
+        if position.dim is not None:
             continue
-        if place.argument.startswith(_DIMENSIONS) and not isinstance(value, bool):
+        if position.argument.startswith(_DIMENSIONS) and not isinstance(value, bool):
             others: Iterable[Any] = range(-rank, rank)
-        elif explorer.is_internal or place.item is not None or place.argument in _PROMISES_LESS:
+        elif explorer.is_internal or position.item is not None or position.argument in _ORDER_FLAGS:
             continue  # its callers know what goes together
         elif isinstance(value, bool):
             others = (not value,)
@@ -321,12 +341,12 @@ def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Ed
             others = (-1, 0, 1, 2)
         else:
             continue
-        yield from ({**anchor.edits, place: other} for other in others if other != value)
+        yield from ({**anchor.edits, position: other} for other in others if other != value)
 
 
-def _may_have_other_values(place: Place, call: Any) -> bool:
+def _may_have_other_values(position: Position, call: Any) -> bool:
     """Whether nothing else that the call gets was computed from an argument."""
-    return "backward" not in call.op.name or place.argument.startswith("grad")
+    return "backward" not in call.op.name or position.argument.startswith("grad")
 
 
 def _takes_wide_integers(explorer: Explorer, call: Any) -> bool:
@@ -339,16 +359,16 @@ def _takes_wide_integers(explorer: Explorer, call: Any) -> bool:
 def _ranked(by_dtype: Sequence[dict[int, Anchor]]) -> Iterator[Anchor]:
     """A few calls of each dtype, of different ranks, each dtype in turn."""
     # Two dimensions first: with fewer there is less to vary, with more less of each.
-    ranked = [[by[rank] for rank in sorted(by, key=_oddity)] for by in by_dtype]
+    ranked = [[by[rank] for rank in sorted(by, key=_distance_from_rank_2)] for by in by_dtype]
     for row in itertools.zip_longest(*(each[:_ANCHORS] for each in ranked)):
         yield from (each for each in row if each is not None)
 
 
-def _oddity(rank: int) -> tuple[int, int]:
+def _distance_from_rank_2(rank: int) -> tuple[int, int]:
     return (abs(rank - 2), -rank)
 
 
-def _mixed(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
+def _alternating_dtypes(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
     """Those of each dtype in turn."""
     by_dtype: dict[Any, list[Explorer]] = {}
     for explorer in explorers:
@@ -357,7 +377,7 @@ def _mixed(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
         yield from (each for each in row if each is not None)
 
 
-def _from(anchors: Sequence[Anchor], start: int) -> list[Anchor]:
+def _rotated(anchors: Sequence[Anchor], start: int) -> list[Anchor]:
     """All of them, beginning at another one each time."""
     start %= len(anchors) or 1
     return [*anchors[start:], *anchors[:start]]
@@ -373,7 +393,7 @@ def _diagonally(lists: Sequence[Sequence[Sample]]) -> Iterator[Sample]:
                 yield chosen[index]
 
 
-def _in_turn(sources_: Iterable[Iterator[Sample]]) -> Iterator[Sample]:
+def _round_robin(sources_: Iterable[Iterator[Sample]]) -> Iterator[Sample]:
     """From each source in turn, so that a bound on the whole cuts none of them off."""
     live = list(sources_)
     while live:

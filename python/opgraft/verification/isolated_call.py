@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from opgraft import packs, verification
 from opgraft.router import threads
-from opgraft.verification.isolated import fate_of
+from opgraft.verification.isolated import outcome_of
 from opgraft.verification.samples import run
 
 
@@ -32,9 +32,9 @@ def main() -> None:
         else:
             run(call)
 
-    fate = json.dumps(asdict(fate_of(work)))
+    outcome = json.dumps(asdict(outcome_of(work)))
     # At once: leaving the process in the ordinary way waits for a device that is lost.
-    os.write(1, fate.encode() + b"\n")
+    os.write(1, outcome.encode() + b"\n")
     os._exit(0)
 
 

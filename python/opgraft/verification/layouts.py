@@ -186,10 +186,10 @@ FINITE = ("large", "tiny", "constant", "shifted", "zeros")
 #: These change the values.
 _OTHER_VALUES = ("expanded", *SPECIAL)
 #: Puts a number into the last place of a tensor of integers.
-_HOLDING = "holding"
+_INDEX_PREFIX = "holding"
 
 
-def applying(tensor: torch.Tensor, *, other_values: bool) -> list[str]:
+def applicable_layouts(tensor: torch.Tensor, *, other_values: bool) -> list[str]:
     """The layouts that a tensor can be given, those of the memory first."""
     return [
         name
@@ -198,27 +198,27 @@ def applying(tensor: torch.Tensor, *, other_values: bool) -> list[str]:
     ]
 
 
-def holding(number: int) -> str:
+def layout_with_index(number: int) -> str:
     """The layout in which a tensor of integers holds this one, too.
 
-    >>> laid_out(torch.tensor([4, 2]), holding(-1))
+    >>> apply_layout(torch.tensor([4, 2]), layout_with_index(-1))
     tensor([ 4, -1])
     """
-    return f"{_HOLDING}{number}"
+    return f"{_INDEX_PREFIX}{number}"
 
 
-def held(layout: str) -> int | None:
+def index_in_layout(layout: str) -> int | None:
     """The number of such a layout; None of another."""
-    return int(layout.removeprefix(_HOLDING)) if layout.startswith(_HOLDING) else None
+    return int(layout.removeprefix(_INDEX_PREFIX)) if layout.startswith(_INDEX_PREFIX) else None
 
 
-def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+def apply_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The tensor in a layout.
 
     Raises:
         ValueError: there is no such layout, or the tensor cannot have it.
     """
-    if (number := held(layout)) is not None:
+    if (number := index_in_layout(layout)) is not None:
         flat = tensor.clone(memory_format=torch.contiguous_format).view(-1)
         flat[-1] = number
         return flat.view(tensor.shape)

@@ -17,7 +17,13 @@ from opgraft.router import outputs
 from opgraft.router.outputs import same_bits
 from opgraft.verification.layouts import SPECIAL
 from opgraft.verification.process_state import ProcessState
-from opgraft.verification.reference import Outcome, native, reference, with_written, written
+from opgraft.verification.reference import (
+    CallResults,
+    native,
+    native_with_written,
+    reference,
+    written,
+)
 from opgraft.verification.samples import Sample, run, tensors_of
 
 #: Runs of the native kernel that have to have the same bits for it to be taken as deterministic.
@@ -25,7 +31,7 @@ _NATIVE_RUNS = 12
 #: Units in the last place of a result's largest value that sums in a changing order may be apart.
 _NOISE = 4
 #: Elements of a result so few that it may be drawn alike twice.
-_FEW_DRAWS = 64
+_FEW_RANDOM_ELEMENTS = 64
 #: Storages up to this size are compared as a whole, around the tensor too.
 _WHOLE_STORAGE = 2**28
 
@@ -56,7 +62,7 @@ class Subject:
 
 
 @dataclass
-class Ran:
+class Run:
     """One run of a call with the override on."""
 
     call: Call
@@ -87,12 +93,12 @@ class Observation:
         return self.subject.override.wants(call)
 
     @cached_property
-    def native(self) -> Outcome:
+    def native(self) -> CallResults:
         with torch.no_grad():
-            return with_written(self.sample.call())
+            return native_with_written(self.sample.call())
 
     @cached_property
-    def mine(self) -> Ran:
+    def override_run(self) -> Run:
         with torch.no_grad():
             return observe(self.subject.override, self.sample.call(), self.subject.device)
 
@@ -109,14 +115,14 @@ class Observation:
             return False
         with torch.no_grad():
             first, second = (native(self.sample.call()).outputs for _ in range(2))
-        if first_unlike(self, first, second, same_but_for_noise) is not None:
+        if first_difference(self, first, second, same_but_for_noise) is not None:
             return True
         # Of few elements two draws are often the same.
         elements = max((t.numel() for t in first if isinstance(t, torch.Tensor)), default=0)
-        return elements <= _FEW_DRAWS and self.native_advances
+        return elements <= _FEW_RANDOM_ELEMENTS and self.native_advances_rng
 
     @cached_property
-    def native_advances(self) -> bool:
+    def native_advances_rng(self) -> bool:
         """Whether the native kernel leaves a random generator further on than it was."""
         device = self.subject.device
         call = self.sample.call()
@@ -129,12 +135,14 @@ class Observation:
     def repeats(self) -> bool:
         """Whether the override's own result has the same bits from run to run."""
         return (
-            first_unlike(self, self.mine.outputs, observe_again(self).mine.outputs, same_bits)
+            first_difference(
+                self, self.override_run.outputs, observe_again(self).override_run.outputs, same_bits
+            )
             is None
         )
 
     @cached_property
-    def native_repeats(self) -> bool:
+    def native_is_deterministic(self) -> bool:
         """Whether the native kernel's has, in several runs.
 
         Where programs add up in the order in which they come, most runs of a call agree: cuDNN's
@@ -142,11 +150,11 @@ class Observation:
         """
         again = (observe_again(self).native.outputs for _ in range(_NATIVE_RUNS))
         return all(
-            first_unlike(self, self.native.outputs, each, same_bits) is None for each in again
+            first_difference(self, self.native.outputs, each, same_bits) is None for each in again
         )
 
     @cached_property
-    def reference(self) -> Outcome:
+    def reference(self) -> CallResults:
         with torch.no_grad():
             outcome = reference(self.sample.call())
         self.subject.references[outcome.what] = None
@@ -163,21 +171,21 @@ class Observation:
     @property
     def took(self) -> bool:
         """Whether the override's own kernel made the result."""
-        ran = self.mine
+        ran = self.override_run
         return ran.error is None and ran.hits > 0 and ran.fallbacks < ran.hits
 
     def describe(self) -> str:
         return describe_call(self.sample.call())
 
 
-def observe(override: Override, call: Call, device: torch.device) -> Ran:
+def observe(override: Override, call: Call, device: torch.device) -> Run:
     """Run a call with the override on, and look at what became of its arguments and of the process.
 
     What it changed of the process's settings is put back.
     """
     before = (override.hits, override.misses, override.fallbacks)
-    kept = {place: memory_of(tensor) for place, tensor in tensors_of(call.op, call.values)}
-    ran = Ran(call)
+    kept = {position: memory_of(tensor) for position, tensor in tensors_of(call.op, call.values)}
+    ran = Run(call)
     state = ProcessState.now(device)
     try:
         result = run(call)
@@ -194,9 +202,11 @@ def observe(override: Override, call: Call, device: torch.device) -> Ran:
         )
     )
     may_write = {argument.name for argument, _ in call.written()}
-    for place, tensor in tensors_of(call.op, call.values):
-        if place.argument not in may_write and not torch.equal(memory_of(tensor), kept[place]):
-            ran.changed.append(str(place))
+    for position, tensor in tensors_of(call.op, call.values):
+        if position.argument not in may_write and not torch.equal(
+            memory_of(tensor), kept[position]
+        ):
+            ran.changed.append(str(position))
     return ran
 
 
@@ -213,7 +223,7 @@ def observe_again(seen: Observation) -> Observation:
     return Observation(seen.subject, seen.sample)
 
 
-def unless_refused(run_native: Callable[[], Outcome]) -> Outcome:
+def unless_refused(run_native: Callable[[], CallResults]) -> CallResults:
     """What native makes of a call: one that it refuses says nothing about the override."""
     try:
         return run_native()
@@ -223,7 +233,7 @@ def unless_refused(run_native: Callable[[], Outcome]) -> Outcome:
 
 def output_pairs(seen: Observation) -> list[tuple[Any, Any]]:
     expected = unless_refused(lambda: seen.native).outputs
-    return list(zip(seen.mine.outputs, expected, strict=True))
+    return list(zip(seen.override_run.outputs, expected, strict=True))
 
 
 def reference_at(outputs: tuple[Any, ...], index: int, expected: Any) -> Any:
@@ -232,13 +242,13 @@ def reference_at(outputs: tuple[Any, ...], index: int, expected: Any) -> Any:
 
 
 def needs_run(seen: Observation) -> None:
-    if seen.mine.hits == 0:
+    if seen.override_run.hits == 0:
         raise NotApplicable("it declines the call")
 
 
 def needs_hit(seen: Observation, check: str) -> None:
     needs_run(seen)
-    error = seen.mine.error
+    error = seen.override_run.error
     if error is None:
         return
     if isinstance(error, ContractError) and contract_check(error) == check:
@@ -272,7 +282,7 @@ def contract_check(error: ContractError) -> str:
     return next((check for word, check in _CONTRACT_CHECKS if word in message), "hit")
 
 
-def first_unlike(
+def first_difference(
     seen: Observation,
     first: Sequence[Any],
     second: Sequence[Any],
@@ -285,12 +295,12 @@ def first_unlike(
     return None
 
 
-def first_unlike_mine(seen: Observation, result: Any) -> int | None:
+def first_difference_from_run(seen: Observation, result: Any) -> int | None:
     """The first output in which another run's result is not the observed one's, rounding aside."""
     results = outputs.as_outputs(seen.subject.op, result)
     # What the op writes to comes behind its outputs.
-    mine = seen.mine.outputs[: len(results)]
-    return first_unlike(seen, results, mine, partial(agree, seen))
+    mine = seen.override_run.outputs[: len(results)]
+    return first_difference(seen, results, mine, partial(agree, seen))
 
 
 def same_but_for_noise(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -112,7 +112,7 @@ class ProcessState:
 
     def changed(self, later: ProcessState) -> list[str]:
         """The settings that are others."""
-        own = _own(self.settings, later.settings)
+        own = _comparable(self.settings, later.settings)
         return [name for name in own if self.settings[name] != later.settings[name]]
 
     def restore(self) -> None:
@@ -132,12 +132,12 @@ def keeping_settings() -> Iterator[None]:
 
 def _restore(settings: dict[str, Any]) -> None:
     now = _settings()
-    for name in _own(settings, now):
+    for name in _comparable(settings, now):
         if name in _SETTINGS and now[name] != settings[name]:
             _SETTINGS[name][1](settings[name])
 
 
-def _own(before: dict[str, Any], later: dict[str, Any]) -> list[str]:
+def _comparable(before: dict[str, Any], later: dict[str, Any]) -> list[str]:
     """The settings that no import has changed in between."""
     imported = before[_MODULES] != later[_MODULES]
     return [name for name in before if name != _MODULES and not (imported and name == _ENVIRON)]

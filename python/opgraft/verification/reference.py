@@ -18,7 +18,7 @@ from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op
 from opgraft.router import threads
 from opgraft.router.outputs import as_outputs
-from opgraft.verification.draws import Draws
+from opgraft.verification.random_values import RandomValues
 
 _WIDER = {
     torch.float64: {torch.float32, torch.float16, torch.bfloat16, torch.float64},
@@ -30,14 +30,14 @@ NATIVE = "native"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResults:
     """What a call returned: one value for each output of the op."""
 
     outputs: tuple[Any, ...]
     what: str  #: which kernel in which precision
 
 
-def native(call: Call) -> Outcome:
+def native(call: Call) -> CallResults:
     """The native kernel's results, with every override off.
 
     Where the backend has none (a backward op that only other backends have), torch's own
@@ -48,19 +48,19 @@ def native(call: Call) -> Outcome:
     """
     with threads.scope(threads.EVERYTHING):
         try:
-            return Outcome(as_outputs(call.op, _run(call)), NATIVE)
+            return CallResults(as_outputs(call.op, _run(call)), NATIVE)
         except NotImplementedError:
             decomposed = _decomposition(call.op)
             if decomposed is None:
                 raise
             result = decomposed(*call.args, **call.kwargs)
-            return Outcome(as_outputs(call.op, result), "torch's decomposition")
+            return CallResults(as_outputs(call.op, result), "torch's decomposition")
 
 
-def with_written(call: Call) -> Outcome:
+def native_with_written(call: Call) -> CallResults:
     """As :func:`native`; what the op writes to comes behind its outputs."""
     outcome = native(call)
-    return Outcome((*outcome.outputs, *written(call)), outcome.what)
+    return CallResults((*outcome.outputs, *written(call)), outcome.what)
 
 
 def written(call: Call) -> tuple[torch.Tensor, ...]:
@@ -68,26 +68,26 @@ def written(call: Call) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for _, tensor in call.written())
 
 
-def reference(call: Call) -> Outcome:
+def reference(call: Call) -> CallResults:
     """The results in the most precision that the op has; natively at the call's own if in no other.
 
     Args:
         call: is not changed; ops that write to their arguments get copies.
     """
     if not any(tensor.is_floating_point() for tensor in call.tensors()):
-        return with_written(copied(call))
+        return native_with_written(copied(call))
     known = _REFERENCES.get(call.op.name)
     if known is not None and not call.named.get("dropout_p"):
         with threads.scope(threads.EVERYTHING):
             return known(call)
     for dtype in _WIDER:
         try:
-            wide = with_written(widened(call, dtype))
+            wide = native_with_written(widened(call, dtype))
         except Exception:  # no kernel for that dtype
             continue
-        return Outcome(wide.outputs, f"{wide.what} in {dtype_name(dtype)}")
-    own = with_written(copied(call))
-    return Outcome(own.outputs, f"{own.what} in the call's own precision")
+        return CallResults(wide.outputs, f"{wide.what} in {dtype_name(dtype)}")
+    own = native_with_written(copied(call))
+    return CallResults(own.outputs, f"{own.what} in the call's own precision")
 
 
 def _run(call: Call) -> Any:
@@ -156,27 +156,27 @@ def perturbed(call: Call, seed: int) -> Call:
     eps = 4 * torch.finfo(torch.float32).eps
     if all(t.dtype == torch.float64 for t in call.tensors() if t.is_floating_point()):
         eps = 4 * torch.finfo(torch.float64).eps
-    draws = Draws(seed)
+    rng = RandomValues(seed)
 
     def moved(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [moved(each) for each in value]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        shift = draws.uniform(value.shape, value.device, torch.float64) * 2 - 1
+        shift = rng.uniform(value.shape, value.device, torch.float64) * 2 - 1
         return value * (1 + eps * shift)
 
     return Call(wide.op, tuple(map(moved, wide.values)))
 
 
-def _attention(call: Call) -> Outcome:
+def _attention(call: Call) -> CallResults:
     """The output of attention, by its formula; the rest of the outputs is each kernel's own."""
     outs = [_attend(call, where, *_inputs(call, where)) for where in _batches(call)]
     rest = (None,) * (len(call.op.returns) - 1)
-    return Outcome((torch.cat(outs), *rest), _BY_FORMULA)
+    return CallResults((torch.cat(outs), *rest), _BY_FORMULA)
 
 
-def _attention_gradients(call: Call) -> Outcome:
+def _attention_gradients(call: Call) -> CallResults:
     """The gradients of attention's inputs, through its formula."""
     name = "grad_out" if "grad_out" in call.named else "grad_out_"
     found = []
@@ -187,7 +187,7 @@ def _attention_gradients(call: Call) -> Outcome:
         (grad,) = _wide(call, where, name)
         found.append(torch.autograd.grad(out, inputs, grad))
     rest = (None,) * (len(call.op.returns) - 3)
-    return Outcome((*map(torch.cat, zip(*found, strict=True)), *rest), _BY_FORMULA)
+    return CallResults((*map(torch.cat, zip(*found, strict=True)), *rest), _BY_FORMULA)
 
 
 _BY_FORMULA = "attention by its formula in float64"
@@ -272,7 +272,7 @@ _DENSE_ATTENTION = (
     "_scaled_dot_product_efficient_attention",
 )
 #: Ops that have no kernel in float64, or whose kernels make zeros of NaN.
-_REFERENCES: dict[str, Callable[[Call], Outcome]] = {
+_REFERENCES: dict[str, Callable[[Call], CallResults]] = {
     **{f"aten::{op}": _attention for op in _DENSE_ATTENTION},
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_flash_attention_forward": _attention,
@@ -343,7 +343,7 @@ def errors(
     if mine.numel() == 0:
         return Error(0.0, 0.0, 0.0), None
     mine, native, exact = (_real(each.detach()) for each in (mine, native, exact.to(mine.device)))
-    problem = next(_elsewhere(mine, native, exact), None)
+    problem = next(_misplaced_values(mine, native, exact), None)
     finite = mine.isfinite() & native.isfinite() & exact.isfinite()
     if not bool(finite.any()):
         return Error(0.0, 0.0, 0.0), problem
@@ -359,7 +359,9 @@ def errors(
     return error, problem
 
 
-def _elsewhere(mine: torch.Tensor, native: torch.Tensor, exact: torch.Tensor) -> Iterator[str]:
+def _misplaced_values(
+    mine: torch.Tensor, native: torch.Tensor, exact: torch.Tensor
+) -> Iterator[str]:
     unlike = mine.isfinite() | native.isfinite() | ~(mine.isnan() | native.isnan())
     for name, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         ours, theirs = test(mine), test(native)

@@ -17,18 +17,23 @@ import torch
 from opgraft.registry import Override
 from opgraft.router import device
 from opgraft.verification import opinfo, sources
-from opgraft.verification.alone import alone
-from opgraft.verification.boundaries import Coverage, parts
+from opgraft.verification.boundaries import Coverage, predicates
 from opgraft.verification.candidates import Candidates, main_dtype
 from opgraft.verification.checks import CHECKS
 from opgraft.verification.observation import Failed, NotApplicable, Observation, Subject
 from opgraft.verification.process_state import keeping_settings
-from opgraft.verification.report import Check, Failure, OverrideReport, Report
 from opgraft.verification.samples import Sample
+from opgraft.verification.single_override import only
+from opgraft.verification.verification_report import (
+    Check,
+    Failure,
+    OverrideReport,
+    VerificationReport,
+)
 from opgraft.when import Condition
 
 #: Failures of a check after which it is not run any more: to be sure of one takes many runs.
-_ENOUGH = 3
+_MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,12 @@ def verify_override(
         return report
     device = device_of(override.dispatch_key)
     subject = Subject(override, device, options.k, options.seed)
-    run = _Run(subject, options, report, progress)
+    run = _Verification(subject, options, report, progress)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what samples of odd dtypes make torch say
         try:
-            with keeping_settings(), alone(override):
-                run.go()
+            with keeping_settings(), only(override):
+                run.run_checks()
         except Failed as failed:
             report.failures.append(Failure("hit", "", str(failed), ""))
     report.worst_error = subject.worst_error
@@ -103,7 +108,7 @@ def _no_device(dispatch_key: str) -> str | None:
     return f"there is no {kind} device here{mend}"
 
 
-class _Run:
+class _Verification:
     """The samples of one override, and the checks on each."""
 
     def __init__(
@@ -119,10 +124,10 @@ class _Run:
         self._progress = progress
         override = subject.override
         condition = override.cond if isinstance(override.cond, Condition) else None
-        self._coverage = Coverage([] if condition is None else parts(condition))
-        self._taken: list[Observation] = []
+        self._coverage = Coverage([] if condition is None else predicates(condition))
+        self._hits: list[Observation] = []
 
-    def go(self) -> None:
+    def run_checks(self) -> None:
         self._progress("collecting samples")
         seen: set[str] = set()
         start = math.inf
@@ -143,7 +148,7 @@ class _Run:
             self._progress(sample.id)
             self._check_each(sample)
         self._check_hits(len(seen))
-        if self._taken:
+        if self._hits:
             self._check_some()
         self._report.not_generated += self._coverage.missing()
         # Of other libraries' ops PyTorch's own tests know nothing, and nothing is missed.
@@ -179,16 +184,16 @@ class _Run:
                 )
         # Nor is what takes gigabytes kept.
         if seen.took and not special and "huge-strides" not in sample.layouts.values():
-            self._taken.append(seen)
+            self._hits.append(seen)
 
     def _count(self, seen: Observation, sample: Sample) -> None:
-        source = sources.kind(sample.base.id)
-        changed = sample.edits or sample.layouts or sources.is_reranked(sample.base.id)
+        source = sources.source_kind(sample.base.id)
+        changed = sample.edits or sample.layouts or sources.has_other_rank(sample.base.id)
         made = " + changes" if changed else ""
         key = f"{source}{made}"
         self._report.samples[key] = self._report.samples.get(key, 0) + 1
         self._report.hits += seen.took
-        self._report.misses += seen.mine.hits == 0
+        self._report.misses += seen.override_run.hits == 0
 
     def _check_hits(self, samples: int) -> None:
         if self._report.hits or (self._options.only and "hit" not in self._options.only):
@@ -224,19 +229,19 @@ class _Run:
         suits = CHECKS[name].suits
         if suits is None:
             return chosen
-        suited = [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)]
-        return _of_each_scalars(suited) or chosen
+        suited = [seen for seen in dict.fromkeys((*chosen, *self._hits)) if suits(seen)]
+        return _distinct_scalars_first(suited) or chosen
 
     def _representatives(self) -> list[Observation]:
         """For each dtype the middling one of the hits: not empty, not the largest."""
         by_dtype: dict[Any, list[Observation]] = {}
-        for seen in self._taken:
-            call = seen.mine.call
-            usable = seen.mine.error is None and not seen.refused
+        for seen in self._hits:
+            call = seen.override_run.call
+            usable = seen.override_run.error is None and not seen.refused
             if usable and all(t.numel() for t in call.tensors()):
-                by_dtype.setdefault(main_dtype(seen.mine.call), []).append(seen)
+                by_dtype.setdefault(main_dtype(seen.override_run.call), []).append(seen)
         return [
-            sorted(each, key=lambda seen: sum(t.numel() for t in seen.mine.call.tensors()))[
+            sorted(each, key=lambda seen: sum(t.numel() for t in seen.override_run.call.tensors()))[
                 len(each) // 2
             ]
             for each in by_dtype.values()
@@ -245,7 +250,7 @@ class _Run:
     def _apply(self, name: str, seen: Observation, as_check: str = "") -> None:
         as_check = as_check or name
         check = self._report.checks.setdefault(as_check, Check(as_check))
-        if check.failures == _ENOUGH:
+        if check.failures == _MAX_FAILURES:
             return
         try:
             with keeping_settings():  # what an impl leaves changed is no other check's concern
@@ -271,13 +276,13 @@ class _Run:
             )
 
 
-def _of_each_scalars(those: list[Observation]) -> list[Observation]:
+def _distinct_scalars_first(observations: list[Observation]) -> list[Observation]:
     """Those of other numbers first: of a probability of one half alone little can be told."""
     firsts: dict[Any, Observation] = {}
-    for seen in those:
-        numbers = (v for v in seen.mine.call.values if isinstance(v, (bool, int, float)))
+    for seen in observations:
+        numbers = (v for v in seen.override_run.call.values if isinstance(v, (bool, int, float)))
         firsts.setdefault(tuple(numbers), seen)
-    return list(dict.fromkeys((*firsts.values(), *those)))
+    return list(dict.fromkeys((*firsts.values(), *observations)))
 
 
 def reproducer(seen: Observation, check: str, options: Options) -> str:
@@ -309,7 +314,7 @@ def verify_all(
     overrides: Sequence[Override], options: Options, *, progress: bool
 ) -> list[OverrideReport]:
     """Verify one override after another, with a bar on the terminal if so asked."""
-    with bar(progress) as tell:
+    with progress_bar(progress) as tell:
         return [
             verify_override(override, options, partial(tell, override.name))
             for override in overrides
@@ -317,7 +322,7 @@ def verify_all(
 
 
 @contextmanager
-def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
+def progress_bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
     """A progress bar where there is a terminal; yields what is told of each step."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -342,10 +347,10 @@ def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
         yield lambda name, step: shown.update(task, advance=1, override=name, description=step)
 
 
-def report_of(overrides: list[OverrideReport], k: float, seed: int) -> Report:
+def report_of(overrides: list[OverrideReport], k: float, seed: int) -> VerificationReport:
     """The report of a verification that ran here."""
     nothing = "" if overrides else "no override is registered that matches"
-    return Report(overrides, k, seed, environment(), nothing)
+    return VerificationReport(overrides, k, seed, environment(), nothing)
 
 
 def environment() -> dict[str, str]:

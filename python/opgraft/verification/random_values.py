@@ -9,16 +9,17 @@ import torch
 
 from opgraft.router import threads
 
-__all__ = ["Draws"]
+__all__ = ["RandomValues"]
 
 
-class Draws:
+class RandomValues:
     """Random tensors, the same ones for the same seed, on one kind of device.
 
     A GPU draws its own: rows over clusters have 2**24 numbers, which a CPU would draw for longer
     than a check takes, and every check makes each sample anew.
 
-    >>> Draws(7).uniform([2], torch.device("cpu")).equal(Draws(7).uniform([2], torch.device("cpu")))
+    >>> one, other = (RandomValues(7).uniform([2], torch.device("cpu")) for _ in range(2))
+    >>> one.equal(other)
     True
     """
 

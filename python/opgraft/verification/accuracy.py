@@ -22,28 +22,28 @@ from opgraft.verification.reference import (
     Error,
     errors,
     narrowed,
+    native_with_written,
     perturbed,
     reference,
     widened,
-    with_written,
 )
 from opgraft.verification.scans import by_blocks, is_scan
 
-#: Draws of a call's values over which errors are taken, where one alone is above the bound.
-_DRAWS = 12
+#: RandomValues of a call's values over which errors are taken, where one alone is above the bound.
+_REDRAWS = 12
 #: Ops that return each index once.
 _DISTINCT = frozenset({"aten::sort", "aten::topk"})
 #: Arguments this many times larger than an output make it a reduction of them.
 _TERMS = 16
 
 
-def judge(
+def check_accuracy(
     seen: Observation, index: int, mine: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor
 ) -> None:
     """Raise where an output's error is too large, over several draws of the call's values."""
     where = output_name(seen, index)
     if not (mine.is_floating_point() or mine.is_complex()):
-        if not torch.equal(mine, expected) and not _chose_equals(seen, index, mine, expected):
+        if not torch.equal(mine, expected) and not _chose_among_equals(seen, index, mine, expected):
             count = int((mine != expected).sum())
             raise Failed(f"{where} differs from native's in {count} of {mine.numel()} elements")
         return
@@ -53,12 +53,12 @@ def judge(
     if not error.within(seen.subject.k) and mine.dtype in (torch.float64, torch.complex128):
         error = replace(error, native=_in_float32(seen, index, exact))
     if not error.within(seen.subject.k):
-        error = replace(error, noise=_of_a_scan(seen, index, draws=1))
+        error = replace(error, noise=_blockwise_scan_error(seen, index, rng=1))
     if not error.within(seen.subject.k):
-        noise = 0.0 if seen.is_special else _of_a_scan(seen, index, draws=_DRAWS)
-        error = replace(_over_draws(seen, index, error), noise=max(error.noise, noise))
+        noise = 0.0 if seen.is_special else _blockwise_scan_error(seen, index, rng=_REDRAWS)
+        error = replace(_error_over_redraws(seen, index, error), noise=max(error.noise, noise))
     if not error.within(seen.subject.k):
-        error = replace(error, noise=max(error.noise, _noise(seen, index, exact)))
+        error = replace(error, noise=max(error.noise, _rounding_noise(seen, index, exact)))
     if not error.within(seen.subject.k):
         raise Failed(f"{where} has {error}; allowed are {seen.subject.k:g} times")
     seen.subject.worst_error = max(seen.subject.worst_error, error.mine / max(error.bound, 1e-300))
@@ -70,8 +70,8 @@ def _in_float32(seen: Observation, index: int, exact: torch.Tensor) -> float:
     with torch.no_grad():
         try:
             call = narrowed(seen.sample.call())
-            narrow = with_written(call).outputs[index]
-            wide = with_written(widened(call, torch.float64)).outputs[index]
+            narrow = native_with_written(call).outputs[index]
+            wide = native_with_written(widened(call, torch.float64)).outputs[index]
         except Exception:  # it takes float64 only
             return 0.0
     error, _ = errors(narrow, narrow, wide)
@@ -79,13 +79,13 @@ def _in_float32(seen: Observation, index: int, exact: torch.Tensor) -> float:
     return error.native * scale
 
 
-def _of_a_scan(seen: Observation, index: int, draws: int) -> float:
+def _blockwise_scan_error(seen: Observation, index: int, rng: int) -> float:
     """The largest error of a scan that is computed by blocks, over draws; zero for what is none."""
     if not is_scan(seen.subject.op) or index > 0:
         return 0.0
     largest = 0.0
-    for draw in range(draws):
-        each = seen if draw == 0 else Observation(seen.subject, seen.sample.redrawn(draw))
+    for draw in range(rng):
+        each = seen if draw == 0 else Observation(seen.subject, seen.sample.with_new_values(draw))
         try:
             result, exact = by_blocks(each.sample.call()), each.reference.outputs[index]
         except Exception:  # no such call with other values, or no such arithmetic in that dtype
@@ -100,7 +100,7 @@ def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
+def _rounding_noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
     """How much a sum changes when the arguments do in the last places of float32.
 
     Of a few sums, native's own error says little: where terms cancel it may be small by chance, and
@@ -112,7 +112,7 @@ def _noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
     if terms < _TERMS * exact.numel() and not _is_extreme(seen):
         return 0.0
     largest = 0.0
-    for draw in range(_DRAWS):
+    for draw in range(_REDRAWS):
         with torch.no_grad():
             try:
                 moved = reference(perturbed(seen.sample.call(), seen.subject.seed + draw))
@@ -124,25 +124,25 @@ def _noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
     return largest
 
 
-def _over_draws(seen: Observation, index: int, error: Error) -> Error:
-    """As :func:`with_more_draws`, of an output."""
+def _error_over_redraws(seen: Observation, index: int, error: Error) -> Error:
+    """As :func:`error_over_redraws`, of an output."""
 
     def outputs(draw: int) -> Sequence[Any]:
-        again = Observation(seen.subject, seen.sample.redrawn(draw))
+        again = Observation(seen.subject, seen.sample.with_new_values(draw))
         try:
-            pair = (again.mine.outputs[index], again.native.outputs[index])
+            pair = (again.override_run.outputs[index], again.native.outputs[index])
             return (*pair, reference_at(again.reference.outputs, index, pair[1]))
         except Exception:  # no such call with other values
             return ()
 
-    return error if seen.is_special else with_more_draws(error, outputs)
+    return error if seen.is_special else error_over_redraws(error, outputs)
 
 
 def _is_extreme(seen: Observation) -> bool:
     return any(layout in FINITE for layout in seen.sample.layouts.values())
 
 
-def _chose_equals(
+def _chose_among_equals(
     seen: Observation, index: int, mine: torch.Tensor, expected: torch.Tensor
 ) -> bool:
     """Whether indices differ from native's only where both point at equal values.
@@ -181,7 +181,7 @@ def _repeats(indices: torch.Tensor, dim: int) -> bool:
     return bool((indices.sort(dim).values.diff(dim=dim) == 0).any())
 
 
-def with_more_draws(error: Error, again: Callable[[int], Sequence[Any]]) -> Error:
+def error_over_redraws(error: Error, again: Callable[[int], Sequence[Any]]) -> Error:
     """The error together with those of more draws: of one alone, native's may be small by chance.
 
     Args:
@@ -189,7 +189,7 @@ def with_more_draws(error: Error, again: Callable[[int], Sequence[Any]]) -> Erro
         again: the override's result, native's and the reference's of a draw; empty where there is
             no such call with other values.
     """
-    for draw in range(1, _DRAWS):
+    for draw in range(1, _REDRAWS):
         found = again(draw)
         if found and all(isinstance(each, torch.Tensor) for each in found):
             other, problem = errors(*found)
@@ -198,7 +198,7 @@ def with_more_draws(error: Error, again: Callable[[int], Sequence[Any]]) -> Erro
     return error
 
 
-def near(error: Error, one: torch.Tensor, other: torch.Tensor, k: float) -> bool:
+def is_accurate_enough(error: Error, one: torch.Tensor, other: torch.Tensor, k: float) -> bool:
     """Whether a result of several ops is as right as native's: errors of each may add up."""
     if error.within(2 * k):
         return True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["numbers"]
+__all__ = ["integer_constants"]
 
 #: Functions that are read, the impl first, then those that it calls.
 _MAX_FUNCTIONS = 64
@@ -18,12 +18,12 @@ _SMALLEST, _LARGEST = 4, 2**20
 _FOREIGN = frozenset({"torch", "opgraft", "triton", "cutlass", "numpy", "builtins"})
 
 
-def numbers(impl: Callable[..., Any], limit: int) -> list[int]:
+def integer_constants(impl: Callable[..., Any], limit: int) -> list[int]:
     """Integers in the code of an impl and of what it calls, the nearest first.
 
-    >>> __name__ = "my_kernels"  # numbers in opgraft's own code are not asked for
+    >>> __name__ = "my_kernels"  # integer_constants in opgraft's own code are not asked for
     >>> def tile(n): return n % 96
-    >>> numbers(lambda x: tile(x.shape[0]) if x.shape[0] > 640 else x, 8)
+    >>> integer_constants(lambda x: tile(x.shape[0]) if x.shape[0] > 640 else x, 8)
     [640, 96]
     """
     found: dict[int, None] = {}

@@ -77,7 +77,7 @@ class OverrideReport:
 
     @classmethod
     def of_dict(cls, found: dict[str, Any]) -> OverrideReport:
-        """One of those that :meth:`Report.as_dict` has."""
+        """One of those that :meth:`VerificationReport.as_dict` has."""
         of_checks = {
             name: Check(check["name"], check["samples"], check["failures"], check["reason"])
             for name, check in found["checks"].items()
@@ -88,7 +88,7 @@ class OverrideReport:
 
 
 @dataclass
-class Report:
+class VerificationReport:
     """What :func:`opgraft.verify` returns."""
 
     overrides: list[OverrideReport]

@@ -13,7 +13,7 @@ from opgraft.verification.observation import Failed
 
 
 @contextmanager
-def alone(override: Override) -> Iterator[None]:
+def only(override: Override) -> Iterator[None]:
     """Only this override is on, on this thread; what it raises is not hidden by a fallback.
 
     Raises:
@@ -23,7 +23,7 @@ def alone(override: Override) -> Iterator[None]:
 
     others = [each for each in registry.overrides(Selector()) if each is not override]
     off = [Selector(**_given(each)) for each in others]
-    with _scopes(off, override), raising_errors(override, True), _run_all(override):
+    with _scopes(off, override), raising_errors(override, True), _run_without_plans(override):
         yield
 
 
@@ -38,7 +38,7 @@ def raising_errors(override: Override, raises: bool) -> Iterator[None]:
 
 
 @contextmanager
-def alone_on_this_thread(override: Override) -> Iterator[None]:
+def only_on_this_thread(override: Override) -> Iterator[None]:
     """As :func:`alone`, on a thread of our own; errors are being raised already."""
     from opgraft.registry import Selector, registry
 
@@ -48,7 +48,7 @@ def alone_on_this_thread(override: Override) -> Iterator[None]:
 
 
 @contextmanager
-def _run_all(override: Override) -> Iterator[None]:
+def _run_without_plans(override: Override) -> Iterator[None]:
     """While this lasts, Python runs what has no launch plan, whether it pays or not."""
     if override.plans is None:
         yield
@@ -79,6 +79,6 @@ def _scopes(selectors: list[Any], override: Override) -> Iterator[None]:
         yield
 
 
-def interprets(override: Override) -> bool:
+def is_interpreted(override: Override) -> bool:
     """Whether the override's kernels run in Triton's interpreter here."""
     return env.interprets_triton() and override.dsl == "triton"

@@ -17,22 +17,27 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from opgraft.registry import Override
-from opgraft.verification.report import Check, Failure, OverrideReport, Report
 from opgraft.verification.runner import report_of
+from opgraft.verification.verification_report import (
+    Check,
+    Failure,
+    OverrideReport,
+    VerificationReport,
+)
 
 #: Of what a process that died wrote, what is told.
-_LAST_LINES = 12
+_STDERR_LINES = 12
 
 
-def verify_apart(
+def verify_in_subprocesses(
     overrides: Sequence[Override],
     arguments: Sequence[str],
     jobs: int,
     *,
     k: float,
     seed: int,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Report:
+    log: Callable[[str], None] = lambda line: None,
+) -> VerificationReport:
     """Verify overrides by `opgraft verify`, each in a process of its own.
 
     SIGINT and SIGTERM end the processes: what is not done then is reported as not run.
@@ -51,9 +56,9 @@ def verify_apart(
 
     def verify(override: Override) -> OverrideReport:
         report = _verify(override, arguments, processes)
-        tell(f"{report.name}: {report.verdict}, {report.seconds:.0f} s")
+        log(f"{report.name}: {report.verdict}, {report.seconds:.0f} s")
         for failure in report.failures:  # now: what is still to come may take minutes
-            tell(f"  {failure}".replace("\n", "\n  "))
+            log(f"  {failure}".replace("\n", "\n  "))
         return report
 
     with ThreadPoolExecutor(jobs) as pool, _sigterm_interrupts():
@@ -120,7 +125,7 @@ def _verify(override: Override, arguments: Sequence[str], processes: _Processes)
     try:
         (found,) = json.loads(done.stdout)["overrides"]
     except (ValueError, KeyError):
-        report = _died(override, done)
+        report = _crash_report(override, done)
         report.seconds = time.perf_counter() - start
         return report
     return OverrideReport.of_dict(found)
@@ -138,11 +143,11 @@ def _interrupted(override: Override) -> OverrideReport:
     return report
 
 
-def _died(override: Override, done: subprocess.CompletedProcess[str]) -> OverrideReport:
+def _crash_report(override: Override, done: subprocess.CompletedProcess[str]) -> OverrideReport:
     how = f"ended with {done.returncode}"
     if done.returncode < 0:
         how = f"died of {signal.Signals(-done.returncode).name}"
-    last = "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
+    last = "\n".join(done.stderr.splitlines()[-_STDERR_LINES:])
     message = f"the process that verified it {how}:\n{last}"
     report = _empty(override)
     report.checks["process"] = Check("process", failures=1)
