@@ -1,8 +1,8 @@
-"""Samples on both sides of every boundary of a condition.
+"""Makes samples on both sides of every boundary of a condition.
 
-A condition is data, so its comparisons can be looked at: for each, the number that a call must have
-to be just inside or just outside is found by changing one size (with the other places that must
-change with it) and looking at what the comparison then sees.
+A condition is data, so its comparisons are known. For each, a search finds the size at which the
+comparison changes: it changes one size of a call (with the other numbers that must change with it)
+and evaluates both sides of the comparison.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from opgraft.verification.samples import (
 )
 from opgraft.when import nodes
 
-#: Tried where a condition names others.
+#: dtypes that are tried to make a condition on dtypes fail.
 _OTHER_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Steps of a search for the size at which a comparison changes.
 _STEPS = 8
-#: Parts of a condition that are repaired, one after another, to make a call that it wants.
+#: How many parts of a condition are made to hold, one after another, to make the call a hit.
 _REPAIRS = 12
 
 
 def predicates(condition: nodes.Expression) -> list[nodes.Condition]:
-    """What a condition is made of: comparisons and predicates, without `& | ~`.
+    """The predicates that a condition joins: comparisons and tests, without `& | ~`.
 
     >>> from opgraft import when
     >>> predicates((when.ndim("x") == 2) & ~when.is_none("w"))
@@ -67,7 +67,7 @@ def claimed_dtypes(condition: object) -> list[torch.dtype]:
 
 @dataclass
 class Coverage:
-    """On which sides of each part of a condition the samples of a run were."""
+    """Which sides of each predicate of a condition the samples of a run have covered."""
 
     predicates: list[nodes.Condition]
     seen: dict[int, set[bool]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Coverage:
                 self.seen.setdefault(index, set()).add(bool(value))
 
     def missing(self) -> list[str]:
-        """The sides that no sample was on."""
+        """A text for each side that no sample has covered."""
         lines = []
         for index, predicate in enumerate(self.predicates):
             sides = {True, False} - self.seen.get(index, set())
@@ -100,7 +100,7 @@ def _why_not(predicate: nodes.Condition) -> str:
 
 
 class Explorer:
-    """Makes calls of an op from a base, and looks at what a condition makes of them."""
+    """Makes calls of an op from a base, and evaluates a condition on them."""
 
     def __init__(self, base: Base, seed: int, max_bytes: int) -> None:
         self.base = base
@@ -115,7 +115,7 @@ class Explorer:
         return Sample(self.base, dict(edits), {}, self._seed)
 
     def call(self, edits: Edits) -> Call | None:
-        """The call after edits; None where the op has no such call, or it is too large."""
+        """The call after edits; None where the op refuses it, or it is too large."""
         sample = self.sample(edits)
         if self._valid.get(sample.id) is False:
             return None
@@ -124,7 +124,7 @@ class Explorer:
             call = sample.call()
             if sample.id not in self._valid:
                 self._run(sample)
-        except Exception as error:  # what the native kernel refuses is no call
+        except Exception as error:  # the native kernel refuses the call
             self.refusal = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._valid[sample.id] = False
             return None
@@ -151,18 +151,18 @@ class Explorer:
 
     def _run(self, sample: Sample) -> None:
         with torch.no_grad(), threads.scope(threads.EVERYTHING):
-            # The shape function first: kernels of internal ops trust what their callers pass, and
-            # crash on what is not right.
+            # The meta function runs first: kernels of internal ops trust their callers, and crash
+            # on invalid arguments.
             with suppress(NotImplementedError):
                 run(_on_meta(sample.call()))
             with suppress(NotImplementedError):  # no native kernel at this backend
                 run(sample.call())
 
     def resize(self, position: Position, value: int, edits: Edits) -> dict[Position, Any] | None:
-        """Edits that give a size a value, along with the places that change with it.
+        """Edits that give a size a value, and change the other numbers that must be the same.
 
-        The fewest places that the op accepts: a size of one argument is often one of another's,
-        and in sizes that are equal by chance only the op itself can tell.
+        It changes the fewest that the op accepts. A size of one argument is often also one of
+        another. Only the op itself knows which sizes are equal by chance.
         """
         now = {**self.base.positions, **edits}
         groups = (
@@ -209,7 +209,7 @@ class Explorer:
     def boundary_edits(
         self, predicate: nodes.Comparison, edits: Edits
     ) -> Iterator[dict[Position, Any]]:
-        """Edits that put a comparison just inside and just outside, by one place each."""
+        """Edits that put a comparison just inside and just outside, each by one number."""
         yield from self._scalars(predicate, edits)
         found = 0
         for position, value in {**self.base.positions, **edits}.items():
@@ -251,7 +251,7 @@ class Explorer:
                     yield tried
 
     def _root(self, predicate: nodes.Comparison, position: Position, edits: Edits) -> float | None:
-        """Where the two sides are equal, as a size; None where this size does not matter."""
+        """The size at which both sides are equal; None where this size does not matter."""
         start = {**self.base.positions, **edits}[position]
         here = self._difference(predicate, edits)
         step = self.resize(position, start + 1, edits) or self.resize(position, start * 2, edits)
@@ -290,7 +290,7 @@ class Explorer:
     def predicate_edits(
         self, predicate: nodes.Condition, edits: Edits
     ) -> Iterator[dict[Position, Any]]:
-        """Edits that make a predicate fail, or hold: other dtypes, an argument that is None."""
+        """Edits that make a predicate hold or fail: other dtypes, an argument that is None."""
         if isinstance(predicate, nodes.IsNone):
             tries: list[dict[Position, Any]] = [{Position(predicate.name): None}]
         elif isinstance(predicate, nodes.TensorCondition) and predicate.function == "dtype":
@@ -305,12 +305,12 @@ class Explorer:
             if self.call(tried) is not None:
                 yield tried
 
-    # ------------------------------------------------------------------ a call that is wanted
+    # ------------------------------------------------------------------ a call that hits
 
     def edits_to_hold(self, condition: nodes.Condition, edits: Edits) -> dict[Position, Any] | None:
-        """Edits after which the condition holds, repaired part by part; None where none are found.
+        """Edits after which the condition holds, found part by part; None where none are found.
 
-        What fails is changed as little as possible, so that the call stays near its boundaries.
+        A failing part is changed as little as possible, so that the call is near its boundaries.
         """
         edits = dict(edits)
         for _ in range(_REPAIRS):
@@ -331,7 +331,7 @@ class Explorer:
         if isinstance(part, nodes.Not):
             yield from self._repairs(part.part, not wanted, call, edits)
         elif isinstance(part, nodes.Joined):
-            # All of an `&` (none of an `|`) must become so: the first that is not is repaired.
+            # All parts of an `&` must hold (no part of a `|`): change the first that does not.
             for each in part.parts:
                 value = each.evaluate(call.named)
                 if isinstance(value, nodes.Undefined) or bool(value) is not wanted:
@@ -358,9 +358,9 @@ class Explorer:
 
 
 def supports_layout(sample: Sample) -> bool:
-    """Whether the native kernel reads the tensors of a sample as they lie.
+    """Whether the native kernel reads the tensors of a sample by their strides.
 
-    Kernels of internal ops may trust that their callers made tensors contiguous.
+    Kernels of internal ops may rely on callers that make tensors contiguous.
     """
     call = sample.call()
     with torch.no_grad():

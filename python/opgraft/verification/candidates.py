@@ -1,4 +1,4 @@
-"""Which samples an override is verified on, in an order of worth."""
+"""Chooses the samples on which an override is verified, the most useful first."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from opgraft.verification.layouts import FINITE, SPECIAL
 from opgraft.verification.samples import Edits, Position, Sample, layouts, tensors_of, with_rank
 from opgraft.when import Condition, nodes
 
-#: What samples come in where a condition names no dtypes.
+#: The dtypes of samples where a condition names none.
 _DTYPES = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
     *(torch.int64, torch.complex64, torch.bool),
 )
-#: Sizes to give every size: such as models have, past powers of two, none, one, primes.
+#: Values for every size: those of models, just above powers of two, zero, one, primes.
 _SIZES = (
     *(1000, 4097, 128, 0, 1, 50257, 257, 768, 3, 5120, 31, 1536, 2, 64, 8193),
     *(127, 2048, 320, 1025, 12288, 4096, 511, 11008, 32000),
 )
-#: Sizes that are drawn beside these, as likely small as large, and the largest of them.
+#: How many random sizes are added, as likely small as large, and the largest of them.
 _RANDOM_SIZES, _LARGEST_RANDOM_SIZE = 8, 20000
-#: What other sizes are where one is large.
+#: The largest value of the other sizes when one size is large.
 _SMALL_SIZE = 6
-#: Numbers of the impl's code that are tried as sizes, with those beside them.
+#: How many integers of the impl's code are tried as sizes, with their neighbours.
 _CODE_CONSTANTS = 12
-#: Two sizes each, of as many elements in all: what is kept by that number mixes them up.
+#: Pairs of sizes with the same number of elements: a cache by that number confuses them.
 _SAME_NUMEL = ((4, 6), (6, 4), (12, 2), (3, 8))
-#: All sizes of a call, where they are the same.
+#: The value of all sizes of a call whose sizes are equal.
 _SQUARE_SIZE = 5
-#: Ranks that calls are made in where the condition wants them.
+#: Ranks in which calls are made if the condition holds for them.
 _RANKS = (3, 0, 1, 4)
-#: Calls that a condition wants, around which samples are made: for each dtype, of different ranks.
+#: How many calls for which the condition holds are varied, for each dtype, in different ranks.
 _ANCHORS = 2
-#: Those around which the condition's boundaries are looked for.
+#: How many of these calls are varied to find the condition's boundaries.
 _MAX_VARIED = 3
 #: Arguments that name dimensions.
 _DIMENSIONS = ("dim", "axis")
-#: Flags without which a result's order is each kernel's own.
+#: Flags without which each kernel chooses the order of its results.
 _ORDER_FLAGS = ("sorted",)
 
 Anchor = tuple[Explorer, Sample]
@@ -60,12 +60,12 @@ class Candidates:
     """The samples of one override.
 
     Args:
-        override: what is verified.
-        device: where tensors live.
-        seed: of all values.
-        max_bytes: no sample has a tensor of about more than this.
-        use_opinfo: with PyTorch's own samples.
-        coverage: is told why a side of the condition cannot be reached.
+        override: the override that is verified.
+        device: the device of the tensors.
+        seed: the seed of all values.
+        max_bytes: no sample has a tensor that is much larger than this.
+        use_opinfo: whether to use PyTorch's own samples.
+        coverage: gets the reasons why a side of the condition cannot be reached.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Candidates:
         self._explorers = [Explorer(base, seed, max_bytes) for base in found]
 
     def __iter__(self) -> Iterator[Sample]:
-        # An author's calls are the ones to look around, if there are any: it takes long to make one
-        # of torch's own into one that the condition wants.
+        # The author's calls are varied, if there are any: it takes long to change one of torch's
+        # own so that the condition holds.
         given = [explorer for explorer in self._explorers if explorer.base.is_from_author]
         by_dtype = self._wanted_calls(given or self._explorers)
         anchors = list(_ranked(by_dtype))
         return _round_robin(
             [
-                # What is there as it is, then around each call that the override wants.
+                # The base calls unchanged, then variations of each call that hits.
                 (explorer.sample({}) for explorer in _alternating_dtypes(self._explorers)),
                 (sample for _, sample in anchors),
                 self._sizes(anchors),
@@ -107,15 +107,15 @@ class Candidates:
             ]
         )
 
-    # ------------------------------------------------------------------ calls to look around
+    # ------------------------------------------------------------------ calls to vary
 
     def _wanted_calls(self, explorers: Sequence[Explorer]) -> list[dict[int, Anchor]]:
-        """For each dtype calls that the condition wants, by rank."""
+        """For each dtype, calls for which the condition holds, by rank."""
         found: dict[Any, dict[int, Anchor]] = {}
         for explorer in explorers:
             self._add(found, explorer)
         for by_rank in list(found.values()):
-            # From two dimensions most others can be made, from none none.
+            # Most other ranks can be made from two dimensions, and none from zero.
             from_here, _ = by_rank[
                 min((r for r in by_rank if r), default=0, key=_distance_from_rank_2)
             ]
@@ -126,8 +126,8 @@ class Candidates:
         return list(found.values())
 
     def _add(self, found: dict[Any, dict[int, Anchor]], explorer: Explorer) -> None:
-        # Kernels of internal ops trust what their callers pass, and crash on what is not right:
-        # the author alone knows what else there is.
+        # Kernels of internal ops trust their callers, and crash on invalid arguments. Only the
+        # author knows other valid calls.
         if explorer.base.is_from_author and explorer.is_internal:
             return
         edits = self._wanted(explorer)
@@ -138,7 +138,7 @@ class Candidates:
             of_dtype.setdefault(rank, (explorer, explorer.sample(edits)))
 
     def _as_given(self, given: Sequence[Explorer]) -> list[Anchor]:
-        """An author's calls of an internal op: their values may be others, and nothing else."""
+        """The author's calls of an internal op: only their values may be changed."""
         return [
             (explorer, explorer.sample({}))
             for explorer in given
@@ -155,11 +155,11 @@ class Candidates:
             return explorer.edits_to_hold(self._condition, {})
         try:
             wanted = self._override.wants(call)
-        except Exception:  # a condition in Python: checks say what it raises
+        except Exception:  # a condition in Python; the checks report its error
             wanted = False
         return {} if wanted else None
 
-    # ------------------------------------------------------------------ what is changed of them
+    # ------------------------------------------------------------------ variations of these calls
 
     def _boundaries(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
         if self._condition is None:
@@ -176,14 +176,14 @@ class Candidates:
                 )
 
     def _sizes(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
-        """Each size at both ends of a call's first tensor, of one call after another."""
+        """The first and the last size of a call's first tensor, for one call after another."""
         sized = [
             (explorer, self._small(explorer, anchor))
             for explorer, anchor in anchors
             if _sizes_of(explorer, anchor)
         ]
         for number, size in enumerate(self._interesting_sizes()):
-            # The last size is the likeliest to matter: of the first dtype, and of another.
+            # The last size matters most: it is varied in the first dtype, and in another.
             for end, start in ((0, 0), (0, 1 + number), (1, number)):
                 for explorer, anchor in _rotated(sized, start):
                     positions = _sizes_of(explorer, anchor)
@@ -195,7 +195,7 @@ class Candidates:
                         break
             if number == 4:
                 yield from self._of_same_numel(sized)
-        for explorer, anchor in sized:  # and the others of its sizes
+        for explorer, anchor in sized:  # then the other sizes
             for position in _sizes_of(explorer, anchor)[2:]:
                 for size in _SIZES:
                     edits = explorer.resize(position, size, anchor.edits)
@@ -203,18 +203,18 @@ class Candidates:
                         yield explorer.sample(edits)
 
     def _squares(self) -> Iterator[Sample]:
-        """Every size the same: which dimension is which is told by nothing but its place."""
+        """Calls with equal sizes: only the order of dimensions distinguishes them."""
         for explorer in _alternating_dtypes(self._explorers):
             if explorer.base.is_from_author and explorer.is_internal:
                 continue
             sizes = [position for position in explorer.base.positions if position.dim is not None]
             edits = dict.fromkeys(sizes, _SQUARE_SIZE)
-            # Of one tensor alone there is nothing else to take a dimension of.
+            # With only one tensor, no dimension can be taken from another one.
             if len({(p.argument, p.item) for p in sizes}) > 1 and explorer.call(edits) is not None:
                 yield explorer.sample(edits)
 
     def _small(self, explorer: Explorer, anchor: Sample) -> Sample:
-        """The call with few elements, if it may have few, so that one size can be large."""
+        """The call with few elements, if it still hits, so that one size can be large."""
         edits = dict(anchor.edits)
         for position in _sizes_of(explorer, anchor):
             if {**anchor.base.positions, **edits}[position] > _SMALL_SIZE:
@@ -345,12 +345,12 @@ def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Ed
 
 
 def _may_have_other_values(position: Position, call: Any) -> bool:
-    """Whether nothing else that the call gets was computed from an argument."""
+    """Whether no other argument of the call was computed from this one."""
     return "backward" not in call.op.name or position.argument.startswith("grad")
 
 
 def _takes_wide_integers(explorer: Explorer, call: Any) -> bool:
-    """Whether integers are values here, not places in memory and not sizes."""
+    """Whether integers are values here, not indices and not sizes."""
     integers = all(not t.is_floating_point() and not t.is_complex() for t in call.tensors())
     sized_by_values = torch.Tag.dynamic_output_shape in call.op.overload.tags
     return integers and not sized_by_values and not explorer.is_internal
@@ -358,7 +358,7 @@ def _takes_wide_integers(explorer: Explorer, call: Any) -> bool:
 
 def _ranked(by_dtype: Sequence[dict[int, Anchor]]) -> Iterator[Anchor]:
     """A few calls of each dtype, of different ranks, each dtype in turn."""
-    # Two dimensions first: with fewer there is less to vary, with more less of each.
+    # Two dimensions come first: with fewer there is less to vary, with more each is smaller.
     ranked = [[by[rank] for rank in sorted(by, key=_distance_from_rank_2)] for by in by_dtype]
     for row in itertools.zip_longest(*(each[:_ANCHORS] for each in ranked)):
         yield from (each for each in row if each is not None)
@@ -369,7 +369,7 @@ def _distance_from_rank_2(rank: int) -> tuple[int, int]:
 
 
 def _alternating_dtypes(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
-    """Those of each dtype in turn."""
+    """The explorers, alternating between dtypes."""
     by_dtype: dict[Any, list[Explorer]] = {}
     for explorer in explorers:
         by_dtype.setdefault(explorer.base.dtype, []).append(explorer)
@@ -378,13 +378,13 @@ def _alternating_dtypes(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
 
 
 def _rotated(anchors: Sequence[Anchor], start: int) -> list[Anchor]:
-    """All of them, beginning at another one each time."""
+    """The anchors, rotated to begin at another one."""
     start %= len(anchors) or 1
     return [*anchors[start:], *anchors[:start]]
 
 
 def _diagonally(lists: Sequence[Sequence[Sample]]) -> Iterator[Sample]:
-    """The first of the first list, the second of the second, ...: soon one of every kind."""
+    """The first of the first list, the second of the second, and so on: soon one of each kind."""
     longest = max(map(len, lists), default=0)
     for shift in range(len(lists)):
         for index in range(longest):
@@ -394,7 +394,7 @@ def _diagonally(lists: Sequence[Sequence[Sample]]) -> Iterator[Sample]:
 
 
 def _round_robin(sources_: Iterable[Iterator[Sample]]) -> Iterator[Sample]:
-    """From each source in turn, so that a bound on the whole cuts none of them off."""
+    """A sample of each source in turn, so that a limit on the total leaves out no source."""
     live = list(sources_)
     while live:
         for source in list(live):

@@ -1,7 +1,7 @@
-"""Calls that may end the process, or leave its device unusable: each in a process of its own.
+"""Runs calls that may crash the process or its device, in separate processes.
 
-On the CPU a fork of this one, which has the override as it is. A process that has used a CUDA
-device cannot be forked and use it again: there a new one registers the override first.
+On the CPU that is a fork of this process, in which the override is registered. A process that has
+used a CUDA device cannot use it after a fork. There a new process registers the override first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from opgraft.registry import Override
 from opgraft.verification.samples import Sample
 
-#: Memory that a fork may have beyond what there is, and seconds that all its calls may take.
+#: How much more memory a fork may allocate, and how many seconds all its calls may take.
 _MORE_MEMORY = 2**31
 _FORK_SECONDS = 60
-#: Seconds that a new process may take: it imports torch, and initialises the device.
+#: Seconds that a new process may take; it imports torch and initialises the device.
 _NEW_PROCESS_SECONDS = 180
 
 
@@ -42,7 +42,7 @@ class CallOutcome:
 
 
 def run_in_forks(calls: Sequence[Callable[[], Any]]) -> list[CallOutcome]:
-    """Make calls one after the other, in a fork of this process; another one after each death."""
+    """Make calls one after another in a fork of this process; after a crash, in a new fork."""
     outcomes: list[CallOutcome] = []
     while len(outcomes) < len(calls):
         before = len(outcomes)
@@ -53,7 +53,7 @@ def run_in_forks(calls: Sequence[Callable[[], Any]]) -> list[CallOutcome]:
 
 
 def _run_in_one_fork(calls: Sequence[Callable[[], Any]]) -> list[CallOutcome]:
-    """Of the calls up to the first that ends the process."""
+    """The outcomes of the calls up to the first that ends the process."""
     reading, writing = os.pipe()
     try:
         with warnings.catch_warnings():
@@ -86,7 +86,7 @@ def _child_main(calls: Sequence[Callable[[], Any]], writing: int) -> None:
     try:
         # A fork has none of OpenMP's threads, and would wait for them.
         torch.set_num_threads(1)
-        faulthandler.disable()  # a death is expected, and told by its signal
+        faulthandler.disable()  # a crash is expected, and reported by its signal
         _limit_memory()
         for call in calls:
             os.write(writing, json.dumps(asdict(outcome_of(call))).encode() + b"\n")
@@ -95,7 +95,7 @@ def _child_main(calls: Sequence[Callable[[], Any]], writing: int) -> None:
 
 
 def _limit_memory() -> None:
-    """An index that is a size to the op asks for more than there is."""
+    """Limit the fork's memory: an op may take a wrong index for a size, and allocate it."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + _MORE_MEMORY, resource.RLIM_INFINITY))
@@ -103,7 +103,7 @@ def _limit_memory() -> None:
 
 
 def _read_lines(reading: int) -> tuple[list[str], bool]:
-    """What is written until the other end is closed; and whether that was in time."""
+    """The lines until the other end is closed, and whether that was in time."""
     text, end = b"", time.monotonic() + _FORK_SECONDS
     while True:
         ready, _, _ = select.select([reading], [], [], max(end - time.monotonic(), 0))
@@ -116,7 +116,7 @@ def _read_lines(reading: int) -> tuple[list[str], bool]:
 
 
 def outcome_of(call: Callable[[], Any]) -> CallOutcome:
-    """Make a call, to the end of what it has the device do."""
+    """Make a call, and wait for the device to finish it."""
     try:
         with torch.no_grad():
             call()
@@ -140,7 +140,7 @@ def run_in_new_process(override: Override, sample: Sample, *, natively: bool) ->
     Args:
         override: of a pack, or of a module whose import registers it.
         sample: the call.
-        natively: with every override off.
+        natively: whether to disable every override.
     """
     module = getattr(override.impl, "__module__", None)
     given = {
@@ -175,6 +175,6 @@ def run_in_new_process(override: Override, sample: Sample, *, natively: bool) ->
 
 
 def out_of_range_indices(sizes: Sequence[int]) -> Iterator[int]:
-    """Indices that are out of a range of one of these sizes."""
+    """Indices that are out of range for one of these sizes."""
     yield from sorted({size for size in sizes if size > 0})
     yield from (-1, -(max(sizes, default=0) + 1), 2**31, 2**32)

@@ -1,4 +1,4 @@
-"""One call in a process of its own: the program that `isolated.anew` starts, told by its input."""
+"""The process that `isolated.run_in_new_process` starts: it makes the call that stdin describes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
             run(call)
 
     outcome = json.dumps(asdict(outcome_of(work)))
-    # At once: leaving the process in the ordinary way waits for a device that is lost.
+    # Exit at once: an ordinary exit would wait for a lost device.
     os.write(1, outcome.encode() + b"\n")
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""Calls that PyTorch's own tests make: OpInfo's samples, seen where they reach an op.
+"""Records the calls of an op that PyTorch's own tests make: those of OpInfo's samples.
 
-They are in `torch.testing._internal`, which imports `expecttest` and NumPy. Where it cannot be
-imported a verification that was to use them is not complete, and its verdict is "not run".
+OpInfo is in `torch.testing._internal`, which imports `expecttest` and NumPy. If it cannot be
+imported, a verification that should use it is incomplete, and its verdict is "not run".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_SAMPLES = 40
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """One sample of an OpInfo: a call of what users call."""
+    """One sample of an OpInfo: a call of a function that users call, such as `F.softmax`."""
 
     info: Any
     dtype: torch.dtype
@@ -43,10 +43,10 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of the op that a front made."""
+    """A call of the op that a function call made."""
 
     function_call: FunctionCall
-    number: int  #: of the front's calls of the op, the how manieth
+    number: int  #: its index among the function call's calls of the op
     values: Values
     differentiated: bool
 
@@ -58,7 +58,7 @@ class OpCall:
 
 @cache
 def missing() -> str | None:
-    """Why there are no OpInfos here; None where there are."""
+    """Why OpInfo cannot be imported here; None where it can."""
     try:
         _database()
     except Exception as error:  # whatever an internal module raises
@@ -84,7 +84,7 @@ def label(info: Any) -> str:
 
 
 def infos_by_name(op: Op) -> list[Any]:
-    """The OpInfos whose name has to do with the op's, most alike first."""
+    """The OpInfos whose name is similar to the op's, the most similar first."""
     wanted = _name_parts(op.name.split("::", 1)[1].partition(".")[0])
     scored = []
     for info in _database():
@@ -121,15 +121,15 @@ def op_calls(
     differentiate: bool,
     limit: int = MAX_SAMPLES,
 ) -> Iterator[OpCall]:
-    """The calls of `op` that an OpInfo's samples make, on their way to the backend.
+    """The calls of `op` that an OpInfo's samples make, recorded below autograd.
 
     Args:
-        op: what to look for.
+        op: the op.
         info: the OpInfo.
-        dtype: of its samples.
-        device: where they live.
-        seed: of their values.
-        differentiate: in grad mode, with a backward.
+        dtype: the dtype of its samples.
+        device: their device.
+        seed: the seed of their values.
+        differentiate: whether to run them in grad mode, with a backward.
         limit: how many samples to run.
     """
     samples = function_calls(info, dtype, device, seed, requires_grad=differentiate, limit=limit)
@@ -140,7 +140,7 @@ def op_calls(
                     result = info(sample.input, *sample.args, **sample.kwargs)
                     if differentiate:
                         gradients(result, grad_inputs(sample), seed)
-            except Exception:  # a sample that this backend does not do
+            except Exception:  # this backend does not support the sample
                 continue
         for number, values in enumerate(recorder.calls):
             yield OpCall(function_call, number, values, differentiate)
@@ -161,8 +161,8 @@ def function_calls(
     if dtype not in (supported if requires_grad else info.supported_dtypes(kind)):
         return
     with seeded(seed):
-        # Not `info.sample_inputs`: that looks for a test's name in the stack, which takes longer
-        # than the samples do.
+        # Not `info.sample_inputs`: it searches the stack for a test's name, which takes longer than
+        # making the samples.
         stream = info.sample_inputs_func(info, str(device), dtype, requires_grad)
         samples = []
         try:
@@ -195,7 +195,7 @@ def gradients(result: Any, inputs: list[torch.Tensor], seed: int) -> list[torch.
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Every random generator that a sample function may use, seeded, and put back after."""
+    """A scope that seeds every random generator a sample function may use, and restores it."""
     python = random.getstate()
     try:
         import numpy

@@ -1,4 +1,4 @@
-"""A failing sample, made again from its id."""
+"""Makes a failing sample again, from its id."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Reproduction:
 
     @property
     def call(self) -> Call:
-        """The call, with tensors of its own each time."""
+        """The call, with new tensors each time."""
         return self.sample.call()
 
     @property

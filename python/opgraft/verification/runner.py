@@ -1,4 +1,4 @@
-"""One verification: which samples, which checks, and the report of both."""
+"""Runs a verification: makes samples, runs checks on them, and reports the results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from opgraft.verification.verification_report import (
 )
 from opgraft.when import Condition
 
-#: Failures of a check after which it is not run any more: to be sure of one takes many runs.
+#: After so many failures a check is not run any more, because a failure may take many runs.
 _MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """The terms of a verification; see :func:`opgraft.verify`."""
+    """The options of a verification; see :func:`opgraft.verify`."""
 
     k: float = 2.0
     seed: int = 0
@@ -64,9 +64,9 @@ def verify_override(
     """Verify one override.
 
     Args:
-        override: what to verify; others are off meanwhile, on this thread.
-        options: the terms.
-        progress: told of each step.
+        override: the override to verify; all others are disabled meanwhile, on this thread.
+        options: the options.
+        progress: called with a text for each step.
     """
     report = OverrideReport(
         override.name, override.op, override.dispatch_key, override.dsl, override.pack
@@ -80,7 +80,7 @@ def verify_override(
     subject = Subject(override, device, options.k, options.seed)
     run = _Verification(subject, options, report, progress)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what samples of odd dtypes make torch say
+        warnings.simplefilter("ignore")  # torch warns of unusual dtypes
         try:
             with keeping_settings(), only(override):
                 run.run_checks()
@@ -137,7 +137,7 @@ class _Verification:
             bound = "max_samples=" if len(seen) == self._options.max_samples else ""
             if time.perf_counter() - start > self._options.max_seconds:
                 bound = "max_seconds="
-            # What it takes to find the first one does not count.
+            # The time to find the first sample does not count.
             start = min(start, time.perf_counter())
             if bound:
                 self._report.notes.append(
@@ -151,7 +151,7 @@ class _Verification:
         if self._hits:
             self._check_some()
         self._report.not_generated += self._coverage.missing()
-        # Of other libraries' ops PyTorch's own tests know nothing, and nothing is missed.
+        # PyTorch's own tests have no samples of other libraries' ops, so none is missing.
         is_torchs = self._subject.op.name.startswith("aten::")
         if is_torchs and self._options.use_opinfo and (reason := opinfo.missing()):
             self._report.incomplete = f"there are none of PyTorch's own samples: {reason}"
@@ -171,7 +171,7 @@ class _Verification:
     def _check_each(self, sample: Sample) -> None:
         try:
             call = sample.call()
-        except Exception:  # a layout that such a tensor cannot have
+        except Exception:  # the tensor cannot have such a layout
             return
         seen = Observation(self._subject, sample)
         self._count(seen, sample)
@@ -182,7 +182,7 @@ class _Verification:
                 self._apply(
                     name, seen, as_check="special" if special and name == "values" else name
                 )
-        # Nor is what takes gigabytes kept.
+        # Samples that take gigabytes are not kept for later checks.
         if seen.took and not special and "huge-strides" not in sample.layouts.values():
             self._hits.append(seen)
 
@@ -225,7 +225,7 @@ class _Verification:
                 self._apply(name, seen)
 
     def _for_check(self, name: str, chosen: list[Observation]) -> Iterable[Observation]:
-        """On what a check says most: on these of the representatives, or of all that it takes."""
+        """The samples for a check: those that suit it, of the representatives or of all hits."""
         suits = CHECKS[name].suits
         if suits is None:
             return chosen
@@ -233,7 +233,7 @@ class _Verification:
         return _distinct_scalars_first(suited) or chosen
 
     def _representatives(self) -> list[Observation]:
-        """For each dtype the middling one of the hits: not empty, not the largest."""
+        """For each dtype the hit of median size: not empty, not the largest."""
         by_dtype: dict[Any, list[Observation]] = {}
         for seen in self._hits:
             call = seen.override_run.call
@@ -253,7 +253,7 @@ class _Verification:
         if check.failures == _MAX_FAILURES:
             return
         try:
-            with keeping_settings():  # what an impl leaves changed is no other check's concern
+            with keeping_settings():  # an impl's changes must not affect other checks
                 CHECKS[name](seen)
         except NotApplicable as reason:
             check.reason = check.reason or str(reason)
@@ -263,13 +263,13 @@ class _Verification:
             return
         except Failed as failed:
             self._fail(check, name, seen, str(failed))
-        except Exception as error:  # neither the override nor native: tell, and go on
+        except Exception as error:  # neither the override nor native raised: report it, and go on
             self._fail(check, name, seen, f"the check itself raised {error!r}")
         check.samples += 1
 
     def _fail(self, check: Check, name: str, seen: Observation, message: str) -> None:
         check.failures += 1
-        # One of each check is enough to mend it; what else fails is counted.
+        # One failure of each check is enough to mend it; the others are counted.
         if check.failures == 1:
             self._report.failures.append(
                 Failure(check.name, seen.sample.id, message, reproducer(seen, name, self._options))
@@ -277,7 +277,7 @@ class _Verification:
 
 
 def _distinct_scalars_first(observations: list[Observation]) -> list[Observation]:
-    """Those of other numbers first: of a probability of one half alone little can be told."""
+    """The observations with distinct numbers first: a dropout of one half alone shows little."""
     firsts: dict[Any, Observation] = {}
     for seen in observations:
         numbers = (v for v in seen.override_run.call.values if isinstance(v, (bool, int, float)))
@@ -286,7 +286,7 @@ def _distinct_scalars_first(observations: list[Observation]) -> list[Observation
 
 
 def reproducer(seen: Observation, check: str, options: Options) -> str:
-    """Five lines that make a failure happen again."""
+    """Five lines of Python that reproduce a failure."""
     override = seen.subject.override
     terms = f", seed={options.seed}" + (f", k={options.k:g}" if options.k != 2 else "")
     where = f"op={override.op!r}, dispatch_key={override.dispatch_key!r}, name={override.name!r}"
@@ -313,7 +313,7 @@ def _registering(override: Override) -> str:
 def verify_all(
     overrides: Sequence[Override], options: Options, *, progress: bool
 ) -> list[OverrideReport]:
-    """Verify one override after another, with a bar on the terminal if so asked."""
+    """Verify one override after another, with a bar on the terminal if `progress`."""
     with progress_bar(progress) as tell:
         return [
             verify_override(override, options, partial(tell, override.name))
@@ -323,7 +323,7 @@ def verify_all(
 
 @contextmanager
 def progress_bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
-    """A progress bar where there is a terminal; yields what is told of each step."""
+    """A progress bar, if stderr is a terminal; yields a function to call for each step."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -348,7 +348,7 @@ def progress_bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
 
 
 def report_of(overrides: list[OverrideReport], k: float, seed: int) -> VerificationReport:
-    """The report of a verification that ran here."""
+    """The report of a verification in this process."""
     nothing = "" if overrides else "no override is registered that matches"
     return VerificationReport(overrides, k, seed, environment(), nothing)
 

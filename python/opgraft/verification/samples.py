@@ -1,12 +1,12 @@
-"""Samples: calls of an op that can be made again, fresh, from a line of text.
+"""Samples: calls of an op that can be made again from a line of text.
 
 A sample is a *base* call (from PyTorch's own OpInfo, from a pack, or guessed from the schema), with
-*edits* that change sizes, numbers and dtypes, and *layouts* that change how a tensor lies in
-memory but not its values. Its `id` says all three:
+*edits* that change sizes, numbers and dtypes, and *layouts* that change a tensor's memory layout,
+or give it special values. Its `id` contains all three:
 
     opinfo:softmax:float32:3.0 self[1]=8 @self:transposed
 
-so that a failure is reproduced by that line and the seed.
+So that line and the seed reproduce a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from opgraft.verification.random_values import RandomValues
 
 #: Edits cast every floating-point (and complex) tensor by this pseudo-argument ...
 EVERY_TENSOR = "*"
-#: ... and by this one draw new values for them: how often, so that each draw is another.
+#: ... and by this one give them new random values; its value distinguishes several such sets.
 EVERY_VALUE = "**"
 
 Values = tuple[Any, ...]
@@ -39,7 +39,7 @@ class CannotMake(Exception):
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A number of a call: a tensor's size, an item of a list, or a scalar argument."""
+    """The position of a number in a call: a tensor's size, a list's item, or a scalar argument."""
 
     argument: str
     item: int | None = None  #: of a list argument
@@ -61,32 +61,32 @@ Layouts = Mapping[Position, str]
 
 @dataclass(frozen=True)
 class Base:
-    """A call that others are made from.
+    """A call from which samples are made.
 
-    `make` builds the op's arguments after edits; for most ops it edits the arguments themselves,
-    for a backward op those of the forward op, which then runs to make what the backward gets.
+    `make` returns the op's arguments after edits. For most ops it edits the arguments themselves.
+    For a backward op it edits those of the forward op, and runs that to make the backward's.
     """
 
     id: str
     op: Op
     make: Callable[[Edits, int], Values]
-    #: What edits may change, with the value that each has now.
+    #: The positions that edits may change, with their values.
     positions: Mapping[Position, Any]
-    #: Tensors whose values no other argument depends on: these can be given other values.
+    #: Tensors whose values no other argument depends on, so that they may have other values.
     independent: frozenset[str]
-    #: Of its first tensor.
+    #: The dtype of its first tensor.
     dtype: torch.dtype | None
     #: The call of the other op that this one's arguments come from.
     source: Base | None = None
-    #: The call of what users call that made it.
+    #: The call of a function, such as `F.softmax`, that made it.
     function_call: Any = None
-    #: Whether its author gave it, or the call that it comes from.
+    #: Whether the override's author gave it, or the call that it comes from.
     is_from_author: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A call of an op that can be made anew as often as it is needed."""
+    """A call of an op that can be made again as often as needed."""
 
     base: Base
     edits: Edits
@@ -104,7 +104,7 @@ class Sample:
         return self.base.op
 
     def call(self) -> Call:
-        """The call, with tensors of its own.
+        """The call, with new tensors.
 
         Raises:
             CannotMake: there is no such call.
@@ -186,8 +186,9 @@ def base_from_arguments(
         base_id: what to call it.
         op: the op.
         values: its arguments, all of them in the schema's order.
-        front: the call of what users call that made it.
-        fixed: only dtypes may be edited: the arguments belong together in a way that is not known.
+        front: the call of a function, such as `F.softmax`, that made it.
+        fixed: whether only dtypes may be edited, because arguments depend on each other in an
+            unknown way.
     """
 
     def make(edits: Edits, seed: int) -> Values:
@@ -205,9 +206,9 @@ def base_from_arguments(
 
 
 def with_rank(base: Base, rank: int) -> Base | None:
-    """A base whose tensors of the first one's rank have another; None where that cannot be.
+    """A base whose tensors have another rank, as far as they have that of the first; or None.
 
-    Dimensions are left out, or put in, in front: what belongs to the last ones goes on fitting.
+    Dimensions are removed or added in front, so arguments for the last dimensions still fit.
     """
     prefix = f"rank{rank}:"
     if base.source is not None:
@@ -234,7 +235,7 @@ def base_from_other_op(op: Op, source: Base) -> Base | None:
     """A base of an op whose arguments come from a run of another: a backward's from its forward's,
     an `out=` variant's or an in-place one's from the functional op's.
 
-    Edits change the other op's arguments, so that what this one gets always belongs together.
+    Edits change the other op's arguments, so this op's arguments always fit together.
 
     Args:
         base_id: what to call it.
@@ -272,7 +273,7 @@ _ArgumentMaker = Callable[[Call, tuple[Any, ...], RandomValues], Any]
 def _argument_makers(op: Op, forward: Op) -> list[_ArgumentMaker] | None:
     names = {argument.name for argument in forward.arguments}
     returned = [declared.name or "" for declared in forward.returns]
-    # Output 0 goes by these names; the others, unless they say theirs, come in order.
+    # Output 0 has a usual name; other outputs without a name are used in their order.
     rest = [index for index, name in enumerate(returned) if index > 0]
     written = 0
     makers: list[_ArgumentMaker] = []
@@ -326,7 +327,7 @@ def _constant(value: Any) -> _ArgumentMaker:
 
 
 def _mask_of_given(forward: Op, size: int) -> _ArgumentMaker:
-    """Gradients of the forward's first tensors: only of those that are there."""
+    """A mask of gradients for the forward's first tensors: true for those that are not None."""
     tensors = [argument.name for argument in forward.arguments if "Tensor" in argument.kind]
     names = tensors[:size]
 
@@ -401,7 +402,7 @@ def run(call: Call) -> Any:
 
 
 def tensors_of(op: Op, values: Values) -> Iterator[tuple[Position, torch.Tensor]]:
-    """Every tensor of a call with where it is."""
+    """Every tensor of a call, with its position."""
     for argument, value in zip(op.arguments, values, strict=True):
         if isinstance(value, torch.Tensor):
             yield Position(argument.name), value
@@ -428,9 +429,9 @@ def positions(op: Op, values: Values) -> Iterator[tuple[Position, Any]]:
 
 
 def edited(op: Op, values: Values, edits: Edits, seed: int) -> Values:
-    """The arguments with sizes, numbers and dtypes changed, and tensors of their own.
+    """New arguments with changed sizes, numbers and dtypes.
 
-    A tensor of another size gets new values that look like those it had.
+    A tensor of another size gets new values that are similar to its old ones.
     """
     rng = RandomValues(seed)
     dtype = edits.get(Position(EVERY_TENSOR))
@@ -472,7 +473,7 @@ def _edit(
 
 
 def _similar_values(tensor: torch.Tensor, shape: list[int], rng: RandomValues) -> torch.Tensor:
-    """New values of the same kind: integers and bools are drawn from those that are there."""
+    """New random values in the range of the old ones; integers and bools are chosen among them."""
     if not tensor.is_floating_point():
         flat = tensor.detach().reshape(-1)
         if flat.numel() == 0:
@@ -512,7 +513,7 @@ def _lay_out(op: Op, values: list[Any], position: Position, layout: str) -> None
 
 
 def _relaid(op: Op, values: list[Any], tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout.startswith("="):  # the very tensor of another argument
+    if layout.startswith("="):  # the same tensor as another argument
         named = dict(zip((a.name for a in op.arguments), values, strict=True))
         return named[layout[1:]]  # type: ignore[no-any-return]
     try:

@@ -1,4 +1,4 @@
-"""Where base calls come from: PyTorch's OpInfo, the pack itself, the op's schema."""
+"""Makes base calls: from PyTorch's OpInfo, from the pack itself, or from the op's schema."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from opgraft.verification.samples import (
     with_rank,
 )
 
-#: Bases that are kept for each dtype and source.
+#: How many bases are used for each dtype and source.
 MAX_BASES = 12
-#: OpInfos that are run in search of one that reaches an op; more of them are only less alike.
+#: How many OpInfos are run to find one that reaches an op; others have less similar names.
 _MAX_INFOS = 6
-#: Combinations of arguments that are tried for an op of which only the schema is known.
+#: How many combinations of arguments are tried for an op of which only the schema is known.
 _MAX_GUESSES = 200
 
 
@@ -66,7 +66,7 @@ def bases(
 
 
 def source_kind(base_id: str) -> str:
-    """Where a base is from, in one word: of its id, without what was made of it.
+    """The source of a base, in one word, from its id.
 
     >>> source_kind("for:rank3:opinfo-grad:softmax:float32:3.0")
     'opinfo'
@@ -137,7 +137,7 @@ def _from_opinfo(
 
 
 def pack_bases(override: Override, device: torch.device, seed: int) -> Iterator[Base]:
-    """The samples that came with the override, by `register_op_override(..., samples=...)`.
+    """The samples of the override, given by `register_op_override(..., samples=...)`.
 
     Raises:
         TypeError: one of them does not fit the op.
@@ -183,7 +183,7 @@ def _reaching_bases(
     ]
     if (
         not infos and any_name and op.name.startswith("aten::")
-    ):  # under another name, then: everything is tried, with few samples each
+    ):  # the OpInfo has another name: all are tried, with few samples each
         infos = [
             info
             for info in opinfo.all_infos()
@@ -194,7 +194,7 @@ def _reaching_bases(
             list(_op_call_bases(op, info, dtype, device, seed, differentiate=differentiate))
             for info in infos
         ]
-        # From each in turn, so that the first one's samples are not all there is.
+        # From each in turn, so that not all samples are the first one's.
         interleaved = itertools.chain.from_iterable(
             itertools.zip_longest(*map(_varied_kinds_first, found))
         )
@@ -230,7 +230,7 @@ def _op_call_bases(
     limit: int = opinfo.MAX_SAMPLES,
 ) -> Iterator[Base]:
     calls = opinfo.op_calls(op, info, dtype, device, seed, differentiate=differentiate, limit=limit)
-    # What a backward op gets belongs together: its sizes cannot be edited one by one.
+    # The arguments of a backward op depend on each other: their sizes cannot be edited one by one.
     fixed = "backward" in op.name
     for each in calls:
         yield base_from_arguments(
@@ -239,7 +239,7 @@ def _op_call_bases(
 
 
 def _varied_kinds_first(found: list[Base]) -> list[Base]:
-    """One call of each kind first: ranks, which arguments are there, scalars."""
+    """The bases with distinct ranks, given arguments and scalars first."""
     kinds: dict[Any, list[Base]] = {}
     for base in found:
         source_kind = tuple(
@@ -269,7 +269,7 @@ def _bases_from_other_op(
     seed: int,
     use_opinfo: bool,
 ) -> Iterator[Base]:
-    """Bases by way of the forward op, or of the functional op that a variant belongs to."""
+    """Bases made from the forward op, or from the functional op that a variant belongs to."""
     op = override.operator
     relative = _with_samples(other, override)
     given = [] if relative is None else list(pack_bases(relative, device, seed))
@@ -301,7 +301,7 @@ _SHAPES = ((4, 8), (3, 8), (8,), (2, 3, 8), (2, 3, 4, 8), (8, 8))
 
 
 def guessed_bases(op: Op, dtypes: Sequence[torch.dtype], device: torch.device) -> Iterator[Base]:
-    """Calls that the op accepts, made from nothing but its schema."""
+    """Calls that the op accepts, made from its schema alone."""
     for dtype in dtypes:
         count = 0
         for values in _guesses(op, dtype, device):
@@ -338,7 +338,7 @@ def _options(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Callable[[], Any]]:
-    """Makers of values that an argument may have, the likeliest first."""
+    """Functions that make values for an argument, the likeliest first."""
     if not argument.required:
         return [_maker(argument.default)]
     if argument.is_tensor or argument.kind == "List[Tensor]":

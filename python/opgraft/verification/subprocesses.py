@@ -1,7 +1,7 @@
-"""Each override verified in a process of its own, several at a time.
+"""Verifies each override in its own process, several at a time.
 
-What one of them does to the device or to the process (an illegal address, a crash) then stays with
-it, and on a machine with many cores kernels are compiled side by side.
+If an override breaks the device or the process (an illegal address, a crash), the others are not
+affected. And on a machine with many cores, kernels are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from opgraft.verification.verification_report import (
     VerificationReport,
 )
 
-#: Of what a process that died wrote, what is told.
+#: How many lines of a crashed process's stderr are reported.
 _STDERR_LINES = 12
 
 
@@ -43,21 +43,21 @@ def verify_in_subprocesses(
     SIGINT and SIGTERM end the processes: what is not done then is reported as not run.
 
     Args:
-        overrides: what to verify.
-        arguments: of the command, for what must be registered and on which terms.
-        jobs: how many processes at a time.
-        k, seed: as in the arguments.
-        tell: told of each override that is done, and of its failures.
+        overrides: the overrides to verify.
+        arguments: the command's arguments that register the overrides and set the options.
+        jobs: how many processes run at a time.
+        k, seed: the same values as in the arguments.
+        log: called with a line for each override that is done, and for its failures.
 
     Returns:
-        As of :func:`opgraft.verify`; of a process that died it says so as a failure.
+        The report, as of :func:`opgraft.verify`; a process that crashed is a failure in it.
     """
     processes = _Processes()
 
     def verify(override: Override) -> OverrideReport:
         report = _verify(override, arguments, processes)
         log(f"{report.name}: {report.verdict}, {report.seconds:.0f} s")
-        for failure in report.failures:  # now: what is still to come may take minutes
+        for failure in report.failures:  # at once: the other overrides may take minutes
             log(f"  {failure}".replace("\n", "\n  "))
         return report
 
@@ -75,7 +75,7 @@ def verify_in_subprocesses(
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM (a time limit's) is as good as Ctrl-C; only the main thread may ask for it."""
+    """Let SIGTERM (of a time limit) act like Ctrl-C; only the main thread may set a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -87,14 +87,14 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 class _Processes:
-    """Those that are running, to be ended all at once."""
+    """The running processes, which can be ended all at once."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
         self._ended = threading.Event()
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
-        """A process that is done and what it wrote; None if it was not let finish."""
+        """Run a process to its end and capture its output; None if it was ended before."""
         if self._ended.is_set():
             return None
         pipe = subprocess.PIPE
