@@ -20,7 +20,7 @@ from opgraft import ContractError
 from opgraft.ops.schema import Call, Op
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import outputs
-from tests import reached
+from tests import opinfo_calls
 from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ Fault = Callable[[Call, Result, dict[str, Any]], Result | None]
 
 @pytest.fixture(scope="module")
 def calls() -> dict[Op, list[Call]]:
-    found = reached.calls(chosen=is_chosen)
+    found = opinfo_calls.calls(chosen=is_chosen)
     assert len(found) > 60
     return found
 
@@ -53,7 +53,7 @@ def is_chosen(info: Any) -> bool:
 
 
 def run(call: Call) -> Any:
-    call = reached.fresh(call)
+    call = opinfo_calls.fresh(call)
     return call.op.overload(*call.args, **call.kwargs)
 
 
@@ -83,7 +83,7 @@ def by_a_copy(op: Op) -> Callable[..., Any]:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         return tensor.clone()
-    return reached.copied(tensor)
+    return opinfo_calls.copied(tensor)
 
 
 @pytest.mark.parametrize("way", [by_native, by_a_copy], ids=lambda way: way.__name__)
@@ -297,7 +297,7 @@ def faulty(op: Op, fault: Fault, memory: dict[str, Any]) -> Callable[..., Any]:
 
     def impl(*args: Any, **kwargs: Any) -> Any:
         call = op.bind(args, kwargs)
-        memory["before"] = reached.fresh(call)
+        memory["before"] = opinfo_calls.fresh(call)
         result = native(*args, **kwargs)
         wrong = fault(call, result, memory)
         if wrong is None:

@@ -9,8 +9,8 @@ import torch
 
 from opgraft.ops.schema import Op, resolve
 from opgraft.router import threads
+from opgraft.verification.accuracy import check_accuracy
 from opgraft.verification.checks.registry import check
-from opgraft.verification.judging import judge
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
@@ -71,4 +71,4 @@ def _check_variant(seen: Observation, variant: Op, fits: bool) -> None:
         if has_values(seen, index) and not seen.is_random:
             exact = reference_at(seen.reference.outputs, index, theirs)
             if isinstance(exact, torch.Tensor):
-                judge(seen, index, out, theirs, exact)
+                check_accuracy(seen, index, out, theirs, exact)

@@ -1,11 +1,11 @@
-"""Running a function without running it: which ops it calls, found on tensors without memory.
+"""Finds out which ops a function calls, by calling it on tensors without memory.
 
-`torch._subclasses.FakeTensorMode` does the same and more, but making one imports Dynamo, Sympy and
-Triton, which takes seconds and is no business of a question. Here a tensor is replaced by a
-*ghost*: it has the sizes, strides, dtype, device and place in autograd of the tensor that it
-stands for, so everything above the backend (autograd, autocast, composite ops, the choice of an
-SDPA backend) does with it what it does with the tensor; what reaches the backend is recorded, and
-torch's own meta kernels say what comes out.
+`torch._subclasses.FakeTensorMode` does the same and more. But creating one imports Dynamo, Sympy
+and Triton, which takes seconds, and `explain` must be quick. Here a *stand-in* replaces a tensor.
+It has the tensor's sizes, strides, dtype, device and autograd state. So everything above the
+backend (autograd, autocast, composite ops, the choice of an SDPA backend) treats it like the
+tensor. The calls that reach the backend are recorded, and torch's own meta kernels make their
+outputs.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from opgraft.errors import OpgraftError
 from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import composite, device
 
-# What torch says where a ghost's memory is wanted.
-_MEMORY_WANTED = (
+# torch's errors where code needs the memory of a stand-in.
+_MEMORY_ERRORS = (
     "its data is not allocated yet",
     "Cannot access data pointer",
     "not supported for tensor subclasses",
     "Can't export tensors on",
 )
 
-#: Told of each call that reaches a backend.
+#: Called with each call that reaches a backend.
 OnCall = Callable[[Call], None]
 
-_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_COMPOSITE_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
-class GhostError(OpgraftError, TypeError):
-    """A tensor that no ghost can stand for, or a ghost where memory is needed."""
+class StandInError(OpgraftError, TypeError):
+    """A tensor cannot have a stand-in, or code needs the memory of one."""
 
 
 class Stopped(BaseException):
-    """What comes next depends on values, which ghosts do not have.
+    """The rest of the function depends on values, which stand-ins do not have.
 
-    No `Exception`: code that catches those would go on as it never does with tensors.
+    It is no `Exception`: code that catches those would go on as it never does with tensors.
     """
 
 
-class Ghost(torch.Tensor):
+class StandIn(torch.Tensor):
     """A tensor's metadata, device included, and no memory."""
 
-    #: The same on the meta device, for meta kernels.
+    #: The same tensor on the meta device, for meta kernels.
     meta: torch.Tensor
-    #: The tensor that it stands for; None for a result.
-    stands_for: torch.Tensor | None
-    #: Where the memory of what it stands for begins; 0 where there is none.
+    #: The tensor that it replaces; None for a result.
+    original: torch.Tensor | None
+    #: The address of that tensor's storage; 0 where there is none.
     base_address: int
 
     @staticmethod
@@ -71,10 +71,10 @@ class Ghost(torch.Tensor):
         device: torch.device,
         *,
         requires_grad: bool = False,
-        stands_for: torch.Tensor | None = None,
+        original: torch.Tensor | None = None,
         base_address: int = 0,
-    ) -> Ghost:
-        ghost: Ghost = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    ) -> StandIn:
+        stand_in: StandIn = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -83,57 +83,57 @@ class Ghost(torch.Tensor):
             device=device,
             requires_grad=requires_grad,
         )
-        # Without this its address is 0, and a kernel that is launched on it loses the device.
-        torch._C._set_throw_on_mutable_data_ptr(ghost)  # type: ignore[attr-defined]
-        torch._C._set_conj(ghost, meta.is_conj())  # type: ignore[attr-defined]
-        torch._C._set_neg(ghost, meta.is_neg())  # type: ignore[attr-defined]
-        ghost.meta, ghost.stands_for, ghost.base_address = meta, stands_for, base_address
-        return ghost
+        # Without this its address is 0, and a kernel launched on it would break the CUDA context.
+        torch._C._set_throw_on_mutable_data_ptr(stand_in)  # type: ignore[attr-defined]
+        torch._C._set_conj(stand_in, meta.is_conj())  # type: ignore[attr-defined]
+        torch._C._set_neg(stand_in, meta.is_neg())  # type: ignore[attr-defined]
+        stand_in.meta, stand_in.original, stand_in.base_address = meta, original, base_address
+        return stand_in
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Ghost({tuple(self.shape)}, {self.dtype}, {self.device})"
+        return f"StandIn({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        raise GhostError(
-            f"{func} wants the values of a tensor that opgraft.explain only imagines: a condition, "
+        raise StandInError(
+            f"{func} needs the values of a tensor that opgraft.explain only imagines: a condition, "
             "a hook or another thread reads them"
         )
 
 
 class Recorder(TorchDispatchMode):
-    """While it is on, nothing runs: ops are recorded, and return ghosts.
+    """While this mode is active no kernel runs: ops are recorded, and return stand-ins.
 
     Args:
-        on_call: told of each call that would reach a backend, the user's own tensors in it, or
-            ghosts where a tensor does not exist.
-        is_overridden: whether an op has overrides at a dispatch key, so that it is not looked into.
+        on_call: called with each call that would reach a backend. The call has the user's own
+            tensors, and stand-ins for results.
+        is_overridden: whether an op has overrides at a dispatch key, so that it is not decomposed.
     """
 
     def __init__(self, on_call: OnCall, is_overridden: Callable[[Op, str], bool]) -> None:
         super().__init__()
         self._on_call = on_call
         self._is_overridden = is_overridden
-        #: By id: a tensor has one ghost throughout; each keeps its tensor alive.
-        self._ghosts: dict[int, Ghost] = {}
-        self._of_meta: dict[int, Ghost] = {}
-        self._made: list[weakref.ref[Ghost]] = []
-        #: By meta storage: where the memory begins that views share.
+        #: By id. A tensor has only one stand-in, which keeps the tensor alive.
+        self._stand_ins: dict[int, StandIn] = {}
+        self._by_meta: dict[int, StandIn] = {}
+        self._created: list[weakref.ref[StandIn]] = []
+        #: By meta storage: the address of the storage that views share.
         self._addresses: dict[int, int] = {}
-        self._seen: list[_Seen] = []
+        self._captured: list[_Captured] = []
         self._muted = False
-        #: A tensor that was not among the arguments belongs to a graph of the user's.
-        self._met_graph = False
-        #: Why the rest could not be followed; None where it was to the end.
+        #: Whether the function used a tensor of the user's own autograd graph that was no argument.
+        self._saw_user_graph = False
+        #: Why the function could not be followed to its end; None where it was.
         self.stopped: str | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would import Dynamo at the first call, only to tell it to stay away.
+        # Otherwise torch would import Dynamo at the first call, only to skip it.
         return False
 
     supports_higher_order_operators = True
@@ -141,27 +141,29 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------ running
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Call a function with ghosts for tensors; returns what it returned.
+        """Call a function with stand-ins for tensors; returns what it returned.
 
-        `stopped` says afterwards whether it came to its end.
+        Afterwards `stopped` says whether the function came to its end.
 
         Raises:
-            GhostError: a tensor among the arguments is of a kind that has no ghost.
+            StandInError: an argument is a tensor that cannot have a stand-in.
             Exception: whatever the function itself raises.
         """
         with _disable_current_modes():
-            args, kwargs = self._imagined((tuple(args), dict(kwargs)))
+            args, kwargs = self._with_stand_ins((tuple(args), dict(kwargs)))
         return self._run(lambda: function(*args, **kwargs))
 
     def run_backward(self, outputs: Any) -> bool:
-        """Differentiate what :meth:`run` returned; whether there was anything to differentiate."""
+        """Differentiate what :meth:`run` returned; returns whether anything requires grad."""
         ends = [t for t in pytree.tree_leaves(outputs) if _is_differentiable(t)]
-        tensors = (ghost.stands_for if seen else ghost for ghost, seen in self._inputs())
+        tensors = (
+            stand_in.original if captured else stand_in for stand_in, captured in self._inputs()
+        )
         starts = [t for t in tensors if t is not None and t.requires_grad]
         if not ends or not starts:
             return False
         with _disable_current_modes():
-            grads = [self._ghost_of_meta(torch.empty_like(_meta(t)), t.device) for t in ends]
+            grads = [self._stand_in_of_meta(torch.empty_like(_meta(t)), t.device) for t in ends]
         try:
             self._run(lambda: torch.autograd.grad(ends, starts, grads, allow_unused=True))
         except (
@@ -170,48 +172,50 @@ class Recorder(TorchDispatchMode):
             self.stopped = f"its backward raises {type(error).__name__}: {error}"
         return True
 
-    def _inputs(self) -> Iterator[tuple[Ghost, bool]]:
-        """The ghosts of tensors, and whether the function met the tensor itself, not the ghost."""
-        captured = {id(seen.tensor) for seen in self._seen}
-        for ghost in self._ghosts.values():
-            yield ghost, id(ghost.stands_for) in captured
+    def _inputs(self) -> Iterator[tuple[StandIn, bool]]:
+        """Each stand-in, and whether the function used the tensor itself instead."""
+        captured = {id(captured.tensor) for captured in self._captured}
+        for stand_in in self._stand_ins.values():
+            yield stand_in, id(stand_in.original) in captured
 
     def _run(self, function: Callable[[], Any]) -> Any:
         try:
-            with _disable_current_modes(), _eager(), _no_autocast_cache(), self:
+            with _disable_current_modes(), _force_eager(), _no_autocast_cache(), self:
                 return function()
         except Stopped as stopped:
             self.stopped = str(stopped)
             return None
-        except (RuntimeError, GhostError) as error:
-            if not isinstance(error, GhostError) and not any(
-                sign in str(error) for sign in _MEMORY_WANTED
+        except (RuntimeError, StandInError) as error:
+            if not isinstance(error, StandInError) and not any(
+                sign in str(error) for sign in _MEMORY_ERRORS
             ):
                 raise
-            self.stopped = f"it wants a tensor's memory ({str(error).splitlines()[0]})"
+            self.stopped = f"it needs a tensor's memory ({str(error).splitlines()[0]})"
             return None
         finally:
-            for seen in self._seen:
-                seen.put_back()
+            for captured in self._captured:
+                captured.restore()
 
-    def let_go(self) -> int:
-        """Forget every ghost; returns how many somebody else has kept."""
-        self._ghosts.clear()
-        self._of_meta.clear()
-        self._seen.clear()
-        if any(ref() is not None for ref in self._made):
+    def release(self) -> int:
+        """Forget every stand-in; returns how many are still referenced elsewhere."""
+        self._stand_ins.clear()
+        self._by_meta.clear()
+        self._captured.clear()
+        if any(ref() is not None for ref in self._created):
             gc.collect()
-        return sum(ref() is not None for ref in self._made)
+        return sum(ref() is not None for ref in self._created)
 
-    def _imagined(self, values: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, self._argument, values)
+    def _with_stand_ins(self, values: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, self._stand_in_argument, values)
 
-    def _argument(self, tensor: torch.Tensor) -> torch.Tensor:
-        ghost = self._ghost(tensor)
-        if ghost.requires_grad and tensor.grad_fn is not None:
+    def _stand_in_argument(self, tensor: torch.Tensor) -> torch.Tensor:
+        stand_in = self._stand_in_for(tensor)
+        if stand_in.requires_grad and tensor.grad_fn is not None:
             with self._mute(), self:
-                return ghost.clone()  # not a leaf either: it may be written to
-        return ghost
+                return (
+                    stand_in.clone()
+                )  # not a leaf of autograd, as the tensor: ops may write to it
+        return stand_in
 
     @contextmanager
     def _mute(self) -> Iterator[None]:
@@ -230,73 +234,77 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             raise self._stop(f"{func} is a higher-order operator, which is not followed")
         op = resolve(func)
-        if not _has_tensors(op):  # what profilers call, say
+        if not _has_tensors(op):  # for example an op of the profiler
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             return args[0]  # torch.tensor(...): its values are known
         if func is torch.ops.aten._local_scalar_dense.default and self._is_known(args[0]):
             return func(args[0])
-        if self._met_graph and torch._C._current_graph_task_id() != -1:
+        if self._saw_user_graph and torch._C._current_graph_task_id() != -1:
             raise self._stop(
                 "it differentiates into a graph of a tensor that was not among the arguments; give "
                 "that tensor as an argument"
             )
         call = op.bind(args, kwargs)
-        where = _device(call)
+        device = _device(call)
         for argument, value in zip(op.arguments, call.values, strict=True):
             if argument.declares_write:
-                self._mind_writing(value, call)
-        dispatch_key = str(torch._C._dispatch_key_for_device(where.type))
-        taken_apart = self._is_composite(op, dispatch_key)
-        if not taken_apart and not self._muted:
-            self._on_call(Call(op, tuple(map(_real, call.values))))
+                self._note_writes(value, call)
+        dispatch_key = str(torch._C._dispatch_key_for_device(device.type))
+        is_composite = self._is_composite(op, dispatch_key)
+        if not is_composite and not self._muted:
+            self._on_call(Call(op, tuple(map(_original, call.values))))
         result = None
-        if taken_apart or self._is_made_of_others(op, dispatch_key):
-            kernel = func.decompose if taken_apart else partial(func._op_dk, _EXPLICIT)
-            result = self._look_into(kernel, args, kwargs)
+        if is_composite or self._calls_other_ops(op, dispatch_key):
+            kernel = func.decompose if is_composite else partial(func._op_dk, _COMPOSITE_EXPLICIT)
+            result = self._run_decomposition(kernel, args, kwargs)
         if result is None:
-            result = self._results(call, args, kwargs, where)
+            result = self._results(call, args, kwargs, device)
         return self._returned(call, result)
 
     def _is_composite(self, op: Op, dispatch_key: str) -> bool:
-        """Whether the op never gets to the key, because others are called in its place."""
+        """Whether the op never reaches the key, because it is decomposed into other ops."""
         if self._is_overridden(op, dispatch_key) or router.has_own_kernel(op, dispatch_key):
             return False
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        return has(op.name, "CompositeImplicitAutograd") and not has(op.name, _EXPLICIT.name)
+        return has(op.name, "CompositeImplicitAutograd") and not has(
+            op.name, _COMPOSITE_EXPLICIT.name
+        )
 
-    def _is_made_of_others(self, op: Op, dispatch_key: str) -> bool:
-        """Whether its kernel at the key is one for all backends, which may call other ops."""
+    def _calls_other_ops(self, op: Op, dispatch_key: str) -> bool:
+        """Whether its kernel is one for all backends, which may call other ops."""
         if self._is_overridden(op, dispatch_key) or router.has_own_kernel(op, dispatch_key):
             return False
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        # Those of views make tensors themselves, which would be no ghosts. Those of other libraries
-        # are what would run: for all that we know they launch kernels.
+        # Such kernels of view ops create tensors directly, which would not be stand-ins. Those of
+        # other libraries may launch kernels, so they must not run.
         is_view = op.overload.is_view or torch.Tag.inplace_view in op.overload.tags
-        is_atens = op.name.startswith("aten::")
-        return is_atens and not is_view and has(op.name, _EXPLICIT.name)
+        is_aten = op.name.startswith("aten::")
+        return is_aten and not is_view and has(op.name, _COMPOSITE_EXPLICIT.name)
 
-    def _look_into(self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Run a kernel that calls other ops, on ghosts; None where it does not come to an end."""
-        args, kwargs = tuple(map(self._to_ghost, args)), _values(kwargs, self._to_ghost)
+    def _run_decomposition(
+        self, kernel: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """Run a kernel that calls other ops on stand-ins; None where it cannot finish."""
+        args, kwargs = tuple(map(self._to_stand_in, args)), _map_values(kwargs, self._to_stand_in)
         try:
-            with self._below():
+            with self._below_autograd():
                 result = kernel(*args, **kwargs)
         except (Exception, Stopped):
-            # Many such kernels compute something themselves, and find no memory.
+            # Many such kernels also read memory themselves, and there is none.
             return None
         leaves = pytree.tree_leaves(result)
-        plain = any(isinstance(t, torch.Tensor) and not isinstance(t, Ghost) for t in leaves)
+        plain = any(isinstance(t, torch.Tensor) and not isinstance(t, StandIn) for t in leaves)
         return None if plain else result
 
     @contextmanager
-    def _below(self) -> Iterator[None]:
-        """Record further, below autograd and autocast, which have had their turn."""
+    def _below_autograd(self) -> Iterator[None]:
+        """Go on recording below autograd and autocast, which the call has already passed."""
         with self, torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
             yield
 
-    def _results(self, call: Call, args: Sequence[Any], kwargs: Any, where: torch.device) -> Any:
-        """What the op returns, as its meta kernel says."""
+    def _results(self, call: Call, args: Sequence[Any], kwargs: Any, device: torch.device) -> Any:
+        """What the op returns, by its meta kernel."""
         op, tags = call.op, call.op.overload.tags
         if torch.Tag.data_dependent_output in tags:
             raise self._stop(f"{op.name} reads a tensor's values, and the rest depends on it")
@@ -305,8 +313,8 @@ class Recorder(TorchDispatchMode):
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if not op.name.startswith("aten::") and not has(op.name, "Meta"):
             raise self._stop(f"{op.name} has no fake kernel, which would say what it returns")
-        # As given, not as bound: a Python number promotes as a number.
-        args, kwargs = tuple(map(self._to_meta, args)), _values(kwargs, self._to_meta)
+        # The arguments as given, not as bound: a Python number promotes as a number.
+        args, kwargs = tuple(map(self._to_meta, args)), _map_values(kwargs, self._to_meta)
         try:
             result = _META_KERNELS.get(op.name, op.overload)(*args, **kwargs)
         except Exception as error:
@@ -315,14 +323,14 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._follow_shape(tensor, call)
 
-        def wrap(value: torch.Tensor) -> Ghost:
-            known = self._of_meta.get(id(value))
-            return self._ghost_of_meta(value, where) if known is None else known
+        def wrap(value: torch.Tensor) -> StandIn:
+            existing = self._by_meta.get(id(value))
+            return self._stand_in_of_meta(value, device) if existing is None else existing
 
         return pytree.tree_map_only(torch.Tensor, wrap, result)
 
     def _returned(self, call: Call, result: Any) -> Any:
-        """What the caller gets: from an op that writes to an argument, that argument."""
+        """What the caller gets: an op that writes to an argument returns that argument."""
         declared = call.op.returns
         if len(declared) == 1:
             return self._written(call, declared[0], result)
@@ -343,19 +351,19 @@ class Recorder(TorchDispatchMode):
     def _stop(self, why: str) -> Stopped:
         return Stopped(why)
 
-    # ------------------------------------------------------------------ tensors and ghosts
+    # ------------------------------------------------------------------ tensors and stand-ins
 
-    def _ghost(self, tensor: torch.Tensor) -> Ghost:
-        if isinstance(tensor, Ghost):
+    def _stand_in_for(self, tensor: torch.Tensor) -> StandIn:
+        if isinstance(tensor, StandIn):
             return tensor
-        ghost = self._ghosts.get(id(tensor))
-        if ghost is None:
-            ghost = self._ghosts[id(tensor)] = self._new_ghost(tensor)
-        return ghost
+        stand_in = self._stand_ins.get(id(tensor))
+        if stand_in is None:
+            stand_in = self._stand_ins[id(tensor)] = self._new_stand_in(tensor)
+        return stand_in
 
-    def _new_ghost(self, tensor: torch.Tensor) -> Ghost:
-        _check_has_ghost(tensor)
-        with _plain():
+    def _new_stand_in(self, tensor: torch.Tensor) -> StandIn:
+        _check_supported(tensor)
+        with _metadata_only():
             meta = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
             )
@@ -372,89 +380,91 @@ class Recorder(TorchDispatchMode):
                 meta = torch._neg_view(meta)
         address = _base_address(tensor)
         self._addresses[meta.untyped_storage()._cdata] = address
-        ghost = Ghost(
+        stand_in = StandIn(
             meta,
             tensor.device,
             requires_grad=tensor.requires_grad,
-            stands_for=tensor,
+            original=tensor,
             base_address=address,
         )
-        self._keep(ghost)
-        return ghost
+        self._remember(stand_in)
+        return stand_in
 
-    def _ghost_of_meta(self, meta: torch.Tensor, device: torch.device) -> Ghost:
+    def _stand_in_of_meta(self, meta: torch.Tensor, device: torch.device) -> StandIn:
         address = self._addresses.get(meta.untyped_storage()._cdata, 0)
-        ghost = Ghost(meta, device, base_address=address)
-        self._keep(ghost)
-        return ghost
+        stand_in = StandIn(meta, device, base_address=address)
+        self._remember(stand_in)
+        return stand_in
 
-    def _keep(self, ghost: Ghost) -> None:
-        self._of_meta[id(ghost.meta)] = ghost
-        self._made.append(weakref.ref(ghost))
+    def _remember(self, stand_in: StandIn) -> None:
+        self._by_meta[id(stand_in.meta)] = stand_in
+        self._created.append(weakref.ref(stand_in))
 
-    def _to_ghost(self, value: Any) -> Any:
+    def _to_stand_in(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._meet(value)
-        return [self._to_ghost(v) for v in value] if isinstance(value, (list, tuple)) else value
+            return self._capture(value)
+        return [self._to_stand_in(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     def _to_meta(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._meet(value).meta
+            return self._capture(value).meta
         if isinstance(value, (list, tuple)):
             return [self._to_meta(item) for item in value]
         if isinstance(value, torch.device):
             return torch.device("meta")
         return None if isinstance(value, torch.Generator) else value
 
-    def _meet(self, tensor: torch.Tensor) -> Ghost:
-        """The ghost of a tensor that came with a call; one of the user's own is minded."""
-        known = isinstance(tensor, Ghost) or any(seen.tensor is tensor for seen in self._seen)
-        if not known:
-            self._seen.append(_Seen(tensor))
-            self._met_graph |= tensor.grad_fn is not None
-        return self._ghost(tensor)
+    def _capture(self, tensor: torch.Tensor) -> StandIn:
+        """The stand-in of a tensor in a call; a tensor of the user's own is noted as captured."""
+        existing = isinstance(tensor, StandIn) or any(
+            captured.tensor is tensor for captured in self._captured
+        )
+        if not existing:
+            self._captured.append(_Captured(tensor))
+            self._saw_user_graph |= tensor.grad_fn is not None
+        return self._stand_in_for(tensor)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's values can be read here and now: they are in memory, and will be."""
-        is_real = not isinstance(tensor, Ghost) and tensor.device.type == "cpu"
-        return is_real and not any(s.tensor is tensor and s.written for s in self._seen)
+        """Whether a tensor's values can be read now: they are in memory, and no op changed them."""
+        is_real = not isinstance(tensor, StandIn) and tensor.device.type == "cpu"
+        return is_real and not any(s.tensor is tensor and s.written for s in self._captured)
 
-    def _mind_writing(self, value: Any, call: Call) -> None:
+    def _note_writes(self, value: Any, call: Call) -> None:
         for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, Ghost):
-                self._mind_writing_to(tensor, call)
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, StandIn):
+                self._note_write(tensor, call)
 
-    def _mind_writing_to(self, tensor: torch.Tensor, call: Call) -> None:
-        # Autograd, above, would make the user's own tensor part of a graph of ghosts.
+    def _note_write(self, tensor: torch.Tensor, call: Call) -> None:
+        # Autograd, above, would make the user's own tensor part of a graph of stand-ins.
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
             raise self._stop(
                 f"{call.op.name} writes to a tensor that was not among the arguments, with a "
                 "derivative; give that tensor as an argument"
             )
-        self._meet(tensor)
-        for seen in self._seen:
-            seen.written |= seen.tensor is tensor
+        self._capture(tensor)
+        for captured in self._captured:
+            captured.written |= captured.tensor is tensor
 
     def _follow_shape(self, tensor: torch.Tensor, call: Call) -> None:
-        """Give a ghost the shape that an op has given it in place (`squeeze_`, `resize_`)."""
-        ghost = self._ghost(tensor)
-        meta = ghost.meta
-        if (ghost.size(), ghost.stride()) == (meta.size(), meta.stride()):
+        """Update a stand-in whose shape an op changed in place (`squeeze_`, `resize_`)."""
+        stand_in = self._stand_in_for(tensor)
+        meta = stand_in.meta
+        if (stand_in.size(), stand_in.stride()) == (meta.size(), meta.stride()):
             return
-        if ghost is not tensor:
+        if stand_in is not tensor:
             raise self._stop(
                 f"{call.op.name} changes the shape of a tensor that was not among the arguments"
             )
         with torch._C._DisableTorchDispatch():
-            ghost.data = Ghost(meta, ghost.device)
-        ghost.stands_for = None
+            stand_in.data = StandIn(meta, stand_in.device)
+        stand_in.original = None
 
 
 composite.register_tracing_mode(Recorder)
 
 
-class _Seen:
-    """A tensor of the user's that the function met, and how to leave it as it was found."""
+class _Captured:
+    """A tensor of the user's that the function used without getting it as an argument."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -463,16 +473,18 @@ class _Seen:
         self._accumulates = tensor.is_leaf and tensor.requires_grad
         self._grad = tensor.grad if self._accumulates else None
 
-    def put_back(self) -> None:
-        # Autograd counts a write that did not happen, and a backward that needs the tensor would
-        # refuse to run; or it leaves a ghost as its gradient.
+    def restore(self) -> None:
+        # Autograd counted a write that did not happen, so a backward that needs the tensor would
+        # refuse to run. Or it left a stand-in as the tensor's gradient.
         if self._version is not None and self.tensor._version != self._version:
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
         if self._accumulates and self.tensor.grad is not self._grad:
             self.tensor.grad = self._grad
 
 
-def _norm(input: torch.Tensor, normalized_shape: list[int], *_: Any) -> tuple[torch.Tensor, ...]:
+def _fused_rms_norm_meta(
+    input: torch.Tensor, normalized_shape: list[int], *_: Any
+) -> tuple[torch.Tensor, ...]:
     """What `_fused_rms_norm` returns."""
     dims = len(normalized_shape)
     statistics = (*input.shape[: input.ndim - dims], *(1 for _ in range(dims)))
@@ -483,16 +495,16 @@ def _norm(input: torch.Tensor, normalized_shape: list[int], *_: Any) -> tuple[to
     )
 
 
-def _layer_norm(*args: Any) -> tuple[torch.Tensor, ...]:
-    out, rstd = _norm(*args)
+def _layer_norm_meta(*args: Any) -> tuple[torch.Tensor, ...]:
+    out, rstd = _fused_rms_norm_meta(*args)
     return out, torch.empty_like(rstd), rstd
 
 
-# In place of torch's own, which are made of elementwise ops: the first of those in a process
-# imports Dynamo, and norms are what people ask about.
+# They replace torch's own, which call elementwise ops: the first of those in a process imports
+# Dynamo, and norms are explained often.
 _META_KERNELS: dict[str, Callable[..., Any]] = {
-    "aten::_fused_rms_norm": _norm,
-    "aten::native_layer_norm": _layer_norm,
+    "aten::_fused_rms_norm": _fused_rms_norm_meta,
+    "aten::native_layer_norm": _layer_norm_meta,
 }
 
 
@@ -506,19 +518,19 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    assert isinstance(tensor, Ghost)
+    assert isinstance(tensor, StandIn)
     return tensor.meta
 
 
-def _real(value: Any) -> Any:
-    if isinstance(value, Ghost):
-        # A zero tensor is filled in above the backend, a ghost of one has no such key.
-        real = value.stands_for
+def _original(value: Any) -> Any:
+    if isinstance(value, StandIn):
+        # A zero tensor is materialized above the backend; its stand-in has no ZeroTensor key.
+        real = value.original
         return value if real is None or real._is_zerotensor() else real
-    return [_real(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_original(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _values(mapping: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _map_values(mapping: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     return {name: change(value) for name, value in mapping.items()}
 
 
@@ -544,50 +556,50 @@ def _base_address(tensor: torch.Tensor) -> int:
     return address
 
 
-def _check_has_ghost(tensor: torch.Tensor) -> None:
+def _check_supported(tensor: torch.Tensor) -> None:
     kind = type(tensor)
     own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if own and not isinstance(tensor, FakeTensor):
-        what = f"a {kind.__name__}, which does with ops what it wants"
+        what = f"a {kind.__name__}, a subclass with a __torch_dispatch__ of its own"
     elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         what = f"{tensor.layout}, nested or quantized"
     elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         what = "inside vmap or grad"
     elif tensor.requires_grad and not device.is_available(tensor.device.type):
-        # torch asks autograd's device for its stream, and ends the process where there is none.
-        raise GhostError(
+        # Autograd asks the device for its stream, and ends the process where there is no device.
+        raise StandInError(
             f"there is no {tensor.device.type} device here, and autograd cannot be followed "
-            "without one: leave out requires_grad, or name the op itself, or the backward's"
+            "without one: leave out requires_grad, or name the op itself or the backward's op"
         )
     else:
         return
-    raise GhostError(
-        f"opgraft.explain follows a function on dense tensors, and this one is {what}; "
-        "opgraft.trace() shows the real call"
+    raise StandInError(
+        f"opgraft.explain supports dense tensors only, and this one is {what}; opgraft.trace() "
+        "shows the real call"
     )
 
 
 @contextmanager
-def _plain() -> Iterator[None]:
-    """Metadata only: no derivative, whatever the caller has on."""
+def _metadata_only() -> Iterator[None]:
+    """Touch metadata only: neither autograd nor autocast, whatever the caller has set."""
     with torch.no_grad(), torch._C._DisableAutocast():
         yield
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled functions run as they were written: Dynamo would compile the recorder as well."""
-    with torch.compiler.set_stance("force_eager") if _dynamo_is_there() else nullcontext():
+def _force_eager() -> Iterator[None]:
+    """Run compiled functions in eager mode: Dynamo would compile the recorder as well."""
+    with torch.compiler.set_stance("force_eager") if _dynamo_is_imported() else nullcontext():
         yield
 
 
-def _dynamo_is_there() -> bool:
-    return "torch._dynamo" in sys.modules  # else nothing is compiled
+def _dynamo_is_imported() -> bool:
+    return "torch._dynamo" in sys.modules  # without it nothing is compiled
 
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps what it makes of a parameter for the calls that follow: not a ghost."""
+    """Switch autocast's cache of cast parameters off: it must not keep stand-ins."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
