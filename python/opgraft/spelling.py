@@ -217,6 +217,6 @@ def _warn_of_unused_selectors() -> None:
         is_known = (key == "dsl" and value in ("triton", "cutedsl")) or problem_with(key, value)
         if key in ("dsl", "name") and not is_known and value not in registry.ever_registered(key):
             env.warn_once(
-                f"OPGRAFT_DISABLE={env.selector_text(key, value)} switched nothing off: no override "
-                f"of this process has that {'DSL' if key == 'dsl' else 'name'}"
+                f"OPGRAFT_DISABLE={env.selector_text(key, value)} switched nothing off: no "
+                f"override of this process has that {'DSL' if key == 'dsl' else 'name'}"
             )
