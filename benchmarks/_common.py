@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: results as JSON files, with what they were measured on."""
+"""Shared by the benchmarks: writes results as JSON files, with the machine that measured them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A virtual environment with opgraft and packs as a user has them: installed as wheels.
+"""Makes a virtual environment in which opgraft and packs are installed as wheels, as for a user.
 
-For tests and benchmarks of what happens at `import torch`. The environment borrows torch, and what
-else is needed, by links; the compiled core is copied into it, as compiling one would take a minute.
+It is for tests and benchmarks of `import torch`. The environment links torch and other requirements
+from the running one. The compiled core is copied, because compiling one takes a minute.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What benchmarks/rms_norm.py and benchmarks/layer_norm.py share.
+"""Shared by benchmarks/rms_norm.py and benchmarks/layer_norm.py.
 
-Bandwidth counts what a norm has to move: 2 * rows * hidden elements forward (x and y), 3 * rows *
-hidden backward (x, the gradients of y and of x); weights, statistics and partial sums are not
-counted. Its share is of a device-to-device copy of as many bytes, measured in the same run.
+The bandwidth is that of the elements that a norm has to move: 2 * rows * hidden forward (x and y),
+3 * rows * hidden backward (x, the gradients of y and of x). Weights, statistics and partial sums do
+not count. It is compared with a device-to-device copy of as many bytes in the same run.
 
 Times are medians over rounds in which every contestant takes its turn. Inputs rotate among several
-sets, together larger than any L2. The GPU is kept busy while a turn's calls are issued, so that
-bandwidth is the kernels' own, whatever they cost on the host.
+sets, which together are larger than any L2. The GPU is kept busy while a turn's calls are issued,
+so the times are those of the kernels, without the host's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What packs add to `import torch`: the time inside its backend autoload, and what it imports.
+"""Measures what packs add to `import torch`: the time of its backend autoload, and its imports.
 
     python benchmarks/autoload.py           # about two minutes
     python benchmarks/autoload.py --smoke   # half a minute: does this script work?

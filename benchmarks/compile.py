@@ -1,4 +1,4 @@
-"""What overrides do to a compiled model: training steps under `torch.compile`, as a ratio to stock.
+"""Measures training steps under `torch.compile` with overrides, as a ratio to stock PyTorch.
 
     python benchmarks/compile.py            # minutes; on a GPU with the shipped kernels
     python benchmarks/compile.py --smoke    # does this script work? Its numbers mean nothing

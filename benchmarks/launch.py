@@ -1,4 +1,4 @@
-"""What a call costs on the host: native, an override in Python, and one that is a launch plan.
+"""Measures the host time of a call: native, of an override in Python, and of a launch plan.
 
     python benchmarks/launch.py              # with a CUDA device; about two minutes
     python benchmarks/launch.py --crossover  # from which size on which of them is faster

@@ -1,4 +1,4 @@
-"""Models that others wrote, with the packs' overrides and without; nothing in the models changes.
+"""Measures models by other authors with and without the packs' overrides; no model is changed.
 
     python benchmarks/models.py                     # every model, eager
     python benchmarks/models.py --modes compiled    # under torch.compile
@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import _common
-import _zoo
+import _model_zoo
 import torch
 
 RESULTS_NAME = "models"
@@ -88,7 +88,7 @@ def _synchronize(plan: Plan) -> None:
         torch.cuda.synchronize()
 
 
-def _seconds(step: _zoo.Step, plan: Plan) -> float:
+def _seconds(step: _model_zoo.Step, plan: Plan) -> float:
     _synchronize(plan)
     start = time.perf_counter()
     step()
@@ -96,7 +96,7 @@ def _seconds(step: _zoo.Step, plan: Plan) -> float:
     return time.perf_counter() - start
 
 
-def _peak(step: _zoo.Step, plan: Plan) -> float:
+def _peak(step: _model_zoo.Step, plan: Plan) -> float:
     """Gigabytes that are allocated at the most during a step."""
     if plan.device == "cpu":
         return 0.0
@@ -118,7 +118,7 @@ def _hits() -> dict[str, int]:
     return {o.name.removeprefix("opgraft_kernels."): o.hits for o in opgraft.overrides()}
 
 
-def _hits_a_step(step: _zoo.Step, plan: Plan) -> dict[str, int]:
+def _hits_a_step(step: _model_zoo.Step, plan: Plan) -> dict[str, int]:
     before = _hits()
     step()
     _synchronize(plan)
@@ -172,7 +172,7 @@ def _record(work_items: int, unit: str, seconds: Mapping[str, Sequence[float]]) 
 # -------------------------------------------------------------------------- what runs in a process
 
 
-def _first_step(entry: _zoo.Entry, plan: Plan, packs: bool) -> float:
+def _first_step(entry: _model_zoo.Entry, plan: Plan, packs: bool) -> float:
     """Seconds that a fresh process takes for its first step."""
     if packs:
         _register()
@@ -181,7 +181,7 @@ def _first_step(entry: _zoo.Entry, plan: Plan, packs: bool) -> float:
     return _seconds(work.step, plan)
 
 
-def _eager(entry: _zoo.Entry, plan: Plan) -> dict[str, Any]:
+def _eager(entry: _model_zoo.Entry, plan: Plan) -> dict[str, Any]:
     """A row: three sides in turn, in this process."""
     _register()
     import opgraft
@@ -216,7 +216,7 @@ def _eager(entry: _zoo.Entry, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _serve_compiled(entry: _zoo.Entry, plan: Plan, packs: bool, pipe: Connection) -> None:
+def _serve_compiled(entry: _model_zoo.Entry, plan: Plan, packs: bool, pipe: Connection) -> None:
     """One side under `torch.compile`: answers with the seconds of a step, until told to stop."""
     if packs:
         _register()
@@ -288,14 +288,14 @@ def _received(pipe: Connection) -> Any:
     return answer
 
 
-def measure_eager(entry: _zoo.Entry, plan: Plan) -> dict[str, Any]:
+def measure_eager(entry: _model_zoo.Entry, plan: Plan) -> dict[str, Any]:
     """A model's row, eager."""
     row = _run_apart(_eager, entry, plan)
     row["native_first_step_seconds"] = _run_apart(_first_step, entry, plan, False)
     return row
 
 
-def measure_compiled(entry: _zoo.Entry, plan: Plan) -> dict[str, Any]:
+def measure_compiled(entry: _model_zoo.Entry, plan: Plan) -> dict[str, Any]:
     """A model's row under `torch.compile`."""
 
     def serve(pipe: Connection, packs: bool) -> None:
@@ -357,7 +357,7 @@ def bench(plan: Plan, modes: Sequence[str], only: str, again: bool, device: str)
     """Measure what is not there yet, and write each row when it is done."""
     path = _common.path_of(RESULTS_NAME, device)
     rows = _load_rows(path)
-    for mode, entry in itertools.product(modes, _zoo.ZOO.values()):
+    for mode, entry in itertools.product(modes, _model_zoo.ZOO.values()):
         if only not in entry.name or (mode == "compiled" and not entry.compiles):
             continue
         of_it = [r for r in rows if (r["model"], r["mode"]) == (entry.name, mode)]
@@ -465,7 +465,7 @@ def smoke() -> None:
     plan = Plan("cpu", True, warm_up=1, rounds=1, seconds=0.0)
     for name in ("torch transformer encoder train", "dlrm train"):
         for mode, measure in MEASURE.items():
-            row = {"model": name, "mode": mode, **measure(_zoo.ZOO[name], plan)}
+            row = {"model": name, "mode": mode, **measure(_model_zoo.ZOO[name], plan)}
             _print_row(row)
             # Compiled for the CPU without Inductor, both reach the router; the DLRM has no such op.
             assert bool(row["hits"]) == name.startswith("torch"), row
@@ -489,7 +489,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_tables(options.table)
         return
     if options.list:
-        print("\n".join(_zoo.ZOO))
+        print("\n".join(_model_zoo.ZOO))
         return
     _preload()
     # Asked in a process of its own: one that has used CUDA cannot be forked.

@@ -1,4 +1,4 @@
-"""What a router costs: a call that no override wants, and a call that one takes, on the CPU.
+"""Measures a router's cost on the CPU, for calls that miss and calls that hit.
 
     python benchmarks/router.py           # about two minutes on two cores
     python benchmarks/router.py --smoke   # seconds: does this script work? Its numbers mean nothing

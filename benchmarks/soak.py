@@ -1,4 +1,4 @@
-"""Hours in minutes: training while four threads switch overrides, beside a stock run.
+"""Trains while four threads switch overrides, and compares the loss and memory with a stock run.
 
     python benchmarks/soak.py              # 30,000 steps of each run, on the GPU if there is one
     python benchmarks/soak.py --steps 500  # shorter

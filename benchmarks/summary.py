@@ -1,4 +1,4 @@
-"""The README's figures and its plot, from the results that the other scripts have written.
+"""Prints the README's figures and draws its plot, from the results of the other scripts.
 
     python benchmarks/summary.py           the lines, and benchmarks/results/summary_nvidia_h200.svg
     python benchmarks/summary.py --smoke   the lines alone

@@ -1,6 +1,6 @@
-// One argument of a call as conditions see it, whether the call came boxed or typed.
+// One argument of a call as conditions see it, for boxed and unboxed calls alike.
 //
-// A view: it owns nothing, and making one touches no reference count.
+// It is a view: it owns nothing, and creating one changes no reference count.
 #pragma once
 
 #include <ATen/core/IListRef.h>
@@ -32,7 +32,7 @@ class Argument {
     Text,
     Device,
     List,
-    Other,  // what no condition can ask about: a generator, a symbolic size
+    Other,  // what conditions cannot use: a generator, a symbolic size
   };
 
   Argument() = default;
@@ -63,7 +63,7 @@ class Argument {
   static Argument of(c10::Layout value) noexcept { return of(static_cast<int64_t>(value)); }
   static Argument of(c10::MemoryFormat value) noexcept { return of(static_cast<int64_t>(value)); }
   static Argument of(c10::Device value) noexcept {
-    // An index is -1 where there is none.
+    // The index is -1 if the device has none.
     return integer(Kind::Device, static_cast<int64_t>(value.type()) * 256 + value.index());
   }
   static Argument of(std::string_view value) noexcept {
@@ -109,7 +109,7 @@ class Argument {
   }
   template <class T>
   static Argument of(const c10::List<T>& value) {
-    // Another reference to the same list: its items stay while `value` does.
+    // The IValue refers to the same list, so the items live as long as `value`.
     return of(c10::IValue(value).toListRef());
   }
   static Argument of(const at::ITensorListRef& value) {
@@ -136,13 +136,13 @@ class Argument {
   bool is_none() const noexcept { return kind_ == Kind::None; }
   bool is_list() const noexcept { return kind_ == Kind::List; }
 
-  // The tensor; nullptr where there is none.
+  // The tensor; nullptr if it is none.
   const c10::TensorImpl* tensor() const noexcept {
     return kind_ == Kind::Tensor ? tensor_ : nullptr;
   }
   int64_t integer() const noexcept { return integer_; }
   double real() const noexcept { return real_; }
-  // Of one of that kind.
+  // Only for Kind::Device.
   c10::Device device() const noexcept {
     const int64_t type = (integer_ + 1) / 256;
     return {static_cast<c10::DeviceType>(type),
@@ -180,7 +180,7 @@ class Argument {
     return other();
   }
 
-  // Whether two values that are no lists, tensors or numbers with a fraction are the same.
+  // Whether two values are equal. Not for lists, tensors, Real and Complex.
   bool equals(const Argument& other) const noexcept {
     if (kind_ != other.kind_) return false;
     if (kind_ == Kind::Text) return text() == other.text();
@@ -238,7 +238,7 @@ class Argument {
   };
 };
 
-// Without an allocation for nearly every op.
+// Nearly every op has few enough arguments for no allocation.
 using Arguments = c10::SmallVector<Argument, 16>;
 
 inline Arguments view(c10::ArrayRef<c10::IValue> values) {

@@ -1,10 +1,11 @@
-// Composite ops (CompositeImplicitAutograd): what torch does for the pieces that such an op is made
-// of, and who does it where an impl runs in their place.
+// Composite ops (CompositeImplicitAutograd), and what torch would do for the ops that they call
+// when an impl runs instead of those.
 //
-// A composite op runs at the autograd key: its pieces are differentiated, tracked as views, counted
-// as writes, and seen by dispatch modes and tensor subclasses one by one. So the router stands at
-// that key too. What no override takes runs the composite there, as if we were not here. What one
-// takes goes on below, where nobody keeps books: what the pieces would have noted is noted here.
+// A composite op runs at the autograd key. Autograd differentiates the ops that it calls, tracks
+// their views and counts their writes; dispatch modes and tensor subclasses see them one by one. So
+// the router is registered at that key too. A call that no override takes runs the composite there,
+// as without opgraft. A call that one takes runs below autograd, which then sees neither its writes
+// nor its views. They are reported here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,40 +19,41 @@
 
 namespace opgraft {
 
-// What is between the autograd key and a backend's kernel, for one call.
-enum class Between : uint8_t {
-  Nothing,  // the backend's kernel is the next one
-  Tracer,   // somebody who wants to see the op whole: torch.compile, opgraft.explain
-  Others,   // a dispatch mode, a tensor subclass, functorch, lazy bits: they see the pieces
+// What intercepts a call between autograd and the backend's kernel.
+enum class Interceptor : uint8_t {
+  None,    // the backend's kernel is the next one
+  Tracer,  // torch.compile or opgraft.explain, which must see the op whole
+  Other,   // a dispatch mode, subclass, functorch or lazy bits: they see the decomposition
 };
-Between between(c10::DispatchKeySet keyset, c10::DispatchKey backend);
+Interceptor interceptor_of(c10::DispatchKeySet keyset, c10::DispatchKey backend);
 
-// A dispatch mode in Python, by its type, that sees composite ops whole. Needs the GIL.
-void show_whole_ops_to(void* mode_type) noexcept;
+// Registers the type of a dispatch mode that sees composite ops whole, not decomposed. Needs the
+// GIL.
+void register_tracing_mode(void* mode_type) noexcept;
 
-// Whether an op's schema says that it writes to an argument or returns a part of one.
+// Whether an op's schema declares that it writes to or returns (a view of) an argument.
 bool writes_or_aliases(const c10::FunctionSchema& schema);
 
-// What autograd has to know of an impl's run below it: made before, settled after.
-class Bookkeeping {
+// Tells autograd what an impl did below it. Created before the impl runs, finished after.
+class AutogradBookkeeping {
  public:
-  Bookkeeping(const c10::FunctionSchema& schema, c10::ArrayRef<Argument> arguments);
+  AutogradBookkeeping(const c10::FunctionSchema& schema, c10::ArrayRef<Argument> arguments);
 
-  // Counts what was written to as written, and makes views of what shares an argument's memory. The
-  // results are the last ones of the stack.
-  void settle(torch::jit::Stack& stack, size_t outputs, const std::string& op) const;
+  // Bumps the versions of written arguments, and makes views of results that alias an argument. The
+  // results are the last values of the stack.
+  void finish(torch::jit::Stack& stack, size_t outputs, const std::string& op) const;
 
  private:
-  struct Held {
+  struct Input {
     at::Tensor tensor;
     bool written;
   };
 
-  void hold(const c10::TensorImpl& tensor, bool written);
-  void settle(c10::IValue& result, const std::string& op) const;
-  at::Tensor tracked(const at::Tensor& result, const std::string& op) const;
+  void add_input(const c10::TensorImpl& tensor, bool written);
+  void finish(c10::IValue& result, const std::string& op) const;
+  at::Tensor tracked_view(const at::Tensor& result, const std::string& op) const;
 
-  c10::SmallVector<Held, 4> held_;
+  c10::SmallVector<Input, 4> inputs_;
 };
 
 }  // namespace opgraft

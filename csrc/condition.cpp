@@ -16,24 +16,24 @@ constexpr size_t kDevices = 64;
 
 std::atomic<CapabilityLookup> capability_lookup{nullptr};
 
-// 0 is not known yet; else the capability plus 2, so that -1, none, is something else than that,
-// and kUnknownCapability is not.
+// An entry is 0 if unknown, else the capability plus 2: then -1 (none) differs from 0, and
+// kUnknownCapability does not.
 std::array<std::atomic<int64_t>, kDevices> capabilities{};
 
-// The value at a place; None where a list is None or too short.
-Argument value_at(const Place& place, const Argument* arguments) {
-  const Argument& value = arguments[place.argument];
-  if (C10_LIKELY(!place.is_item)) return value;
+// The value of an argument or item; None if the list is None or too short.
+Argument value_of(const ArgumentRef& ref, const Argument* arguments) {
+  const Argument& value = arguments[ref.position];
+  if (C10_LIKELY(!ref.is_item)) return value;
   if (!value.is_list()) return {};
   const auto size = static_cast<int64_t>(value.size());
-  const int64_t index = place.item < 0 ? place.item + size : place.item;
+  const int64_t index = ref.item < 0 ? ref.item + size : ref.item;
   return index >= 0 && index < size ? value.item(static_cast<size_t>(index)) : Argument();
 }
 
-// The tensor at a place; nullptr where there is none.
-const c10::TensorImpl* tensor_at(const Place& place, const Argument* arguments) {
-  if (C10_LIKELY(!place.is_item)) return arguments[place.argument].tensor();
-  return value_at(place, arguments).tensor();
+// The tensor that is an argument or item; nullptr if it is none.
+const c10::TensorImpl* tensor_of(const ArgumentRef& ref, const Argument* arguments) {
+  if (C10_LIKELY(!ref.is_item)) return arguments[ref.position].tensor();
+  return value_of(ref, arguments).tensor();
 }
 
 int64_t device_capability(c10::DeviceIndex index) {
@@ -49,7 +49,7 @@ int64_t device_capability(c10::DeviceIndex index) {
 }
 
 template <class T>
-bool ordered(Code code, T left, T right) {
+bool compares_as(Code code, T left, T right) {
   switch (code) {
     case Code::Less:
       return left < right;
@@ -68,10 +68,12 @@ bool ordered(Code code, T left, T right) {
   }
 }
 
-Truth from(bool value) { return value ? Truth::True : Truth::False; }
+Truth to_truth(bool value) { return value ? Truth::True : Truth::False; }
 
-// --------------------------------------------------------------------------- what is asked of a
-// tensor By a test and by a node alike.
+// --------------------------------------------------------------------------- properties of a
+// tensor
+
+// Used by tests and by nodes.
 
 // `dtypes`: a bit for each ScalarType.
 inline bool has_dtype(const c10::TensorImpl& tensor, int64_t dtypes) {
@@ -83,7 +85,7 @@ inline bool is_contiguous(const c10::TensorImpl& tensor, int64_t memory_format) 
   return tensor.is_contiguous(static_cast<c10::MemoryFormat>(memory_format));
 }
 
-// The size or stride of a dimension, from the end if negative; null where there is no such
+// The size or stride of a dimension, counted from the end if negative; null if there is no such
 // dimension.
 inline const int64_t* at_dim(c10::IntArrayRef values, int64_t dim) {
   const auto dims = static_cast<int64_t>(values.size());
@@ -124,7 +126,7 @@ struct Condition::Number {
     }
   }
 
-  // Exact, as Python compares int with float: long double holds every int64 and every double.
+  // Exact, as Python compares int with float: long double represents every int64 and every double.
   long double exact() const {
     return kind == Integer ? static_cast<long double>(integer) : static_cast<long double>(real);
   }
@@ -135,17 +137,18 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
   TORCH_CHECK(root >= 0 && root < size, "a condition's root is one of its nodes");
   for (int32_t index = 0; index < size; ++index) {
     Node& node = nodes[static_cast<size_t>(index)];
-    Instruction instruction{node.code, node.place, node.integer, node.real, 0, 0};
+    Instruction instruction{node.code, node.argument_ref, node.integer, node.real, 0, 0};
     if (node.code == Code::SameDtype || node.code == Code::SameDevice) {
-      instruction.first = static_cast<int32_t>(places_.size());
-      instruction.count = static_cast<int32_t>(node.places.size());
-      places_.insert(places_.end(), node.places.begin(), node.places.end());
+      instruction.first = static_cast<int32_t>(argument_refs_.size());
+      instruction.count = static_cast<int32_t>(node.argument_refs.size());
+      argument_refs_.insert(argument_refs_.end(), node.argument_refs.begin(),
+                            node.argument_refs.end());
     } else {
       instruction.first = static_cast<int32_t>(children_.size());
       instruction.count = static_cast<int32_t>(node.children.size());
       children_.insert(children_.end(), node.children.begin(), node.children.end());
     }
-    if (node.code == Code::SameValue || node.code == Code::OtherValue) {
+    if (node.code == Code::ValueIs || node.code == Code::ValueIsNot) {
       instruction.integer = static_cast<int64_t>(constants_.size());
       constants_.push_back(std::move(node.constant));
     }
@@ -162,13 +165,13 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
       tests_.push_back(test_of(children_[static_cast<size_t>(whole.first + which)]));
     }
   }
-  // They have no effects, and all must pass: in which order is not to be seen.
+  // Tests have no side effects, and all must pass, so their order does not matter.
   const auto rest = std::stable_partition(
       tests_.begin(), tests_.end(), [](const Test& test) { return test.kind != Test::Kind::Node; });
-  first_ = is_told_by_key() ? static_cast<size_t>(rest - tests_.begin()) : tests_.size();
+  quick_count_ = is_decided_by_key() ? static_cast<size_t>(rest - tests_.begin()) : tests_.size();
 }
 
-bool Condition::is_told_by_key() const {
+bool Condition::is_decided_by_key() const {
   return std::none_of(nodes_.begin(), nodes_.end(), [](const Instruction& node) {
     return node.code == Code::Aligned && kKeyAlignment % static_cast<uintptr_t>(node.integer) != 0;
   });
@@ -178,10 +181,10 @@ Condition::Test Condition::test_of(int32_t index) const {
   const Instruction& node = nodes_[static_cast<size_t>(index)];
   Test test;
   test.node = index;
-  test.argument = static_cast<uint16_t>(node.place.argument);
+  test.argument = static_cast<uint16_t>(node.argument_ref.position);
   test.integer = node.integer;
   const auto is_one_of = [](const Instruction& what, Code code) {
-    return what.code == code && !what.place.is_item;
+    return what.code == code && !what.argument_ref.is_item;
   };
   if (is_one_of(node, Code::Dtype)) test.kind = Test::Kind::Dtype;
   if (is_one_of(node, Code::Contiguous)) test.kind = Test::Kind::Contiguous;
@@ -193,11 +196,11 @@ Condition::Test Condition::test_of(int32_t index) const {
   if (is_one_of(left, Code::Size)) test.kind = Test::Kind::Size;
   if (is_one_of(left, Code::Numel)) test.kind = Test::Kind::Numel;
   if (is_one_of(left, Code::Value)) test.kind = Test::Kind::Value;
-  test.argument = static_cast<uint16_t>(left.place.argument);
+  test.argument = static_cast<uint16_t>(left.argument_ref.position);
   test.integer = left.integer;
   test.constant = right.integer;
   for (const int64_t relation : {-1, 0, 1}) {
-    if (ordered<int64_t>(node.code, relation, 0)) test.relation |= 1 << (relation + 1);
+    if (compares_as<int64_t>(node.code, relation, 0)) test.relation |= 1 << (relation + 1);
   }
   return test;
 }
@@ -262,46 +265,46 @@ Truth Condition::truth(const Instruction& node, const Argument* arguments) const
     case Code::Not: {
       const Truth part = truth(child(node, 0), arguments);
       if (part == Truth::Undefined) return part;
-      return from(part == Truth::False);
+      return to_truth(part == Truth::False);
     }
     case Code::Dtype: {
-      const auto* tensor = tensor_at(node.place, arguments);
-      return tensor == nullptr ? Truth::Undefined : from(has_dtype(*tensor, node.integer));
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
+      return tensor == nullptr ? Truth::Undefined : to_truth(has_dtype(*tensor, node.integer));
     }
     case Code::Contiguous: {
-      const auto* tensor = tensor_at(node.place, arguments);
-      return tensor == nullptr ? Truth::Undefined : from(is_contiguous(*tensor, node.integer));
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
+      return tensor == nullptr ? Truth::Undefined : to_truth(is_contiguous(*tensor, node.integer));
     }
     case Code::Aligned: {
-      const auto* tensor = tensor_at(node.place, arguments);
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
       if (tensor == nullptr) return Truth::Undefined;
-      return from(first_address(*tensor) % static_cast<uintptr_t>(node.integer) == 0);
+      return to_truth(first_address(*tensor) % static_cast<uintptr_t>(node.integer) == 0);
     }
     case Code::RequiresGrad: {
-      const auto* tensor = tensor_at(node.place, arguments);
-      return tensor == nullptr ? Truth::Undefined : from(tensor->requires_grad());
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
+      return tensor == nullptr ? Truth::Undefined : to_truth(tensor->requires_grad());
     }
     case Code::SameDtype:
     case Code::SameDevice: {
       bool same = true;
-      const Place* places = places_.data() + node.first;
-      const auto* first = tensor_at(places[0], arguments);
+      const ArgumentRef* refs = argument_refs_.data() + node.first;
+      const auto* first = tensor_of(refs[0], arguments);
       for (int32_t which = 0; which < node.count; ++which) {
-        const auto* other = tensor_at(places[which], arguments);
+        const auto* other = tensor_of(refs[which], arguments);
         if (first == nullptr || other == nullptr) return Truth::Undefined;
         same = same && (node.code == Code::SameDtype ? first->dtype() == other->dtype()
                                                      : first->device() == other->device());
       }
-      return from(same);
+      return to_truth(same);
     }
     case Code::IsNone:
-      return from(arguments[node.place.argument].is_none());
-    case Code::SameValue:
-    case Code::OtherValue: {
-      const Argument value = value_at(node.place, arguments);
+      return to_truth(arguments[node.argument_ref.position].is_none());
+    case Code::ValueIs:
+    case Code::ValueIsNot: {
+      const Argument value = value_of(node.argument_ref, arguments);
       if (value.is_none()) return Truth::Undefined;
       const auto constant = Argument::of(constants_[static_cast<size_t>(node.integer)]);
-      return from(value.equals(constant) == (node.code == Code::SameValue));
+      return to_truth(value.equals(constant) == (node.code == Code::ValueIs));
     }
     default:
       return compare(node, arguments);
@@ -313,13 +316,13 @@ Truth Condition::compare(const Instruction& node, const Argument* arguments) con
   const Number right = number(child(node, 1), arguments);
   if (left.kind == Number::Undefined || right.kind == Number::Undefined) return Truth::Undefined;
   if (left.kind == Number::Integer && right.kind == Number::Integer) {
-    return from(ordered(node.code, left.integer, right.integer));
+    return to_truth(compares_as(node.code, left.integer, right.integer));
   }
   const bool is_complex = left.kind == Number::Complex || right.kind == Number::Complex;
-  if (!is_complex) return from(ordered(node.code, left.exact(), right.exact()));
+  if (!is_complex) return to_truth(compares_as(node.code, left.exact(), right.exact()));
   const bool same = left.exact() == right.exact() && left.imaginary == right.imaginary;
-  if (node.code == Code::Equal) return from(same);
-  if (node.code == Code::NotEqual) return from(!same);
+  if (node.code == Code::Equal) return to_truth(same);
+  if (node.code == Code::NotEqual) return to_truth(!same);
   return Truth::Undefined;  // complex numbers have no order
 }
 
@@ -331,37 +334,37 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
       return Number::of_real(node.real);
     case Code::Ndim:
     case Code::Numel: {
-      const auto* tensor = tensor_at(node.place, arguments);
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
       if (tensor == nullptr) return {};
       return Number::of(node.code == Code::Ndim ? tensor->dim() : tensor->numel());
     }
     case Code::Size:
     case Code::Stride: {
-      const auto* tensor = tensor_at(node.place, arguments);
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
       if (tensor == nullptr) return {};
       const auto values = node.code == Code::Size ? tensor->sizes() : tensor->strides();
       const int64_t* value = at_dim(values, node.integer);
       return value == nullptr ? Number{} : Number::of(*value);
     }
     case Code::Capability: {
-      const auto* tensor = tensor_at(node.place, arguments);
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
       if (tensor == nullptr || tensor->device_type() != c10::DeviceType::CUDA) return {};
       const auto capability = device_capability(tensor->device().index());
       return capability < 0 ? Number{} : Number::of(capability);
     }
     case Code::Length: {
-      const Argument& value = arguments[node.place.argument];
+      const Argument& value = arguments[node.argument_ref.position];
       return value.is_list() ? Number::of(static_cast<int64_t>(value.size())) : Number{};
     }
     case Code::Item:
     case Code::Value:
-      return Number::of(value_at(node.place, arguments));
+      return Number::of(value_of(node.argument_ref, arguments));
     default:
       return arithmetic(node, arguments);
   }
 }
 
-// As Python: division and modulo floor. What leaves 64 bits, or divides by zero, is undefined.
+// As in Python, division and modulo floor. Overflow and division by zero are undefined.
 Condition::Number Condition::arithmetic(const Instruction& node, const Argument* arguments) const {
   const Number left = number(child(node, 0), arguments);
   const Number right = number(child(node, 1), arguments);

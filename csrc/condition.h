@@ -1,9 +1,9 @@
-// Conditions, compiled: what `opgraft.when` builds, evaluated on views of a call's arguments
+// Compiled conditions: expressions of `opgraft.when`, evaluated on views of a call's arguments
 // without the GIL.
 //
-// Three-valued, as in Python: a part that has no value is undefined, and a condition holds only
-// where it is true. `python/opgraft/when/compilation.py` makes the nodes; the two must agree on
-// every call, which tests/test_differential.py checks.
+// The logic is three-valued, as in Python: a part that has no value is undefined, and a condition
+// holds only if it is true. `python/opgraft/when/compilation.py` creates the nodes. Python and C++
+// must agree on every call, which tests/test_differential.py checks.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -17,8 +17,8 @@ namespace opgraft {
 
 enum class Truth : uint8_t { False, True, Undefined };
 
-// What they read of a call must be in a plan's key (`PlanKey`), or `Condition::is_told_by_key`
-// knows.
+// All that these read of a call must be in a plan's key (`PlanKey`). `Condition::is_decided_by_key`
+// lists the exceptions.
 enum class Code : uint8_t {
   // numbers
   Integer,
@@ -43,8 +43,8 @@ enum class Code : uint8_t {
   NotEqual,
   GreaterEqual,
   Greater,
-  SameValue,
-  OtherValue,
+  ValueIs,
+  ValueIsNot,
   Dtype,
   Contiguous,
   Aligned,
@@ -58,79 +58,83 @@ enum class Code : uint8_t {
 };
 
 // An argument by its position in the schema, or an item of a list argument.
-struct Place {
-  int32_t argument = 0;
+struct ArgumentRef {
+  int32_t position = 0;
   int32_t item = 0;
   bool is_item = false;
 };
 
 // A node of the expression tree, as it is built. What the fields hold depends on the code:
-//   Size, Stride              place, integer = dimension
-//   Item                      place
-//   Aligned                   place, integer = bytes
-//   Dtype                     place, integer = bit set of ScalarTypes
-//   Contiguous                place, integer = MemoryFormat
+//   Size, Stride              argument_ref, integer = dimension
+//   Item                      argument_ref
+//   Aligned                   argument_ref, integer = bytes
+//   Dtype                     argument_ref, integer = bit set of ScalarTypes
+//   Contiguous                argument_ref, integer = MemoryFormat
 //   Integer; Real             integer; real
-//   SameValue, OtherValue     place, constant
+//   ValueIs, ValueIsNot       argument_ref, constant
 //   operators, All, Any, Not  children, as indices of nodes
-//   SameDtype, SameDevice     places
+//   SameDtype, SameDevice     argument_refs
 struct Node {
   Code code{};
-  Place place{};
+  ArgumentRef argument_ref{};
   int64_t integer = 0;
   double real = 0;
   c10::IValue constant{};
   std::vector<int32_t> children{};
-  std::vector<Place> places{};
+  std::vector<ArgumentRef> argument_refs{};
 };
 
-// Finds a CUDA device's compute capability as major * 65536 + minor; -1 where it has none. Called
-// once per device, at the first condition that needs it: asking earlier would initialise CUDA.
-constexpr int64_t kUnknownCapability = -2;  // not now: the next condition asks again
+// Looks up a CUDA device's compute capability as major * 65536 + minor; -1 if it has none. It is
+// called once per device, by the first condition that needs it, because an earlier call would
+// initialise CUDA.
+constexpr int64_t kUnknownCapability = -2;  // not known now: the next condition looks it up again
 using CapabilityLookup = int64_t (*)(c10::DeviceIndex);
 void set_capability_lookup(CapabilityLookup lookup);
 
-// The address of a tensor's first element; 0 for a tensor without elements. Reading it does not
-// copy a copy-on-write tensor, and storage that was resized away is no error.
+// The address of a tensor's first element; 0 for an empty tensor. It does not materialize a
+// copy-on-write tensor, and a storage that was resized to nothing is no error.
 uintptr_t first_address(const c10::TensorImpl& tensor);
 
-// What a plan's key has of that address: the remainder by this many bytes.
+// A plan's key contains that address modulo this many bytes.
 constexpr uintptr_t kKeyAlignment = 16;
 
 class Condition {
  public:
-  // Holds for every call.
+  // A condition that holds for every call.
   Condition() = default;
   // `root` is the index of the whole condition. Throws if a child does not come before its parent.
   Condition(std::vector<Node> nodes, int32_t root);
 
   bool holds(const Argument* arguments) const {
-    return passes_first(arguments) && passes_rest(arguments);
+    return passes_quick_tests(arguments) && passes_other_tests(arguments);
   }
 
-  // The same in two parts. The first are the tests that take next to nothing. The rest say nothing
-  // that a `PlanKey` does not: they hold for a call if they did for another one with the same key.
-  bool passes_first(const Argument* arguments) const { return passes(arguments, 0, first_); }
-  bool passes_rest(const Argument* arguments) const {
-    return passes(arguments, first_, tests_.size());
+  // `holds` in two parts. The quick tests take almost no time. The other tests depend only on what
+  // is in a `PlanKey`: they pass for a call if they passed for another one with the same key.
+  bool passes_quick_tests(const Argument* arguments) const {
+    return passes(arguments, 0, quick_count_);
+  }
+  bool passes_other_tests(const Argument* arguments) const {
+    return passes(arguments, quick_count_, tests_.size());
   }
 
  private:
   struct Number;
 
-  // A node as it is evaluated: 40 bytes, so that a chain's conditions stay in the first-level
-  // cache. Lists are ranges of the side tables; a constant is an index into `constants_`.
+  // A node in the form that is evaluated. It has 40 bytes, so that a chain's conditions stay in the
+  // first-level cache. Lists are ranges in the member vectors below, and a constant is an index
+  // into `constants_`.
   struct Instruction {
     Code code{};
-    Place place{};
+    ArgumentRef argument_ref{};
     int64_t integer = 0;
     double real = 0;
     int32_t first = 0;
     int32_t count = 0;
   };
 
-  // What must be true for the condition to hold: a part of an `&` at the top. What conditions
-  // mostly ask, one comparison of one argument with a constant, is decided without going through
+  // A part that must be true for the condition to hold: an operand of the `&` at the top. The most
+  // common part, a comparison of one argument's property with a constant, is evaluated without
   // nodes.
   struct Test {
     enum class Kind : uint8_t {
@@ -144,14 +148,14 @@ class Condition {
     } kind = Kind::Node;
     uint8_t relation = 0;  // bits: the value may be less than, equal to, greater than `constant`
     uint16_t argument = 0;
-    int32_t node = 0;     // the same as a node
+    int32_t node = 0;     // the test as a node, for Kind::Node
     int64_t integer = 0;  // as in `Node`
     int64_t constant = 0;
   };
 
   Test test_of(int32_t index) const;
-  // Whether a plan's key has all that the condition asks about.
-  bool is_told_by_key() const;
+  // Whether a plan's key contains all that the condition depends on.
+  bool is_decided_by_key() const;
   [[gnu::hot]] bool passes(const Argument* arguments, size_t from, size_t to) const;
   bool passes(const Test& test, const Argument* arguments) const;
   Truth truth(const Instruction& node, const Argument* arguments) const;
@@ -162,11 +166,11 @@ class Condition {
     return nodes_[static_cast<size_t>(children_[static_cast<size_t>(node.first + which)])];
   }
 
-  std::vector<Test> tests_;  // all that a call mostly reads
-  size_t first_ = 0;         // how many of them are in `passes_first`
+  std::vector<Test> tests_;  // most calls read only these
+  size_t quick_count_ = 0;   // the number of quick tests, which come first
   std::vector<Instruction> nodes_;
   std::vector<int32_t> children_;
-  std::vector<Place> places_;
+  std::vector<ArgumentRef> argument_refs_;
   std::vector<c10::IValue> constants_;
 };
 

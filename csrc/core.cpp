@@ -1,5 +1,5 @@
-// The bindings of the compiled core. TORCH_EXTENSION_NAME, which the build defines, names the torch
-// that this is for: _C_torch2_13.
+// The bindings of the compiled core. The build defines TORCH_EXTENSION_NAME, which contains the
+// torch version: _C_torch2_13.
 
 #include <ATen/ops/add.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -49,8 +49,8 @@ std::string torch_version() {
          std::to_string(TORCH_VERSION_PATCH);
 }
 
-// Which torch the headers are of, exactly: `torch.__version__` and `torch.version.git_version`,
-// which the build finds beside them.
+// The exact torch build of the headers: `torch.__version__` and `torch.version.git_version`, which
+// the build reads beside the headers.
 py::tuple torch_build() { return py::make_tuple(OPGRAFT_TORCH_VERSION, OPGRAFT_TORCH_COMMIT); }
 
 py::dict abi_facts() {
@@ -58,7 +58,7 @@ py::dict abi_facts() {
 #if defined(_GLIBCXX_USE_CXX11_ABI)
   facts["cxx11_abi"] = _GLIBCXX_USE_CXX11_ABI != 0;
 #else
-  facts["cxx11_abi"] = true;  // another standard library: there is only one
+  facts["cxx11_abi"] = true;  // another standard library, which has only one ABI
 #endif
   facts["cplusplus"] = static_cast<long>(__cplusplus);
   facts["compiler"] = __VERSION__;
@@ -67,15 +67,16 @@ py::dict abi_facts() {
 
 // --------------------------------------------------------------------------- conditions
 
-using PlaceTuple = std::tuple<int32_t, int32_t, bool>;
+using ArgumentRefTuple = std::tuple<int32_t, int32_t, bool>;
 
-Place to_place(const PlaceTuple& place) {
-  return Place{std::get<0>(place), std::get<1>(place), std::get<2>(place)};
+ArgumentRef to_argument_ref(const ArgumentRefTuple& fields) {
+  return ArgumentRef{std::get<0>(fields), std::get<1>(fields), std::get<2>(fields)};
 }
 
-// What `opgraft.when.compilation` makes: (code, place, integer, real, constant, children, places).
-using NodeTuple = std::tuple<std::string, PlaceTuple, int64_t, double, py::object,
-                             std::vector<int32_t>, std::vector<PlaceTuple>>;
+// A `Node` of `opgraft.when.compilation`: (code, argument_ref, integer, real, constant, children,
+// argument_refs).
+using NodeTuple = std::tuple<std::string, ArgumentRefTuple, int64_t, double, py::object,
+                             std::vector<int32_t>, std::vector<ArgumentRefTuple>>;
 
 Code to_code(const std::string& name) {
   static const std::vector<std::pair<const char*, Code>> codes = {
@@ -100,8 +101,8 @@ Code to_code(const std::string& name) {
       {"!=", Code::NotEqual},
       {">=", Code::GreaterEqual},
       {">", Code::Greater},
-      {"same_value", Code::SameValue},
-      {"other_value", Code::OtherValue},
+      {"value_is", Code::ValueIs},
+      {"value_is_not", Code::ValueIsNot},
       {"dtype", Code::Dtype},
       {"is_contiguous", Code::Contiguous},
       {"aligned", Code::Aligned},
@@ -119,7 +120,7 @@ Code to_code(const std::string& name) {
   throw py::value_error("no such node in a condition: " + name);
 }
 
-// dtypes, layouts and memory formats are numbers on the stack.
+// On the stack, dtypes, layouts and memory formats are integers.
 c10::IValue to_constant(const py::object& constant) {
   if (constant.is_none()) return {};
   if (THPDtype_Check(constant.ptr())) {
@@ -146,10 +147,11 @@ uint64_t dtype_set(const py::iterable& dtypes) {
 
 Condition to_condition(const std::vector<NodeTuple>& tuples) {
   std::vector<Node> nodes;
-  for (const auto& [code, place, integer, real, constant, children, places] : tuples) {
+  for (const auto& [code, argument_ref, integer, real, constant, children, argument_refs] :
+       tuples) {
     Node node;
     node.code = to_code(code);
-    node.place = to_place(place);
+    node.argument_ref = to_argument_ref(argument_ref);
     node.integer = integer;
     node.real = real;
     if (node.code == Code::Dtype) {
@@ -160,17 +162,17 @@ Condition to_condition(const std::vector<NodeTuple>& tuples) {
       node.constant = to_constant(constant);
     }
     node.children = children;
-    for (const auto& each : places) node.places.push_back(to_place(each));
+    for (const auto& each : argument_refs) node.argument_refs.push_back(to_argument_ref(each));
     nodes.push_back(std::move(node));
   }
   const auto root = static_cast<int32_t>(nodes.size()) - 1;
   return Condition(std::move(nodes), root);
 }
 
-// Kept for good: a lookup may come from any thread, and at any time.
+// Never released: any thread may look up a capability at any time.
 py::handle capability_function;
 
-int64_t look_capability_up(c10::DeviceIndex index) {
+int64_t look_up_capability(c10::DeviceIndex index) {
   const PythonAccess python;
   if (!python) return kUnknownCapability;
   return call_python(capability_function, py::int_(static_cast<int>(index))).cast<int64_t>();
@@ -178,51 +180,53 @@ int64_t look_capability_up(c10::DeviceIndex index) {
 
 // --------------------------------------------------------------------------- routers
 
-// A router with what its overrides share in Python.
+// A router, and what its overrides in Python share.
 struct RouterHandle {
   std::shared_ptr<Router> router;
-  std::shared_ptr<const Signature> signature;
-  PythonObserver* observer;  // the router's, which is kept for good
+  std::shared_ptr<const PythonConverter> converter;
+  PythonObserver* observer;  // owned by the router, which is never destroyed
   std::shared_ptr<const PythonHooks> hooks;
 };
 
 RouterHandle install(const std::string& name, const std::string& overload, const std::string& key) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-  auto signature = std::make_shared<const Signature>(op.schema());
-  auto owned = std::make_unique<PythonObserver>(signature);
+  auto converter = std::make_shared<const PythonConverter>(op.schema());
+  auto owned = std::make_unique<PythonObserver>(converter);
   auto* observer = owned.get();
   auto router = Router::install(name, overload, key, std::move(owned));
-  return {std::move(router), std::move(signature), observer, nullptr};
+  return {std::move(router), std::move(converter), observer, nullptr};
 }
 
-void set_hooks(RouterHandle& self, py::object takes, py::object first, py::object recover,
-               py::object capturing, py::object error, py::object observe, py::object decompose) {
+void set_hooks(RouterHandle& self, py::object takes, py::object first_hit, py::object recover,
+               py::object is_capturing, py::object contract_error, py::object observe,
+               py::object decompose) {
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
-  hooks->first = PythonRef(std::move(first));
+  hooks->first_hit = PythonRef(std::move(first_hit));
   hooks->recover = PythonRef(std::move(recover));
-  hooks->capturing = PythonRef(std::move(capturing));
-  hooks->error = PythonRef(std::move(error));
+  hooks->is_capturing = PythonRef(std::move(is_capturing));
+  hooks->contract_error = PythonRef(std::move(contract_error));
   self.hooks = std::move(hooks);
   self.observer->set(PythonRef(std::move(observe)));
   self.observer->set_decompose(PythonRef(std::move(decompose)));
 }
 
-// What stands in a chain for overrides that `arrived` registers; it returns whether they are there.
-std::shared_ptr<Override> make_placeholder(py::object arrived) {
+// An override that stands in a chain for deferred ones. `register_overrides` registers those, and
+// returns whether they are in the chain.
+std::shared_ptr<Override> make_placeholder(py::object register_overrides) {
   auto override = std::make_shared<Override>();
-  override->misses = std::make_shared<Counter>();  // of calls that no override may take
-  override->impl = std::make_unique<Placeholder>(std::move(arrived));
+  override->misses = std::make_shared<Counter>();  // counts calls that no override may take
+  override->impl = std::make_unique<Placeholder>(std::move(register_overrides));
   override->is_placeholder = true;
-  override->asks.store(true);
+  override->decides_in_python.store(true);
   return override;
 }
 
 bool quarantine(Override& self, const RouterHandle& router, const py::tuple& values) {
   torch::jit::Stack stack;
-  router.signature->push_arguments(values, stack);
+  router.converter->push_arguments(values, stack);
   return self.impl->quarantine(
-      {router.router->op(), c10::DispatchKeySet(), stack, router.router->arguments()});
+      {router.router->op(), c10::DispatchKeySet(), stack, router.router->argument_count()});
 }
 
 std::shared_ptr<Override> make_shadowed(std::shared_ptr<Override> inner, const RouterHandle& router,
@@ -230,7 +234,7 @@ std::shared_ptr<Override> make_shadowed(std::shared_ptr<Override> inner, const R
                                         double rate) {
   ShadowImpl::Options options;
   options.inner = std::move(inner);
-  options.signature = router.signature;
+  options.converter = router.converter;
   options.override = PythonRef(std::move(override));
   options.begin = PythonRef(std::move(begin));
   options.end = PythonRef(std::move(end));
@@ -241,12 +245,12 @@ std::shared_ptr<Override> make_shadowed(std::shared_ptr<Override> inner, const R
 py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
                        const py::tuple& values) {
   torch::jit::Stack stack;
-  handle.signature->push_arguments(values, stack);
+  handle.converter->push_arguments(values, stack);
   {
     const py::gil_scoped_release release;
     handle.router->native(keyset).call(handle.router->op(), keyset, &stack);
   }
-  return handle.signature->pop_results(stack);
+  return handle.converter->pop_results(stack);
 }
 
 // --------------------------------------------------------------------------- launch plans
@@ -257,11 +261,12 @@ void set_plans(Override& self, const RouterHandle& router, py::object override,
                bool writes) {
   PlannedImpl::Options options;
   options.table = std::move(table);
-  options.signature = router.signature;
+  options.converter = router.converter;
   options.override = PythonRef(std::move(override));
   options.record = PythonRef(std::move(record));
   options.ask = PythonRef(std::move(ask));
-  options.capturing = PythonRef(py::reinterpret_borrow<py::object>(router.hooks->capturing.get()));
+  options.is_capturing =
+      PythonRef(py::reinterpret_borrow<py::object>(router.hooks->is_capturing.get()));
   if (unplanned) options.unplanned.emplace(to_condition(*unplanned));
   options.takes_keyset = takes_keyset;
   options.writes = writes;
@@ -272,28 +277,28 @@ void set_plans(Override& self, const RouterHandle& router, py::object override,
 std::shared_ptr<Recorder> make_recorder(const RouterHandle& router, const py::tuple& values,
                                         c10::Device device) {
   torch::jit::Stack arguments;
-  router.signature->push_arguments(values, arguments);
+  router.converter->push_arguments(values, arguments);
   return std::make_shared<Recorder>(router.router->op().schema(), std::move(arguments), device);
 }
 
-// The plan of what was recorded; None where something was refused. `keep` lives as long as it does.
+// The plan of a recording; None if it was refused. `keep_alive` lives as long as the plan.
 std::shared_ptr<Plan> finish_recording(const RouterHandle& router, Recorder& recorder,
-                                       const py::object& result, py::object keep) {
-  const auto results = router.signature->to_results(result, "a recorded impl");
-  return std::const_pointer_cast<Plan>(recorder.finish(results, PythonRef(std::move(keep))));
+                                       const py::object& result, py::object keep_alive) {
+  const auto results = router.converter->to_results(result, "a recorded impl");
+  return std::const_pointer_cast<Plan>(recorder.finish(results, PythonRef(std::move(keep_alive))));
 }
 
 py::object replay_plan(const RouterHandle& router, const Plan& plan, const py::tuple& values,
                        std::optional<uint8_t> poison) {
   torch::jit::Stack stack;
-  router.signature->push_arguments(values, stack);
+  router.converter->push_arguments(values, stack);
   torch::jit::Stack results;
   {
     const py::gil_scoped_release release;
-    const AsAKernel as_a_kernel(router.router->excluded());
+    const ExcludeKeys exclude(router.router->excluded());
     plan.replay(view(stack).data(), results, poison);
   }
-  return router.signature->pop_results(results);
+  return router.converter->pop_results(results);
 }
 
 Selector to_selector(const py::dict& fields) {
@@ -320,7 +325,7 @@ std::shared_ptr<Override> make_override(const py::dict& identity, std::shared_pt
 
 // --------------------------------------------------------------------------- context managers
 
-// `opgraft.native(op)` on this thread, for the length of a `with`.
+// `opgraft.native(op)` on this thread, as a context manager.
 class Bypass {
  public:
   explicit Bypass(std::string op) : op_(std::move(op)) {}
@@ -342,7 +347,7 @@ py::list scope_tags(bool observing) {
 
 // --------------------------------------------------------------------------- for tests
 
-// This thread reads what routers route to, as in the middle of a call, for the length of a `with`.
+// A context manager in which this thread holds an `Epochs::Reader`, as during a call.
 class Reading {
  public:
   void enter() { reader_.emplace(); }
@@ -355,13 +360,14 @@ class Reading {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
-  mind_forks();
+  install_fork_handlers();
   core.doc() = "opgraft's compiled core: routers, conditions, native-kernel capture.";
   core.def("torch_version", &torch_version,
            "The release of the torch headers it was compiled against.");
   core.def("torch_build", &torch_build, "The version and the commit of that torch.");
-  core.def("abi", &abi_facts,
-           "What it was compiled as: `cxx11_abi` must be the running torch's; the rest informs.");
+  core.def(
+      "abi", &abi_facts,
+      "How it was compiled. `cxx11_abi` must be the running torch's; the rest is information.");
 
   py::class_<Counter, std::shared_ptr<Counter>>(core, "Counter")
       .def(py::init<>())
@@ -373,27 +379,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   py::class_<Override, std::shared_ptr<Override>>(core, "Override")
       .def(py::init(&make_override), py::arg("identity"), py::arg("hits"), py::arg("misses"),
            py::arg("fallbacks"))
-      .def_static("placeholder", &make_placeholder, py::arg("arrived"),
-                  "Stands for overrides that `arrived()` registers, once a call comes by.")
+      .def_static(
+          "placeholder", &make_placeholder, py::arg("register_overrides"),
+          "Stands for overrides that `register_overrides()` registers, once a call comes by.")
       .def(
           "set_condition",
           [](Override& self, const std::vector<NodeTuple>& nodes) {
             self.condition = to_condition(nodes);
           },
-          "Give it a compiled condition; without one it takes every call.")
+          "Set its compiled condition. Without one it takes every call.")
       .def(
-          "ask_python", [](Override& self) { self.asks.store(true); },
-          "From now on Python decides whether it takes a call.")
+          "decide_in_python", [](Override& self) { self.decides_in_python.store(true); },
+          "Let Python decide from now on whether it takes a call.")
       .def(
           "set_python_impl",
           [](Override& self, const RouterHandle& router, py::object override, py::object function,
-             bool takes_keyset, bool falls_back, uint32_t checked_hits, std::string who) {
+             bool takes_keyset, bool falls_back, uint32_t checked_hits, std::string display_name) {
             self.impl = std::make_unique<PythonImpl>(
                 std::move(override), std::move(function), takes_keyset, falls_back, checked_hits,
-                router.signature, router.hooks, std::move(who));
+                router.converter, router.hooks, std::move(display_name));
           },
           py::arg("router"), py::arg("override"), py::arg("function"), py::arg("takes_keyset"),
-          py::arg("falls_back"), py::arg("checked_hits"), py::arg("who"))
+          py::arg("falls_back"), py::arg("checked_hits"), py::arg("display_name"))
       .def(
           "set_boxed_impl",
           [](Override& self, const py::capsule& function) {
@@ -402,26 +409,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
           },
           "An impl in C++: a capsule of a `BoxedImpl::Function`.")
       .def("quarantine", &quarantine, py::arg("router"), py::arg("values"),
-           "Keep it from calls of the kind of these values; false: it cannot tell kinds apart.")
+           "Quarantine it for the kind of a call; false if it does not know kinds.")
       .def("shadowed", &make_shadowed, py::arg("router"), py::arg("override"), py::arg("begin"),
            py::arg("end"), py::arg("rate"),
-           "The same override, a share of whose hits is compared with the native kernel.")
+           "A copy of the override that compares a fraction of its hits with native.")
       .def("set_plans", &set_plans, py::arg("router"), py::arg("override"), py::arg("table"),
            py::arg("record"), py::arg("ask"), py::arg("unplanned"), py::arg("takes_keyset"),
-           py::arg("writes"), "Let its impl be recorded and replayed.");
+           py::arg("writes"), "Record and replay launch plans of its impl.");
 
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))
-      .def("set_hooks", &set_hooks, py::arg("takes"), py::arg("first"), py::arg("recover"),
-           py::arg("capturing"), py::arg("error"), py::arg("observe"), py::arg("decompose"),
-           "What its overrides ask in Python; before the first of them is made.")
+      .def("set_hooks", &set_hooks, py::arg("takes"), py::arg("first_hit"), py::arg("recover"),
+           py::arg("is_capturing"), py::arg("contract_error"), py::arg("observe"),
+           py::arg("decompose"),
+           "Set the Python functions that its overrides call, before the first override.")
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {
              self.router->publish(Chain(chain.begin(), chain.end()));
            })
       .def("call_native", &call_native, py::arg("keyset"), py::arg("values"))
       .def("recorder", &make_recorder, py::arg("values"), py::arg("device"))
-      .def("finish", &finish_recording, py::arg("recorder"), py::arg("result"), py::arg("keep"))
+      .def("finish", &finish_recording, py::arg("recorder"), py::arg("result"),
+           py::arg("keep_alive"))
       .def("replay", &replay_plan, py::arg("plan"), py::arg("values"), py::arg("poison"))
       .def_property_readonly(
           "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
@@ -429,10 +438,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
                              [](const RouterHandle& self) { return self.router->is_composite(); })
       .def_property_readonly(
           "excluded", [](const RouterHandle& self) { return self.router->excluded(); },
-          "The dispatch keys that an impl's own calls do not pass.")
+          "The dispatch keys that are excluded while an impl runs.")
       .def_property_readonly(
           "is_typed", [](const RouterHandle& self) { return self.router->is_typed(); },
-          "Whether calls in C++ come without being boxed.");
+          "Whether calls from C++ arrive unboxed.");
 
   py::class_<Scope>(core, "Scope")
       .def(py::init([](const std::optional<py::dict>& off, py::object tag) {
@@ -441,16 +450,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
                  std::make_shared<const PythonRef>(std::move(tag)));
            }),
            py::arg("off"), py::arg("tag"),
-           "What is off inside; None: nothing, and every router tells its observer of its calls.")
+           "`off`: what is off inside; None: nothing is, and routers tell observers of calls.")
       .def("__enter__", &Scope::enter)
       .def("__exit__", [](Scope& self, const py::args&) { self.exit(); })
-      .def_static(
-          "tags", &scope_tags, py::arg("observing"),
-          "Of the scopes that this thread is in, outermost first: of those that observe, or of "
-          "those in which something is off.")
+      .def_static("tags", &scope_tags, py::arg("observing"),
+                  "The tags of this thread's scopes, outermost first: of those that observe, or of "
+                  "those that switch something off.")
       .def_static(
           "is_off", [](const py::dict& identity) { return Scope::is_off(to_selector(identity)); },
-          "Whether a scope on this thread switches off the override of this identity.");
+          "Whether a scope on this thread switches off the override with this identity.");
 
   py::class_<Bypass>(core, "Bypass")
       .def(py::init<std::string>())
@@ -470,9 +478,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
              self.publish(std::move(conditions));
            });
 
-  core.def("stand_for", &stand_for, py::arg("name"), py::arg("overload"), py::arg("origin"),
+  core.def("forward_op", &forward_op, py::arg("name"), py::arg("overload"), py::arg("origin"),
            py::arg("origin_overload"),
-           "Lets an op that was defined without kernels run another op's, which has its schema.");
+           "Implements an op without kernels by forwarding to another op with its schema.");
 
   core.def(
       "holds",
@@ -481,24 +489,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
         const auto op =
             c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
         torch::jit::Stack stack;
-        Signature(op.schema()).push_arguments(values, stack);
+        PythonConverter(op.schema()).push_arguments(values, stack);
         return to_condition(nodes).holds(view(stack).data());
       },
       py::arg("nodes"), py::arg("values"), py::arg("name"), py::arg("overload"),
       "Evaluates a compiled condition on an op's arguments, as the router would.");
   core.def(
-      "show_whole_ops_to",
-      [](const py::type& mode) { show_whole_ops_to(py::type(mode).release().ptr()); },
-      "Dispatch modes of this type see composite ops whole, and not what they are made of.");
+      "register_tracing_mode",
+      [](const py::type& mode) { register_tracing_mode(py::type(mode).release().ptr()); },
+      "Let dispatch modes of this type see composite ops whole, not decomposed.");
   core.def("set_capability_lookup", [](py::object function) {
     capability_function = function.release();
-    set_capability_lookup(&look_capability_up);
+    set_capability_lookup(&look_up_capability);
   });
   core.def("shut_down", &Router::shut_down, py::call_guard<py::gil_scoped_release>(),
-           "From now on every call is a miss; waits for calls that are in Python.");
+           "Make every call a miss from now on, and wait for calls that are in Python.");
   core.attr("ORIGIN") = kOrigin;
 
-  py::class_<Reading>(core, "Reading", "For tests: this thread is in the middle of a call.")
+  py::class_<Reading>(core, "Reading",
+                      "For tests: this thread is reading a chain, as during a call.")
       .def(py::init<>())
       .def("__enter__", &Reading::enter)
       .def("__exit__", &Reading::exit);

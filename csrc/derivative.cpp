@@ -15,7 +15,7 @@ namespace opgraft {
 
 namespace {
 
-// Under these a tensor's sizes may be symbols, or are not the sizes that are looked at here.
+// With these keys a tensor's sizes may be symbolic, or differ from those that a kernel sees.
 const c10::DispatchKeySet kWrapped{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
                                    c10::DispatchKey::FuncTorchGradWrapper,
                                    c10::DispatchKey::Functionalize};
@@ -39,13 +39,14 @@ struct Kernel final : c10::OperatorKernel {
   std::shared_ptr<Derivative> derivative;
 };
 
-// What autograd wants with the tensors of a call. An override's op has no lists of tensors here.
-struct Wanted {
+// What autograd needs for the tensors of a call. Ops with custom derivatives have no lists of
+// tensors.
+struct AutogradNeeds {
   bool backward = false;
   bool forward = false;
   bool wrapped = false;
 
-  Wanted(const c10::IValue* begin, const c10::IValue* end) {
+  AutogradNeeds(const c10::IValue* begin, const c10::IValue* end) {
     const bool grad = c10::GradMode::is_enabled();
     for (; begin != end; ++begin) {
       if (!begin->isTensor() || !begin->toTensor().defined()) continue;
@@ -62,10 +63,10 @@ struct Wanted {
 
 Derivative::Derivative(c10::OperatorHandle op, c10::DispatchKey key)
     : native_(op, key),
-      signature_(op.schema()),
-      who_("the derivative of an override of " + c10::toString(op.operator_name())),
-      arguments_(op.schema().arguments().size()),
-      composite_(native_.origin().find(kOrigin) != std::string::npos) {
+      converter_(op.schema()),
+      display_name_("the derivative of an override of " + c10::toString(op.operator_name())),
+      argument_count_(op.schema().arguments().size()),
+      is_composite_(native_.origin().find(kOrigin) != std::string::npos) {
   conditions_.store(new Conditions(), std::memory_order_release);
 }
 
@@ -96,19 +97,21 @@ void Derivative::publish(Conditions conditions) {
 void Derivative::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                             torch::jit::Stack* stack) {
   const c10::IValue* const end = stack->data() + stack->size();
-  const c10::IValue* const begin = end - arguments_;
-  const Wanted wanted(begin, end);
-  if (!composite_ && !wanted.backward && !wanted.forward && !wanted.wrapped) {
+  const c10::IValue* const begin = end - argument_count_;
+  const AutogradNeeds needs(begin, end);
+  if (!is_composite_ && !needs.backward && !needs.forward && !needs.wrapped) {
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
     return;
   }
-  if (wanted.backward && (wanted.wrapped || may_own(begin)) && own(keyset, *stack)) return;
+  if (needs.backward && (needs.wrapped || may_differentiate(begin)) &&
+      differentiate(keyset, *stack))
+    return;
   native_.call(op, keyset, stack);
 }
 
-bool Derivative::may_own(const c10::IValue* arguments) const {
-  const Arguments seen = view(c10::ArrayRef<c10::IValue>(arguments, arguments_));
+bool Derivative::may_differentiate(const c10::IValue* arguments) const {
+  const Arguments seen = view(c10::ArrayRef<c10::IValue>(arguments, argument_count_));
   const Epochs::Reader reading;
   for (const auto& condition : *conditions_.load(std::memory_order_seq_cst)) {
     if (!condition || condition->holds(seen.data())) return true;
@@ -116,15 +119,15 @@ bool Derivative::may_own(const c10::IValue* arguments) const {
   return false;
 }
 
-bool Derivative::own(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const {
+bool Derivative::differentiate(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const {
   const PythonAccess python;
   if (!python) return false;
-  const auto values = signature_.to_python(stack.data() + stack.size() - arguments_);
+  const auto values = converter_.to_python(stack.data() + stack.size() - argument_count_);
   const auto keys = py::cast(keyset);
   const auto result = call_python(hook_.get(), keys, values);
   if (result.is(py::handle(Py_NotImplemented))) return false;
-  auto results = signature_.to_results(result, who_);
-  torch::jit::drop(stack, arguments_);
+  auto results = converter_.to_results(result, display_name_);
+  torch::jit::drop(stack, argument_count_);
   for (auto& value : results) stack.push_back(std::move(value));
   return true;
 }

@@ -1,6 +1,6 @@
-// Our kernel at an op's autograd key, for overrides with a derivative of their own.
+// Our kernel at an op's autograd key, for overrides with a custom derivative.
 //
-// Calls that no such override may take go on at once, without the GIL; the rest is Python's.
+// Calls that no such override may take go on without the GIL. Python handles the others.
 #pragma once
 
 #include <atomic>
@@ -17,10 +17,10 @@ namespace opgraft {
 
 class Derivative {
  public:
-  // The conditions of the overrides that have a derivative; none where Python has to be asked.
+  // The conditions of the overrides with a derivative; nullopt if Python must evaluate it.
   using Conditions = std::vector<std::optional<Condition>>;
 
-  // Puts itself in front of what is at the autograd key of a backend, for good.
+  // Registers a kernel in front of the one at a backend's autograd key, for good.
   static std::shared_ptr<Derivative> install(const std::string& name, const std::string& overload,
                                              const std::string& dispatch_key);
 
@@ -28,22 +28,22 @@ class Derivative {
 
   void publish(Conditions conditions);
 
-  // hook(keyset, values) -> the call's result, or NotImplemented where the op's own derivative
-  // holds.
+  // hook(keyset, values) returns the call's result, or NotImplemented to use the op's own
+  // derivative.
   void set_hook(py::object hook) { hook_ = PythonRef(std::move(hook)); }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack);
 
  private:
-  bool may_own(const c10::IValue* arguments) const;
-  bool own(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const;
+  bool may_differentiate(const c10::IValue* arguments) const;
+  bool differentiate(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const;
 
   NativeKernel native_;
-  Signature signature_;
-  std::string who_;
-  size_t arguments_;
-  bool composite_;  // the op's router is what comes next: it stands at the autograd key too
+  PythonConverter converter_;
+  std::string display_name_;
+  size_t argument_count_;
+  bool is_composite_;  // the next kernel is the op's router, which is at the autograd key too
   PythonRef hook_;
   std::atomic<const Conditions*> conditions_{nullptr};
 };

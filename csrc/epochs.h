@@ -1,14 +1,14 @@
-// Safe reclamation of what readers read without a lock (epoch-based).
+// Epoch-based reclamation: safely frees objects that readers access without a lock.
 //
 // Note [Epochs]
-// A reader announces the epoch at which it began before it loads a published pointer, and takes the
-// announcement back when it is done. A writer that has swapped the pointer begins a new epoch and
-// frees what it took out once no reader is left that began before. Readers never wait and never
-// allocate, apart from the first time on a thread.
+// A reader announces the epoch at which it begins before it loads a published pointer, and
+// withdraws the announcement at its end. A writer swaps the pointer, begins a new epoch, and frees
+// the old object once no reader is left that began before. Readers never wait. They allocate only
+// the first time on a thread.
 //
-// The announcement must be seen before the pointer is loaded. A fence in every reader would take as
-// long as three conditions; where the kernel can make all threads of the process pass one
-// (membarrier), the writer asks for that, and readers have none.
+// The announcement must be visible before the pointer is loaded. A fence in every reader would take
+// as long as three conditions. If the operating system can make all threads of the process execute
+// a fence (membarrier), the writer asks for that instead, and readers need none.
 #pragma once
 
 #include <c10/macros/Macros.h>
@@ -32,12 +32,12 @@ class Epochs {
   struct alignas(64) Slot {
     std::atomic<uint64_t> began{kIdle};
     std::atomic<bool> claimed{true};
-    uint32_t depth = 0;  // its thread's alone
+    uint32_t depth = 0;  // used only by its thread
   };
 
-  // Plain pointers of this kind are read without a call into the dynamic linker, which takes as
-  // long as a condition; the linker has room for a few of them whatever else is loaded.
-  static inline thread_local Slot* mine_ __attribute__((tls_model("initial-exec"))) = nullptr;
+  // With this TLS model a plain pointer is read without a call into the dynamic linker, which takes
+  // as long as a condition. The linker always reserves room for a few of them.
+  static inline thread_local Slot* current_ __attribute__((tls_model("initial-exec"))) = nullptr;
 
  public:
   static Epochs& instance() {
@@ -47,10 +47,11 @@ class Epochs {
 
   class Reader {
    public:
-    Reader() : slot_(C10_LIKELY(mine_ != nullptr) ? *mine_ : Epochs::slot()) {
+    Reader() : slot_(C10_LIKELY(current_ != nullptr) ? *current_ : Epochs::slot()) {
       if (slot_.depth++ == 0) {
-        // A release, although the fence orders it already: a writer that sees this announcement,
-        // and not the end of the one before, must see what the thread read under that one as done.
+        // A release store, although the fence below already orders it before the pointer's load: a
+        // writer that sees this announcement, but not the end of the previous one, must see the
+        // previous reads as finished.
         slot_.began.store(epoch_.load(std::memory_order_acquire), std::memory_order_release);
         if (C10_LIKELY(writers_fence_)) {
           std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -69,20 +70,20 @@ class Epochs {
     Slot& slot_;
   };
 
-  // Runs `free` once no reader can hold what was unpublished before this call: before it returns,
-  // unless a reader is slow. Then somebody has to `collect`.
+  // Runs `free` once no reader can hold what was unpublished before this call. That is before it
+  // returns, unless a reader is slow. Then a later `collect` runs it.
   void retire(std::function<void()> free) {
     {
       const std::lock_guard<std::mutex> guard(mutex_);
       retired_.emplace_back(epoch_.fetch_add(1, std::memory_order_seq_cst) + 1, std::move(free));
     }
-    // A reader takes less than a microsecond, unless it loses its core meanwhile. The bound is for
-    // those that wait for the GIL, which this thread may have.
+    // A reader takes less than a microsecond, unless it is descheduled. The number of attempts is
+    // bounded because a reader may be waiting for the GIL, which this thread may hold.
     for (int attempt = 1; !collect() && attempt < kAttempts; ++attempt) std::this_thread::yield();
   }
 
-  // Frees what was retired and no reader can hold any more; returns whether that was all. Freeing
-  // may run Python: this is for threads that may wait for the GIL.
+  // Frees what was retired and no reader can hold any more. Returns whether nothing is left.
+  // Freeing may run Python, so the calling thread must be able to wait for the GIL.
   bool collect() {
     std::vector<std::function<void()>> ready;
     bool all = false;
@@ -100,24 +101,24 @@ class Epochs {
       }
       retired_ = std::move(kept);
       all = retired_.empty();
-      left_.store(!all, std::memory_order_relaxed);
+      has_retired_.store(!all, std::memory_order_relaxed);
     }
     for (auto& run : ready) run();  // outside the lock
     return all;
   }
 
-  // Whether there is something to collect, for whoever comes by with the GIL.
-  static bool has_left() noexcept { return left_.load(std::memory_order_relaxed); }
+  // Whether there is something to collect. Threads that have the GIL check this.
+  static bool has_retired() noexcept { return has_retired_.load(std::memory_order_relaxed); }
 
-  // Around a fork, so that the child finds nothing half done.
+  // Held around a fork, so that the child gets consistent state.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
-  // In the child of a fork, between the two: its only thread is the one that forked. What the
-  // others were reading when they vanished would be kept for good, and their slots with it.
+  // Called in the child of a fork, before `unlock`. Its only thread is the one that forked. Without
+  // this, objects that the other threads were reading would never be freed, nor their slots.
   void forget_other_threads() noexcept {
     for (auto* slot : slots_) {
-      if (slot == mine_) continue;
+      if (slot == current_) continue;
       slot->began.store(kIdle, std::memory_order_relaxed);
       slot->depth = 0;
       slot->claimed.store(false, std::memory_order_relaxed);
@@ -132,12 +133,12 @@ class Epochs {
   static Slot& slot();
   Slot& claim();
 
-  // Under the lock: the epoch in which the oldest reader began, or the one that is now.
+  // The epoch in which the oldest reader began, or the present one. Needs the lock.
   uint64_t oldest_reader() const noexcept {
     const uint64_t now = epoch_.load(std::memory_order_seq_cst);
-    // Where no thread ever read, none has to pass a fence: who begins now has waited for the mutex,
-    // and loads what the writer published. Without the fence, who reads what cannot be told:
-    // nothing is freed until there is one again.
+    // If no thread ever read, no fence is needed: a reader that begins now has waited for the
+    // mutex, and loads what the writer published. If the fence fails, it is unknown what readers
+    // hold, so nothing is freed until one succeeds.
     uint64_t oldest = slots_.empty() || !writers_fence_ || fence_readers() ? now : 0;
     for (const auto* slot : slots_) {
       const uint64_t began = slot->began.load(std::memory_order_seq_cst);
@@ -156,33 +157,33 @@ class Epochs {
     return known >= 0 && (known & needed) == needed;
   }
   static bool fence_readers() noexcept {
-    // When it is first needed: in a process of several threads asking takes 7 ms, which `import
-    // torch` would wait for.
+    // Registered when it is first needed: with several threads that takes 7 ms, which `import
+    // torch` would spend.
     static const bool asked = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) == 0;
     return asked && membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED) == 0;
   }
 
-  // Whether the writer makes readers pass a fence. Not on kernels before 4.14, nor where a sandbox
-  // forbids it.
+  // Whether the writer executes a fence in readers. Linux before 4.14 cannot, and sandboxes may
+  // forbid it.
   static inline const bool writers_fence_ = can_fence();
   static inline std::atomic<uint64_t> epoch_{1};
-  static inline std::atomic<bool> left_{false};
+  static inline std::atomic<bool> has_retired_{false};
   std::mutex mutex_;
   std::vector<Slot*> slots_;
   std::vector<std::pair<uint64_t, std::function<void()>>> retired_;
 };
 
 inline Epochs::Slot& Epochs::slot() {
-  // Given back when the thread ends, and then used by a later one.
+  // Released when the thread ends, for a later thread to claim.
   struct Claim {
     Slot& slot = instance().claim();
     ~Claim() {
-      mine_ = nullptr;
+      current_ = nullptr;
       slot.claimed.store(false, std::memory_order_release);
     }
   };
   static thread_local Claim claim;
-  mine_ = &claim.slot;
+  current_ = &claim.slot;
   return claim.slot;
 }
 

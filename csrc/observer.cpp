@@ -7,12 +7,13 @@ namespace opgraft {
 namespace {
 
 // An observer's own error must not become the call's.
-void report() { PyErr_WriteUnraisable(nullptr); }
+void report_unraisable() { PyErr_WriteUnraisable(nullptr); }
 
 }  // namespace
 
-void PythonObserver::observe(Call& call, bool kept, const std::function<void()>& route) {
-  const PythonRef function = begin(call, kept);
+void PythonObserver::observe(Call& call, bool keeps_derivative,
+                             const std::function<void()>& route) {
+  const PythonRef function = begin(call, keeps_derivative);
   const auto start = std::chrono::steady_clock::now();
   const auto seconds = [start] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -29,21 +30,21 @@ void PythonObserver::observe(Call& call, bool kept, const std::function<void()>&
 bool PythonObserver::decompose(Call& call) {
   const PythonAccess python;
   if (!python || !decompose_.get()) return false;
-  const auto result = call_python(decompose_.get(), signature_->to_python(call.begin()));
+  const auto result = call_python(decompose_.get(), converter_->to_python(call.begin()));
   if (result.is(py::handle(Py_NotImplemented))) return false;
   const auto who = "the decomposition of " + c10::toString(call.op.operator_name());
-  auto results = signature_->to_results(result, who);
-  call.answer(results);
+  auto results = converter_->to_results(result, who);
+  call.set_results(results);
   return true;
 }
 
-PythonRef PythonObserver::begin(const Call& call, bool kept) const {
+PythonRef PythonObserver::begin(const Call& call, bool keeps_derivative) const {
   const PythonAccess python;
   if (!python) return {};
-  if (!begin_.get()) return {};  // nothing is registered there yet
-  const auto values = signature_->to_python(call.begin());
-  auto function = try_python(begin_.get(), values, py::bool_(kept));
-  if (!function) report();
+  if (!begin_.get()) return {};  // no override is registered yet
+  const auto values = converter_->to_python(call.begin());
+  auto function = try_python(begin_.get(), values, py::bool_(keeps_derivative));
+  if (!function) report_unraisable();
   if (!function || function.is_none()) return {};
   return PythonRef(std::move(function));
 }
@@ -58,7 +59,7 @@ void PythonObserver::end(const PythonRef& function, const Call& call, bool raise
   }
   const auto done = try_python(function.get(), ran, py::bool_(call.fell_back), py::bool_(raised),
                                py::float_(seconds));
-  if (!done) report();
+  if (!done) report_unraisable();
 }
 
 }  // namespace opgraft

@@ -1,4 +1,4 @@
-// Observation of routing from Python: what a trace records.
+// Observers of routing in Python, which traces use.
 #pragma once
 
 #include <memory>
@@ -10,28 +10,28 @@ namespace opgraft {
 
 class PythonObserver final : public Observer {
  public:
-  explicit PythonObserver(std::shared_ptr<const Signature> signature)
-      : signature_(std::move(signature)) {}
+  explicit PythonObserver(std::shared_ptr<const PythonConverter> converter)
+      : converter_(std::move(converter)) {}
 
-  // `begin(values, kept)` is called before a call is routed and returns a function `end`, or None;
-  // `end(ran, fell_back, raised, seconds)` after it. `ran`: (pack, name) of the override; None:
-  // native. Needs the GIL, as does whoever calls it.
+  // `begin(values, keeps_derivative)` is called before a call is routed. It returns None or a
+  // function `end(ran, fell_back, raised, seconds)`, which is called after it. `ran` is the
+  // override's (pack, name), or None for native. The caller needs the GIL.
   void set(PythonRef begin) { begin_ = std::move(begin); }
 
-  // `decompose(values)` returns the results of a composite op's decomposition in Python, or
+  // `decompose(values)` runs a composite op's decomposition in Python. It returns the results, or
   // NotImplemented.
   void set_decompose(PythonRef decompose) { decompose_ = std::move(decompose); }
 
   bool decompose(Call& call) override;
-  void observe(Call& call, bool kept, const std::function<void()>& route) override;
+  void observe(Call& call, bool keeps_derivative, const std::function<void()>& route) override;
 
  private:
-  PythonRef begin(const Call& call, bool kept) const;
+  PythonRef begin(const Call& call, bool keeps_derivative) const;
   static void end(const PythonRef& function, const Call& call, bool raised, double seconds);
 
   PythonRef begin_;
   PythonRef decompose_;
-  std::shared_ptr<const Signature> signature_;
+  std::shared_ptr<const PythonConverter> converter_;
 };
 
 }  // namespace opgraft

@@ -19,7 +19,8 @@ namespace opgraft {
 namespace {
 
 template <class Functor>
-void put(const std::string& name, c10::DispatchKey key, std::unique_ptr<Functor> kernel) {
+void register_kernel(const std::string& name, c10::DispatchKey key,
+                     std::unique_ptr<Functor> kernel) {
   const auto name_space = name.substr(0, name.find("::"));
   // Never destroyed, like the routers' own.
   auto* library = new torch::Library(torch::Library::IMPL, name_space, key, __FILE__, __LINE__);
@@ -31,11 +32,12 @@ bool is_composite(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-// A composite op may return its argument without saying so in its schema. A compiler takes the op
-// that stands for it by its word, and uses the argument's memory again.
-class FreshResults {
+// Copies results that alias an argument. A composite op may return its argument without declaring
+// it. A compiler relies on the schema of the op that replaces it, and would reuse the argument's
+// memory.
+class UnaliasedResults {
  public:
-  FreshResults(const c10::OperatorHandle& origin, torch::jit::Stack& stack)
+  UnaliasedResults(const c10::OperatorHandle& origin, torch::jit::Stack& stack)
       : stack_(stack), outputs_(origin.schema().returns().size()) {
     if (!is_composite(origin)) return;
     for (size_t i = stack.size() - origin.schema().arguments().size(); i < stack.size(); ++i) {
@@ -43,12 +45,12 @@ class FreshResults {
     }
   }
 
-  // After the call: copies what lies in an argument's memory.
-  void settle() const {
-    if (held_.empty()) return;
+  // Copies the results that are in an argument's memory, after the call.
+  void copy_aliased() const {
+    if (argument_storages_.empty()) return;
     for (size_t i = stack_.size() - outputs_; i < stack_.size(); ++i) {
-      if (stack_[i].isTensor() && is_held(stack_[i].toTensor())) {
-        const Frame frame("aten::clone");  // ours, and no call for its overrides
+      if (stack_[i].isTensor() && is_aliased(stack_[i].toTensor())) {
+        const Frame frame("aten::clone");  // this call is ours: no override takes it
         stack_[i] = stack_[i].toTensor().clone();
       }
     }
@@ -57,60 +59,60 @@ class FreshResults {
  private:
   void hold(const c10::IValue& value) {
     if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
-      held_.push_back(value.toTensor().storage());
+      argument_storages_.push_back(value.toTensor().storage());
     } else if (value.isList()) {
       for (const c10::IValue& item : value.toListRef()) hold(item);
     }
   }
-  bool is_held(const at::Tensor& tensor) const {
+  bool is_aliased(const at::Tensor& tensor) const {
     if (!tensor.defined() || !tensor.has_storage()) return false;
-    return std::any_of(held_.begin(), held_.end(), [&](const c10::Storage& each) {
-      return each.unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
-    });
+    return std::any_of(
+        argument_storages_.begin(), argument_storages_.end(), [&](const c10::Storage& each) {
+          return each.unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
+        });
   }
 
   torch::jit::Stack& stack_;
   size_t outputs_;
-  std::vector<c10::Storage> held_;
+  std::vector<c10::Storage> argument_storages_;
 };
 
-struct AtBackend final : c10::OperatorKernel {
-  explicit AtBackend(c10::OperatorHandle origin) : origin(std::move(origin)) {}
+struct BackendKernel final : c10::OperatorKernel {
+  explicit BackendKernel(c10::OperatorHandle origin) : origin(std::move(origin)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
-    const FreshResults fresh(origin, *stack);
+    const UnaliasedResults unaliased(origin, *stack);
     origin.redispatchBoxed(keyset, stack);
-    fresh.settle();
+    unaliased.copy_aliased();
   }
   c10::OperatorHandle origin;
 };
 
-struct FromTheTop final : c10::OperatorKernel {
-  explicit FromTheTop(c10::OperatorHandle origin) : origin(std::move(origin)) {}
+struct FunctorchKernel final : c10::OperatorKernel {
+  explicit FunctorchKernel(c10::OperatorHandle origin) : origin(std::move(origin)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
     origin.callBoxed(stack);
   }
   c10::OperatorHandle origin;
 };
 
-bool is_next_to_a_backend(c10::DispatchKeySet keyset) {
+bool is_backend_next(c10::DispatchKeySet keyset) {
   const auto next = (keyset & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
   return c10::toFunctionalityKey(next) == c10::DispatchKey::Dense;
 }
 
-// A compiled graph differentiates nothing, but an exported program that was asked to hold these ops
-// may be trained. A composite op runs at the autograd key, once nobody is there any more who wants
-// to see the op that stands for it.
-struct AtAutograd final : c10::OperatorKernel {
-  explicit AtAutograd(c10::OperatorHandle origin) : origin(std::move(origin)) {}
+// Compiled graphs are not differentiated, but an exported program that contains these ops may be
+// trained. For a composite op, `origin` is called at the autograd key, unless something between
+// autograd and the backend must see the op that replaces it.
+struct AutogradKernel final : c10::OperatorKernel {
+  explicit AutogradKernel(c10::OperatorHandle origin) : origin(std::move(origin)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
     const auto arguments = torch::jit::last(*stack, origin.schema().arguments().size());
-    if (must_differentiate(view(arguments)) ||
-        (is_composite(origin) && is_next_to_a_backend(keyset))) {
-      const FreshResults fresh(origin, *stack);
+    if (must_differentiate(view(arguments)) || (is_composite(origin) && is_backend_next(keyset))) {
+      const UnaliasedResults unaliased(origin, *stack);
       origin.callBoxed(stack);
-      fresh.settle();
+      unaliased.copy_aliased();
       return;
     }
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -121,14 +123,15 @@ struct AtAutograd final : c10::OperatorKernel {
 
 }  // namespace
 
-void stand_for(const std::string& name, const std::string& overload, const std::string& origin,
-               const std::string& origin_overload) {
+void forward_op(const std::string& name, const std::string& overload, const std::string& origin,
+                const std::string& origin_overload) {
   const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(origin.c_str(), origin_overload.c_str());
   const auto full = overload.empty() ? name : name + "." + overload;
-  put(full, c10::DispatchKey::CompositeExplicitAutograd, std::make_unique<AtBackend>(op));
-  put(full, c10::DispatchKey::Autograd, std::make_unique<AtAutograd>(op));
-  put(full, c10::DispatchKey::FuncTorchBatched, std::make_unique<FromTheTop>(op));
+  register_kernel(full, c10::DispatchKey::CompositeExplicitAutograd,
+                  std::make_unique<BackendKernel>(op));
+  register_kernel(full, c10::DispatchKey::Autograd, std::make_unique<AutogradKernel>(op));
+  register_kernel(full, c10::DispatchKey::FuncTorchBatched, std::make_unique<FunctorchKernel>(op));
 }
 
 }  // namespace opgraft

@@ -36,7 +36,7 @@ enum class KeyTag : uint64_t {
 
 uint64_t tagged(KeyTag tag, uint64_t rest) { return static_cast<uint64_t>(tag) | rest << 8; }
 
-// Where autocast has a dtype, and an override may be.
+// Devices with an autocast dtype that an override may be for.
 constexpr c10::DeviceType kAutocast[] = {
     c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU, c10::DeviceType::MPS,
     c10::DeviceType::HPU, c10::DeviceType::MTIA, c10::DeviceType::XLA, c10::DeviceType::PrivateUse1,
@@ -50,7 +50,7 @@ uint64_t bits(double value) {
 
 }  // namespace
 
-inline uint64_t* PlanKey::room(size_t count) noexcept {
+inline uint64_t* PlanKey::reserve_words(size_t count) noexcept {
   if (C10_UNLIKELY(size_ + count > kWords)) return nullptr;
   uint64_t* words = words_.data() + size_;
   size_ += count;
@@ -58,35 +58,37 @@ inline uint64_t* PlanKey::room(size_t count) noexcept {
 }
 
 bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
-  if (C10_UNLIKELY(tensors_ == seen_.size() || !tensor.has_storage())) return false;
+  if (C10_UNLIKELY(tensors_ == locations_.size() || !tensor.has_storage())) return false;
   const auto sizes = tensor.sizes();
   const size_t rank = sizes.size();
   const c10::Device device = tensor.device();
-  Place& place = seen_[tensors_];
-  place = Place{&tensor};
+  Location& location = locations_[tensors_];
+  location = Location{&tensor};
   if (C10_LIKELY(tensor.numel() > 0)) {
-    place.storage = tensor.unsafe_storage().unsafeGetStorageImpl();
-    place.begin = reinterpret_cast<uintptr_t>(place.storage->data());
-    place.end = place.begin + place.storage->nbytes();
-    place.first = place.begin + static_cast<uintptr_t>(tensor.storage_offset()) * tensor.itemsize();
+    location.storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+    location.begin = reinterpret_cast<uintptr_t>(location.storage->data());
+    location.end = location.begin + location.storage->nbytes();
+    location.first =
+        location.begin + static_cast<uintptr_t>(tensor.storage_offset()) * tensor.itemsize();
   }
-  const uintptr_t address = place.first;
-  // An impl may ask `q is k`, and one address may then stand for both.
-  size_t same = tensors_;
-  size_t shares = tensors_;  // the first argument on its storage
+  const uintptr_t address = location.first;
+  // An impl may check `q is k`, and then use one address for both.
+  size_t same_tensor = tensors_;
+  size_t same_storage = tensors_;  // the index of the first argument on its storage
   bool overlaps = false;
   for (size_t i = tensors_; i-- > 0;) {
-    const Place& other = seen_[i];
-    if (other.tensor == &tensor) same = i;
-    if (other.storage == place.storage) {
-      shares = i;
+    const Location& other = locations_[i];
+    if (other.tensor == &tensor) same_tensor = i;
+    if (other.storage == location.storage) {
+      same_storage = i;
     } else {
-      overlaps |= place.begin < other.end && other.begin < place.end;
+      overlaps |= location.begin < other.end && other.begin < location.end;
     }
   }
-  // A number: the host reads it for nothing, and an impl may hand it to a kernel as one.
+  // A number: the host can read it without waiting, and an impl may pass it to a kernel as a value.
   const bool is_number = rank == 0 && device.is_cpu();
-  auto* words = room(1 + 2 * rank + (is_number ? 2 : 0) + (shares < tensors_ ? 1 : 0));
+  auto* words =
+      reserve_words(1 + 2 * rank + (is_number ? 2 : 0) + (same_storage < tensors_ ? 1 : 0));
   if (C10_UNLIKELY(words == nullptr || overlaps)) return false;
   *words++ =
       tagged(KeyTag::Tensor, static_cast<uint8_t>(c10::typeMetaToScalarType(tensor.dtype()))) |
@@ -95,9 +97,9 @@ bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
       static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 32 |
       static_cast<uint64_t>(address % kKeyAlignment) << 40 |
       static_cast<uint64_t>(tensor.requires_grad()) << 44 |
-      static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 | static_cast<uint64_t>(same) << 48 |
-      static_cast<uint64_t>(shares) << 56;
-  if (C10_UNLIKELY(shares < tensors_)) *words++ = address - seen_[shares].first;
+      static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 |
+      static_cast<uint64_t>(same_tensor) << 48 | static_cast<uint64_t>(same_storage) << 56;
+  if (C10_UNLIKELY(same_storage < tensors_)) *words++ = address - locations_[same_storage].first;
   ++tensors_;
   const auto strides = tensor.strides();
   for (size_t i = 0; i < rank; ++i) *words++ = static_cast<uint64_t>(sizes[i]);
@@ -118,7 +120,7 @@ bool PlanKey::add(const Argument& argument) noexcept {
     case Kind::Tensor:
       return add(*argument.tensor());
     case Kind::List: {
-      auto* head = room(1);
+      auto* head = reserve_words(1);
       if (head == nullptr) return false;
       *head = tagged(KeyTag::List, argument.size());
       for (size_t i = 0; i < argument.size(); ++i) {
@@ -129,7 +131,7 @@ bool PlanKey::add(const Argument& argument) noexcept {
     case Kind::Text: {
       const std::string_view text = argument.text();
       const size_t count = (text.size() + sizeof(uint64_t) - 1) / sizeof(uint64_t);
-      auto* words = room(1 + count);
+      auto* words = reserve_words(1 + count);
       if (words == nullptr) return false;
       words[0] = tagged(KeyTag::String, text.size());
       std::fill_n(words + 1, count, 0);
@@ -141,7 +143,7 @@ bool PlanKey::add(const Argument& argument) noexcept {
     default:
       break;
   }
-  auto* words = room(argument.kind() == Kind::Complex ? 3 : 2);
+  auto* words = reserve_words(argument.kind() == Kind::Complex ? 3 : 2);
   if (words == nullptr) return false;
   words[1] = 0;
   switch (argument.kind()) {
@@ -174,21 +176,21 @@ bool PlanKey::add(const Argument& argument) noexcept {
 
 void PlanKey::add_thread(c10::DispatchKeySet keyset) noexcept {
   const auto thread = c10::impl::tls_local_dispatch_key_set();
-  auto* words = room(4);
+  auto* words = reserve_words(4);
   words[0] = thread.included_.raw_repr();
   words[1] = thread.excluded_.raw_repr();
   words[2] = (c10::GradMode::is_enabled() ? 1 : 0) |
              static_cast<uint64_t>(c10::get_default_dtype_as_scalartype()) << 8;
   words[3] = keyset.raw_repr();
   if (C10_UNLIKELY(!thread.excluded_.has_all(c10::autocast_dispatch_keyset))) {
-    // Which of them are in force is told by the keys.
+    // The dispatch keys tell which of them apply.
     static_assert(std::size(kAutocast) == sizeof(uint64_t));
-    auto* dtypes = reinterpret_cast<uint8_t*>(room(1));
+    auto* dtypes = reinterpret_cast<uint8_t*>(reserve_words(1));
     for (const auto device : kAutocast) {
       *dtypes++ = static_cast<uint8_t>(at::autocast::get_autocast_dtype(device));
     }
   }
-  thread_size_ = size_;
+  thread_words_ = size_;
 }
 
 bool PlanKey::read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset) noexcept {
@@ -196,7 +198,7 @@ bool PlanKey::read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset
   for (const Argument& argument : arguments) {
     if (!add(argument)) return false;
   }
-  // Two chains, because a multiplication takes longer than the next one has to wait.
+  // Two independent chains, because a multiplication's latency is longer than its throughput.
   uint64_t even = 0x9E3779B97F4A7C15ull;
   uint64_t odd = 0xC2B2AE3D27D4EB4Full;
   for (size_t i = 0; i < size_; i += 2) {
@@ -218,8 +220,8 @@ bool PlanKey::operator==(const std::vector<uint64_t>& words) const noexcept {
 }
 
 bool PlanKey::has_same_arguments(const PlanKey& other) const noexcept {
-  return std::equal(words_.begin() + thread_size_, words_.begin() + size_,
-                    other.words_.begin() + other.thread_size_, other.words_.begin() + other.size_);
+  return std::equal(words_.begin() + thread_words_, words_.begin() + size_,
+                    other.words_.begin() + other.thread_words_, other.words_.begin() + other.size_);
 }
 
 // --------------------------------------------------------------------------- Fingerprint
@@ -236,8 +238,8 @@ void Fingerprint::add(const std::vector<int64_t>& numbers) {
 
 void Fingerprint::add(const Pointer& pointer) {
   add(static_cast<uint64_t>(pointer.base));
-  add(static_cast<uint64_t>(pointer.leaf.argument));
-  add(static_cast<uint64_t>(pointer.leaf.item));
+  add(static_cast<uint64_t>(pointer.argument.index));
+  add(static_cast<uint64_t>(pointer.argument.item));
   add(static_cast<uint64_t>(pointer.memory));
   add(static_cast<uint64_t>(pointer.offset));
 }
@@ -249,11 +251,11 @@ void Fingerprint::add(const View& view) {
   add(view.strides);
 }
 
-// Not by printing it: libraries that bring a C++ runtime of their own, as CuteDSL's does, take its
-// streams with them, and printing a number then crashes (seen on torch 2.11 with FlashAttention-4).
+// Not by printing it: a library with a C++ runtime of its own, such as CuteDSL's, replaces the
+// streams, and printing a number then crashes (seen on torch 2.11 with FlashAttention-4).
 void Fingerprint::add(const c10::IValue& constant) {
   add(constant.tagKind());
-  if (constant.isTensor()) {  // a number that an op got as a tensor
+  if (constant.isTensor()) {  // a number that is passed to an op as a tensor
     if (constant.toTensor().defined()) add(constant.toTensor().toString());
     if (constant.toTensor().defined()) add(c10::IValue(constant.toTensor().item()));
   } else if (constant.isList()) {
@@ -273,7 +275,7 @@ void Fingerprint::add(const c10::IValue& constant) {
   } else if (constant.isDevice()) {
     add(static_cast<uint64_t>(constant.toDevice().type()));
     add(static_cast<uint64_t>(constant.toDevice().index()));
-  } else if (constant.isPtrType()) {  // nothing that anybody could tell from another but by itself
+  } else if (constant.isPtrType()) {  // only its identity can be compared
     add(reinterpret_cast<uint64_t>(constant.internalToPointer()));
   }
 }
@@ -285,8 +287,8 @@ void Fingerprint::add(const Operand& operand) {
       add(operand.constant);
       break;
     case Operand::Kind::Argument:
-      add(static_cast<uint64_t>(operand.leaf.argument));
-      add(static_cast<uint64_t>(operand.leaf.item));
+      add(static_cast<uint64_t>(operand.argument.index));
+      add(static_cast<uint64_t>(operand.argument.item));
       break;
     case Operand::Kind::Result:
       add(static_cast<uint64_t>(operand.memory));
@@ -360,8 +362,8 @@ char* Replay::address(const Pointer& pointer) {
     case Pointer::Base::Null:
       return nullptr;
     case Pointer::Base::Argument: {
-      // As Python's `data_ptr()` does: it makes a copy-on-write tensor real.
-      return static_cast<char*>(argument(pointer.leaf)->mutable_data()) + pointer.offset;
+      // As Python's `data_ptr()` does: it materializes a copy-on-write tensor.
+      return static_cast<char*>(argument(pointer.argument)->mutable_data()) + pointer.offset;
     }
     case Pointer::Base::Memory:
       return memory(pointer.memory).address + pointer.offset;
@@ -374,14 +376,14 @@ at::Tensor Replay::tensor(const View& view) {
   int64_t offset = view.pointer.offset;
   c10::Storage storage;
   if (view.pointer.base == Pointer::Base::Argument) {
-    const auto* tensor = argument(view.pointer.leaf);
+    const auto* tensor = argument(view.pointer.argument);
     storage = tensor->storage();
     offset += tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
   } else {
     const Memory& from = memory(view.pointer.memory);
     storage = from.result.defined() ? from.result.storage() : from.storage;
   }
-  if (C10_UNLIKELY(offset % itemsize != 0)) {  // of a storage that begins at any byte
+  if (C10_UNLIKELY(offset % itemsize != 0)) {  // the storage may begin at any byte
     throw LaunchError({__func__, __FILE__, __LINE__},
                       "an argument's memory is not aligned to the dtype that it is viewed as");
   }
@@ -404,7 +406,7 @@ c10::IValue Replay::value(const Operand& operand) {
       return operand.constant;
     case Operand::Kind::Argument:
       return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-          argument(operand.leaf)));
+          argument(operand.argument)));
     case Operand::Kind::Result:
       return memory(operand.memory).result;
     case Operand::Kind::View:
@@ -421,12 +423,12 @@ c10::IValue Replay::value(const Operand& operand) {
 // --------------------------------------------------------------------------- Plan
 
 Plan::Plan(c10::Device device, std::vector<std::unique_ptr<Step>> steps,
-           std::vector<Operand> outputs, size_t memories, bool watches_hooks, PythonRef keep)
+           std::vector<Operand> outputs, size_t memories, bool watches_hooks, PythonRef keep_alive)
     : device_(device),
       outputs_(std::move(outputs)),
       memories_(memories),
       watches_hooks_(watches_hooks),
-      keep_(std::move(keep)) {
+      keep_alive_(std::move(keep_alive)) {
   schedule(std::move(steps));
   Fingerprint fingerprint;
   for (const Scheduled& each : steps_) each.step->describe(fingerprint);
@@ -456,7 +458,7 @@ void Plan::schedule(std::vector<std::unique_ptr<Step>> steps) {
   for (size_t index = 0; index < steps.size(); ++index) {
     if (auto* allocation = dynamic_cast<Allocation*>(steps[index].get())) {
       const auto memory = static_cast<size_t>(allocation->memory());
-      if (last[memory] == kNever) continue;  // nobody uses it
+      if (last[memory] == kNever) continue;  // it is not used
       if (as_tensor[memory]) allocation->need_storage();
     }
     Scheduled scheduled{std::move(steps[index]), {}};
@@ -472,7 +474,7 @@ void Plan::replay(const Argument* arguments, torch::jit::Stack& results,
   Replay replay(arguments, device_, memories_, poison);
   for (const Scheduled& each : steps_) {
     each.step->run(replay);
-    // As early as the impl would at best: a later allocation may reuse it, in the stream's order.
+    // Freed as early as possible, so that a later allocation can reuse it, in stream order.
     for (const int32_t memory : each.releases) replay.memory(memory) = Memory();
   }
   results.reserve(results.size() + outputs_.size());
@@ -507,7 +509,7 @@ size_t PlanEntry::bytes() const noexcept {
 
 // --------------------------------------------------------------------------- PlanTable
 
-struct PlanTable::Seen {
+struct PlanTable::KeyHistory {
   KeyTable<1024> seen;
   KeyTable<1024> refused;
   KeyTable<4096> ready;
@@ -517,11 +519,11 @@ struct PlanTable::Seen {
 PlanTable::PlanTable(PlanLimits limits)
     : limits_(limits),
       snapshot_(new Snapshot{1, {{0, nullptr}, {0, nullptr}}}),
-      seen_(std::make_unique<Seen>()),
-      review_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)) {}
+      history_(std::make_unique<KeyHistory>()),
+      update_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)) {}
 
 PlanTable::~PlanTable() {
-  // Whoever could read it holds a reference to the table.
+  // Every possible reader holds a reference to the table.
   delete snapshot_.load(std::memory_order_relaxed);
 }
 
@@ -536,33 +538,33 @@ const PlanEntry* PlanTable::find(const PlanKey& key) const noexcept {
   }
 }
 
-PlanTable::Next PlanTable::next(const PlanKey& key) const noexcept {
-  if (given_up() || seen_->refused.count(key.hash()) > 0) return Next::Refused;
-  if (stopped()) return Next::Stopped;
-  return seen_->seen.count(key.hash()) > 0 ? Next::Record : Next::Wait;
+PlanTable::Action PlanTable::action_for(const PlanKey& key) const noexcept {
+  if (given_up() || history_->refused.count(key.hash()) > 0) return Action::Refused;
+  if (stopped()) return Action::Stopped;
+  return history_->seen.count(key.hash()) > 0 ? Action::Record : Action::Wait;
 }
 
-void PlanTable::note(const PlanKey& key) noexcept { seen_->seen.add(key.hash()); }
+void PlanTable::note_seen(const PlanKey& key) noexcept { history_->seen.add(key.hash()); }
 
 bool PlanTable::is_ready(const PlanKey& key) const noexcept {
-  return seen_->ready.count(key.hash()) > 0;
+  return history_->ready.count(key.hash()) > 0;
 }
 
-void PlanTable::set_ready(const PlanKey& key) noexcept { seen_->ready.add(key.hash()); }
+void PlanTable::set_ready(const PlanKey& key) noexcept { history_->ready.add(key.hash()); }
 
 bool PlanTable::is_asked(const PlanKey& key) const noexcept { return times_asked(key) > 0; }
 
 uint32_t PlanTable::times_asked(const PlanKey& key) const noexcept {
-  return seen_->asked.count(key.hash());
+  return history_->asked.count(key.hash());
 }
 
-void PlanTable::forget(const PlanKey& key) noexcept { seen_->asked.forget(key.hash()); }
+void PlanTable::forget(const PlanKey& key) noexcept { history_->asked.forget(key.hash()); }
 
-void PlanTable::set_asked(const PlanKey& key) noexcept { seen_->asked.add(key.hash()); }
+void PlanTable::set_asked(const PlanKey& key) noexcept { history_->asked.add(key.hash()); }
 
-void PlanTable::forget_asked() noexcept { seen_->asked.clear(); }
+void PlanTable::forget_asked() noexcept { history_->asked.clear(); }
 
-void PlanTable::review() noexcept {
+void PlanTable::update_stopped() noexcept {
   const uint64_t recordings = this->recordings();
   const uint64_t earned = replays_.total() / limits_.replays_per_recording;
   stopped_.store(
@@ -591,7 +593,7 @@ bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, st
     }
     if (entries_.size() >= limits_.plans) garbage.entries.push_back(evict());
     entries_.push_back(std::move(entry));
-    any_.store(true, std::memory_order_relaxed);
+    ever_installed_.store(true, std::memory_order_relaxed);
     garbage.snapshot.reset(publish());
   }
   retire(std::move(garbage));
@@ -599,15 +601,15 @@ bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, st
 }
 
 void PlanTable::refuse(const PlanKey& key) {
-  seen_->refused.add(key.hash());
+  history_->refused.add(key.hash());
   const uint32_t refusals = refusals_.fetch_add(1, std::memory_order_relaxed) + 1;
-  if (refusals >= limits_.refusals && !any_.load(std::memory_order_relaxed)) {
+  if (refusals >= limits_.refusals && !ever_installed_.load(std::memory_order_relaxed)) {
     given_up_.store(true, std::memory_order_relaxed);
   }
 }
 
 void PlanTable::drop(const PlanKey& key) {
-  seen_->refused.add(key.hash());
+  history_->refused.add(key.hash());
   Garbage garbage;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -633,7 +635,7 @@ void PlanTable::clear() {
       recordings_.store(replays_.total() / limits_.replays_per_recording,
                         std::memory_order_relaxed);
     }
-    review();
+    update_stopped();
     if (entries_.empty()) return;
     garbage.entries = std::move(entries_);
     entries_.clear();
@@ -683,7 +685,7 @@ std::shared_ptr<const PlanEntry> PlanTable::evict() {
 }
 
 void PlanTable::retire(Garbage garbage) {
-  // Copyable, as a std::function must be.
+  // In a shared_ptr, because a std::function must be copyable.
   Epochs::instance().retire([held = std::make_shared<Garbage>(std::move(garbage))] { (void)held; });
 }
 

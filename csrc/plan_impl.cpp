@@ -18,14 +18,14 @@ namespace opgraft {
 
 namespace {
 
-// Uninitialised memory is to be filled, which `torch.empty` does and a replay does not; and an impl
-// may have another way to a deterministic result.
-bool is_to_be_deterministic() { return at::globalContext().deterministicAlgorithms(); }
+// In this mode `torch.empty` fills uninitialised memory, which a replay does not, and an impl may
+// compute in another way.
+bool is_deterministic_mode() { return at::globalContext().deterministicAlgorithms(); }
 
 // --------------------------------------------------------------------------- Triton's launch hooks
 
-// Kept for good, as the objects are. Their sizes are read without the GIL: one aligned word each,
-// and a value that is late by a moment is no worse than a launch that was earlier by one.
+// Never freed, and neither are the objects. Their sizes are read without the GIL. Each is one
+// aligned word, and a slightly outdated size only means that a launch came slightly earlier.
 struct LaunchHooks {
   std::vector<PyListObject*> lists;
   struct Holder {
@@ -79,98 +79,100 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
   if (is_quarantined(call)) return false;
   PlanKey key;
   const auto keyset = options_.takes_keyset ? call.keyset : c10::DispatchKeySet();
-  if (C10_UNLIKELY(is_to_be_deterministic()) || !key.read(call.view(), keyset)) {
+  if (C10_UNLIKELY(is_deterministic_mode()) || !key.read(call.view(), keyset)) {
     return run_unplanned(override, call, device, true);
   }
   try {
     switch (replay(override, call, key)) {
-      case Replayed::Yes:
+      case ReplayResult::Replayed:
         return true;
-      case Replayed::NotWhileHooked:
+      case ReplayResult::HooksSet:
         return impl_->run(override, call, device);
-      case Replayed::NoPlan:
+      case ReplayResult::NoPlan:
         break;
     }
   } catch (const LaunchError&) {
-    // The plan's kernel is gone, or the device is. Python finds out, unless something may be half
-    // done.
+    // The plan's kernel or the device is gone. Python finds out which, unless arguments may be half
+    // written.
     options_.table->drop(key);
     if (options_.writes) throw;
   }
-  const auto next = options_.table->next(key);
+  const auto action = options_.table->action_for(key);
   const auto kernels =
-      needs_kernels(next, call.view().data()) ? this->kernels(key) : Kernels::Ready;
+      needs_kernels(action, call.view().data()) ? this->kernels(key) : Kernels::Ready;
   if (kernels == Kernels::NotReady) options_.table->set_asked(key);
   if (kernels == Kernels::NotReady ||
       (kernels == Kernels::NotAskedFor && !ask_for_kernels(call, key))) {
     override.misses->add();
     return false;
   }
-  if (next == PlanTable::Next::Record) return record(override, call, device, key);
-  if (next == PlanTable::Next::Wait) options_.table->note(key);
-  return run_unplanned(override, call, device, may_run_in_python(next));
+  if (action == PlanTable::Action::Record) return record(override, call, device, key);
+  if (action == PlanTable::Action::Wait) options_.table->note_seen(key);
+  return run_unplanned(override, call, device, may_run_in_python(action));
 }
 
-PlannedImpl::Replayed PlannedImpl::replay(const Override& override, Call& call,
-                                          const PlanKey& key) {
+PlannedImpl::ReplayResult PlannedImpl::replay(const Override& override, Call& call,
+                                              const PlanKey& key) {
   const Epochs::Reader reader;
   const PlanEntry* entry = options_.table->find(key);
-  if (entry == nullptr) return Replayed::NoPlan;
-  if (entry->plan->watches_hooks() && launch_hooks_are_set()) return Replayed::NotWhileHooked;
+  if (entry == nullptr) return ReplayResult::NoPlan;
+  if (entry->plan->watches_hooks() && launch_hooks_are_set()) return ReplayResult::HooksSet;
   torch::jit::Stack results;
-  const AsAKernel as_a_kernel(call.excluded);
+  const ExcludeKeys exclude(call.excluded);
   entry->plan->replay(call.view().data(), results);
-  call.answer(results);
-  replayed(override, *entry);
-  return Replayed::Yes;
+  call.set_results(results);
+  count_replay(override, *entry);
+  return ReplayResult::Replayed;
 }
 
-void PlannedImpl::replayed(const Override& override, const PlanEntry& entry) const {
+void PlannedImpl::count_replay(const Override& override, const PlanEntry& entry) const {
   override.hits->add();
   options_.table->count_replay(entry);
 }
 
-// What a call that is replayed, and one that is to run natively, do not need: boxes for the
-// arguments, a list of who else may want it. A plan was recorded for a call that the condition held
-// for, and its key has all that the rest of the condition reads: where there is one, that need not
-// be asked.
-Impl::Early PlannedImpl::early(const Override& override, c10::ArrayRef<Argument> arguments,
-                               bool holds) {
+// A call that is replayed, or that runs native, needs neither boxed arguments nor a list of the
+// other overrides. If there is a plan, the condition's other tests need no evaluation: the
+// condition held when the plan was recorded, and those tests depend only on what is in the key.
+Impl::UnboxedDecision PlannedImpl::decide_unboxed(const Override& override,
+                                                  c10::ArrayRef<Argument> arguments,
+                                                  bool condition_holds) {
   PlanKey key;
-  const bool has_key = !is_to_be_deterministic() && !options_.takes_keyset &&
+  const bool has_key = !is_deterministic_mode() && !options_.takes_keyset &&
                        !impl_->has_quarantined() && key.read(arguments);
   if (has_key) {
     if (const PlanEntry* entry = options_.table->find(key)) {
       if (entry->plan->watches_hooks() && launch_hooks_are_set()) return {};
-      return {Early::Kind::Replays, entry};
+      return {UnboxedDecision::Kind::Replays, entry};
     }
   }
-  if (!holds && !override.condition.passes_rest(arguments.data())) {
+  if (!condition_holds && !override.condition.passes_other_tests(arguments.data())) {
     override.misses->add();
-    return {Early::Kind::Declines};
+    return {UnboxedDecision::Kind::Declines};
   }
   if (!has_key) return {};
-  const auto next = options_.table->next(key);
-  switch (needs_kernels(next, arguments.data()) ? kernels(key) : Kernels::Ready) {
+  const auto action = options_.table->action_for(key);
+  switch (needs_kernels(action, arguments.data()) ? kernels(key) : Kernels::Ready) {
     case Kernels::NotAskedFor:
       return {};
     case Kernels::NotReady:
       options_.table->set_asked(key);
       override.misses->add();
-      return {Early::Kind::Declines};
+      return {UnboxedDecision::Kind::Declines};
     case Kernels::Ready:
       break;
   }
-  if (next == PlanTable::Next::Record) return {};
-  if (pays(arguments.data(), may_run_in_python(next))) return {};  // and then it is seen
-  if (next == PlanTable::Next::Wait) options_.table->note(key);
+  if (action == PlanTable::Action::Record) return {};
+  if (is_worth_python(arguments.data(), may_run_in_python(action)))
+    return {};  // `run` notes the key
+  if (action == PlanTable::Action::Wait) options_.table->note_seen(key);
   override.misses->add();
-  return {Early::Kind::Declines};
+  return {UnboxedDecision::Kind::Declines};
 }
 
-// False where the launch failed: then the call goes the long way, where that is seen to.
-bool PlannedImpl::replay_early(const Override& override, const PlanEntry& entry,
-                               const Argument* arguments, torch::jit::Stack& results) {
+// Returns false if the launch failed. The call then takes the boxed path, which handles the
+// failure.
+bool PlannedImpl::replay_unboxed(const Override& override, const PlanEntry& entry,
+                                 const Argument* arguments, torch::jit::Stack& results) {
   try {
     entry.plan->replay(arguments, results);
   } catch (const LaunchError&) {
@@ -178,15 +180,16 @@ bool PlannedImpl::replay_early(const Override& override, const PlanEntry& entry,
     results.clear();
     return false;
   }
-  replayed(override, entry);
+  count_replay(override, entry);
   return true;
 }
 
 // Not where it can have no plan and is not worth Python: it is native's, whatever is compiled.
-bool PlannedImpl::needs_kernels(PlanTable::Next next, const Argument* arguments) const {
-  const bool may_have_plan = next == PlanTable::Next::Wait || next == PlanTable::Next::Record;
+bool PlannedImpl::needs_kernels(PlanTable::Action action, const Argument* arguments) const {
+  const bool may_have_plan =
+      action == PlanTable::Action::Wait || action == PlanTable::Action::Record;
   return C10_UNLIKELY(options_.table->is_gated()) &&
-         (may_have_plan || pays(arguments, may_run_in_python(next)));
+         (may_have_plan || is_worth_python(arguments, may_run_in_python(action)));
 }
 
 PlannedImpl::Kernels PlannedImpl::kernels(const PlanKey& key) const noexcept {
@@ -197,30 +200,30 @@ PlannedImpl::Kernels PlannedImpl::kernels(const PlanKey& key) const noexcept {
   return table.is_asked(key) ? Kernels::NotReady : Kernels::NotAskedFor;
 }
 
-// Once for each key: whoever comes next finds that somebody was asked.
+// Called once for each key. Later calls find that the kernels have been asked for.
 bool PlannedImpl::ask_for_kernels(Call& call, const PlanKey& key) const {
   const PythonAccess python;
   if (!python) return false;
   options_.table->set_asked(key);
-  const auto values = options_.signature->to_python(call.begin());
+  const auto values = options_.converter->to_python(call.begin());
   return call_python(options_.ask.get(), options_.override.get(), py::cast(call.keyset), values,
                      py::cast(key))
       .is(py::handle(Py_True));
 }
 
-// Past so many recordings an impl in Python is only worth what its author says.
-bool PlannedImpl::may_run_in_python(PlanTable::Next next) const {
-  return next != PlanTable::Next::Stopped || options_.unplanned.has_value();
+// Once recordings are used up, an impl runs in Python only if `unplanned` says for which calls.
+bool PlannedImpl::may_run_in_python(PlanTable::Action action) const {
+  return action != PlanTable::Action::Stopped || options_.unplanned.has_value();
 }
 
-bool PlannedImpl::pays(const Argument* arguments, bool in_python) const {
+bool PlannedImpl::is_worth_python(const Argument* arguments, bool in_python) const {
   if (options_.table->runs_all()) return true;
   return in_python && (!options_.unplanned || options_.unplanned->holds(arguments));
 }
 
 bool PlannedImpl::run_unplanned(const Override& override, Call& call, c10::Device device,
                                 bool in_python) {
-  if (!pays(call.view().data(), in_python)) {
+  if (!is_worth_python(call.view().data(), in_python)) {
     override.misses->add();
     return false;
   }
@@ -231,17 +234,17 @@ bool PlannedImpl::record(const Override& override, Call& call, c10::Device devic
                          const PlanKey& key) {
   const PythonAccess python;
   if (!python) return false;
-  // What a recording does (allocations, copies to compare) has no place in a graph.
-  if (!device.is_cpu() && call_python(options_.capturing.get()).is(py::handle(Py_True))) {
+  // A recording's allocations and copies must not be captured into a graph.
+  if (!device.is_cpu() && call_python(options_.is_capturing.get()).is(py::handle(Py_True))) {
     return run_unplanned(override, call, device, true);
   }
-  const auto values = options_.signature->to_python(call.begin());
+  const auto values = options_.converter->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
   const auto token = py::cast(key);
   const auto result =
       call_python(options_.record.get(), options_.override.get(), keyset, values, token);
-  auto results = options_.signature->to_results(result, "a recorded impl");
-  call.answer(results);
+  auto results = options_.converter->to_results(result, "a recorded impl");
+  call.set_results(results);
   return true;
 }
 
@@ -258,8 +261,8 @@ Pointer to_pointer(Recorder& recorder, py::handle value) {
   return recorder.locate(value.cast<at::Tensor>());
 }
 
-// What an adapter says of a kernel's parameters: ("value", bits), ("pointer", tensor or None),
-// ("scratch", bytes), ("map", the map's bytes, tensor).
+// Converts an adapter's descriptions of a kernel's parameters: ("value", bits), ("pointer", tensor
+// or None), ("scratch", bytes), ("map", the map's bytes, tensor).
 Parameters to_parameters(Recorder& recorder, const std::vector<py::tuple>& parameters) {
   Parameters result;
   for (const py::tuple& parameter : parameters) {
@@ -286,11 +289,11 @@ Parameters to_parameters(Recorder& recorder, const std::vector<py::tuple>& param
 
 // --------------------------------------------------------------------------- tvm-ffi functions
 
-// While it lives, a call of the spy on this thread goes to `handle`, and is recorded.
+// While it lives, a call of the spy on this thread is recorded, and passed on to `handle`.
 struct FfiSpy {
   Recorder& recorder;
   void* handle;
-  std::vector<at::Tensor> tensors;  // that the call got, by which addresses are known
+  std::vector<at::Tensor> tensors;  // the call's tensor arguments, to find the origin of addresses
 };
 thread_local FfiSpy* ffi_spy = nullptr;
 
@@ -380,7 +383,7 @@ torch::jit::Stack stack_of(const py::tuple& values, const std::string& name,
                            const std::string& overload) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   torch::jit::Stack stack;
-  Signature(op.schema()).push_arguments(values, stack);
+  PythonConverter(op.schema()).push_arguments(values, stack);
   return stack;
 }
 
@@ -392,8 +395,7 @@ std::optional<PlanKey> plan_key(const py::tuple& values, const std::string& name
   return key;
 }
 
-// Whether a call's arguments can be a plan's key. Stand-ins for tensors are taken to be such as
-// can.
+// Whether a call can have a plan's key. Fake tensors are assumed to stand for tensors that can.
 bool has_plan_key(const py::tuple& values, const std::string& name, const std::string& overload) {
   const auto stack = stack_of(values, name, overload);
   const auto stands_in = [](const c10::IValue& value) {
@@ -421,9 +423,9 @@ void bind_plans(py::module_& core) {
 
   core.def("has_plan_key", &has_plan_key, py::arg("values"), py::arg("name"), py::arg("overload"));
   core.def("plan_key", &plan_key, py::arg("values"), py::arg("name"), py::arg("overload"),
-           "The key of a call with these arguments on this thread; None where it can have none.");
+           "The key of a call with these arguments on this thread; None if it has none.");
 
-  py::class_<PlanKey>(core, "PlanKey", "What a plan is for: a call's metadata, as numbers.")
+  py::class_<PlanKey>(core, "PlanKey", "The key of a plan: a call's metadata, as integers.")
       .def("__hash__", &PlanKey::hash)
       .def("__eq__",
            [](const PlanKey& self, const PlanKey& other) {
@@ -431,7 +433,7 @@ void bind_plans(py::module_& core) {
            })
       .def("__len__", &PlanKey::size)
       .def("has_same_arguments", &PlanKey::has_same_arguments, py::arg("other"),
-           "Whether two calls differ in the state of their threads at most.");
+           "Whether two calls differ at most in the state of their threads.");
 
   py::class_<Plan, std::shared_ptr<Plan>>(core, "Plan")
       .def_property_readonly("fingerprint",
@@ -461,7 +463,7 @@ void bind_plans(py::module_& core) {
            })
       .def("refuse", &PlanTable::refuse)
       .def("drop", &PlanTable::drop, py::arg("key"), py::call_guard<py::gil_scoped_release>(),
-           "Take a plan out, as a replay that failed does: without the GIL.")
+           "Remove a plan, as a failed replay does: without the GIL.")
       .def("clear", &PlanTable::clear)
       .def("count_recording", &PlanTable::count_recording)
       .def("find",
@@ -498,7 +500,7 @@ void bind_plans(py::module_& core) {
       .def_property_readonly("inside_op", &Recorder::inside_op)
       .def_property_readonly(
           "inside_call", [](const Recorder&) { return ffi_spy != nullptr; },
-          "Whether a tvm-ffi function is being called, which gets its arguments converted.")
+          "Whether a call of a tvm-ffi function is in progress, which converts its arguments.")
       .def_property_readonly("device", &Recorder::device)
       .def(
           "cuda_launch",
@@ -524,15 +526,16 @@ void bind_plans(py::module_& core) {
           },
           py::arg("function"), py::arg("parameters"), py::arg("name"))
       .def("ffi_call", &call_spied, py::arg("handle"), py::arg("tensors"), py::arg("call"),
-           "Runs `call`, in which the function at `ffi_spy()` stands for that of the handle.");
+           "Runs `call`, which calls the function at `ffi_spy()` instead of the handle's.");
 
   core.def(
       "ffi_spy", [] { return reinterpret_cast<uint64_t>(&spied_call); },
-      "The address of a tvm-ffi function that records and hands on; see `Recorder.ffi_call`.");
+      "The address of a tvm-ffi function that records a call and forwards it: "
+      "`Recorder.ffi_call`.");
   core.def("current_recorder", &Recorder::current, py::return_value_policy::reference,
-           "What records this thread; None where nothing does.");
+           "This thread's recorder; None if there is none.");
   core.def("cuda_parameter_sizes", &cuda_parameter_sizes, py::arg("function"),
-           "The sizes of a CUfunction's parameters; empty where the driver cannot tell.");
+           "The sizes of a CUfunction's parameters; empty if the driver cannot tell.");
   core.def("watch_launch_hooks", &watch_launch_hooks, py::arg("lists"), py::arg("holders"),
            py::arg("changed"));
 }

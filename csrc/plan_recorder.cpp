@@ -20,7 +20,7 @@ thread_local Recorder* current_recorder = nullptr;
 
 constexpr std::string_view kAllocations[] = {"aten::empty", "aten::empty_like", "aten::new_empty",
                                              "aten::empty_strided", "aten::new_empty_strided"};
-// Ops that tell of metadata, which a plan's key holds.
+// Ops that return metadata, which is in a plan's key.
 constexpr std::string_view kMetadata[] = {
     "aten::size",
     "aten::stride",
@@ -39,15 +39,15 @@ constexpr std::string_view kMetadata[] = {
     "aten::is_complex",
     "aten::is_signed",
 };
-// Ops whose result is a view of their first argument, and that ask of the second for its metadata
-// alone.
-constexpr std::string_view kLike[] = {"aten::expand_as", "aten::view_as", "aten::reshape_as"};
-// What `tolist`, `numpy` and `__array__` call before they read the values themselves. Tensors that
-// these change never come to an impl.
+// Ops that return a view of their first argument, and use only the metadata of the second.
+constexpr std::string_view kViewsLikeAnother[] = {"aten::expand_as", "aten::view_as",
+                                                  "aten::reshape_as"};
+// `tolist`, `numpy` and `__array__` call these before they read values without an op. Tensors that
+// these ops would change never reach an impl.
 constexpr std::string_view kBeforeReading[] = {"aten::resolve_conj", "aten::resolve_neg"};
 
-constexpr std::string_view kNumbers[] = {"aten::item", "aten::_local_scalar_dense",
-                                         "aten::is_nonzero"};
+constexpr std::string_view kScalarReads[] = {"aten::item", "aten::_local_scalar_dense",
+                                             "aten::is_nonzero"};
 
 template <size_t Size>
 bool is_among(const std::string_view (&names)[Size], const std::string& name) {
@@ -62,7 +62,7 @@ int64_t byte_offset(const at::Tensor& tensor) {
   return tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
 }
 
-// Of the memory from its first element to its last.
+// The size of the memory from a tensor's first element to its last.
 int64_t span_in_bytes(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return 0;
   return static_cast<int64_t>(at::detail::computeStorageNbytes(
@@ -82,7 +82,7 @@ bool is_dense(const at::Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
-// Every tensor of a value, those of lists too; undefined ones are passed by.
+// Visits every defined tensor of a value, also in lists.
 template <class Visit>
 void each_tensor(const c10::IValue& value, Visit&& visit) {
   if (value.isTensor()) {
@@ -96,7 +96,7 @@ void each_tensor(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-// Whether a value holds tensors and nothing else.
+// Whether a value is a tensor or a list of tensors.
 bool is_tensors(const c10::IValue& value) {
   if (value.isTensor()) return true;
   if (!value.isList()) return false;
@@ -116,7 +116,7 @@ bool is_constant(const c10::IValue& value) {
 
 }  // namespace
 
-// Marks the callbacks of ops; other observed functions (autograd's, in Python) are looked through.
+// Marks the callbacks of ops. Other functions (autograd's, those in Python) are ignored.
 struct Recorder::Context : at::ObserverContext {};
 
 Recorder::Recorder(const c10::FunctionSchema& schema, std::vector<c10::IValue> arguments,
@@ -124,20 +124,22 @@ Recorder::Recorder(const c10::FunctionSchema& schema, std::vector<c10::IValue> a
     : schema_(schema), arguments_(std::move(arguments)), device_(device) {
   for (size_t index = 0; index < arguments_.size(); ++index) {
     each_tensor(arguments_[index], [&](const at::Tensor& tensor, int32_t item) {
-      const Leaf leaf{static_cast<int32_t>(index), item};
-      if (known_.count(tensor.unsafeGetTensorImpl()) > 0) return;  // the key tells that it is one
+      const TensorArgument argument{static_cast<int32_t>(index), item};
+      if (origins_.count(tensor.unsafeGetTensorImpl()) > 0) return;  // as the key tells
       Pointer pointer;
       pointer.base = Pointer::Base::Argument;
-      pointer.leaf = leaf;
-      learn(tensor, pointer, Operand::Kind::Argument);
+      pointer.argument = argument;
+      track(tensor, pointer, Operand::Kind::Argument);
       const bool written = writes(schema_.arguments()[index]);
-      Shared& shared = arguments_on_.try_emplace(storage_of(tensor), Shared{leaf}).first->second;
+      ArgumentStorage& shared =
+          argument_storages_.try_emplace(storage_of(tensor), ArgumentStorage{argument})
+              .first->second;
       shared.written |= written;
-      if (tensor.numel() == 0) return;  // its address is null, and tells of no other
+      if (tensor.numel() == 0) return;  // its address is null
       const int64_t begin = byte_offset(tensor);
       const int64_t end = begin + span_in_bytes(tensor);
       const bool is_first = shared.begin == shared.end;
-      if (is_first) shared.first = leaf;
+      if (is_first) shared.first = argument;
       shared.begin = is_first ? begin : std::min(shared.begin, begin);
       shared.end = is_first ? end : std::max(shared.end, end);
     });
@@ -187,63 +189,63 @@ void Recorder::refuse(const std::string& reason) {
 
 // --------------------------------------------------------------------------- what is known
 
-std::optional<Recorder::Known> Recorder::find(const at::Tensor& tensor) const {
-  const auto known = known_.find(tensor.unsafeGetTensorImpl());
-  if (known != known_.end()) return known->second;
-  // It came about in a way that nobody saw (`.data`): its memory tells.
+std::optional<Recorder::Origin> Recorder::origin_of(const at::Tensor& tensor) const {
+  const auto known = origins_.find(tensor.unsafeGetTensorImpl());
+  if (known != origins_.end()) return known->second;
+  // It was created without an op (`.data`). Its memory tells the origin.
   Pointer pointer;
   if (const auto memory = memory_of_.find(storage_of(tensor)); memory != memory_of_.end()) {
     pointer.base = Pointer::Base::Memory;
     pointer.memory = memory->second;
     pointer.offset = byte_offset(tensor);
-    return Known{pointer, Operand::Kind::View};
+    return Origin{pointer, Operand::Kind::View};
   }
-  const auto arguments = arguments_on_.find(storage_of(tensor));
-  if (arguments == arguments_on_.end()) return std::nullopt;
-  // Of two arguments on one storage (q and k of one qkv) it could be either's: the key has how far
-  // they are apart, so that it is all the same.
+  const auto arguments = argument_storages_.find(storage_of(tensor));
+  if (arguments == argument_storages_.end()) return std::nullopt;
+  // With two arguments on one storage (q and k of one qkv) the origin could be either. Both are
+  // right, because their distance is in the key.
   pointer.base = Pointer::Base::Argument;
-  pointer.leaf = arguments->second.first;
-  pointer.offset = byte_offset(tensor) - byte_offset(at(pointer.leaf));
-  return Known{pointer, Operand::Kind::View};
+  pointer.argument = arguments->second.first;
+  pointer.offset = byte_offset(tensor) - byte_offset(argument_tensor(pointer.argument));
+  return Origin{pointer, Operand::Kind::View};
 }
 
-at::Tensor Recorder::at(const Leaf& leaf) const {
-  const c10::IValue& value = arguments_[static_cast<size_t>(leaf.argument)];
-  if (leaf.item < 0) return value.toTensor();
-  return value.toListRef()[static_cast<size_t>(leaf.item)].toTensor();
+at::Tensor Recorder::argument_tensor(const TensorArgument& argument) const {
+  const c10::IValue& value = arguments_[static_cast<size_t>(argument.index)];
+  if (argument.item < 0) return value.toTensor();
+  return value.toListRef()[static_cast<size_t>(argument.item)].toTensor();
 }
 
 bool Recorder::is_on_argument(const at::Tensor& tensor) const {
-  return arguments_on_.count(storage_of(tensor)) > 0;
+  return argument_storages_.count(storage_of(tensor)) > 0;
 }
 
 bool Recorder::is_within(const at::Tensor& tensor, const Pointer& pointer) const {
   if (pointer.base != Pointer::Base::Argument || tensor.numel() == 0) return true;
-  const auto shared = arguments_on_.find(storage_of(tensor));
-  if (shared == arguments_on_.end()) return false;
+  const auto shared = argument_storages_.find(storage_of(tensor));
+  if (shared == argument_storages_.end()) return false;
   const int64_t begin = byte_offset(tensor);
   return begin >= shared->second.begin && begin + span_in_bytes(tensor) <= shared->second.end;
 }
 
-void Recorder::learn(const at::Tensor& tensor, const Pointer& pointer, Operand::Kind kind) {
+void Recorder::track(const at::Tensor& tensor, const Pointer& pointer, Operand::Kind kind) {
   alive_.push_back(tensor);
-  known_.emplace(tensor.unsafeGetTensorImpl(), Known{pointer, kind});
+  origins_.emplace(tensor.unsafeGetTensorImpl(), Origin{pointer, kind});
 }
 
-int32_t Recorder::learn_memory(const at::Tensor& tensor, Operand::Kind kind) {
+int32_t Recorder::track_memory(const at::Tensor& tensor, Operand::Kind kind) {
   const auto memory = static_cast<int32_t>(memories_++);
   memory_of_[storage_of(tensor)] = memory;
   Pointer pointer;
   pointer.base = Pointer::Base::Memory;
   pointer.memory = memory;
   pointer.offset = byte_offset(tensor);
-  learn(tensor, pointer, kind);
+  track(tensor, pointer, kind);
   return memory;
 }
 
-void Recorder::learn_view(const at::Tensor& tensor) {
-  if (const auto known = find(tensor)) learn(tensor, known->pointer, known->kind);
+void Recorder::track_view(const at::Tensor& tensor) {
+  if (const auto known = origin_of(tensor)) track(tensor, known->pointer, known->kind);
 }
 
 Pointer Recorder::locate(const at::Tensor& tensor) {
@@ -251,8 +253,8 @@ Pointer Recorder::locate(const at::Tensor& tensor) {
     refuse("a kernel got a tensor that is lazy, sparse or of a type of its own");
     return {};
   }
-  if (tensor.numel() == 0) return {};  // null, as `data_ptr` has it
-  if (const auto known = find(tensor)) {
+  if (tensor.numel() == 0) return {};  // null, as `data_ptr` returns
+  if (const auto known = origin_of(tensor)) {
     if (is_within(tensor, known->pointer)) return known->pointer;
     refuse("a kernel got memory beyond the arguments on its storage");
     return {};
@@ -268,7 +270,7 @@ void Recorder::check_number(uint64_t number) {
     if (storage == nullptr || storage->nbytes() == 0) continue;
     const auto begin = reinterpret_cast<uint64_t>(storage->data());
     if (number < begin || number >= begin + storage->nbytes()) continue;
-    return refuse("a kernel got an address as a number, which no tensor stands for");
+    return refuse("a kernel got an address as an integer, not as a tensor");
   }
 }
 
@@ -287,16 +289,16 @@ void Recorder::begin_op(const at::RecordFunction& function) {
   try {
     const auto inputs = function.inputs();
     inputs_.assign(inputs.begin(), inputs.end());
-    before_.clear();
-    reads_inside_ = shapes_inside_ = false;
+    inputs_before_.clear();
+    nested_reads_value_ = nested_has_dynamic_shape_ = false;
     for (const c10::IValue& input : inputs_) {
       each_tensor(input, [this](const at::Tensor& tensor, int32_t) {
         if (!is_dense(tensor)) {
           refuse("an op got a tensor that is lazy, sparse or of a type of its own");
           return;
         }
-        before_.push_back({tensor, storage_of(tensor), tensor.sizes().vec(), tensor.strides().vec(),
-                           tensor.storage_offset()});
+        inputs_before_.push_back({tensor, storage_of(tensor), tensor.sizes().vec(),
+                                  tensor.strides().vec(), tensor.storage_offset()});
       });
     }
   } catch (const std::exception& error) {
@@ -307,8 +309,8 @@ void Recorder::begin_op(const at::RecordFunction& function) {
 void Recorder::begin_nested_op(const at::RecordFunction& function) {
   const auto op = c10::Dispatcher::singleton().findOp(*function.operator_name());
   if (!op) return;
-  reads_inside_ |= op->hasTag(at::Tag::data_dependent_output);
-  shapes_inside_ |= op->hasTag(at::Tag::dynamic_output_shape);
+  nested_reads_value_ |= op->hasTag(at::Tag::data_dependent_output);
+  nested_has_dynamic_shape_ |= op->hasTag(at::Tag::dynamic_output_shape);
 }
 
 void Recorder::end_op(const at::RecordFunction& function) {
@@ -322,32 +324,32 @@ void Recorder::end_op(const at::RecordFunction& function) {
     const size_t returns = op->schema().returns().size();
     const auto& outputs = function.outputs();
     if (outputs.size() < returns || inputs_.size() < arguments) return refuse(text + " raised");
-    // A boxed call tells the whole stack.
+    // For a boxed call the inputs are the whole stack.
     inputs_.erase(inputs_.begin(), inputs_.end() - static_cast<std::ptrdiff_t>(arguments));
     record_op(*op, at::ArrayRef<c10::IValue>(outputs).slice(outputs.size() - returns));
   } catch (const std::exception& error) {
     refuse(error.what());
   }
   inputs_.clear();
-  before_.clear();
+  inputs_before_.clear();
 }
 
-// Whether it reads the value of a number among the arguments, which is part of the key.
+// Whether an op reads the value of a number among the arguments, which is in the key.
 bool Recorder::reads_key(const c10::OperatorHandle& op) const {
-  if (!is_among(kNumbers, op.operator_name().name) || before_.size() != 1) return false;
-  const at::Tensor& tensor = before_[0].tensor;
-  const auto known = known_.find(tensor.unsafeGetTensorImpl());
-  if (known == known_.end() || known->second.kind != Operand::Kind::Argument ||
+  if (!is_among(kScalarReads, op.operator_name().name) || inputs_before_.size() != 1) return false;
+  const at::Tensor& tensor = inputs_before_[0].tensor;
+  const auto known = origins_.find(tensor.unsafeGetTensorImpl());
+  if (known == origins_.end() || known->second.kind != Operand::Kind::Argument ||
       !tensor.device().is_cpu() || tensor.dim() != 0) {
     return false;
   }
-  // By now the impl may have written to it.
-  const auto shared = arguments_on_.find(storage_of(tensor));
-  return steps_.empty() || (shared != arguments_on_.end() && !shared->second.written);
+  // If anything was recorded, the impl may have written to it.
+  const auto shared = argument_storages_.find(storage_of(tensor));
+  return steps_.empty() || (shared != argument_storages_.end() && !shared->second.written);
 }
 
-// Whether an op that a plan does not call again, as all it did was to look at memory in another
-// way, took what it looked at from a value.
+// Whether an op made a view whose position or shape depends on a value. A plan does not call such
+// an op again, because it only makes a view.
 bool Recorder::reads_values(const c10::OperatorHandle& op,
                             at::ArrayRef<c10::IValue> outputs) const {
   bool is_view = false;
@@ -355,18 +357,19 @@ bool Recorder::reads_values(const c10::OperatorHandle& op,
   for (const c10::IValue& output : outputs) {
     each_tensor(output, [&](const at::Tensor& tensor, int32_t) {
       viewed.push_back(storage_of(tensor));
-      is_view |= known_.count(tensor.unsafeGetTensorImpl()) == 0 && find(tensor).has_value();
+      is_view |= origins_.count(tensor.unsafeGetTensorImpl()) == 0 && origin_of(tensor).has_value();
     });
   }
   if (!is_view) return false;
-  if (reads_inside_) return true;
-  if (is_among(kLike, op.operator_name().name)) return false;
-  // `tensor_split` reads its indices with no op that could be seen.
-  return std::any_of(before_.begin(), before_.end(), [&viewed](const Before& input) {
-    return input.tensor.device().is_cpu() &&
-           c10::isIntegralType(input.tensor.scalar_type(), /*includeBool=*/true) &&
-           std::find(viewed.begin(), viewed.end(), input.storage) == viewed.end();
-  });
+  if (nested_reads_value_) return true;
+  if (is_among(kViewsLikeAnother, op.operator_name().name)) return false;
+  // `tensor_split` reads its indices without calling an op.
+  return std::any_of(
+      inputs_before_.begin(), inputs_before_.end(), [&viewed](const InputState& input) {
+        return input.tensor.device().is_cpu() &&
+               c10::isIntegralType(input.tensor.scalar_type(), /*includeBool=*/true) &&
+               std::find(viewed.begin(), viewed.end(), input.storage) == viewed.end();
+      });
 }
 
 bool Recorder::check_inputs(const c10::OperatorHandle& op) {
@@ -395,7 +398,7 @@ bool Recorder::check_inputs(const c10::OperatorHandle& op) {
       return false;
     }
   }
-  for (const Before& input : before_) {
+  for (const InputState& input : inputs_before_) {
     if (storage_of(input.tensor) != input.storage || input.tensor.sizes() != input.sizes ||
         input.tensor.strides() != input.strides || input.tensor.storage_offset() != input.offset) {
       refuse("it calls " + name + ", which changes a tensor's shape in place");
@@ -413,9 +416,9 @@ bool Recorder::check_inputs(const c10::OperatorHandle& op) {
 }
 
 bool Recorder::may_write(const at::Tensor& tensor) const {
-  const auto known = find(tensor);
+  const auto known = origin_of(tensor);
   if (!known || known->pointer.base != Pointer::Base::Argument) return true;
-  return writes(schema_.arguments()[static_cast<size_t>(known->pointer.leaf.argument)]);
+  return writes(schema_.arguments()[static_cast<size_t>(known->pointer.argument.index)]);
 }
 
 bool Recorder::record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs) {
@@ -424,9 +427,9 @@ bool Recorder::record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10
     return false;
   }
   const at::Tensor tensor = outputs[0].toTensor();
-  if (known_.count(tensor.unsafeGetTensorImpl()) > 0) return false;  // `out=`
-  // `torch.tensor` and its like keep dispatch modes out while they make and fill one, which no op
-  // does.
+  if (origins_.count(tensor.unsafeGetTensorImpl()) > 0) return false;  // `out=`
+  // `torch.tensor` and the like exclude dispatch modes while they create and fill a tensor without
+  // an op.
   if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
     refuse("it makes a tensor of numbers in Python; torch.full makes one that a plan can hold");
   } else if (tensor.device() != device_) {
@@ -435,7 +438,7 @@ bool Recorder::record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10
     refuse("it allocates a tensor that is not dense");
   } else {
     const auto* storage = storage_of(tensor);
-    const int32_t memory = learn_memory(tensor, Operand::Kind::View);
+    const int32_t memory = track_memory(tensor, Operand::Kind::View);
     steps_.push_back(std::make_unique<Allocation>(
         memory, storage->nbytes(), const_cast<c10::StorageImpl*>(storage)->allocator()));
   }
@@ -458,24 +461,24 @@ void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
     refuse("it calls " + name + ", which reads a value to make a view");
     return;
   }
-  bool fresh = false;
+  bool has_new_output = false;
   for (const c10::IValue& output : outputs) {
     each_tensor(output, [&](const at::Tensor& tensor, int32_t) {
       if (!is_dense(tensor)) {
         refuse("it calls " + name + ", whose result is lazy, sparse or of a type of its own");
       } else if (tensor.device() != device_) {
         refuse("it calls " + name + ", whose result is on " + tensor.device().str());
-      } else if (!find(tensor)) {
-        fresh = true;
+      } else if (!origin_of(tensor)) {
+        has_new_output = true;
       }
     });
   }
-  if (fresh && shapes_inside_) {
+  if (has_new_output && nested_has_dynamic_shape_) {
     refuse("it calls " + name + ", whose shape depends on values");
   }
   if (!refusal_.empty()) return;
   std::vector<Operand> inputs;
-  if (fresh || writes_any) {
+  if (has_new_output || writes_any) {
     for (const c10::IValue& input : inputs_) {
       auto value = operand(input, name);
       if (!value) return;
@@ -486,14 +489,15 @@ void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
   std::unordered_set<int32_t> made;
   for (size_t index = 0; index < outputs.size(); ++index) {
     each_tensor(outputs[index], [&](const at::Tensor& tensor, int32_t item) {
-      const auto known = find(tensor);
-      // Of two results on one new memory the second is a view of the first, but to be made sure of.
+      const auto known = origin_of(tensor);
+      // If two results are on one new memory, the second is a view of the first. A replay checks
+      // that.
       const bool is_made = !known || made.count(known->pointer.memory) > 0;
       int32_t memory = -1;
       if (known) {
-        learn_view(tensor);
+        track_view(tensor);
       } else {
-        memory = learn_memory(tensor, Operand::Kind::Result);
+        memory = track_memory(tensor, Operand::Kind::Result);
         made.insert(memory);
       }
       if (!is_made) return;
@@ -502,36 +506,36 @@ void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
                          tensor.strides().vec()});
     });
   }
-  // Otherwise all it did was to look at memory in another way.
-  if (fresh || writes_any) {
+  // Otherwise it only made views.
+  if (has_new_output || writes_any) {
     steps_.push_back(std::make_unique<BoxedCall>(op, std::move(inputs), std::move(results)));
   }
 }
 
 // --------------------------------------------------------------------------- operands
 
-std::optional<Operand> Recorder::operand(const at::Tensor& tensor, const std::string& user) {
+std::optional<Operand> Recorder::operand(const at::Tensor& tensor, const std::string& consumer) {
   Operand result;
   if (!tensor.defined() || (tensor.device().is_cpu() && tensor.dim() == 0 &&
                             tensor.unsafeGetTensorImpl()->is_wrapped_number())) {
-    if (const auto known = known_.find(tensor.unsafeGetTensorImpl()); known == known_.end()) {
+    if (const auto known = origins_.find(tensor.unsafeGetTensorImpl()); known == origins_.end()) {
       result.constant = tensor;
       return result;
     }
   }
-  const auto known = find(tensor);
+  const auto known = origin_of(tensor);
   if (!known) {
-    refuse(user + " got a tensor that is neither an argument nor made by the impl");
+    refuse(consumer + " got a tensor that is neither an argument nor made by the impl");
     return std::nullopt;
   }
   if (!is_within(tensor, known->pointer)) {
-    refuse(user + " got memory beyond the arguments on its storage");
+    refuse(consumer + " got memory beyond the arguments on its storage");
     return std::nullopt;
   }
   result.kind = known->kind;
   switch (known->kind) {
     case Operand::Kind::Argument:
-      result.leaf = known->pointer.leaf;
+      result.argument = known->pointer.argument;
       break;
     case Operand::Kind::Result:
       result.memory = known->pointer.memory;
@@ -539,7 +543,7 @@ std::optional<Operand> Recorder::operand(const at::Tensor& tensor, const std::st
     default:
       result.view = std::make_unique<View>();
       result.view->pointer = known->pointer;
-      // Where an empty one of another storage offset would begin, there need not be any memory.
+      // There need not be memory at the offset of an empty tensor.
       if (tensor.numel() == 0) result.view->pointer.offset = 0;
       result.view->dtype = tensor.scalar_type();
       result.view->sizes = tensor.sizes().vec();
@@ -550,21 +554,21 @@ std::optional<Operand> Recorder::operand(const at::Tensor& tensor, const std::st
   return result;
 }
 
-std::optional<Operand> Recorder::operand(const c10::IValue& value, const std::string& user) {
-  if (value.isTensor()) return operand(value.toTensor(), user);
+std::optional<Operand> Recorder::operand(const c10::IValue& value, const std::string& consumer) {
+  if (value.isTensor()) return operand(value.toTensor(), consumer);
   Operand result;
   if (is_constant(value)) {
     result.constant = value.isList() ? c10::IValue(value.toList().copy()) : value;
     return result;
   }
   if (!value.isList() || !is_tensors(value)) {
-    refuse(user + " got an argument that a plan cannot hold: " + value.tagKind());
+    refuse(consumer + " got an argument that a plan cannot hold: " + value.tagKind());
     return std::nullopt;
   }
   result.kind = Operand::Kind::List;
   result.constant = c10::impl::GenericList(value.toList().elementType());
   for (const c10::IValue& item : value.toListRef()) {
-    auto each = operand(item, user);
+    auto each = operand(item, consumer);
     if (!each) return std::nullopt;
     result.items.push_back(std::move(*each));
   }
@@ -572,12 +576,12 @@ std::optional<Operand> Recorder::operand(const c10::IValue& value, const std::st
 }
 
 std::shared_ptr<const Plan> Recorder::finish(const std::vector<c10::IValue>& results,
-                                             PythonRef keep) {
+                                             PythonRef keep_alive) {
   std::vector<Operand> outputs;
   for (size_t index = 0; index < results.size() && refusal_.empty(); ++index) {
     const bool aliases = schema_.returns()[index].alias_info() != nullptr;
     each_tensor(results[index], [&](const at::Tensor& tensor, int32_t) {
-      const auto known = find(tensor);
+      const auto known = origin_of(tensor);
       if (known && known->pointer.base == Pointer::Base::Argument && !aliases) {
         refuse("it returns an argument, or a view of one");
       } else if (!is_dense(tensor) || tensor.requires_grad()) {
@@ -589,7 +593,7 @@ std::shared_ptr<const Plan> Recorder::finish(const std::vector<c10::IValue>& res
   }
   if (!refusal_.empty()) return nullptr;
   return std::make_shared<const Plan>(device_, std::move(steps_), std::move(outputs), memories_,
-                                      watches_hooks_, std::move(keep));
+                                      watches_hooks_, std::move(keep_alive));
 }
 
 }  // namespace opgraft

@@ -1,4 +1,4 @@
-// Watches an impl run in Python, and makes a plan of what it did.
+// Records a plan while an impl runs in Python.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,57 +15,58 @@
 
 namespace opgraft {
 
-// Between `start` and `stop` it sees every call of an op on its thread, through a RecordFunction
-// callback of that thread's; kernels are told to it. What it cannot make a step of is a refusal:
-// the impl never notices, and there is no plan.
+// Between `start` and `stop` it sees every call of an op on its thread, by a thread-local
+// RecordFunction callback. Adapters report kernel launches to it. What cannot be a step of a plan
+// is a refusal: the impl runs on, but gives no plan.
 class Recorder {
  public:
-  // `arguments`: of the overridden op, which stay alive as long as the recorder.
+  // `arguments`: the overridden op's. The recorder keeps them alive.
   Recorder(const c10::FunctionSchema& schema, std::vector<c10::IValue> arguments,
            c10::Device device);
   ~Recorder();
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  // The recorder that watches this thread; null if there is none.
+  // This thread's recorder; null if there is none.
   static Recorder* current() noexcept;
 
   void start();
   void stop() noexcept;
 
-  // The first reason counts.
+  // Only the first reason is stored.
   void refuse(const std::string& reason);
   const std::string& refusal() const noexcept { return refusal_; }
   c10::Device device() const noexcept { return device_; }
-  // Whether what happens now is inside a call of an op, which the plan repeats as a whole.
+  // Whether an op is being called. The plan repeats the op as a whole.
   bool inside_op() const noexcept { return depth_ > 0; }
 
-  // Where a tensor's address comes from; refuses where nobody knows.
+  // The origin of a tensor's address. Refuses if it is unknown.
   Pointer locate(const at::Tensor& tensor);
-  // Refuses a number that a kernel gets, if it is an address: where another call has other memory.
+  // Refuses a kernel's integer argument if it is an address, because another call has other
+  // addresses.
   void check_number(uint64_t number);
-  // Memory that a kernel needs and nobody returns.
+  // Allocates scratch memory for a kernel.
   Pointer scratch(size_t nbytes);
   void add(std::unique_ptr<Step> step) { steps_.push_back(std::move(step)); }
   void watch_hooks() noexcept { watches_hooks_ = true; }
 
-  // The plan, given what the impl returned; null where something was refused.
-  std::shared_ptr<const Plan> finish(const std::vector<c10::IValue>& results, PythonRef keep);
+  // The plan, given what the impl returned; null if something was refused.
+  std::shared_ptr<const Plan> finish(const std::vector<c10::IValue>& results, PythonRef keep_alive);
 
  private:
   // The arguments on one storage.
-  struct Shared {
-    Leaf first{};
-    int64_t begin = 0, end = 0;  // what they span, in bytes of the storage
-    bool written = false;        // by the op, as its schema says
+  struct ArgumentStorage {
+    TensorArgument first{};
+    int64_t begin = 0, end = 0;  // the range of bytes that they span
+    bool written = false;        // whether the op declares that it writes to one
   };
-  // A tensor that the impl has had in its hands.
-  struct Known {
+  // The origin of a tensor that the impl got or created.
+  struct Origin {
     Pointer pointer;
-    Operand::Kind kind = Operand::Kind::View;  // Argument and Result: the very tensor
+    Operand::Kind kind = Operand::Kind::View;  // Argument and Result: the same tensor
   };
-  // An input of an op as it was before the op ran.
-  struct Before {
+  // The metadata of an op's input from before the op ran.
+  struct InputState {
     at::Tensor tensor;
     const c10::StorageImpl* storage;
     std::vector<int64_t> sizes, strides;
@@ -82,18 +83,18 @@ class Recorder {
   bool reads_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs) const;
   bool record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs);
 
-  // What is known of a tensor: itself, or the memory that it is on.
-  std::optional<Known> find(const at::Tensor& tensor) const;
-  void learn(const at::Tensor& tensor, const Pointer& pointer, Operand::Kind kind);
-  void learn_view(const at::Tensor& tensor);
-  int32_t learn_memory(const at::Tensor& tensor, Operand::Kind kind);
+  // A tensor's origin, by its identity or by its memory.
+  std::optional<Origin> origin_of(const at::Tensor& tensor) const;
+  void track(const at::Tensor& tensor, const Pointer& pointer, Operand::Kind kind);
+  void track_view(const at::Tensor& tensor);
+  int32_t track_memory(const at::Tensor& tensor, Operand::Kind kind);
   bool may_write(const at::Tensor& tensor) const;
-  at::Tensor at(const Leaf& leaf) const;
+  at::Tensor argument_tensor(const TensorArgument& argument) const;
   bool is_on_argument(const at::Tensor& tensor) const;
-  // Whether a tensor lies within the memory that the arguments on its storage span.
+  // Whether a tensor is within the memory that the arguments on its storage span.
   bool is_within(const at::Tensor& tensor, const Pointer& pointer) const;
-  std::optional<Operand> operand(const c10::IValue& value, const std::string& user);
-  std::optional<Operand> operand(const at::Tensor& tensor, const std::string& user);
+  std::optional<Operand> operand(const c10::IValue& value, const std::string& consumer);
+  std::optional<Operand> operand(const at::Tensor& tensor, const std::string& consumer);
 
   c10::FunctionSchema schema_;
   std::vector<c10::IValue> arguments_;
@@ -103,19 +104,19 @@ class Recorder {
   size_t memories_ = 0;
   bool watches_hooks_ = false;
 
-  // Tensors stay alive while they are recorded, so that no address or object is used twice.
+  // Keeps tensors alive during the recording, so that no address or object is reused.
   std::vector<at::Tensor> alive_;
-  std::unordered_map<const c10::TensorImpl*, Known> known_;
+  std::unordered_map<const c10::TensorImpl*, Origin> origins_;
   std::unordered_map<const c10::StorageImpl*, int32_t> memory_of_;
-  std::unordered_map<const c10::StorageImpl*, Shared> arguments_on_;
+  std::unordered_map<const c10::StorageImpl*, ArgumentStorage> argument_storages_;
 
   at::CallbackHandle callback_ = 0;
   bool started_ = false;
   int depth_ = 0;
-  std::vector<c10::IValue> inputs_;  // of the op that is running
-  std::vector<Before> before_;
-  bool reads_inside_ = false;   // it calls an op that reads a value
-  bool shapes_inside_ = false;  // it calls one whose shape depends on values
+  std::vector<c10::IValue> inputs_;  // inputs of the running op
+  std::vector<InputState> inputs_before_;
+  bool nested_reads_value_ = false;        // the running op calls one that reads a value
+  bool nested_has_dynamic_shape_ = false;  // it calls one whose output shape depends on values
 };
 
 }  // namespace opgraft

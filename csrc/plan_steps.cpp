@@ -62,8 +62,8 @@ struct Driver {
   }
 };
 
-// On a thread that has made no runtime call yet, no context is current: the device's primary one is
-// torch's, and the runtime would make it current too.
+// No context is current on a thread that has not called the CUDA runtime yet. torch uses the
+// device's primary context, and the runtime would make it current, too.
 bool adopt_primary_context(const Driver& driver, c10::DeviceIndex index) {
   int device = 0;
   void* context = nullptr;
@@ -115,7 +115,7 @@ void Parameters::describe(Fingerprint& fingerprint) const {
     fingerprint.add(patch.slot);
     fingerprint.add(patch.pointer);
   }
-  // Not the map's words: they hold the address of the time.
+  // Without the map's words, which hold the recorded address.
   for (const Map& each : maps_) {
     fingerprint.add(each.slot);
     fingerprint.add(each.pointer);
@@ -241,7 +241,7 @@ struct ByteArray {
   size_t size;
 };
 
-// Behind an error object's head.
+// Follows an error object's header.
 struct ErrorCell {
   ByteArray kind;
   ByteArray message;
@@ -260,7 +260,7 @@ struct Library {
 
  private:
   Library() {
-    // Loaded already, by whoever has a function of it.
+    // Already loaded, because a function of it exists.
     void* library = dlopen("libtvm_ffi.so", RTLD_LAZY | RTLD_NOLOAD);
     const auto load = [library](auto& function, const char* name) {
       function =
@@ -319,7 +319,7 @@ void FfiCall::run(Replay& replay) const {
       values[i].pointer = replay.stream();
     }
   }
-  // tvm-ffi has a current stream of its own, by device.
+  // tvm-ffi has its own current stream for each device.
   const c10::Device device = replay.device();
   constexpr int32_t kCuda = 2;
   void* before = nullptr;

@@ -1,5 +1,5 @@
-// The steps of a plan that run something: kernels of the CUDA driver, functions of tvm-ffi (which
-// is how CuteDSL launches), C functions, and other ops.
+// The steps of a plan that run something: CUDA kernels, tvm-ffi functions (by which CuteDSL
+// launches), C functions, and other ops.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,15 +13,14 @@
 
 namespace opgraft {
 
-// --------------------------------------------------------------------------- parameters of a
-// kernel
+// --------------------------------------------------------------------------- kernel parameters
 
-// A CUtensorMap: what a kernel that loads tiles by TMA gets for a tensor, its address inside.
+// A CUtensorMap, which a kernel that loads tiles by TMA gets for a tensor. It contains the address.
 struct alignas(128) TensorMap {
   std::array<uint64_t, 16> words{};
 };
 
-// A kernel's parameters, as the driver takes them: an address for each, of up to 8 bytes or of a
+// A kernel's parameters in the driver's form: a pointer to each, which has up to 8 bytes or is a
 // map.
 class Parameters {
  public:
@@ -34,7 +33,7 @@ class Parameters {
   void visit(const Step::Visitor& visitor) const;
   size_t bytes() const noexcept;
 
-  // The parameters of one launch, on its stack.
+  // The parameters of one launch, on the stack.
   class Filled {
    public:
     Filled(const Parameters& parameters, Replay& replay);
@@ -66,9 +65,9 @@ class Parameters {
 
 // --------------------------------------------------------------------------- kernels
 
-// The C interface of the CUDA driver (its cuda.h), as far as it is used here. The core is built
-// without CUDA's headers, and loads the driver when a kernel is first recorded;
-// tests/plan/test_cuda_interface.py compares the two.
+// The part of the CUDA driver's C interface (cuda.h) that is used here. The core is built without
+// CUDA's headers, and loads the driver when a kernel is first recorded.
+// tests/plan/test_cuda_interface.py compares this with cuda.h.
 namespace cuda {
 
 struct LaunchAttribute {
@@ -99,15 +98,15 @@ static_assert(sizeof(LaunchConfig) == 56);
 }  // namespace cuda
 
 struct CudaLaunchShape {
-  std::array<uint32_t, 3> grid{1, 1, 1};  // in programs
+  std::array<uint32_t, 3> grid{1, 1, 1};  // in Triton programs
   uint32_t threads = 32;
   uint32_t shared = 0;   // bytes of dynamic shared memory
-  uint32_t cluster = 1;  // thread blocks in a program, along x
+  uint32_t cluster = 1;  // thread blocks per Triton program, along x
   bool cooperative = false;
   bool dependent = false;  // programmatic dependent launch
 };
 
-// A kernel of a module that the CUDA driver has loaded.
+// The launch of a kernel from a module that the CUDA driver has loaded.
 class CudaLaunch final : public Step {
  public:
   CudaLaunch(uint64_t function, CudaLaunchShape shape, Parameters parameters, std::string name);
@@ -127,8 +126,8 @@ class CudaLaunch final : public Step {
   std::string name_;
 };
 
-// The sizes of a kernel's parameters in bytes, as its module has them; empty where the driver is
-// too old to tell.
+// The sizes in bytes of a kernel's parameters, according to its module; empty if the driver is too
+// old to tell.
 std::vector<size_t> cuda_parameter_sizes(uint64_t function);
 
 // A C function, `void f(void** parameters, int32_t count)`: a kernel on the CPU.
@@ -153,7 +152,7 @@ class FunctionCall final : public Step {
 
 // --------------------------------------------------------------------------- tvm-ffi
 
-// The C interface of tvm-ffi (its c_api.h, and DLPack's tensor), as far as it is used here.
+// The part of tvm-ffi's C interface (c_api.h, and DLPack's tensor) that is used here.
 namespace ffi {
 
 enum TypeIndex : int32_t {
@@ -195,7 +194,7 @@ struct Tensor {  // DLTensor
   uint64_t byte_offset;
 };
 
-// What the head of every object is; a tensor object has a DLTensor behind it.
+// The header of every object. In a tensor object a DLTensor follows it.
 struct Object {
   uint64_t references;
   int32_t type_index;
@@ -210,16 +209,16 @@ using Function = int (*)(void* self, const Any* arguments, int32_t count, Any* r
 class FfiCall final : public Step {
  public:
   struct Argument {
-    ffi::Any value{};  // but for tensors and the stream
+    ffi::Any value{};  // unused for tensors and the stream
     bool is_stream = false;
     bool is_tensor = false;
-    Pointer pointer{};  // of a tensor
+    Pointer pointer{};  // for a tensor
     ffi::Tensor tensor{};
     std::vector<int64_t> shape{};
     std::vector<int64_t> strides{};
   };
 
-  // `handle`: of the function object, which the plan keeps alive.
+  // `handle`: the function object's. The plan keeps it alive.
   FfiCall(uint64_t handle, std::vector<Argument> arguments);
 
   void run(Replay& replay) const override;
@@ -240,13 +239,13 @@ int call_ffi(void* handle, const ffi::Any* arguments, int32_t count, ffi::Any* r
 
 // --------------------------------------------------------------------------- other ops
 
-// A call of another op, through the dispatcher as the impl made it.
+// A call of another op, through the dispatcher.
 class BoxedCall final : public Step {
  public:
-  // A tensor that the op returned in memory of its own. What was recorded after it holds for such a
-  // tensor alone: a replay that gets another does not go on.
+  // A tensor that the op returned in new memory. Later steps are valid only for a tensor with the
+  // same metadata: a replay that gets another one stops.
   struct Result {
-    int32_t memory;  // -1: an earlier result has it
+    int32_t memory;  // -1: it is on an earlier result's memory
     int32_t output;
     int32_t item;  // of a list, or -1
     c10::ScalarType dtype;

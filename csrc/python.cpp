@@ -10,10 +10,10 @@ namespace opgraft {
 
 namespace {
 
-// Gives this thread another callback of Dynamo's; returns the one of before, or null where Dynamo
-// is not to be had. `None` is none.
+// Sets this thread's Dynamo callback; None removes it. Returns the previous one, or null if Dynamo
+// is not available.
 PyObject* set_eval_frame(PyObject* callback) {
-  static PyObject* const setter = [] {  // never destroyed: calls may come until the process ends
+  static PyObject* const setter = [] {  // never destroyed: calls may come late
     PyObject* module = PyImport_ImportModule("torch._C._dynamo.eval_frame");
     PyObject* found =
         module == nullptr ? nullptr : PyObject_GetAttrString(module, "set_eval_frame");
@@ -32,28 +32,28 @@ PyObject* set_eval_frame(PyObject* callback) {
 void throw_python_error() {
   python_error error;
   error.persist();
-  throw error;  // NOLINT: torch's own type, which restores type, value and traceback
+  throw error;  // NOLINT: torch's own exception restores type, value and traceback
 }
 
 PythonRef::~PythonRef() {
   if (object_ == nullptr || !Py_IsInitialized()) return;
   const Router::InPython here;
-  if (!here.allowed()) return;  // the process ends anyway
+  if (!here.allowed()) return;  // the process is ending: leak it
   const WithGil gil;
   Py_DECREF(object_);
 }
 
 WithGil::WithGil() {
-  // On a thread that has a state already this makes none; PyGILState_GetThisThreadState tells.
-  if (C10_UNLIKELY(PyGILState_GetThisThreadState() == nullptr)) ThreadStates::keep();
+  // Only a thread without a state gets one here.
+  if (C10_UNLIKELY(PyGILState_GetThisThreadState() == nullptr)) ThreadStates::create();
   state_ = PyGILState_Ensure();
   untraced_.emplace();
   if (C10_UNLIKELY(ThreadStates::any_ended())) ThreadStates::delete_ended();
-  if (C10_UNLIKELY(Epochs::has_left())) Epochs::instance().collect();
+  if (C10_UNLIKELY(Epochs::has_retired())) Epochs::instance().collect();
 }
 
 WithoutDynamo::WithoutDynamo() {
-  // Dynamo puts its own frame evaluation in while any thread compiles or runs what it compiled.
+  // Dynamo installs its own frame evaluation while any thread compiles or runs compiled code.
   if (C10_LIKELY(_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) ==
                  _PyEval_EvalFrameDefault)) {
     return;
@@ -63,7 +63,7 @@ WithoutDynamo::WithoutDynamo() {
 
 WithoutDynamo::~WithoutDynamo() {
   if (callback_ == nullptr) return;
-  // An error may be on its way to the caller: calling Python with one set is not allowed.
+  // An error may be set for the caller. Python must not be called while one is set.
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
   Py_XDECREF(set_eval_frame(callback_));

@@ -1,4 +1,4 @@
-// How C++ gets to Python: references, the GIL, one way to call, one way to throw.
+// Access to Python from C++: references, the GIL, calls, errors.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -30,13 +30,12 @@ class PythonRef {
   PyObject* object_ = nullptr;
 };
 
-// Throws the Python error that is set, as torch hands it through C++.
+// Throws the Python error that is set, as torch's exception type.
 [[noreturn]] void throw_python_error();
 
-// While it lives, Dynamo traces nothing that runs on this thread. Where a graph breaks, PyTorch's
-// ops are called with Dynamo's frame evaluation on: it would compile an impl, and the router's own
-// Python, as if they were the model's. Needs the GIL, and costs a comparison while no thread
-// compiles.
+// While it lives, Dynamo traces nothing on this thread. After a graph break, ops run while Dynamo's
+// frame evaluation is on. Dynamo would then compile impls and the router's own Python as if they
+// were part of the model. Needs the GIL. Costs one comparison while no thread compiles.
 class WithoutDynamo {
  public:
   WithoutDynamo();
@@ -45,11 +44,11 @@ class WithoutDynamo {
   WithoutDynamo& operator=(const WithoutDynamo&) = delete;
 
  private:
-  PyObject* callback_ = nullptr;  // what Dynamo calls for a frame; null: nothing was changed
+  PyObject* callback_ = nullptr;  // Dynamo's callback to restore; null: nothing was changed
 };
 
-// Holds the GIL to call Python, which Dynamo does not trace, on a thread that Python never saw too
-// (Note [Thread states]); and does what waits for somebody who has the GIL.
+// Holds the GIL and keeps Dynamo out, also on a thread that Python does not know (Note [Thread
+// states]). Also does the work that was left for a thread with the GIL.
 class WithGil {
  public:
   WithGil();
@@ -65,8 +64,8 @@ class WithGil {
   std::optional<WithoutDynamo> untraced_;
 };
 
-// The way of a call to Python: false once the interpreter is going away, and then it is for whoever
-// asks to do without; else the GIL is held while it lives.
+// Enters Python for a call. While it lives it holds the GIL. It is false if the interpreter is
+// exiting: then the caller must do without Python.
 class PythonAccess {
  public:
   PythonAccess() {
@@ -79,14 +78,14 @@ class PythonAccess {
   std::optional<WithGil> gil_;
 };
 
-// Calls a Python function; null with Python's error set where it raises. Needs the GIL.
+// Calls a Python function. If it raises, returns null with Python's error set. Needs the GIL.
 template <class... Arguments>
 py::object try_python(py::handle function, const Arguments&... arguments) {
   return py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
       function.ptr(), py::handle(arguments).ptr()..., static_cast<PyObject*>(nullptr)));
 }
 
-// The same; throws what it raises, as torch hands it through C++.
+// Calls a Python function, and throws what it raises. Needs the GIL.
 template <class... Arguments>
 py::object call_python(py::handle function, const Arguments&... arguments) {
   auto result = try_python(function, arguments...);

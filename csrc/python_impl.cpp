@@ -23,15 +23,15 @@ py::object wrap(const at::Tensor& tensor) {
 
 // --------------------------------------------------------------------------- keys of a call
 
-// Every bit of a key depends on all of its parts: tables drop the lowest bit, in which calls that
-// differ in one flag at the end would differ alone.
-uint64_t spread(uint64_t hash) {
+// Mixes the bits of a key, so that each depends on all of its parts. Tables drop the lowest bit,
+// which may be the only one in which two calls differ.
+uint64_t mix_bits(uint64_t hash) {
   hash ^= hash >> 33;
   hash *= 0xff51afd7ed558ccdULL;
   return hash ^ (hash >> 33);
 }
 
-// Sizes are left out: a kind of call is dtypes, ranks and layout classes.
+// Of a tensor the kind has dtype, rank and layout class, not sizes.
 uint64_t kind_of(const c10::TensorImpl& tensor) {
   const auto layout = tensor.is_contiguous() ? 1
                       : tensor.dim() == 4 && tensor.is_contiguous(c10::MemoryFormat::ChannelsLast)
@@ -41,9 +41,9 @@ uint64_t kind_of(const c10::TensorImpl& tensor) {
                        layout);
 }
 
-// Of an argument that is no tensor, what its value chooses: see `signature` in router/signature.py,
-// which says the same. `choice`: how large an integer may be for that.
-uint64_t kind_of(const c10::IValue& value, int64_t choice) {
+// Of an argument that is no tensor the kind has the value if it selects a behaviour. `kind_of` in
+// router/call_keys.py is the same. `max_choice`: the largest such integer.
+uint64_t kind_of(const c10::IValue& value, int64_t max_choice) {
   if (value.isTensor()) {
     return value.toTensor().defined() ? kind_of(*value.unsafeToTensorImpl()) : 7;
   }
@@ -51,24 +51,24 @@ uint64_t kind_of(const c10::IValue& value, int64_t choice) {
   if (value.isBool()) return value.toBool() ? 9 : 10;
   if (value.isInt()) {
     const int64_t number = value.toInt();
-    return -choice <= number && number <= choice ? c10::get_hash(11, number) : 12;
+    return -max_choice <= number && number <= max_choice ? c10::get_hash(11, number) : 12;
   }
   if (value.isDouble()) return 13;
   if (value.isString()) return c10::get_hash(14, value.toStringRef());
   if (value.isDevice()) return c10::get_hash(15, value.toDevice());
   if (value.isList()) {
-    // The length alone, where the items are sizes: those must not multiply the kinds.
+    // Of a list of sizes only the length counts, so that sizes do not multiply the kinds.
     uint64_t hash = value.toListRef().size();
     for (const auto& item : value.toListRef()) {
-      if (item.isDouble() || (item.isInt() && choice < 0)) continue;
-      hash = c10::hash_combine(hash, kind_of(item, choice));
+      if (item.isDouble() || (item.isInt() && max_choice < 0)) continue;
+      hash = c10::hash_combine(hash, kind_of(item, max_choice));
     }
     return hash;
   }
   return std::hash<std::string>{}(value.tagKind());
 }
 
-// What native is made of may go through autocast, though an impl does not.
+// The ops inside a native kernel may go through autocast, although an impl does not.
 uint64_t autocast_state() {
   const auto off = c10::impl::tls_local_dispatch_key_set().excluded_;
   const auto on = c10::autocast_dispatch_keyset - off;
@@ -80,15 +80,15 @@ uint64_t autocast_state() {
   return hash;
 }
 
-uint64_t kind_of(const Call& call, const Signature& signature) {
+uint64_t kind_of(const Call& call, const PythonConverter& converter) {
   uint64_t hash = autocast_state();
-  for (size_t i = 0; i < call.arguments; ++i) {
-    hash = c10::hash_combine(hash, kind_of(call.begin()[i], signature.choice(i)));
+  for (size_t i = 0; i < call.argument_count; ++i) {
+    hash = c10::hash_combine(hash, kind_of(call.begin()[i], converter.max_choice(i)));
   }
-  return spread(hash);
+  return mix_bits(hash);
 }
 
-// Everything that a compiled kernel can be specialised on.
+// All that a compiled kernel can be specialised on.
 uint64_t exact_key(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) {
     const auto& tensor = *value.unsafeToTensorImpl();
@@ -117,20 +117,20 @@ uint64_t exact_key(const Call& call) {
   for (const auto* value = call.begin(); value != call.end(); ++value) {
     hash = c10::hash_combine(hash, exact_key(*value));
   }
-  return spread(hash);
+  return mix_bits(hash);
 }
 
 }  // namespace
 
-// --------------------------------------------------------------------------- Signature
+// --------------------------------------------------------------------------- PythonConverter
 
 namespace {
 
-// Integers of what may not be a symbol choose what is done (`dim`): small ones are told apart. What
-// stands for a dtype, a layout or a memory format is, too, whatever number it has.
+// Integers that cannot be symbolic select a behaviour (`dim`). Small ones are part of the kind. So
+// are dtypes, layouts and memory formats, which are integers here, whatever their value.
 constexpr int64_t kMaxChoice = 16;
 
-int64_t choice_of(const c10::Type& type) {
+int64_t max_choice_of(const c10::Type& type) {
   switch (type.kind()) {
     case c10::TypeKind::IntType:
       return kMaxChoice;
@@ -145,13 +145,13 @@ int64_t choice_of(const c10::Type& type) {
 
 }  // namespace
 
-Signature::Signature(const c10::FunctionSchema& schema) : schema_(schema) {
+PythonConverter::PythonConverter(const c10::FunctionSchema& schema) : schema_(schema) {
   std::vector<std::string> names;
   for (const auto& argument : schema.arguments()) {
     auto type = argument.real_type();
     if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
     const auto list = type->cast<c10::ListType>();
-    choices_.push_back(choice_of(list ? *list->getElementType() : *type));
+    max_choices_.push_back(max_choice_of(list ? *list->getElementType() : *type));
     switch (type->kind()) {
       case c10::TypeKind::TensorType:
         kinds_.push_back(Kind::Tensor);
@@ -182,14 +182,14 @@ Signature::Signature(const c10::FunctionSchema& schema) : schema_(schema) {
   for (size_t i = 0; i < names.size(); ++i) {
     interned[i] = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(names[i].c_str()));
   }
-  names_ = PythonRef(std::move(interned));
+  keyword_names_ = PythonRef(std::move(interned));
 }
 
-py::object Signature::to_python(size_t argument, const c10::IValue& value) const {
+py::object PythonConverter::to_python(size_t argument, const c10::IValue& value) const {
   if (value.isNone()) return py::none();
   switch (kinds_[argument]) {
     case Kind::Tensor:
-      // Not `toPyObject`: that makes a number of a wrapped number.
+      // Not `toPyObject`, which unwraps wrapped numbers.
       return wrap(value.toTensor());
     case Kind::TensorList: {
       const auto items = value.toListRef();
@@ -217,17 +217,18 @@ py::object Signature::to_python(size_t argument, const c10::IValue& value) const
   return torch::jit::toPyObject(value);
 }
 
-py::tuple Signature::to_python(const c10::IValue* arguments) const {
+py::tuple PythonConverter::to_python(const c10::IValue* arguments) const {
   py::tuple values(kinds_.size());
   for (size_t i = 0; i < kinds_.size(); ++i) values[i] = to_python(i, arguments[i]);
   return values;
 }
 
-std::vector<c10::IValue> Signature::to_results(py::handle result, const std::string& who) const {
+std::vector<c10::IValue> PythonConverter::to_results(py::handle result,
+                                                     const std::string& who) const {
   const auto& returns = schema_.returns();
   const auto convert = [&](py::handle value, const c10::TypePtr& type) -> c10::IValue {
     if (type->kind() != c10::TypeKind::TensorType) return torch::jit::toIValue(value, type);
-    // One of several outputs may be None: a gradient that was not asked for.
+    // One of several outputs may be None: a gradient that is not needed.
     if (value.is_none() && returns.size() > 1) return at::Tensor();
     if (THPVariable_Check(value.ptr())) return THPVariable_Unpack(value.ptr());
     const auto type_name = py::type::of(value).attr("__name__").cast<std::string>();
@@ -253,7 +254,7 @@ std::vector<c10::IValue> Signature::to_results(py::handle result, const std::str
   return results;
 }
 
-py::object Signature::pop_results(torch::jit::Stack& stack) const {
+py::object PythonConverter::pop_results(torch::jit::Stack& stack) const {
   const auto& returns = schema_.returns();
   const auto convert = [](const c10::IValue& value) -> py::object {
     if (value.isTensor()) {
@@ -275,7 +276,7 @@ py::object Signature::pop_results(torch::jit::Stack& stack) const {
   return result;
 }
 
-void Signature::push_arguments(const py::tuple& values, torch::jit::Stack& stack) const {
+void PythonConverter::push_arguments(const py::tuple& values, torch::jit::Stack& stack) const {
   const auto& arguments = schema_.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     stack.push_back(torch::jit::toIValue(values[i], arguments[i].type()));
@@ -285,34 +286,34 @@ void Signature::push_arguments(const py::tuple& values, torch::jit::Stack& stack
 // --------------------------------------------------------------------------- PythonImpl
 
 PythonImpl::PythonImpl(py::object override, py::object function, bool takes_keyset, bool falls_back,
-                       uint32_t checked_hits, std::shared_ptr<const Signature> signature,
-                       std::shared_ptr<const PythonHooks> hooks, std::string who)
+                       uint32_t checked_hits, std::shared_ptr<const PythonConverter> converter,
+                       std::shared_ptr<const PythonHooks> hooks, std::string display_name)
     : override_(std::move(override)),
       function_(std::move(function)),
       takes_keyset_(takes_keyset),
       falls_back_(falls_back),
       checked_hits_(checked_hits),
-      signature_(std::move(signature)),
+      converter_(std::move(converter)),
       hooks_(std::move(hooks)),
-      who_(std::move(who)) {}
+      display_name_(std::move(display_name)) {}
 
-bool PythonImpl::wants(const Override&, Call& call) {
+bool PythonImpl::takes(const Override&, Call& call) {
   const PythonAccess python;
   if (!python) return false;
-  const auto values = signature_->to_python(call.begin());
+  const auto values = converter_->to_python(call.begin());
   return call_python(hooks_->takes.get(), override_.get(), values).cast<bool>();
 }
 
 bool PythonImpl::quarantine(const Call& call) {
-  failed_kinds_.add(kind_of(call, *signature_));
-  failed_.store(true, std::memory_order_release);
+  quarantined_kinds_.add(kind_of(call, *converter_));
+  any_quarantined_.store(true, std::memory_order_release);
   return true;
 }
 
-// What failed costs other calls of the op no Python.
+// Evaluated in C++, so that a failure for one kind adds no Python to calls of other kinds.
 bool PythonImpl::is_quarantined(const Call& call) {
-  return C10_UNLIKELY(failed_.load(std::memory_order_acquire)) &&
-         failed_kinds_.count(kind_of(call, *signature_)) > 0;
+  return C10_UNLIKELY(any_quarantined_.load(std::memory_order_acquire)) &&
+         quarantined_kinds_.count(kind_of(call, *converter_)) > 0;
 }
 
 bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
@@ -322,38 +323,38 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
   const bool accelerated = !device.is_cpu();
   bool capturing = false;
   if (accelerated) {
-    capturing = call_python(hooks_->capturing.get()).is(py::handle(Py_True));
-    if (C10_UNLIKELY(capturing) && ran_.count(exact_key(call)) == 0) {
+    capturing = call_python(hooks_->is_capturing.get()).is(py::handle(Py_True));
+    if (C10_UNLIKELY(capturing) && ran_calls_.count(exact_key(call)) == 0) {
       override.misses->add();
       return false;
     }
   }
-  const uint64_t kind = kind_of(call, *signature_);
-  // The keys are taken before the call: an impl that writes to its arguments changes them.
+  const uint64_t kind = kind_of(call, *converter_);
+  // Computed before the call, because an impl may write to its arguments.
   const uint64_t exact = accelerated ? exact_key(call) : 0;
-  const bool first = !capturing && checked_.count(kind) < checked_hits_;
-  if (!first) override.hits->add();  // a first hit is counted by Python
-  auto results = first ? call_first(call) : call_function(call, capturing);
-  call.answer(results);
-  if (first) checked_.add(kind);
-  if (accelerated && !capturing && ran_.count(exact) == 0) ran_.add(exact);
+  const bool first = !capturing && checked_kinds_.count(kind) < checked_hits_;
+  if (!first) override.hits->add();  // Python counts a first hit
+  auto results = first ? call_first_hit(call) : call_function(call, capturing);
+  call.set_results(results);
+  if (first) checked_kinds_.add(kind);
+  if (accelerated && !capturing && ran_calls_.count(exact) == 0) ran_calls_.add(exact);
   return true;
 }
 
 std::vector<c10::IValue> PythonImpl::results(py::handle result) const {
   try {
-    return signature_->to_results(result, who_);
+    return converter_->to_results(result, display_name_);
   } catch (const py::type_error& error) {
-    PyErr_SetString(hooks_->error.get().ptr(), error.what());
+    PyErr_SetString(hooks_->contract_error.get().ptr(), error.what());
     throw py::error_already_set();
   }
 }
 
-std::vector<c10::IValue> PythonImpl::call_first(const Call& call) const {
-  const auto values = signature_->to_python(call.begin());
+std::vector<c10::IValue> PythonImpl::call_first_hit(const Call& call) const {
+  const auto values = converter_->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
-  const auto result = call_python(hooks_->first.get(), override_.get(), keyset, values);
-  return signature_->to_results(result, who_);  // Python has looked at it
+  const auto result = call_python(hooks_->first_hit.get(), override_.get(), keyset, values);
+  return converter_->to_results(result, display_name_);  // Python has checked it
 }
 
 std::vector<c10::IValue> PythonImpl::call_function(const Call& call, bool capturing) const {
@@ -370,37 +371,37 @@ std::vector<c10::IValue> PythonImpl::call_function(const Call& call, bool captur
 
 std::vector<c10::IValue> PythonImpl::recover(const Call& call,
                                              const py::error_already_set& error) const {
-  const auto values = signature_->to_python(call.begin());
+  const auto values = converter_->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
   const auto result =
       call_python(hooks_->recover.get(), override_.get(), keyset, values, error.value());
-  return signature_->to_results(result, who_);
+  return converter_->to_results(result, display_name_);
 }
 
 py::object PythonImpl::vectorcall(const Call& call) const {
   const auto* arguments = call.begin();
   std::vector<py::object> owned;
-  owned.reserve(call.arguments + 1);
+  owned.reserve(call.argument_count + 1);
   if (takes_keyset_) owned.push_back(py::cast(call.impl_keyset()));
-  for (size_t i = 0; i < call.arguments; ++i) {
-    owned.push_back(signature_->to_python(i, arguments[i]));
+  for (size_t i = 0; i < call.argument_count; ++i) {
+    owned.push_back(converter_->to_python(i, arguments[i]));
   }
   std::vector<PyObject*> borrowed;
   borrowed.reserve(owned.size() + 1);
-  borrowed.push_back(nullptr);  // the place that PY_VECTORCALL_ARGUMENTS_OFFSET promises
+  borrowed.push_back(nullptr);  // the slot that PY_VECTORCALL_ARGUMENTS_OFFSET requires
   for (const auto& value : owned) borrowed.push_back(value.ptr());
-  const size_t positional = signature_->positional() + (takes_keyset_ ? 1 : 0);
-  const AsAKernel as_a_kernel(call.excluded);
+  const size_t positional = converter_->positional() + (takes_keyset_ ? 1 : 0);
+  const ExcludeKeys exclude(call.excluded);
   return py::reinterpret_steal<py::object>(PyObject_Vectorcall(
       function_.get().ptr(), borrowed.data() + 1, positional | PY_VECTORCALL_ARGUMENTS_OFFSET,
-      signature_->keyword_names().ptr()));
+      converter_->keyword_names().ptr()));
 }
 
 // --------------------------------------------------------------------------- Placeholder
 
-bool Placeholder::wants(const Override&, Call&) {
+bool Placeholder::takes(const Override&, Call&) {
   const PythonAccess python;
-  return python && call_python(arrived_.get()).is(py::handle(Py_True));
+  return python && call_python(register_overrides_.get()).is(py::handle(Py_True));
 }
 
 }  // namespace opgraft

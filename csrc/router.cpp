@@ -29,8 +29,8 @@ thread_local int here_in_python = 0;
 
 // --------------------------------------------------------------------------- registration
 
-// torch warns once per process when a kernel replaces another. `WarnAlways` leaves the once-flag
-// for others, and the handler, which is the thread's own, takes our warning out.
+// torch warns once per process when a kernel replaces another. `WarnAlways` keeps that one warning
+// for others, and this thread's handler drops ours.
 class WithoutOurWarning {
   struct Quiet final : c10::WarningHandler {
     void process(const c10::Warning&) override {}
@@ -40,18 +40,20 @@ class WithoutOurWarning {
   c10::WarningUtils::WarnAlways always_{true};
 };
 
-void put(const c10::OperatorHandle& op, c10::DispatchKey key, c10::KernelFunction kernel,
-         std::optional<c10::impl::CppSignature> signature = std::nullopt) {
+void register_kernel(const c10::OperatorHandle& op, c10::DispatchKey key,
+                     c10::KernelFunction kernel,
+                     std::optional<c10::impl::CppSignature> signature = std::nullopt) {
   const WithoutOurWarning quiet;
-  // Never destroyed: the registration stays, and the dispatcher may be gone before our statics.
+  // Never destroyed: the registration is permanent, and the dispatcher may be destroyed before our
+  // statics.
   new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
       op.operator_name(), key, std::move(kernel), std::move(signature),
       /*inferred_function_schema=*/nullptr, kOrigin));
 }
 
-// Whether calls come as C++ arguments.
-bool put(Router& router, c10::DispatchKey key, bool at_autograd) {
-  const auto& native = at_autograd ? router.composite() : router.native();
+// Registers a router's kernel. Returns whether calls arrive as C++ arguments.
+bool register_kernel(Router& router, c10::DispatchKey key, bool at_autograd) {
+  const auto& native = at_autograd ? router.composite_kernel() : router.native();
   auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
       std::make_unique<RouterKernel>(router, at_autograd));
   std::optional<c10::impl::CppSignature> signature;
@@ -60,19 +62,20 @@ bool put(Router& router, c10::DispatchKey key, bool at_autograd) {
     signature = made->signature;
   }
   const bool typed = signature.has_value();
-  put(router.op(), key, std::move(kernel), std::move(signature));
+  register_kernel(router.op(), key, std::move(kernel), std::move(signature));
   return typed;
 }
 
 // --------------------------------------------------------------------------- the call's tensors
 
-// Keys under which a tensor's memory does not hold its values, or it has none to speak of.
+// With these keys a tensor's memory does not hold its values, or it has none.
 const c10::DispatchKeySet kLazy{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                 c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
                                 c10::DispatchKey::Functionalize};
 
-// Whether an impl may see the call: its tensors live on one device (0-dim CPU tensors aside), hold
-// their values in memory and have sizes that are numbers. Tells the device, if a tensor is on one.
+// Whether an impl may run for the call: its tensors are on one device (0-dim CPU tensors aside),
+// hold their values in memory, and have sizes that are not symbolic. Sets the device, if there is a
+// tensor.
 bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device, bool& found) {
   return all_tensors(arguments, [&](const c10::TensorImpl& tensor) {
     if (tensor.key_set().has_any(kLazy) || tensor.has_symbolic_sizes_strides()) return false;
@@ -104,7 +107,7 @@ void NativeKernel::missing(const c10::OperatorHandle& op) const {
 
 bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
   override.hits->add();
-  const AsAKernel as_a_kernel(call.excluded);
+  const ExcludeKeys exclude(call.excluded);
   function_(call.op, call.impl_keyset(), &call.stack);
   return true;
 }
@@ -112,19 +115,20 @@ bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
 // --------------------------------------------------------------------------- Router
 
 Router::Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer)
-    : arguments_(op.schema().arguments().size()),
+    : argument_count_(op.schema().arguments().size()),
       native_(op, key),
       op_(std::move(op)),
-      outputs_(op_.schema().returns().size()),
+      output_count_(op_.schema().returns().size()),
       name_(c10::toString(op_.operator_name())),
       key_(key),
       device_type_(c10::dispatchKeyToDeviceType(key)),
       observer_(std::move(observer)) {
-  // A kernel for all backends is made of other ops, which go through autocast: so do its impls'.
+  // A kernel for all backends calls other ops, which go through autocast. So do its overrides'
+  // impls.
   const bool own = op_.hasKernelForDispatchKey(key);
   if (own) excluded_ = c10::autocast_dispatch_keyset;
   if (!own && op_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
-    composite_.emplace(op_, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)));
+    composite_kernel_.emplace(op_, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)));
     writes_or_aliases_ = writes_or_aliases(op_.schema());
     excluded_ = excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   }
@@ -135,15 +139,15 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
                                         std::unique_ptr<Observer> observer) {
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   const auto key = c10::parseDispatchKey(dispatch_key);
-  // Kept for good, as what is put in at the dispatcher is.
+  // Never destroyed, like its registration.
   auto& router = *new std::shared_ptr<Router>(
       std::make_shared<Router>(std::move(op), key, std::move(observer)));
-  // The autograd key first: the backend's kernel hides the composite.
-  if (router->composite_) {
-    put(*router, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
-        /*at_autograd=*/true);
+  // The autograd key first, because the backend's kernel hides the composite.
+  if (router->composite_kernel_) {
+    register_kernel(*router, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
+                    /*at_autograd=*/true);
   }
-  router->typed_ = put(*router, key, /*at_autograd=*/false);
+  router->is_typed_ = register_kernel(*router, key, /*at_autograd=*/false);
   return router;
 }
 
@@ -161,8 +165,8 @@ void Router::shut_down() noexcept {
   }
 }
 
-// Counted before the flag is read, and the flag is set before the count is read: whoever is allowed
-// is waited for.
+// This counts before it reads the flag, and `shut_down` sets the flag before it reads the count. So
+// every thread that is allowed is waited for.
 Router::InPython::InPython() noexcept {
   ++here_in_python;
   in_python.fetch_add(1, std::memory_order_seq_cst);
@@ -180,28 +184,31 @@ void Router::forget_other_threads() noexcept {
 
 void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                         torch::jit::Stack* stack, bool at_autograd) {
-  Call call{op, keyset, *stack, arguments_};
-  std::unique_ptr<Pending> found;
-  // An op of another library can be defined anew, with other arguments: then we know nothing of it.
-  if (C10_LIKELY(op.schema().arguments().size() == arguments_)) {
+  Call call{op, keyset, *stack, argument_count_};
+  std::unique_ptr<PendingCall> found;
+  // Another library's op can be redefined with other arguments. Then the router must not touch the
+  // call.
+  if (C10_LIKELY(op.schema().arguments().size() == argument_count_)) {
     const auto arguments = call.view();
-    found = at_autograd ? pending_at_autograd(arguments.data(), keyset) : pending(arguments.data());
+    found = at_autograd ? pending_call_at_autograd(arguments.data(), keyset)
+                        : pending_call(arguments.data());
   }
   if (found) {
-    finish(*found, call);
+    run_pending(*found, call);
   } else if (C10_UNLIKELY(keyset.has(c10::DispatchKey::PythonDispatcher))) {
     run_native(call);
   } else {
-    (at_autograd ? *composite_ : native_).call(op, keyset, stack);
+    (at_autograd ? *composite_kernel_ : native_).call(op, keyset, stack);
   }
 }
 
-// torch has decompositions in Python of some composite ops, for traces: its dispatcher in Python
-// takes them for an op without kernels at the backend and its autograd key, which ours are.
+// For traces torch has decompositions in Python of some composite ops. Its Python dispatcher runs
+// them for ops that have no kernel at the backend key or its autograd key. Our kernels are there,
+// so the router runs them.
 void Router::run_native(Call& call) const {
-  const bool traced = composite_ && call.keyset.has(c10::DispatchKey::PythonDispatcher) &&
+  const bool traced = composite_kernel_ && call.keyset.has(c10::DispatchKey::PythonDispatcher) &&
                       call.keyset.has_any(c10::autograd_dispatch_keyset);
-  if (C10_UNLIKELY(traced) && call.op.schema().arguments().size() == arguments_ &&
+  if (C10_UNLIKELY(traced) && call.op.schema().arguments().size() == argument_count_ &&
       observer_->decompose(call)) {
     return;
   }
@@ -209,33 +216,35 @@ void Router::run_native(Call& call) const {
 }
 
 void Router::route(Call& call, bool observed) {
-  if (const auto found = pending(call.view().data(), observed)) {
-    finish(*found, call, observed);
+  if (const auto found = pending_call(call.view().data(), observed)) {
+    run_pending(*found, call, observed);
   } else {
     run_native(call);
   }
 }
 
-// What must be differentiated, and what somebody between autograd and the backend wants to see the
-// pieces of, is the composite's, whatever the conditions say.
-std::unique_ptr<Pending> Router::pending_at_autograd(const Argument* arguments,
-                                                     c10::DispatchKeySet keyset) const {
-  if (Frame::bypasses(this, name_)) return ended(Pending::End::Bypassed);
+// The composite runs, whatever the conditions say, if autograd must differentiate the call, or if
+// something between autograd and the backend must see the decomposition.
+std::unique_ptr<PendingCall> Router::pending_call_at_autograd(const Argument* arguments,
+                                                              c10::DispatchKeySet keyset) const {
+  if (Frame::bypasses(this, name_)) return with_action(PendingCall::Action::RunNative);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
-  const bool kept = must_differentiate({arguments, arguments_});
-  const Between found = kept ? Between::Others : between(keyset, key_);
-  if (C10_LIKELY(!kept && found == Between::Nothing)) return pending(arguments);
-  if (!kept && found == Between::Tracer && !writes_or_aliases_) return ended(Pending::End::Whole);
+  const bool keeps_derivative = must_differentiate({arguments, argument_count_});
+  const Interceptor found = keeps_derivative ? Interceptor::Other : interceptor_of(keyset, key_);
+  if (C10_LIKELY(!keeps_derivative && found == Interceptor::None)) return pending_call(arguments);
+  if (!keeps_derivative && found == Interceptor::Tracer && !writes_or_aliases_)
+    return with_action(PendingCall::Action::PassToTracer);
   if (C10_UNLIKELY(Scope::any()) && Scope::is_observed()) {
-    return ended(kept ? Pending::End::ObservedKept : Pending::End::ObservedLeft);
+    return with_action(keeps_derivative ? PendingCall::Action::ObserveKeptDerivative
+                                        : PendingCall::Action::ObserveComposite);
   }
-  if (!kept) count_misses();
+  if (!keeps_derivative) count_misses();
   return nullptr;
 }
 
-// Every call runs this, with caches that the op itself has filled: what is rare is out of the way.
-std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observed) const {
-  if (Frame::bypasses(this, name_)) return ended(Pending::End::Bypassed);
+// Every call runs this, after the op itself has filled the caches. So rare code is out of line.
+std::unique_ptr<PendingCall> Router::pending_call(const Argument* arguments, bool observed) const {
+  if (Frame::bypasses(this, name_)) return with_action(PendingCall::Action::RunNative);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
   const Epochs::Reader reader;
   const Chain* chain = chain_.load(std::memory_order_seq_cst);
@@ -243,11 +252,12 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
     return nullptr;
   const bool scoped = Scope::any();
   if (C10_UNLIKELY(scoped) && !observed && Scope::is_observed()) {
-    return ended(Pending::End::Observed);
+    return with_action(PendingCall::Action::Observe);
   }
   c10::Device device(c10::DeviceType::CPU);
-  bool placed = false;
-  if (C10_UNLIKELY(!is_plain(c10::ArrayRef<Argument>(arguments, arguments_), device, placed))) {
+  bool device_found = false;
+  if (C10_UNLIKELY(
+          !is_plain(c10::ArrayRef<Argument>(arguments, argument_count_), device, device_found))) {
     count_misses(*chain);
     return nullptr;
   }
@@ -255,20 +265,25 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
   for (size_t index = 0; index < chain->size(); ++index) {
     const Override& override = *(*chain)[index];
     if (C10_UNLIKELY(scoped) && Scope::is_off(override.identity)) continue;
-    const bool asks = override.asks.load(std::memory_order_relaxed);
-    if (C10_LIKELY(!asks && !override.condition.passes_first(arguments))) {
+    const bool decided_in_python = override.decides_in_python.load(std::memory_order_relaxed);
+    if (C10_LIKELY(!decided_in_python && !override.condition.passes_quick_tests(arguments))) {
       override.misses->add(shard);
       continue;
     }
-    // An observer is told who ran, and a profiler, on the long way.
-    const bool early = !asks && !observed && override.has_plans != nullptr && !at::hasCallbacks();
-    // A plan tells the rest of the condition. To look for one takes longer than most conditions.
-    const bool may_replay = early && override.has_plans->load(std::memory_order_relaxed);
-    const bool holds = !asks && !may_replay && override.condition.passes_rest(arguments);
-    if (asks || may_replay || holds) {
-      if (C10_UNLIKELY(!placed)) device = device_without_tensors(arguments);
-      if (!early) return taken(*chain, index, holds, device);
-      if (auto found = taken_early(*chain, index, arguments, holds, device)) return found;
+    // Observers and profilers are told which override ran only on the boxed path.
+    const bool may_decide_unboxed =
+        !decided_in_python && !observed && override.has_plans != nullptr && !at::hasCallbacks();
+    // If there is a plan, the condition's other tests pass. A lookup takes longer than most
+    // conditions.
+    const bool may_replay =
+        may_decide_unboxed && override.has_plans->load(std::memory_order_relaxed);
+    const bool condition_holds =
+        !decided_in_python && !may_replay && override.condition.passes_other_tests(arguments);
+    if (decided_in_python || may_replay || condition_holds) {
+      if (C10_UNLIKELY(!device_found)) device = device_without_tensors(arguments);
+      if (!may_decide_unboxed) return with_overrides(*chain, index, condition_holds, device);
+      if (auto found = pending_unboxed(*chain, index, arguments, condition_holds, device))
+        return found;
       continue;
     }
     override.misses->add(shard);
@@ -276,64 +291,69 @@ std::unique_ptr<Pending> Router::pending(const Argument* arguments, bool observe
   return nullptr;
 }
 
-Pending::~Pending() = default;  // here, for the sake of the size of whoever has one
+PendingCall::~PendingCall() = default;  // out of line, to keep its users small
 
-// Where a call works that has no tensors, or only numbers that are 0-dim CPU tensors: an op that
-// makes tensors says so, or means the current device of the router's key.
+// The device of a call without tensors, or with only 0-dim CPU tensors. A factory function names it
+// by an argument, or means the current device of the router's key.
 c10::Device Router::device_without_tensors(const Argument* arguments) const {
   if (!c10::impl::hasDeviceGuardImpl(device_type_)) return c10::Device(c10::DeviceType::CPU);
-  for (size_t index = 0; index < arguments_; ++index) {
+  for (size_t index = 0; index < argument_count_; ++index) {
     if (arguments[index].kind() != Argument::Kind::Device) continue;
     if (const auto given = arguments[index].device(); given.type() == device_type_) return given;
   }
   return c10::Device(device_type_);
 }
 
-std::unique_ptr<Pending> Router::ended(Pending::End end) {
-  auto found = std::make_unique<Pending>();
-  found->end = end;
+std::unique_ptr<PendingCall> Router::with_action(PendingCall::Action action) {
+  auto found = std::make_unique<PendingCall>();
+  found->action = action;
   return found;
 }
 
-// An impl runs outside of the epoch (Note [Epochs]): it may take long, and whoever removes its
-// override must not wait for it.
-std::unique_ptr<Pending> Router::taken(const Chain& chain, size_t first, bool holds,
-                                       c10::Device device) {
-  auto found = std::make_unique<Pending>();
-  found->holds = holds;
+// An impl runs outside the epoch (Note [Epochs]). It may take long, and removing its override must
+// not wait for it.
+std::unique_ptr<PendingCall> Router::with_overrides(const Chain& chain, size_t first,
+                                                    bool condition_holds, c10::Device device) {
+  auto found = std::make_unique<PendingCall>();
+  found->condition_holds = condition_holds;
   found->device = device;
   found->rest.assign(chain.begin() + static_cast<std::ptrdiff_t>(first), chain.end());
   return found;
 }
 
-std::unique_ptr<Pending> Router::taken_early(const Chain& chain, size_t index,
-                                             const Argument* arguments, bool holds,
-                                             c10::Device device) const {
+std::unique_ptr<PendingCall> Router::pending_unboxed(const Chain& chain, size_t index,
+                                                     const Argument* arguments,
+                                                     bool condition_holds,
+                                                     c10::Device device) const {
   const Override& override = *chain[index];
-  using Kind = Impl::Early::Kind;
-  const auto early = override.impl->early(override, {arguments, arguments_}, holds);
-  if (early.kind == Kind::Declines) return nullptr;
-  if (early.kind == Kind::Replays) {
+  using Kind = Impl::UnboxedDecision::Kind;
+  const auto decision =
+      override.impl->decide_unboxed(override, {arguments, argument_count_}, condition_holds);
+  if (decision.kind == Kind::Declines) return nullptr;
+  if (decision.kind == Kind::Replays) {
     const Frame frame(this);
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::optional<c10::Device>()
                                                          : std::optional<c10::Device>(device));
-    auto found = std::make_unique<Pending>();
-    std::optional<Bookkeeping> books;
-    if (C10_UNLIKELY(composite_.has_value())) books = bookkeeping({arguments, arguments_});
-    if (replay_early(override, *early.entry, arguments, found->results)) {
-      found->end = Pending::End::Replayed;
-      if (C10_UNLIKELY(frame.ended_in_native(found->results, outputs_))) override.fallbacks->add();
-      if (C10_UNLIKELY(books.has_value())) books->settle(found->results, outputs_, name_);
+    auto found = std::make_unique<PendingCall>();
+    std::optional<AutogradBookkeeping> bookkeeping;
+    if (C10_UNLIKELY(composite_kernel_.has_value()))
+      bookkeeping = make_bookkeeping({arguments, argument_count_});
+    if (replay_unboxed(override, *decision.entry, arguments, found->results)) {
+      found->action = PendingCall::Action::ReturnResults;
+      if (C10_UNLIKELY(frame.ended_in_native(found->results, output_count_)))
+        override.fallbacks->add();
+      if (C10_UNLIKELY(bookkeeping.has_value()))
+        bookkeeping->finish(found->results, output_count_, name_);
       return found;
     }
   }
-  return taken(chain, index, /*holds=*/true, device);
+  return with_overrides(chain, index, /*condition_holds=*/true, device);
 }
 
-bool Router::replay_early(const Override& override, const PlanEntry& entry,
-                          const Argument* arguments, torch::jit::Stack& results) const {
-  const AsAKernel as_a_kernel(excluded_);
-  return override.impl->replay_early(override, entry, arguments, results);
+bool Router::replay_unboxed(const Override& override, const PlanEntry& entry,
+                            const Argument* arguments, torch::jit::Stack& results) const {
+  const ExcludeKeys exclude(excluded_);
+  return override.impl->replay_unboxed(override, entry, arguments, results);
 }
 
 void Router::count_misses() const {
@@ -347,59 +367,60 @@ void Router::count_misses(const Chain& chain) {
   }
 }
 
-void Router::finish(Pending& pending, Call& call, bool observed) {
-  using End = Pending::End;
+void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
+  using Action = PendingCall::Action;
   const auto run_native = [&] {
     this->run_native(call);
   };
-  switch (pending.end) {
-    case End::Replayed:
-      call.answer(pending.results);
+  switch (pending.action) {
+    case Action::ReturnResults:
+      call.set_results(pending.results);
       return;
-    case End::Taken:
-      if (!try_rest(pending, call, observed)) run_native();
+    case Action::TryOverrides:
+      if (!try_overrides(pending, call, observed)) run_native();
       return;
-    case End::Bypassed:
+    case Action::RunNative:
       run_native();
-      Frame::note_native(this, call.stack, outputs_);
+      Frame::note_native(this, call.stack, output_count_);
       return;
-    case End::Observed:
-      observer_->observe(call, /*kept=*/false, [&] { route(call, /*observed=*/true); });
+    case Action::Observe:
+      observer_->observe(call, /*keeps_derivative=*/false, [&] { route(call, /*observed=*/true); });
       return;
-    case End::ObservedLeft:
-      observer_->observe(call, /*kept=*/false, [&] {
+    case Action::ObserveComposite:
+      observer_->observe(call, /*keeps_derivative=*/false, [&] {
         count_misses();
         run_native();
       });
       return;
-    case End::ObservedKept:
-      observer_->observe(call, /*kept=*/true, run_native);
+    case Action::ObserveKeptDerivative:
+      observer_->observe(call, /*keeps_derivative=*/true, run_native);
       return;
-    case End::Whole:
+    case Action::PassToTracer:
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.redispatchBoxed(call.keyset & c10::after_ADInplaceOrView_keyset, &call.stack);
       return;
   }
 }
 
-// Where an impl declines after all, the ones behind it are asked.
-bool Router::try_rest(const Pending& pending, Call& call, bool observed) {
-  bool holds = pending.holds;
+// If an impl declines after all, the overrides after it are tried.
+bool Router::try_overrides(const PendingCall& pending, Call& call, bool observed) {
+  bool condition_holds = pending.condition_holds;
   for (const auto& override : pending.rest) {
-    const bool known = std::exchange(holds, false);
-    if (!known && Scope::is_off(override->identity)) continue;
+    const bool is_known = std::exchange(condition_holds, false);
+    if (!is_known && Scope::is_off(override->identity)) continue;
     if (C10_UNLIKELY(override->is_placeholder)) {
-      if (!override->impl->wants(*override, call)) continue;
-      route(call, observed);  // as if it had come now: counted once, by those who stand there now
+      if (!override->impl->takes(*override, call)) continue;
+      route(call, observed);  // as a new call, so only the new chain counts it
       return true;
     }
-    if ((known || takes(*override, call)) && run(*override, call, pending.device)) return true;
+    if ((is_known || takes(*override, call)) && run(*override, call, pending.device)) return true;
   }
   return false;
 }
 
 bool Router::takes(const Override& override, Call& call) {
-  if (override.asks.load(std::memory_order_relaxed)) return override.impl->wants(override, call);
+  if (override.decides_in_python.load(std::memory_order_relaxed))
+    return override.impl->takes(override, call);
   if (override.condition.holds(call.view().data())) return true;
   override.misses->add();
   return false;
@@ -411,26 +432,27 @@ bool Router::run(const Override& override, Call& call, c10::Device device) {
                                                        : std::optional<c10::Device>(device));
   at::RecordFunction record(at::RecordScope::USER_SCOPE);
   if (C10_UNLIKELY(record.isActive())) record.before(override.label);
-  std::optional<Bookkeeping> books;
-  if (C10_UNLIKELY(composite_.has_value())) books = bookkeeping(call.view());
+  std::optional<AutogradBookkeeping> bookkeeping;
+  if (C10_UNLIKELY(composite_kernel_.has_value())) bookkeeping = make_bookkeeping(call.view());
   call.ran = &override;
   call.excluded = excluded_;
   if (!override.impl->run(override, call, device)) {
     call.ran = nullptr;
     return false;
   }
-  if (C10_UNLIKELY(frame.ended_in_native(call.stack, outputs_))) {
+  if (C10_UNLIKELY(frame.ended_in_native(call.stack, output_count_))) {
     override.fallbacks->add();
     call.fell_back = true;
   }
-  if (books) books->settle(call.stack, outputs_, name_);
+  if (bookkeeping) bookkeeping->finish(call.stack, output_count_, name_);
   return true;
 }
 
-std::optional<Bookkeeping> Router::bookkeeping(c10::ArrayRef<Argument> arguments) const {
+std::optional<AutogradBookkeeping> Router::make_bookkeeping(
+    c10::ArrayRef<Argument> arguments) const {
   if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
     return std::nullopt;
-  return std::make_optional<Bookkeeping>(op_.schema(), arguments);
+  return std::make_optional<AutogradBookkeeping>(op_.schema(), arguments);
 }
 
 }  // namespace opgraft

@@ -1,4 +1,4 @@
-// Shadow mode: a share of hits is run by the native kernel as well, and compared, in Python.
+// Shadow mode: for a fraction of hits Python runs the native kernel as well, and compares.
 #pragma once
 
 #include <memory>
@@ -8,23 +8,23 @@
 
 namespace opgraft {
 
-// Stands in for an override's own impl while shadow mode is on, and only then is it published: off,
-// it costs a hit nothing, not a load.
+// Wraps an override's impl while shadow mode is on. It is published only then, so shadow mode costs
+// hits nothing while it is off.
 class ShadowImpl final : public Impl {
  public:
   struct Options {
-    std::shared_ptr<const Override> inner;  // what runs
-    std::shared_ptr<const Signature> signature;
+    std::shared_ptr<const Override> inner;  // the override to run
+    std::shared_ptr<const PythonConverter> converter;
     PythonRef override;
     PythonRef
         begin;      // begin(override, values) -> token, or None where the hit is not to be compared
     PythonRef end;  // end(override, keyset, token, results) -> None, or other results
-    double rate;    // of hits that are compared, in (0, 1]
+    double rate;    // fraction of hits that are compared, in (0, 1]
   };
   explicit ShadowImpl(Options options) : options_(std::move(options)) {}
 
   bool run(const Override& override, Call& call, c10::Device device) override;
-  bool wants(const Override& override, Call& call) override;
+  bool takes(const Override& override, Call& call) override;
   bool quarantine(const Call& call) override { return options_.inner->impl->quarantine(call); }
 
  private:
@@ -34,7 +34,7 @@ class ShadowImpl final : public Impl {
   Options options_;
 };
 
-// The same override as `inner`, with the same counters, that shadows its hits.
+// A copy of `inner`, with the same counters, that compares its hits.
 std::shared_ptr<Override> shadowed(ShadowImpl::Options options);
 
 }  // namespace opgraft

@@ -1,4 +1,4 @@
-// The tensors of a call: visiting them, and whether autograd wants to see through it.
+// The tensors of a call: visiting them, and whether autograd must differentiate the call.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -7,7 +7,7 @@
 
 namespace opgraft {
 
-// Applies `visit` to each until it returns false.
+// Calls `visit` for each tensor until it returns false.
 template <class Visit>
 C10_NOINLINE bool all_tensors_of(const Argument& list, Visit& visit) {
   for (size_t index = 0; index < list.size(); ++index) {
@@ -32,7 +32,7 @@ bool all_tensors(c10::ArrayRef<Argument> arguments, Visit&& visit) {
   return true;
 }
 
-// Whether a tensor has a tangent, for forward-mode derivatives.
+// Whether a tensor has a forward-mode tangent.
 inline bool has_tangent(const c10::TensorImpl& tensor) {
   if (tensor.autograd_meta() == nullptr) return false;
   const at::Tensor self(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
@@ -40,7 +40,7 @@ inline bool has_tangent(const c10::TensorImpl& tensor) {
   return self._fw_grad(/*level=*/0).defined();
 }
 
-// Whether autograd, backward or forward, has to see through a call.
+// Whether autograd, backward or forward mode, must differentiate a call.
 inline bool must_differentiate(c10::ArrayRef<Argument> arguments) {
   const bool grad = c10::GradMode::is_enabled();
   return !all_tensors(arguments, [grad](const c10::TensorImpl& tensor) {

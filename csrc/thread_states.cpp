@@ -7,10 +7,10 @@
 
 namespace opgraft {
 
-struct ThreadStates::Kept {
+struct ThreadStates::Entry {
   PyThreadState* state = nullptr;
   bool was_called = false;
-  Kept* next = nullptr;
+  Entry* next = nullptr;
 };
 
 namespace {
@@ -27,49 +27,53 @@ pthread_key_t key_with(void (*destructor)(void*)) {
 
 }  // namespace
 
-void ThreadStates::keep() {
-  // Never released: what anybody ensures later is nested in this, and leaves the state where it is.
+void ThreadStates::create() {
+  // Never released: later calls of PyGILState_Ensure nest in this one, and so do not delete the
+  // state.
   PyGILState_Ensure();
-  auto* kept = new (std::nothrow) Kept;
+  auto* entry = new (std::nothrow) Entry;
   PyThreadState* state = PyEval_SaveThread();
-  if (kept == nullptr) return;
-  kept->state = state;
-  // Where that fails the state stays until Python ends, which takes all of them away.
-  if (pthread_setspecific(key_with(&hand_over), kept) != 0) delete kept;
+  if (entry == nullptr) return;
+  entry->state = state;
+  // If that fails, the state lives until Python ends.
+  if (pthread_setspecific(key_with(&on_thread_exit), entry) != 0) delete entry;
 }
 
-void ThreadStates::hand_over(void* pointer) noexcept {
-  auto* kept = static_cast<Kept*>(pointer);
-  // Destructors of other keys may call Python, too: they come first, this is called once more.
-  if (!std::exchange(kept->was_called, true) &&
-      pthread_setspecific(key_with(&hand_over), kept) == 0) {
+void ThreadStates::on_thread_exit(void* pointer) noexcept {
+  auto* entry = static_cast<Entry*>(pointer);
+  // Destructors of other keys may call Python, too. Set the key again, so that this is called once
+  // more after them.
+  if (!std::exchange(entry->was_called, true) &&
+      pthread_setspecific(key_with(&on_thread_exit), entry) == 0) {
     return;
   }
-  kept->next = ended_.load(std::memory_order_relaxed);
-  while (!ended_.compare_exchange_weak(kept->next, kept, std::memory_order_release,
+  entry->next = ended_.load(std::memory_order_relaxed);
+  while (!ended_.compare_exchange_weak(entry->next, entry, std::memory_order_release,
                                        std::memory_order_relaxed)) {
   }
 }
 
 void ThreadStates::delete_ended() noexcept {
-  Kept* const all = ended_.exchange(nullptr, std::memory_order_acquire);
+  Entry* const all = ended_.exchange(nullptr, std::memory_order_acquire);
   if (all == nullptr) return;
-  // Frees what the threads kept in Python, which may run any code: all of it before the rest.
-  for (Kept* kept = all; kept != nullptr; kept = kept->next) PyThreadState_Clear(kept->state);
+  // Frees the threads' Python objects, which may run any code. So this comes before anything is
+  // deleted.
+  for (Entry* entry = all; entry != nullptr; entry = entry->next) PyThreadState_Clear(entry->state);
 #if PY_VERSION_HEX >= 0x030C0000
-  // From 3.12 on deleting a state makes the *deleting* thread forget which state is its own
-  // (`unbind_gilstate_tstate`), so that PyGILState_Ensure would make it another one, and wait for
-  // the GIL that it has. A state learns that it is its thread's when it becomes current and is not
-  // known as such. So another one becomes current, by which this thread's own is not known any
-  // more, is what deleting makes forget, and goes; then our own is current again, and known.
+  // From 3.12 on, deleting a state makes the *deleting* thread forget its own state
+  // (`unbind_gilstate_tstate`). PyGILState_Ensure would then create another one, and wait for the
+  // GIL that this thread has. A state that is not bound to its thread is bound when it becomes
+  // current. So a temporary state becomes current first, and is bound instead of our own. Deleting
+  // the others unbinds only the temporary one, which is deleted last. Then our own becomes current,
+  // and is bound again.
   PyThreadState* const own = PyThreadState_Get();
   PyThreadState* const other = PyThreadState_New(PyThreadState_GetInterpreter(own));
-  if (other == nullptr) return;  // no memory: they stay, with nothing in them
+  if (other == nullptr) return;  // no memory: the states stay, with nothing in them
   PyThreadState_Swap(other);
 #endif
-  for (Kept* kept = all; kept != nullptr;) {
-    PyThreadState_Delete(kept->state);
-    delete std::exchange(kept, kept->next);
+  for (Entry* entry = all; entry != nullptr;) {
+    PyThreadState_Delete(entry->state);
+    delete std::exchange(entry, entry->next);
   }
 #if PY_VERSION_HEX >= 0x030C0000
   PyThreadState_Clear(other);

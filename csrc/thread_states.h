@@ -1,14 +1,14 @@
-// Python's states of threads that C++ made: kept while such a thread lives, so that its calls of
-// Python do not make one each (10 us), and deleted by somebody else after it has ended.
+// Python thread states for threads that C++ created. A state lives as long as its thread, because
+// creating one for each call takes 10 us. Another thread deletes it after the thread has ended.
 //
 // Note [Thread states]
-// A state can be deleted only with the GIL. A thread that asked for the GIL when it ends would
-// deadlock with whoever joins it and holds the GIL meanwhile, as an extension may that knows its
-// threads for pure C++. So a thread that ends leaves its state in a list, and the next one that has
-// the GIL for us deletes what it finds there.
+// A state can be deleted only with the GIL. A thread that requests the GIL as it ends would
+// deadlock with a thread that joins it while holding the GIL, as an extension may do whose threads
+// are pure C++. So a thread that ends puts its state on a list, and the next thread of ours that
+// has the GIL deletes the states on it.
 //
-// The list is filled by the destructor of a pthread key and not of a thread_local: these run after
-// all of C++'s, which may still call Python, and find the state as Python's own key has it.
+// The destructor of a pthread key adds to the list, not one of a thread_local. Those of pthread
+// keys run after all C++ destructors, which may still call Python with the state.
 #pragma once
 
 #include <Python.h>
@@ -19,26 +19,25 @@ namespace opgraft {
 
 class ThreadStates {
  public:
-  // Makes this thread's, which has none and does not hold the GIL, and keeps it until the thread
-  // ends.
-  static void keep();
+  // Creates this thread's state, which lives until the thread ends. The thread must have none, and
+  // not hold the GIL.
+  static void create();
 
-  // Whether there are some of threads that have ended.
+  // Whether there are states of ended threads.
   static bool any_ended() noexcept { return ended_.load(std::memory_order_relaxed) != nullptr; }
 
-  // Deletes those. Needs the GIL, which it may give up in between, as freeing what threads kept in
-  // Python may.
+  // Deletes them. Needs the GIL, and may release it in between, as freeing Python objects may.
   static void delete_ended() noexcept;
 
-  // In the child of a fork: Python deletes the states of threads that are not there.
+  // Called in the child of a fork, where Python itself deletes the states of the other threads.
   static void forget() noexcept { ended_.store(nullptr, std::memory_order_relaxed); }
 
  private:
-  struct Kept;
+  struct Entry;
 
-  static void hand_over(void* kept) noexcept;
+  static void on_thread_exit(void* entry) noexcept;
 
-  static inline std::atomic<Kept*> ended_{nullptr};
+  static inline std::atomic<Entry*> ended_{nullptr};
 };
 
 }  // namespace opgraft

@@ -17,10 +17,12 @@ namespace opgraft {
 
 namespace {
 
-// Where the thread's scopes are in torch's state. Never destroyed: threads may outlive it.
+// The key of a thread's scopes in torch's state. Never destroyed, because threads may outlive
+// static destructors.
 const std::string& kScopes = *new std::string("opgraft.scopes");
 
-bool agrees(const std::optional<std::string>& wanted, const std::optional<std::string>& given) {
+bool field_matches(const std::optional<std::string>& wanted,
+                   const std::optional<std::string>& given) {
   return !wanted || wanted == given;
 }
 
@@ -44,7 +46,7 @@ bool Frame::any_bypasses(const Router* router, const std::string& op) noexcept {
 void Frame::note_native(const Router* router, const torch::jit::Stack& stack, size_t outputs) {
   for (Frame* frame = innermost_; frame != nullptr; frame = frame->outer_) {
     if (frame->router_ != router) continue;
-    auto& result = frame->native_.emplace_back();
+    auto& result = frame->native_results_.emplace_back();
     for (size_t i = stack.size() - outputs; i < stack.size(); ++i) {
       if (stack[i].isTensor()) result.emplace_back(stack[i].toTensor().getIntrusivePtr());
     }
@@ -53,7 +55,7 @@ void Frame::note_native(const Router* router, const torch::jit::Stack& stack, si
 }
 
 bool Frame::ended_in_native(const torch::jit::Stack& stack, size_t outputs) const {
-  for (const auto& result : native_) {
+  for (const auto& result : native_results_) {
     size_t next = 0;
     bool same = true;
     for (size_t i = stack.size() - outputs; same && i < stack.size(); ++i) {
@@ -68,24 +70,25 @@ bool Frame::ended_in_native(const torch::jit::Stack& stack, size_t outputs) cons
 }
 
 bool Selector::matches(const Selector& other) const {
-  return agrees(dsl, other.dsl) && agrees(op, other.op) && agrees(pack, other.pack) &&
-         agrees(dispatch_key, other.dispatch_key) && agrees(name, other.name);
+  return field_matches(dsl, other.dsl) && field_matches(op, other.op) &&
+         field_matches(pack, other.pack) && field_matches(dispatch_key, other.dispatch_key) &&
+         field_matches(name, other.name);
 }
 
-// What all lists know of a scope.
+// A scope in all lists that contain it.
 struct Scope::Entry {
   const std::optional<Selector> off;
-  std::shared_ptr<const void> tag;  // until it is closed; of those who hold the GIL
+  std::shared_ptr<const void> tag;  // until it is closed; needs the GIL
   std::atomic<bool> open{true};
 
   Entry(std::optional<Selector> selector, std::shared_ptr<const void> name)
       : off(std::move(selector)), tag(std::move(name)) {}
 };
 
-// The scopes that a thread is in, outermost first. To torch it is a holder of a Python object that
-// holds none, so that destroying it takes no GIL.
-struct Scope::Here final : c10::SafePyObject {
-  Here() : c10::SafePyObject(/*data=*/nullptr, /*pyinterpreter=*/nullptr) {}
+// The scopes that a thread is in, outermost first. For torch it is a SafePyObject, but without a
+// Python object, so destroying it needs no GIL.
+struct Scope::ScopeList final : c10::SafePyObject {
+  ScopeList() : c10::SafePyObject(/*data=*/nullptr, /*pyinterpreter=*/nullptr) {}
 
   template <class Predicate>
   bool any(Predicate&& predicate) const {
@@ -101,15 +104,15 @@ struct Scope::Here final : c10::SafePyObject {
 Scope::Scope(std::optional<Selector> off, std::shared_ptr<const void> tag)
     : off_(std::move(off)), tag_(std::move(tag)) {}
 
-// One that nobody left. This may be any thread, and the list on the one where it was entered does
-// no harm.
+// Closes a scope that was not left. This may run on any thread. The closed entry in the list of the
+// thread that entered it has no effect.
 Scope::~Scope() { close(); }
 
 void Scope::enter() {
   TORCH_CHECK(!entry_, "this scope was entered already");
   auto entry = std::make_shared<Entry>(off_, tag_);
-  auto fresh = std::make_shared<Here>();
-  if (const Here* outer = here()) {
+  auto fresh = std::make_shared<ScopeList>();
+  if (const ScopeList* outer = current_list()) {
     for (const auto& each : outer->entries) {
       if (each->open.load(std::memory_order_relaxed)) fresh->entries.push_back(each);
     }
@@ -134,9 +137,9 @@ void Scope::close() noexcept {
 }
 
 void Scope::forget_closed() {
-  const Here* before = here();
+  const ScopeList* before = current_list();
   if (before == nullptr) return;
-  auto fresh = std::make_shared<Here>();
+  auto fresh = std::make_shared<ScopeList>();
   for (const auto& each : before->entries) {
     if (each->open.load(std::memory_order_relaxed)) fresh->entries.push_back(each);
   }
@@ -147,31 +150,31 @@ void Scope::forget_closed() {
   }
 }
 
-bool Scope::any_here() noexcept { return here() != nullptr; }
+bool Scope::any_on_this_thread() noexcept { return current_list() != nullptr; }
 
-const Scope::Here* Scope::here() noexcept {
+const Scope::ScopeList* Scope::current_list() noexcept {
   using Objects = at::impl::ThreadLocalPythonObjects;
-  return Objects::contains(kScopes) ? static_cast<const Here*>(Objects::get(kScopes).get())
+  return Objects::contains(kScopes) ? static_cast<const ScopeList*>(Objects::get(kScopes).get())
                                     : nullptr;
 }
 
 bool Scope::is_off(const Selector& override) {
   if (C10_LIKELY(open_.load(std::memory_order_relaxed) == 0)) return false;
-  const Here* scopes = here();
+  const ScopeList* scopes = current_list();
   return scopes != nullptr && scopes->any([&](const Entry& entry) {
     return entry.off.has_value() && entry.off->matches(override);
   });
 }
 
 bool Scope::is_observed() noexcept {
-  const Here* scopes = here();
+  const ScopeList* scopes = current_list();
   return scopes != nullptr &&
          scopes->any([](const Entry& entry) { return !entry.off.has_value(); });
 }
 
 std::vector<std::shared_ptr<const void>> Scope::tags(bool observing) {
   std::vector<std::shared_ptr<const void>> found;
-  if (const Here* scopes = here()) {
+  if (const ScopeList* scopes = current_list()) {
     scopes->any([&](const Entry& entry) {
       if (entry.off.has_value() != observing) found.push_back(entry.tag);
       return false;
@@ -180,7 +183,7 @@ std::vector<std::shared_ptr<const void>> Scope::tags(bool observing) {
   return found;
 }
 
-void mind_forks() {
+void install_fork_handlers() {
   static const int once = pthread_atfork(
       [] {
         Epochs::instance().lock();

@@ -1,5 +1,5 @@
-// What a thread is in the middle of: which impls it runs, and which overrides are off for it; and
-// what becomes of all that in the child of a fork.
+// The state of a thread: which impls it is running, and which overrides are off for it. Also fork
+// handlers for the core's state.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -15,7 +15,7 @@ namespace opgraft {
 
 class Router;
 
-// While it lives, a router (or every router of an op) is bypassed on this thread. Frames nest.
+// While it lives, a router, or every router of an op, is bypassed on this thread. Frames nest.
 class Frame {
  public:
   explicit Frame(const Router* router) noexcept;
@@ -24,15 +24,16 @@ class Frame {
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
 
-  // Whether calls of `router`, which routes `op`, mean the native kernel on this thread.
+  // Whether calls of `router`, which routes `op`, run the native kernel on this thread.
   static bool bypasses(const Router* router, const std::string& op) noexcept {
     return C10_UNLIKELY(innermost_ != nullptr) && any_bypasses(router, op);
   }
 
-  // Tells the impl of `router` that runs on this thread what the native kernel returned to it.
+  // Notes what the native kernel returned to the impl of `router` that is running on this thread.
   static void note_native(const Router* router, const torch::jit::Stack& stack, size_t outputs);
 
-  // Whether the impl handed on, as `outputs` last values of the stack, what native returned to it.
+  // Whether the impl returned what native returned to it. Results are the last `outputs` values of
+  // the stack.
   bool ended_in_native(const torch::jit::Stack& stack, size_t outputs) const;
 
  private:
@@ -45,70 +46,70 @@ class Frame {
   const Router* router_ = nullptr;
   std::string op_;
   Frame* outer_;
-  // Weak: an impl may go through many native results, and none is kept alive for our sake.
-  std::vector<std::vector<WeakTensor>> native_;
+  // Weak, because an impl may get many native results, and this must keep none alive.
+  std::vector<std::vector<WeakTensor>> native_results_;
 };
 
-// Which overrides a scope speaks of: those that equal every field that is given.
+// Selects the overrides that match every given field.
 struct Selector {
   std::optional<std::string> dsl, op, dispatch_key, pack, name;
 
-  // `other` has every field given, or empty where an override has none.
+  // `other`: an override's identity. A field is empty if the override has none.
   bool matches(const Selector& other) const;
 };
 
-// A scope in which overrides are off, or routing is observed: on its thread, and in the autograd
-// engine's threads for a backward that is started inside it.
+// A scope in which overrides are off, or routing is observed. It applies to its thread, and to the
+// autograd engine's threads for a backward that is started inside it.
 //
 // Note [Scopes]
-// The scopes that a thread is in are a list in torch's own thread-local state, under a key of ours:
-// torch copies that state to whatever works for the thread, the autograd engine's threads first of
-// all, and nothing else is under the key, such as a profiler's state, that would have to end in
-// order. A list is never changed, only replaced.
+// The scopes that a thread is in are a list in torch's thread-local state, under a key of ours.
+// torch copies that state to all threads that work for the thread, above all the autograd engine's.
+// Nothing else is under the key, such as a profiler's state, that would have to end in order. A
+// list is never changed, only replaced.
 //
-// Scopes end in any order, and on any thread: generators and asyncio's tasks take turns, and
-// whoever closes a generator need not be who began it. So a scope that has ended is marked, in the
-// one entry that all lists share, and a marked entry means nothing, wherever it stands. Whoever
-// enters or leaves a scope on a thread takes the marked ones out of that thread's list. A list that
-// torch has copied and puts back later, as the engine does, can so bring nothing back to life.
+// Scopes end in any order, and on any thread: generators and asyncio tasks are interleaved, and
+// another thread than the one that started a generator may close it. So a scope that ends is marked
+// as closed in its one entry, which all lists share. A closed entry has no effect in any list.
+// Entering or leaving a scope on a thread removes closed entries from that thread's list. So a list
+// that torch has copied and restores later, as the engine does, cannot reopen a scope.
 //
-// torch keeps Python objects there, and frees them with the GIL. Ours is none inside, so that a
-// thread that ends asks nobody for the GIL.
+// torch stores Python objects there, and frees them with the GIL. Our object holds no Python
+// object, so a thread that ends does not request the GIL.
 class Scope {
  public:
-  // `off`: what is off inside; without one nothing is, and calls are observed. `tag`: what the
-  // scope is known by to whoever asks `tags`.
+  // `off`: what is off inside; nullopt: nothing is, and calls are observed. `tag`: identifies the
+  // scope in `tags`.
   Scope(std::optional<Selector> off, std::shared_ptr<const void> tag);
   ~Scope();
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;
 
   void enter();
-  // Anywhere, and as often as anybody likes.
+  // May be called on any thread, and any number of times.
   void exit();
 
-  // Whether this thread may be in a scope: exact as soon as there is one anywhere.
+  // Whether this thread is in a scope, perhaps a closed one. Cheap if no scope is open anywhere.
   static bool any() noexcept {
-    return C10_UNLIKELY(open_.load(std::memory_order_relaxed) > 0) && any_here();
+    return C10_UNLIKELY(open_.load(std::memory_order_relaxed) > 0) && any_on_this_thread();
   }
   static bool is_off(const Selector& override);
   static bool is_observed() noexcept;
-  // Of the scopes that this thread is in, the outermost first: of those where something is off, or
-  // of those that observe.
+  // The tags of this thread's scopes, outermost first: of those that observe, or of those that
+  // switch something off.
   static std::vector<std::shared_ptr<const void>> tags(bool observing);
 
  private:
   struct Entry;
-  struct Here;
+  struct ScopeList;
 
-  static bool any_here() noexcept;
-  static const Here* here() noexcept;
+  static bool any_on_this_thread() noexcept;
+  static const ScopeList* current_list() noexcept;
   static void forget_closed();
   void close() noexcept;
 
-  // How many scopes are open, on any thread. Whoever inherits one was told so by the thread that
-  // opened it, and so sees that it is counted. The child of a fork may count those of threads that
-  // it has not, which costs it time, and nothing else.
+  // The number of open scopes on all threads. A thread that inherits a scope gets it from the
+  // thread that opened it, so it sees the count. The child of a fork may count scopes of threads
+  // that it does not have, which only costs time.
   static inline std::atomic<int64_t> open_{0};
 
   std::optional<Selector> off_;
@@ -116,7 +117,8 @@ class Scope {
   std::shared_ptr<Entry> entry_;
 };
 
-// Makes forks safe, once and for good: a child has the thread that forked and no other.
-void mind_forks();
+// Installs handlers that make forks safe, once per process. A child has only the thread that
+// forked.
+void install_fork_handlers();
 
 }  // namespace opgraft

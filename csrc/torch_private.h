@@ -1,7 +1,7 @@
-// What torch keeps private and a router cannot do without, in one place.
+// All uses of torch's private members, in one place.
 //
-// C++ lets an explicit instantiation name private members, and a friend that it defines hand them
-// out. Should a later torch rename one, this does not compile.
+// An explicit template instantiation may name private members, and a friend function that it
+// defines returns them. If a later torch renames one, this does not compile.
 #pragma once
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -61,7 +61,7 @@ template struct Reveal<PythonObjects, &at::impl::ThreadLocalPythonObjects::obj_d
 
 }  // namespace torch_private
 
-// Takes an object out of torch's thread-local state.
+// Removes an object from torch's thread-local state.
 inline void erase_python_object(const std::string& key) {
   using Objects = at::impl::ThreadLocalPythonObjects;
   if (!Objects::contains(key)) return;
@@ -74,31 +74,31 @@ inline void erase_python_object(const std::string& key) {
 #endif
 }
 
-// While it lives, what is called on this thread runs as a kernel below these keys would.
+// While it lives, these dispatch keys are excluded on this thread.
 //
-// Where autocast stays on, its cache does not: what it keeps of a parameter here was cast below
-// autograd, and whoever took it from there later would lose that parameter's gradient.
-class AsAKernel {
+// If autocast stays on, its cache is switched off. A parameter would be cast below autograd here,
+// and whoever took that cast from the cache later would lose the parameter's gradient.
+class ExcludeKeys {
  public:
-  explicit AsAKernel(c10::DispatchKeySet excluded) : below_(excluded) {
+  explicit ExcludeKeys(c10::DispatchKeySet excluded) : below_(excluded) {
     const auto off = c10::impl::tls_local_dispatch_key_set().excluded_;
     if (C10_LIKELY(off.has_all(c10::autocast_dispatch_keyset))) return;
     caches_ = at::autocast::is_autocast_cache_enabled();
     if (caches_) at::autocast::set_autocast_cache_enabled(false);
   }
-  ~AsAKernel() {
+  ~ExcludeKeys() {
     if (C10_UNLIKELY(caches_)) at::autocast::set_autocast_cache_enabled(true);
   }
-  AsAKernel(const AsAKernel&) = delete;
-  AsAKernel& operator=(const AsAKernel&) = delete;
+  ExcludeKeys(const ExcludeKeys&) = delete;
+  ExcludeKeys& operator=(const ExcludeKeys&) = delete;
 
  private:
   c10::impl::ExcludeDispatchKeyGuard below_;
   bool caches_ = false;
 };
 
-// A copy of the kernel inside a SafeKernelFunction, which itself refuses to be called once whoever
-// registered the kernel deregisters it.
+// A copy of the kernel inside a SafeKernelFunction. The SafeKernelFunction itself cannot be called
+// any more once its kernel is deregistered.
 inline c10::KernelFunction kernel_of(const c10::SafeKernelFunction& safe) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
   return safe.*member(torch_private::Safe{});
@@ -107,8 +107,8 @@ inline c10::KernelFunction kernel_of(const c10::SafeKernelFunction& safe) {
 #endif
 }
 
-// Gives a boxed kernel a function that is called in its place with C++ arguments, after the functor
-// and the dispatch keys. torch's own way to make such a kernel compiles for a tenth of a second
+// Adds an unboxed function to a boxed kernel. It is called with the functor, the dispatch keys and
+// the C++ arguments. torch's own way to make such a kernel takes a tenth of a second to compile for
 // each.
 inline void set_unboxed(c10::KernelFunction& kernel, void* function, bool takes_symbolic_sizes) {
   kernel.*(takes_symbolic_sizes ? member(torch_private::SymUnboxed{})

@@ -1,6 +1,6 @@
-// Two functions of libtorch_python, declared here because of what their own header costs: the
-// compiler takes longer over torch/csrc/jit/python/pybind_utils.h than over all other headers
-// together. Should a later torch change one, the core does not load, which the build finds out.
+// Two functions of libtorch_python. They are declared here because their header,
+// torch/csrc/jit/python/pybind_utils.h, takes longer to compile than all other headers together. If
+// a later torch changes one, the core does not load, which the build notices.
 #pragma once
 
 #include <ATen/core/ivalue.h>

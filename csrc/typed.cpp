@@ -17,10 +17,9 @@ namespace opgraft {
 
 namespace {
 
-// --------------------------------------------------------------------------- from C++ to boxed,
-// and back
+// --------------------------------------------------------------------------- boxing and unboxing
 
-// Where an argument is, and how it is boxed: code for each type, and not for each signature.
+// An argument's address, and how to box it. This is compiled once per type, not per signature.
 struct Boxable {
   const void* argument;
   c10::IValue (*boxed)(const void* argument);
@@ -36,15 +35,15 @@ Boxable boxable(const T& argument) {
   return {std::addressof(argument), &boxed<T>};
 }
 
-// The results of a call that somebody may want.
-C10_NOINLINE torch::jit::Stack run_boxed(Router& router, std::unique_ptr<Pending> pending,
+// Boxes a call that an override may take, runs it, and returns the results.
+C10_NOINLINE torch::jit::Stack run_boxed(Router& router, std::unique_ptr<PendingCall> pending,
                                          c10::DispatchKeySet keyset,
                                          c10::ArrayRef<Boxable> boxables) {
   torch::jit::Stack stack;
   stack.reserve(boxables.size());
   for (const Boxable& each : boxables) stack.push_back(each.boxed(each.argument));
   Call call{router.op(), keyset, stack, boxables.size()};
-  router.finish(*pending, call);
+  router.run_pending(*pending, call);
   return stack;
 }
 
@@ -53,8 +52,8 @@ C10_NOINLINE Return unboxed(torch::jit::Stack stack) {
   return c10::impl::PopResult<Return>::call(stack);
 }
 
-// What the op returns in C++: one that writes to arguments returns those, the first one or the last
-// ones, as torch's own boxing has it.
+// What the op returns in C++. An op that writes to arguments returns those, the first one or the
+// last ones, as in torch's own boxing.
 template <class Return, class... Args>
 Return results(torch::jit::Stack stack, std::tuple<Args&...> arguments) {
   if constexpr (std::is_same_v<Return, at::Tensor&>) {
@@ -68,9 +67,9 @@ Return results(torch::jit::Stack stack, std::tuple<Args&...> arguments) {
   }
 }
 
-// Whether a kernel takes arguments as this signature has them.
+// Whether a kernel has an unboxed function, with or without symbolic sizes as in this signature.
 template <class Signature>
-bool takes(const c10::KernelFunction& kernel) {
+bool has_unboxed(const c10::KernelFunction& kernel) {
   return c10::fn_has_symint<Signature>::value ? kernel.isValidSymUnboxed()
                                               : kernel.isValidUnboxed();
 }
@@ -81,8 +80,8 @@ template <class Return, class... Args>
   const auto& kernel = *static_cast<RouterKernel*>(functor);
   Router& router = kernel.router;
   const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
-  if (auto pending = kernel.pending(view.data(), keyset); C10_UNLIKELY(pending != nullptr)) {
-    if (pending->end == Pending::End::Replayed) {
+  if (auto pending = kernel.pending_call(view.data(), keyset); C10_UNLIKELY(pending != nullptr)) {
+    if (pending->action == PendingCall::Action::ReturnResults) {
       return results<Return>(std::move(pending->results), std::tie(arguments...));
     }
     const std::array<Boxable, sizeof...(Args)> boxables{boxable(arguments)...};
@@ -90,114 +89,115 @@ template <class Return, class... Args>
                            std::tie(arguments...));
   }
   const c10::KernelFunction& native = kernel.native.function();
-  // Known since the router was made: spares each of these the code to call a boxed kernel.
-  if (!takes<Return(Args...)>(native)) __builtin_unreachable();
+  // Checked when the router was created. This keeps the code to call a boxed kernel out of each
+  // instantiation.
+  if (!has_unboxed<Return(Args...)>(native)) __builtin_unreachable();
   return native.template call<Return, Args...>(router.op(), keyset,
                                                std::forward<Args>(arguments)...);
 }
 
 // --------------------------------------------------------------------------- signatures by schema
 
-// How a schema writes the type that a kernel takes or returns as a C++ type; symbolic sizes as
-// plain ones.
+// How a schema writes the C++ type of a kernel's argument or result, with symbolic sizes as plain
+// ones.
 template <class T>
-constexpr const char* written = nullptr;
+constexpr const char* schema_type = nullptr;
 template <class T>
-constexpr const char* written<const T&> = written<T>;
+constexpr const char* schema_type<const T&> = schema_type<T>;
 template <>
-constexpr const char* written<at::Tensor> = "Tensor";
+constexpr const char* schema_type<at::Tensor> = "Tensor";
 template <>
-constexpr const char* written<at::Tensor&> = "Tensor!";
+constexpr const char* schema_type<at::Tensor&> = "Tensor!";
 template <>
-constexpr const char* written<std::optional<at::Tensor>> = "Tensor?";
+constexpr const char* schema_type<std::optional<at::Tensor>> = "Tensor?";
 template <>
-constexpr const char* written<at::TensorList> = "Tensor[]";
+constexpr const char* schema_type<at::TensorList> = "Tensor[]";
 template <>
-constexpr const char* written<at::ITensorListRef> = "Tensor[]";
+constexpr const char* schema_type<at::ITensorListRef> = "Tensor[]";
 template <>
-constexpr const char* written<std::vector<at::Tensor>> = "Tensor[]";
+constexpr const char* schema_type<std::vector<at::Tensor>> = "Tensor[]";
 template <>
-constexpr const char* written<c10::List<std::optional<at::Tensor>>> = "Tensor?[]";
+constexpr const char* schema_type<c10::List<std::optional<at::Tensor>>> = "Tensor?[]";
 template <>
-constexpr const char* written<int64_t> = "int";
+constexpr const char* schema_type<int64_t> = "int";
 template <>
-constexpr const char* written<c10::SymInt> = "int";
+constexpr const char* schema_type<c10::SymInt> = "int";
 template <>
-constexpr const char* written<std::optional<int64_t>> = "int?";
+constexpr const char* schema_type<std::optional<int64_t>> = "int?";
 template <>
-constexpr const char* written<std::optional<c10::SymInt>> = "int?";
+constexpr const char* schema_type<std::optional<c10::SymInt>> = "int?";
 template <>
-constexpr const char* written<at::IntArrayRef> = "int[]";
+constexpr const char* schema_type<at::IntArrayRef> = "int[]";
 template <>
-constexpr const char* written<c10::SymIntArrayRef> = "int[]";
+constexpr const char* schema_type<c10::SymIntArrayRef> = "int[]";
 template <>
-constexpr const char* written<at::OptionalIntArrayRef> = "int[]?";
+constexpr const char* schema_type<at::OptionalIntArrayRef> = "int[]?";
 template <>
-constexpr const char* written<at::OptionalSymIntArrayRef> = "int[]?";
+constexpr const char* schema_type<at::OptionalSymIntArrayRef> = "int[]?";
 template <>
-constexpr const char* written<bool> = "bool";
+constexpr const char* schema_type<bool> = "bool";
 template <>
-constexpr const char* written<std::optional<bool>> = "bool?";
+constexpr const char* schema_type<std::optional<bool>> = "bool?";
 template <size_t Size>
-constexpr const char* written<std::array<bool, Size>> = "bool[]";
+constexpr const char* schema_type<std::array<bool, Size>> = "bool[]";
 template <>
-constexpr const char* written<double> = "float";
+constexpr const char* schema_type<double> = "float";
 template <>
-constexpr const char* written<std::optional<double>> = "float?";
+constexpr const char* schema_type<std::optional<double>> = "float?";
 template <>
-constexpr const char* written<std::optional<at::ArrayRef<double>>> = "float[]?";
+constexpr const char* schema_type<std::optional<at::ArrayRef<double>>> = "float[]?";
 template <>
-constexpr const char* written<at::Scalar> = "Scalar";
+constexpr const char* schema_type<at::Scalar> = "Scalar";
 template <>
-constexpr const char* written<std::optional<at::Scalar>> = "Scalar?";
+constexpr const char* schema_type<std::optional<at::Scalar>> = "Scalar?";
 template <>
-constexpr const char* written<at::ArrayRef<at::Scalar>> = "Scalar[]";
+constexpr const char* schema_type<at::ArrayRef<at::Scalar>> = "Scalar[]";
 template <>
-constexpr const char* written<at::ScalarType> = "ScalarType";
+constexpr const char* schema_type<at::ScalarType> = "ScalarType";
 template <>
-constexpr const char* written<std::optional<at::ScalarType>> = "ScalarType?";
+constexpr const char* schema_type<std::optional<at::ScalarType>> = "ScalarType?";
 template <>
-constexpr const char* written<std::optional<at::Layout>> = "Layout?";
+constexpr const char* schema_type<std::optional<at::Layout>> = "Layout?";
 template <>
-constexpr const char* written<std::optional<at::Device>> = "Device?";
+constexpr const char* schema_type<std::optional<at::Device>> = "Device?";
 template <>
-constexpr const char* written<std::optional<at::MemoryFormat>> = "MemoryFormat?";
+constexpr const char* schema_type<std::optional<at::MemoryFormat>> = "MemoryFormat?";
 template <>
-constexpr const char* written<std::optional<at::Generator>> = "Generator?";
+constexpr const char* schema_type<std::optional<at::Generator>> = "Generator?";
 template <>
-constexpr const char* written<std::string_view> = "str";
+constexpr const char* schema_type<std::string_view> = "str";
 template <>
-constexpr const char* written<std::optional<std::string_view>> = "str?";
+constexpr const char* schema_type<std::optional<std::string_view>> = "str?";
 
 template <class Return>
-constexpr std::array<const char*, 1> results_of{written<std::remove_reference_t<Return>>};
+constexpr std::array<const char*, 1> results_of{schema_type<std::remove_reference_t<Return>>};
 template <>
 constexpr std::array<const char*, 0> results_of<void>{};
 template <class... Types>
 constexpr std::array<const char*, sizeof...(Types)> results_of<std::tuple<Types...>>{
-    written<std::remove_reference_t<Types>>...};
+    schema_type<std::remove_reference_t<Types>>...};
 
-// A C++ signature with how its function is made.
+// A C++ signature, and how to make its function.
 struct Candidate {
   c10::ArrayRef<const char*> arguments;
   c10::ArrayRef<const char*> results;
-  // Throws where the op has another signature.
+  // Throws if the op has another signature.
   std::optional<TypedFunction> (*make)(const c10::OperatorHandle&, const NativeKernel&);
 };
 
 template <class Signature>
-struct Candidacy;
+struct CandidateFor;
 template <class Return, class... Args>
-struct Candidacy<Return(Args...)> {
+struct CandidateFor<Return(Args...)> {
   using Signature = Return(Args...);
-  static constexpr std::array<const char*, sizeof...(Args)> arguments{written<Args>...};
-  static_assert(((written<Args> != nullptr) && ...), "a type that `written` does not know");
+  static constexpr std::array<const char*, sizeof...(Args)> arguments{schema_type<Args>...};
+  static_assert(((schema_type<Args> != nullptr) && ...), "a type that `schema_type` does not know");
 
   static std::optional<TypedFunction> make(const c10::OperatorHandle& op,
                                            const NativeKernel& native) {
-    // A kernel that is called boxed only: its C++ signature is anyone's guess.
-    if (!takes<Signature>(native.function())) return std::nullopt;
-    // Against the native kernel's own signature, which torch noted when that was registered.
+    // For a kernel that is only called boxed, the C++ signature is unknown.
+    if (!has_unboxed<Signature>(native.function())) return std::nullopt;
+    // Checks the native kernel's signature, which torch stored at its registration.
     op.typed<Signature>();
     return TypedFunction{reinterpret_cast<void*>(&call<Return, Args...>),
                          c10::fn_has_symint<Signature>::value,
@@ -206,14 +206,15 @@ struct Candidacy<Return(Args...)> {
   static Candidate candidate() { return {arguments, results_of<Return>, &make}; }
 };
 
-// Equal for a schema and the C++ signatures that fit it, as far as one can be told from the other.
-class Shape {
+// Text that is equal for a schema and the C++ signatures that fit it, as far as the schema
+// determines them.
+class SignatureText {
  public:
-  explicit Shape(const Candidate& candidate) {
+  explicit SignatureText(const Candidate& candidate) {
     for (const char* type : candidate.arguments) argument(type);
     for (const char* type : candidate.results) result(type);
   }
-  explicit Shape(const c10::FunctionSchema& schema) {
+  explicit SignatureText(const c10::FunctionSchema& schema) {
     const auto type_of = [](const c10::Argument& argument) {
       const std::string type = argument.real_type()->str();
       return type.rfind("SymInt", 0) == 0 ? "int" + type.substr(6) : type;
@@ -239,8 +240,8 @@ using Candidates = std::unordered_multimap<std::string, Candidate>;
 template <class... Listed>
 Candidates candidates(Signatures<Listed...>) {
   Candidates made;
-  for (const Candidate& each : {Candidacy<Listed>::candidate()...}) {
-    made.emplace(Shape(each).text(), each);
+  for (const Candidate& each : {CandidateFor<Listed>::candidate()...}) {
+    made.emplace(SignatureText(each).text(), each);
   }
   return made;
 }
@@ -250,7 +251,7 @@ Candidates candidates(Signatures<Listed...>) {
 std::optional<TypedFunction> typed_function(const c10::OperatorHandle& op,
                                             const NativeKernel& native) {
   static const Candidates known = candidates(ListedSignatures{});
-  const auto [first, last] = known.equal_range(Shape(op.schema()).text());
+  const auto [first, last] = known.equal_range(SignatureText(op.schema()).text());
   for (auto each = first; each != last; ++each) {
     try {
       if (auto made = each->second.make(op, native)) return made;

@@ -1,9 +1,9 @@
-"""A Triton RMSNorm under PyTorch's own `F.rms_norm`, and nothing about the caller changes.
+"""Runs a Triton RMSNorm under PyTorch's own `F.rms_norm`; the caller's code does not change.
 
-Registers the kernels of `opgraft-kernels`, calls `F.rms_norm` with shapes on both sides of their
-condition, and shows where each call went, how far each result is from a float64 reference and from
-PyTorch's own kernel, and on a GPU how much faster it is. Without a GPU the same Triton kernels run
-in Triton's interpreter at the `CPU` key: right, and slow.
+It registers the kernels of `opgraft-kernels` and calls `F.rms_norm` with shapes on both sides of
+their condition. It shows where each call went, the error of each result against a float64 reference
+and against PyTorch's own kernel, and on a GPU the speedup. Without a GPU the same Triton kernels
+run in Triton's interpreter at the `CPU` key: the results are right, but it is slow.
 
     python examples/quickstart.py
 """
@@ -25,7 +25,7 @@ import opgraft
 import opgraft_kernels
 
 EPS = 1e-6
-#: What an fp32 result may be off, relative to the largest value of the reference.
+#: The allowed error of an fp32 result, relative to the largest value of the reference.
 TOLERANCE = 1e-5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {

@@ -1,10 +1,10 @@
-"""Attention accelerated with nothing but an install.
+"""Faster attention by an install alone:
 
     pip install opgraft opgraft-kernels
 
-is all there is to it: `attend` below is what any model does, and knows nothing of opgraft. The rest
-of this script only shows where its call goes: on a GPU, the call with its time, with overrides and
-without; without a GPU, what would happen on one.
+`attend` below is what any model does; it does not use opgraft. The rest of this script shows where
+its call goes. On a GPU it prints the call's time with and without overrides; without a GPU, what
+would happen on one.
 
     python examples/sdpa.py
 """

@@ -1,9 +1,9 @@
 """An override that decides for itself, instead of by a condition.
 
 Registered without `cond=`, an impl gets the `torch.DispatchKeySet` first and sees every call.
-Calling the same op inside it reaches PyTorch's own kernel: there is no recursion, and no handle to
-keep. A condition is cheaper, because it runs in C++ and without the GIL; this form is for what a
-condition cannot say.
+Calling the same op inside it reaches PyTorch's own kernel, without recursion. A condition is
+cheaper, because it runs in C++ and without the GIL. Use this form for what a condition cannot
+express.
 
     python examples/smart_rms_norm.py                        # with a GPU
     TRITON_INTERPRET=1 python examples/smart_rms_norm.py     # without one

@@ -1,7 +1,8 @@
-"""A transformer trained by FSDP2 on several GPUs, with kernels that the model knows nothing of.
+"""Trains a transformer by FSDP2 on several GPUs, with kernels that the model does not mention.
 
 Each rank decides on each call by itself; docs/distributed.md says what that means. Without GPUs
-ranks talk over gloo, and Triton kernels run in its interpreter at the `CPU` key: right, and slow.
+ranks communicate over gloo, and Triton kernels run in its interpreter at the `CPU` key: the results
+are right, but it is slow.
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py --steps 10
 """

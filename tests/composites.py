@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
 from opgraft import when
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op, resolve_symbol
+from tests.modes import RecordOps
 
 Call = Callable[..., Any]
 
@@ -164,18 +164,6 @@ def _to_out(op: Call, *args: Any, **kwargs: Any) -> Any:
 # ------------------------------------------------------------------ what is seen of a call
 
 
-class Seen(TorchDispatchMode):
-    """Notes every op that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Wrapper(torch.Tensor):
     """A tensor around another, which notes every op that it is given."""
 
@@ -301,7 +289,7 @@ def _autocast(op: Call, sample: Any) -> Any:
 
 def _mode(op: Call, sample: Any) -> Any:
     args, kwargs, inputs = _sample(sample, lambda t: t)
-    with Seen() as seen:
+    with RecordOps() as seen:
         result = op(*args, **kwargs)
     return _all_facts(result, inputs), seen.ops
 

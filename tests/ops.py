@@ -34,3 +34,21 @@ def rms_norm(
     rstd = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + epsilon)
     out = wide * rstd
     return (out if weight is None else out * weight).to(input.dtype), rstd
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`aten::native_layer_norm`, by other ops than itself."""
+    dims = tuple(range(-len(normalized_shape), 0))
+    mean = input.mean(dims, keepdim=True)
+    centred = input - mean
+    rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    out = centred * rstd
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.contiguous(), mean.contiguous(), rstd.contiguous()

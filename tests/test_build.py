@@ -239,7 +239,7 @@ def test_the_core_of_this_environment_is_the_running_torchs() -> None:
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a core for torch 1.99.0 in a cache of this test's own."""
     monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
-    path = store.place("1.99.0")
+    path = store.core_path("1.99.0")
     path.parent.mkdir(parents=True, mode=0o700)
     path.write_bytes(b"no library")
     for each in (path, path.parent, tmp_path / "cache"):
@@ -408,7 +408,7 @@ def test_what_is_replaced_while_it_is_looked_at_is_distrusted(
         return real
 
     monkeypatch.setattr(os, "readlink", then_replace)
-    assert "was replaced while it was looked at" in store.distrust(cached)
+    assert "was replaced while it was looked at" in store.why_untrusted(cached)
 
 
 # ------------------------------------------------------------------------------- opgraft build
@@ -503,7 +503,7 @@ def test_what_is_built_is_loaded_from_then_on(tmp_path: Path) -> None:
         building.sources = lambda: Path(sys.argv[1])
         os.umask(0o002)
         assert cli.main(["build", "--force"]) == 0
-        path = store.place(torch.__version__)
+        path = store.core_path(torch.__version__)
         core, status = loader._find(torch.__version__)
         assert status.built and core.__file__ == str(path), status
         assert {p.stat().st_mode & 0o077 for p in (path, path.parent, path.parents[1])} == {0}

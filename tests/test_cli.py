@@ -109,8 +109,8 @@ def test_list_says_why_a_pack_is_not_active(
 
 def test_an_override_whose_device_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert facts.out_of_reach(register(dispatch_key="CUDA")) == "there is no CUDA device here"
-    assert facts.out_of_reach(register()) is None
+    assert facts.why_unreachable(register(dispatch_key="CUDA")) == "there is no CUDA device here"
+    assert facts.why_unreachable(register()) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_an_override_for_another_compute_capability(
     monkeypatch.setattr(facts, "has_device", lambda key: True)
     monkeypatch.setattr(facts, "capabilities", lambda: [(7, 5), (8, 6)])
     override = register(dispatch_key="CUDA", cond=(when.numel("self") > 0) & wanted)
-    found = facts.out_of_reach(override)
+    found = facts.why_unreachable(override)
     if reason is None:
         assert found is None
     else:
@@ -266,7 +266,9 @@ def test_a_kernel_on_top_of_the_overrides_is_a_problem_while_it_is_there() -> No
         )
         (check,) = doctor._neighbours()
         assert check.level == "problem"
-        assert check.text.startswith("aten::_softmax at CPU: shadowed by a kernel that was put on")
+        assert check.text.startswith(
+            "aten::_softmax at CPU: shadowed by a kernel that was registered on"
+        )
 
 
 def test_torch_natives_own_override_of_the_op_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +332,7 @@ def test_what_switches_activation_off_is_named(
 
 def built(op: str, **options: Any) -> dict[str, tuple[str, str]]:
     given = arguments.arguments(resolve(op), Options(**options))
-    return {name: (arguments.show(each.value), each.origin) for name, each in given.items()}
+    return {name: (arguments.format_value(each.value), each.origin) for name, each in given.items()}
 
 
 def test_arguments_that_are_not_given_are_assumed_and_said_to_be() -> None:
@@ -387,22 +389,26 @@ def test_training_needs_floating_point() -> None:
         (
             "aten::_softmax",
             {"shapes": ["2x3", "4"]},
-            "2 x --shape, and aten::_softmax has 1",
+            "--shape is given 2 times, and aten::_softmax has only 1",
         ),
-        ("aten::_softmax", {"shapes": ["2xn"]}, "self=2xn: '2xn' is no shape: sizes joined by x"),
+        (
+            "aten::_softmax",
+            {"shapes": ["2xn"]},
+            "self=2xn: '2xn' is no shape: give sizes joined by x",
+        ),
         ("aten::_softmax", {"shapes": ["2"], "dtype": "float"}, None),
         ("aten::_softmax", {"shapes": ["2"], "dtype": "f33"}, "'f33' is no dtype"),
         (
             "aten::_softmax",
             {"shapes": ["2"], "named": ["axis=1"]},
-            "NAME=VALUE, of self, dim, half",
+            "NAME=VALUE, for one of self, dim, half",
         ),
         (
             "aten::_softmax",
             {"shapes": ["2"], "named": ["half_to_flat=true"]},
             "did you mean half_to_float",
         ),
-        ("aten::_softmax", {"shapes": ["2"], "named": ["dim"]}, "--arg dim: NAME=VALUE"),
+        ("aten::_softmax", {"shapes": ["2"], "named": ["dim"]}, "--arg dim: give NAME=VALUE"),
         ("aten::_softmax", {"shapes": ["2"], "named": ["dim=x y"]}, "dim=x y: 'x y' is no number"),
         ("aten::_softmax", {"shapes": ["2"], "named": ["dim=2x3"]}, "'2x3' is no number"),
         ("aten::_softmax", {"shapes": ["2"], "named": ["dim="]}, "dim=: '' is no number"),
@@ -466,8 +472,8 @@ def test_explain_without_overrides_names_the_native_kernel(capsys: Capture) -> N
 @pytest.mark.parametrize(
     ("built", "note"),
     [
-        (True, "there is no CUDA device here: this is what this torch would do"),
-        (False, "this torch is built without CUDA: conditions are asked"),
+        (True, "there is no CUDA device here: this is what would happen with one"),
+        (False, "this torch is built without CUDA: conditions are evaluated"),
     ],
 )
 def test_explain_for_a_device_that_is_not_there_says_so(
@@ -619,7 +625,7 @@ def test_warmup_writes_json_to_a_file_and_ends_as_the_script_does(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("torch", "would be the module torch, and there is one of that name here"),
+        ("torch", "would be the module torch, and a module of that name is installed"),
         ("Json", "would be the module json, which is Python's own"),
         ("class", "would be the module class, which is Python's own"),
         ("-x", "is no name for a pack"),
@@ -671,7 +677,7 @@ def test_a_word_that_nothing_has_is_told_with_the_nearest(
 @pytest.mark.parametrize("op", ["aten::mul", "aten::relu", "other::op"])
 def test_an_op_without_overrides_is_no_mistake(op: str, capsys: Capture) -> None:
     assert cli.main(["list", "--op", op]) == 0
-    assert "No override that is registered is such a one" in capsys.readouterr().out
+    assert "No registered override matches" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
 from opgraft import when
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.ops.schema import resolve
 from tests.composites import composites
+from tests.modes import RecordOps
 from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parents[1]
@@ -66,20 +66,10 @@ def test_a_composite_op_that_no_override_takes_is_as_without_us(part: str) -> No
         assert len(reached) >= 210, sorted(reached)
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_dispatch_mode_sees_what_a_missed_composite_op_is_made_of() -> None:
     linear = override("linear", never, cond=when.ndim("input") == 9)
     x, weight, bias = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)
-    with Seen() as seen:
+    with RecordOps() as seen:
         F.linear(x, weight, bias)
     assert seen.ops == ["aten.t.default", "aten.addmm.default"]
     assert linear.misses == 1
@@ -184,7 +174,7 @@ def test_an_impl_that_returns_its_argument_returns_the_same_tensor() -> None:
 
 def test_memory_of_an_argument_as_another_dtype_is_refused() -> None:
     override("view_as", lambda self, other: self.view(torch.int32).view(other.shape))
-    with pytest.raises((ContractError, RuntimeError), match=r"dtype|elements of another kind"):
+    with pytest.raises((ContractError, RuntimeError), match="dtype"):
         torch.ones(2, 2).view_as(torch.ones(4))
 
 

@@ -598,7 +598,7 @@ def test_what_native_only_lacks_an_override_may_bring() -> None:
     ids=lambda each: str(each)[:30],
 )
 def test_which_errors_of_native_are_refusals(error: Exception, refuses: bool) -> None:
-    assert contract.is_refusal(error) == refuses
+    assert contract.is_invalid_call(error) == refuses
 
 
 @where_the_core_routes

@@ -20,7 +20,7 @@ from opgraft import ContractError
 from opgraft.ops.schema import Call, Op
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import outputs
-from tests import reached
+from tests import opinfo_calls
 from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ Fault = Callable[[Call, Result, dict[str, Any]], Result | None]
 
 @pytest.fixture(scope="module")
 def calls() -> dict[Op, list[Call]]:
-    found = reached.calls(chosen=is_chosen)
+    found = opinfo_calls.calls(chosen=is_chosen)
     assert len(found) > 60
     return found
 
@@ -53,7 +53,7 @@ def is_chosen(info: Any) -> bool:
 
 
 def run(call: Call) -> Any:
-    call = reached.fresh(call)
+    call = opinfo_calls.fresh(call)
     return call.op.overload(*call.args, **call.kwargs)
 
 
@@ -83,7 +83,7 @@ def by_a_copy(op: Op) -> Callable[..., Any]:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         return tensor.clone()
-    return reached.copied(tensor)
+    return opinfo_calls.copied(tensor)
 
 
 @pytest.mark.parametrize("way", [by_native, by_a_copy], ids=lambda way: way.__name__)
@@ -108,7 +108,7 @@ def test_a_right_impl_passes(way: Callable[[Op], Any], calls: dict[Op, list[Call
 def tensors(call: Call, result: Result) -> list[torch.Tensor]:
     """A result's dense tensors that have elements and are not random states."""
     values = outputs.as_outputs(call.op, result)
-    found = outputs.Returned(call.op, values, ()).tensors()
+    found = outputs.OpResult(call.op, values, ()).tensors()
     return [t for t in found if t.layout == torch.strided and t.numel() and not t.is_quantized]
 
 
@@ -167,7 +167,7 @@ def the_argument(call: Call, result: Result, memory: dict[str, Any]) -> Result |
     if call.op.mutates:
         return None
     for old in tensors(call, result):
-        if outputs.shares(old, call.tensors()):
+        if outputs.shares_memory(old, call.tensors()):
             continue
         for given in call.tensors():
             if given.dtype == old.dtype and given.numel() >= old.numel() and not given.is_nested:
@@ -185,7 +185,7 @@ def one_memory(call: Call, result: Result, memory: dict[str, Any]) -> Result | N
         alike = (first.dtype, first.shape, first.stride()) == (
             *(second.dtype, second.shape, second.stride()),
         )
-        if alike and not outputs.shares(first, [second, *call.tensors()]):
+        if alike and not outputs.shares_memory(first, [second, *call.tensors()]):
             return swapped(call, result, second, first.view_as(first))
     return None
 
@@ -194,7 +194,7 @@ def a_copy_of_a_view(call: Call, result: Result, memory: dict[str, Any]) -> Resu
     # What no schema promises, such as `_unsafe_view`'s sharing, need not be.
     if call.op.mutates or all(returned.alias_info is None for returned in call.op.returns):
         return None
-    views = [t for t in tensors(call, result) if outputs.shares(t, call.tensors())]
+    views = [t for t in tensors(call, result) if outputs.shares_memory(t, call.tensors())]
     return swapped(call, result, views[-1], copied(views[-1])) if views else None
 
 
@@ -205,7 +205,7 @@ def another_place(call: Call, result: Result, memory: dict[str, Any]) -> Result 
     for view in tensors(call, result):
         room = view.untyped_storage().nbytes() // view.element_size()
         needed = 1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
-        if outputs.shares(view, call.tensors()) and room > needed:
+        if outputs.shares_memory(view, call.tensors()) and room > needed:
             offset = 1 if view.storage_offset() == 0 else 0
             return swapped(call, result, view, view.as_strided(view.shape, view.stride(), offset))
     return None
@@ -214,7 +214,7 @@ def another_place(call: Call, result: Result, memory: dict[str, Any]) -> Result 
 def one_buffer(call: Call, result: Result, memory: dict[str, Any]) -> Result | None:
     """The same memory, on every call."""
     found = [] if call.op.mutates else tensors(call, result)
-    found = [t for t in found if not outputs.shares(t, [*call.tensors()])]
+    found = [t for t in found if not outputs.shares_memory(t, [*call.tensors()])]
     if not found:
         return None
     kept = memory.setdefault("buffer", found[-1])
@@ -226,7 +226,7 @@ def writes_an_argument(call: Call, result: Result, memory: dict[str, Any]) -> Re
     written = [t for _, t in call.written()]
     for given in call.tensors():
         plain = given.numel() and given.ndim and 0 not in given.stride()
-        if plain and not outputs.shares(given, [*written, *tensors(call, result)]):
+        if plain and not outputs.shares_memory(given, [*written, *tensors(call, result)]):
             given.copy_(given.clone().fill_(1) if bool((given != 1).any()) else given * 0)
             return result
     return None
@@ -238,7 +238,7 @@ def nothing_written(call: Call, result: Result, memory: dict[str, Any]) -> Resul
     pairs = list(zip(call.written(), before.written(), strict=True))
     for (_, one), (_, old) in pairs:
         sized = one.shape == old.shape and one.dtype == old.dtype and one.numel()
-        if sized and outputs.distance(old, one) is not None and not call.op.is_random:
+        if sized and outputs.value_difference(old, one) is not None and not call.op.is_random:
             one.copy_(old)
             return result
         if one.shape != old.shape and not old.numel():  # `out=` that native resizes
@@ -297,7 +297,7 @@ def faulty(op: Op, fault: Fault, memory: dict[str, Any]) -> Callable[..., Any]:
 
     def impl(*args: Any, **kwargs: Any) -> Any:
         call = op.bind(args, kwargs)
-        memory["before"] = reached.fresh(call)
+        memory["before"] = opinfo_calls.fresh(call)
         result = native(*args, **kwargs)
         wrong = fault(call, result, memory)
         if wrong is None:

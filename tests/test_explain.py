@@ -133,7 +133,7 @@ def test_a_kernel_that_was_put_on_top_of_us_is_said() -> None:
             with_keyset=True,
             allow_override=True,
         )
-        assert "shadowed by a kernel that was put on top" in str(explain())
+        assert "shadowed by a kernel that was registered on top" in str(explain())
 
 
 def test_fake_and_meta_tensors() -> None:

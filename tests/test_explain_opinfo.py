@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from opgraft.explanation.ghosts import Recorder
+from opgraft.explanation.stand_ins import Recorder
 
 pytest.importorskip("expecttest")  # torch.testing's OpInfo imports it
 from torch.testing._internal.common_methods_invocations import op_db

@@ -15,7 +15,7 @@ import opgraft
 from opgraft import ContractError, when
 from opgraft.ops.schema import HIDDEN_WRITES, Call, resolve
 from opgraft.registry.state import CHECKED_HITS
-from tests import reached
+from tests import opinfo_calls
 from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +45,7 @@ def test_every_op_that_writes_says_so_or_is_known() -> None:
 
         return after
 
-    reached.watch_all(watch, samples=4)
+    opinfo_calls.watch_all(watch, samples=4)
     assert len(seen) > 500
     assert dict(hidden) == {}
     assert "aten::native_batch_norm" in seen
@@ -299,7 +299,7 @@ def test_verification_takes_them_for_what_they_are() -> None:
     native = opgraft.native("aten::native_batch_norm")
 
     def by_copies(*args: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(map(reached.copied, native(*args)))
+        return tuple(map(opinfo_calls.copied, native(*args)))
 
     override = on_batch_norm(by_copies, cond=when.ndim("input") == 2)
     checks = ["hit", "aliasing", "inputs", "values"]

@@ -169,16 +169,18 @@ def test_caches_are_salted_with_its_sources(module: str, tmp_path: Path) -> None
 
 
 def test_two_functions_of_a_module_differ(module: str) -> None:
-    digests = {fingerprint.digest(opgraft.lazy(f"{module}:{n}")) for n in ("softmax", "of_one")}
+    digests = {
+        fingerprint.digest_code(opgraft.lazy(f"{module}:{n}")) for n in ("softmax", "of_one")
+    }
     assert len(digests) == 2
 
 
 def test_a_digest_is_the_same_before_and_after_the_import(module: str) -> None:
     impl = opgraft.lazy(f"{module}:softmax")
-    before = fingerprint.digest(impl)
+    before = fingerprint.digest_code(impl)
     impl(torch.zeros(2), 0, False)
-    assert fingerprint.digest(impl) == before
+    assert fingerprint.digest_code(impl) == before
 
 
 def test_a_module_that_is_nowhere_has_a_digest() -> None:
-    assert fingerprint.digest(opgraft.lazy("nowhere_at_all.kernels:softmax"))
+    assert fingerprint.digest_code(opgraft.lazy("nowhere_at_all.kernels:softmax"))

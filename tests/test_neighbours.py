@@ -81,7 +81,7 @@ def test_a_third_party_before_us_is_what_a_miss_runs() -> None:
         assert [kernel.owner for kernel in of(op).below][1:] == ["PyTorch"]
         assert __file__.rsplit("/", 1)[1] in of(op).below[0].origin
         report = str(opgraft.explain(f"aten::{op}", X[:, :4]))
-        assert "what runs as native is registered at" in report
+        assert "the native kernel is registered at" in report
         assert __file__.rsplit("/", 1)[1] in report
     # It has taken its kernel back, and misses go on.
     torch.testing.assert_close(call(op, X[:, :4]), expected[:, :4])
@@ -100,7 +100,9 @@ def test_a_third_party_after_us_is_on_top_and_reaches_us(options: dict[str, Any]
         assert (ours.hits, ours.misses) == (1, 1)
         assert __file__.rsplit("/", 1)[1] in of(op).above[0].origin
         assert "opgraft" in str(of(op))
-        assert "shadowed by a kernel that was put on top" in str(opgraft.explain(f"aten::{op}", X))
+        assert "shadowed by a kernel that was registered on top" in str(
+            opgraft.explain(f"aten::{op}", X)
+        )
     assert of(op).above == ()
     assert of(op).is_alone
     assert call(op)[0, 0] == 100
@@ -140,7 +142,7 @@ def test_torch_native_before_us_is_what_a_miss_runs() -> None:
         assert ours.misses == 2
         assert of(op).below[0].owner == "torch._native"
         assert of(op).torch_native == ("before",)
-        assert "what runs as native is torch._native" in str(opgraft.explain(f"aten::{op}", X))
+        assert "the native kernel is torch._native" in str(opgraft.explain(f"aten::{op}", X))
         wide = override(op)
         assert call(op)[0, 0] == 100  # and ours come first
         wide.remove()

@@ -17,7 +17,7 @@ import opgraft
 from opgraft import when
 from opgraft.ops.schema import resolve_all
 from opgraft.registry.state import CHECKED_HITS
-from tests import reached
+from tests import opinfo_calls
 from tests.python_router import run_again, where_the_core_routes
 
 
@@ -133,7 +133,7 @@ def called_on(way: Callable[[torch.Tensor], None]) -> set[str]:
 
 def overrides_of(names: set[str], but: str) -> Iterator[opgraft.Override]:
     for op in (op for name in sorted(names) for op in resolve_all("aten", name)):
-        if op.registration_name != but and reached.may_be_overridden(op):
+        if op.registration_name != but and opinfo_calls.may_be_overridden(op):
             yield register(op.registration_name)
 
 

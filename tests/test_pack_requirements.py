@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from opgraft.packs import requirements
-from opgraft.packs.requirements import meets, unmet, unmet_for_dsl
+from opgraft.packs.requirements import satisfies, unmet, unmet_for_dsl
 
 numbers = st.integers(0, 12)
 releases = st.lists(numbers, min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
@@ -35,14 +35,14 @@ clauses = st.one_of(
 @settings(max_examples=400, deadline=None)
 def test_versions_compare_as_packaging_compares_them(version: str, specifier: str) -> None:
     expected = SpecifierSet(specifier).contains(Version(version), prereleases=True)
-    assert meets(version, specifier) == expected
+    assert satisfies(version, specifier) == expected
 
 
 def test_plain_versions_need_no_packaging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "packaging.specifiers", None)
-    assert meets("2.13.0+cpu", ">=2.11,<3")
+    assert satisfies("2.13.0+cpu", ">=2.11,<3")
     with pytest.raises(ImportError):
-        meets("2.13.0+cpu", "~=2.11")
+        satisfies("2.13.0+cpu", "~=2.11")
 
 
 @pytest.mark.parametrize(

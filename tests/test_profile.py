@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 import opgraft
 from opgraft import cli, when
-from opgraft.profiling import attribution, limits, page, report, timeline, work
+from opgraft.profiling import attribution, limits, page, profile_report, timeline, work
 from opgraft.profiling.limits import Limits
-from opgraft.profiling.report import Line
-from opgraft.profiling.routing import Watch
+from opgraft.profiling.profile_report import Line
+from opgraft.profiling.routing import VerdictRecorder
 from tests import ops
 from tests.test_output import run_in
 
@@ -164,7 +164,7 @@ def test_bytes_and_flops_are_those_of_the_tensors(name: str) -> None:
     run()
     with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profiler:
         run()
-    recorded = timeline.recorded(profiler)
+    recorded = timeline.read_profile(profiler)
     (call,) = [node for node in recorded.nodes if node.name == op]
     found = work.work_of(call.name, call.inputs)
     assert (found.bytes, found.flops) == (elements * 4 + other, flops)
@@ -230,7 +230,9 @@ def test_the_limit_is_the_larger_of_moving_and_computing() -> None:
     assert line(wide, "aten::mm").limit_seconds == pytest.approx(3 * 512 * 512 * 4 * 1e-9)
     thin = Line("aten::mm", "", "native", 1, 1.0)
     device = Limits(torch.device("cpu"))
-    assert report._least(work.Work(8, 10**12, torch.float32), device) == pytest.approx(1)
+    assert profile_report._limit_seconds(
+        work.Work(8, 10**12, torch.float32), device
+    ) == pytest.approx(1)
     assert thin.share_of_limit is None
 
 
@@ -239,7 +241,7 @@ def test_gains_are_what_would_be_saved_at_nine_tenths_of_the_limit() -> None:
     near = Line("near", "", "native", 1, 1.0, limit_seconds=0.95)
     other = Line("half", "f32[1]", "native", 1, 3.0, limit_seconds=1.8)
     unknown = Line("unknown", "", "", 1, 4.0)
-    found = report.Report(
+    found = profile_report.ProfileReport(
         [unknown, other, half, near], "GPU", 1, 10.0, 10.0, Limits(torch.device("cpu")), []
     )
     (gain,) = found.gains
@@ -317,10 +319,10 @@ def test_profiling_observes_nothing_once_it_is_closed() -> None:
 
     register()
     with opgraft.profile(steps=1) as p:
-        assert observers.anywhere()
+        assert observers.any_thread()
         p.step()
-        assert not observers.anywhere()
-    assert not observers.anywhere()
+        assert not observers.any_thread()
+    assert not observers.any_thread()
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -361,7 +363,7 @@ class Trace:
         )
 
     def groups(self) -> dict[tuple[str, str], attribution.Group]:
-        found = attribution.groups(timeline.parse(self.events), Watch(), on_device=True)
+        found = attribution.groups(timeline.parse(self.events), VerdictRecorder(), on_device=True)
         return {(group.op, group.taken_by): group for group in found}
 
 
@@ -441,7 +443,7 @@ def test_on_the_cpu_the_call_of_a_compiled_graph_is_a_row() -> None:
     trace.host("Torch-Compiled Region: 0/0", 0, 100)
     trace.host("## Call CompiledFxGraph abc ##", 5, 95)
     trace.host("aten::mm", 10, 40, **shapes([8, 4], [4, 4]))
-    found = attribution.groups(timeline.parse(trace.events), Watch(), on_device=False)
+    found = attribution.groups(timeline.parse(trace.events), VerdictRecorder(), on_device=False)
     assert {group.op: round(group.seconds * 1e6) for group in found} == {
         "CompiledFxGraph abc": 60,
         "aten::mm": 30,
@@ -480,8 +482,8 @@ def test_what_torch_counts_no_flops_of_has_them_from_who_called_it() -> None:
 def test_what_profiling_does_is_nobodys_time() -> None:
     trace = Trace()
     trace.host("aten::exp", 0, 100, **shapes([8, 4]))
-    trace.host(timeline.MARK, 10, 60)
-    (group,) = attribution.groups(timeline.parse(trace.events), Watch(), on_device=False)
+    trace.host(timeline.ANNOTATION, 10, 60)
+    (group,) = attribution.groups(timeline.parse(trace.events), VerdictRecorder(), on_device=False)
     assert (group.op, group.seconds) == ("aten::exp", pytest.approx(50e-6))
 
 
@@ -550,7 +552,7 @@ def test_without_marks_the_block_is_a_step() -> None:
 def test_too_few_steps_are_an_error_that_says_so() -> None:
     with opgraft.profile(warmup=3) as p:
         p.step()
-    with pytest.raises(RuntimeError, match=r"step\(\) was called 1 times, and warmup=3"):
+    with pytest.raises(RuntimeError, match=r"step\(\) was called 1 times, and the first warmup=3"):
         p.table()
 
 
@@ -566,7 +568,7 @@ def test_a_profile_is_used_once() -> None:
         p.__enter__()
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         opgraft.profile().table()
-    with pytest.raises(RuntimeError, match="a profile that is open"):
+    with pytest.raises(RuntimeError, match="this profile is not open"):
         opgraft.profile().step()
 
 
@@ -653,7 +655,9 @@ def test_the_page_needs_nothing_else() -> None:
 def test_the_page_shows_text_as_it_is() -> None:
     odd = Line("<b>&op</b>", "", "native", 1, 1.0, 1.0, bytes=1, limit_seconds=0.5)
     found = page.document(
-        report.Report([odd], "CPU", 1, 1.0, 0.0, Limits(torch.device("cpu")), ["<i>"])
+        profile_report.ProfileReport(
+            [odd], "CPU", 1, 1.0, 0.0, Limits(torch.device("cpu")), ["<i>"]
+        )
     )
     assert "<b>&op" not in found and "&lt;b&gt;&amp;op" in found
     assert "<i>" not in found
@@ -664,7 +668,9 @@ def test_bars_are_as_wide_as_their_share_and_as_high_as_their_share_of_the_limit
         Line("a", "", "mine", 1, 3.0, 0.75, bytes=1, limit_seconds=1.5),
         Line("b", "", "native", 1, 1.0, 0.25, bytes=1, limit_seconds=2.0),
     ]
-    drawn = page.plot(report.Report(lines, "GPU", 1, 4.0, 4.0, Limits(torch.device("cpu")), []))
+    drawn = page.plot(
+        profile_report.ProfileReport(lines, "GPU", 1, 4.0, 4.0, Limits(torch.device("cpu")), [])
+    )
     bars = {
         kind: (float(width), float(height))
         for kind, width, height in re.findall(
@@ -737,14 +743,14 @@ def test_limits_are_of_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert torch.mm(X, X.t(), out=torch.empty(64, 64)) is not None and override.hits == 1
     monkeypatch.undo()  # the known device
-    monkeypatch.setitem(limits._ROWS, "cpu", 64)
+    monkeypatch.setitem(limits._MATRIX_ROWS, "cpu", 64)
     assert (limits._measured_product(torch.device("cpu"), torch.float32) or 0) > 0
     assert override.hits == 1
 
 
 def test_fewer_bytes_never_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the known device
-    monkeypatch.setitem(limits._COPIES, "cpu", (1, 2, 3))
+    monkeypatch.setitem(limits._COPY_BYTES, "cpu", (1, 2, 3))
     times = iter([5e-6, 1e-6, 2e-6])
     monkeypatch.setattr(limits, "_seconds", lambda run: next(times))
     found = limits._measured_copies(torch.device("cpu"))
@@ -762,8 +768,8 @@ def test_a_real_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the known device
     monkeypatch.setenv("OPGRAFT_CACHE", "/proc/none")
     where = torch.device("cpu")
-    monkeypatch.setitem(limits._COPIES, "cpu", (4096, 1 << 20))
-    monkeypatch.setitem(limits._ROWS, "cpu", 64)
+    monkeypatch.setitem(limits._COPY_BYTES, "cpu", (4096, 1 << 20))
+    monkeypatch.setitem(limits._MATRIX_ROWS, "cpu", 64)
     device = Limits(where)
     assert device.seconds_to_move(1 << 21) > 0
     assert (device.flops_per_second(torch.float32) or 0) > 0
@@ -823,7 +829,7 @@ def test_the_command_profiles_steps_of_an_optimizer(script: Path, tmp_path: Path
 def test_the_command_says_that_no_step_was_recorded(script: Path) -> None:
     done = command("--warmup", 50, script)
     assert done.returncode == 7
-    assert "step() was called 5 times, and warmup=50" in done.stderr
+    assert "step() was called 5 times, and the first warmup=50" in done.stderr
 
 
 def test_a_report_can_be_put_into_a_file(script: Path, tmp_path: Path) -> None:

@@ -349,13 +349,13 @@ def test_routing_in_python_is_told_once(
     monkeypatch.delenv("OPGRAFT_ROUTER", raising=False)
     told: list[str] = []
     monkeypatch.setattr(env, "warn_once", told.append)
-    registration._tell_without_core()
+    registration._warn_without_core()
     assert bool(told) == (loader.load() is None)
     told.clear()
     monkeypatch.setattr(loader, "in_use", lambda: None)
-    registration._tell_without_core()
+    registration._warn_without_core()
     (message,) = told
     assert "routed in Python" in message
     monkeypatch.setenv("OPGRAFT_ROUTER", "python")  # somebody wants it so
-    registration._tell_without_core()
+    registration._warn_without_core()
     assert len(told) == 1

@@ -16,6 +16,7 @@ from opgraft import router, when
 from opgraft.ops.schema import resolve
 from opgraft.registry import registry
 from tests import ops
+from tests.modes import RecordOps
 
 
 def override_softmax(impl: object = ops.softmax, **keywords: object) -> opgraft.Override:
@@ -215,21 +216,11 @@ def test_under_vmap_the_op_and_its_override_see_the_batch() -> None:
 
 def test_under_a_dispatch_mode_and_a_fake_mode() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Seen(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ops: list[object] = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.ops.append(func)
-            return func(*args, **(kwargs or {}))
 
     override = override_softmax()
-    with Seen() as seen:
+    with RecordOps() as seen:
         torch.softmax(torch.randn(2, 2), -1)
-    assert torch.ops.aten._softmax.default in seen.ops
+    assert "aten._softmax.default" in seen.ops
     assert override.hits == 1
     with FakeTensorMode():
         assert torch.softmax(torch.randn(2, 2), -1).shape == (2, 2)

@@ -159,19 +159,19 @@ def test_generators_take_turns(end: str, overrides: dict[str, Override]) -> None
 def test_observers_end_in_any_order(overrides: dict[str, Override]) -> None:
     told: list[str] = []
 
-    def observing(who: str, *, alone: bool = False) -> AbstractContextManager[None]:
-        def observe(chain: Chain, call: Call, kept: bool) -> Callable[[object], None]:
+    def observing(who: str, *, exclusive: bool = False) -> AbstractContextManager[None]:
+        def observe(chain: Chain, call: Call, keeps_derivative: bool) -> Callable[[object], None]:
             told.append(who)
             return lambda outcome: None
 
-        return observers.observing(observe, alone=alone)
+        return observers.observing(observe, exclusive=exclusive)
 
     def now() -> list[str]:
         told.clear()
         torch.relu(torch.ones(3))
         return sorted(told)
 
-    a, b, c = observing("a"), observing("b"), observing("c", alone=True)
+    a, b, c = observing("a"), observing("b"), observing("c", exclusive=True)
     a.__enter__(), b.__enter__()
     assert now() == ["a", "b"]
     a.__exit__(None, None, None)

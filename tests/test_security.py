@@ -176,9 +176,9 @@ def test_a_cache_that_others_can_write_to_is_distrusted(mode: int, tmp_path: Pat
     cache.mkdir(mode=0o700)
     (cache / "kernel.so").touch()
     tmp_path.chmod(0o700)
-    trusted = store.distrust(cache / "kernel.so")
+    trusted = store.why_untrusted(cache / "kernel.so")
     cache.chmod(mode)
-    assert "others may write to" in store.distrust(cache / "kernel.so") and trusted == ""
+    assert "others may write to" in store.why_untrusted(cache / "kernel.so") and trusted == ""
 
 
 def test_doctor_says_that_others_can_write_to_the_cache_of_a_compiler(

@@ -101,7 +101,7 @@ def test_a_process_says_it_once_and_goes_on() -> None:
         OPGRAFT_DISABLED="1",
     )
     assert len(said) == 2
-    assert "OPGRAFT_DISABLED is no variable" in said[0]
+    assert "opgraft has no variable OPGRAFT_DISABLED" in said[0]
     assert "OPGRAFT_DISABLE=tirton switches nothing off" in said[1]
 
 
@@ -191,6 +191,6 @@ def test_every_variable_that_is_read_is_known() -> None:
         for file in files
         for name in re.findall(r"\"(OPGRAFT_[A-Z_]*[A-Z])\"", file.read_text())
     }
-    assert {name for name in read if not name.startswith(spelling._OF_OTHERS)} == {
+    assert {name for name in read if not name.startswith(spelling._FOREIGN_PREFIXES)} == {
         name for name in read if name in spelling.VARIABLES
     }

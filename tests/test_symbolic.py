@@ -105,4 +105,4 @@ def test_what_is_known_whatever_the_rows(condition: Any, outcomes: Any) -> None:
 def test_the_part_that_never_holds_is_named() -> None:
     x, _ = matrix()
     condition = (when.size("x", 0) >= 4) & (when.ndim("x") == 2) & (when.size("x", 1) == 7)
-    assert symbolic.culprit(condition, {"x": x}) == "when.size('x', 1) == 7"
+    assert symbolic.first_failing_part(condition, {"x": x}) == "when.size('x', 1) == 7"

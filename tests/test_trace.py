@@ -146,7 +146,7 @@ def test_an_exception_closes_the_trace() -> None:
         raise KeyError
     softmaxes(8)
     assert t.rows[0].calls == 1
-    assert not observers.anywhere()
+    assert not observers.any_thread()
 
 
 def test_a_backward_that_is_started_inside_is_seen() -> None:
@@ -190,7 +190,7 @@ def test_two_threads_trace_at_the_same_time() -> None:
         thread.join()
     counts = {calls: (t.rows[0].calls, t.rows[0].hits) for calls, t in traces.items()}
     assert counts == {20: (40, 20), 30: (60, 30)}
-    assert not observers.anywhere()
+    assert not observers.any_thread()
 
 
 def test_traces_open_and_close_while_other_threads_call() -> None:

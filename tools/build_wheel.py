@@ -2,9 +2,9 @@
 
     python tools/build_wheel.py 2.11.0 2.13.0 2.15.0
 
-A core is compiled against its torch's headers alone, and told by `version.py`, beside them, which
-torch that is. They are taken out of that torch's wheel, which `pip download` fetches (some hundred
-MB) unless an earlier run has, and of which nothing else is kept.
+A core is compiled against its torch's headers alone; the `version.py` beside them says which torch
+that is. Both come from that torch's wheel, which `pip download` fetches (some hundred MB) unless an
+earlier run has. Nothing else of the wheel is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What the distribution is built from. In a copy, so that no earlier build leaves anything in it.
+# The sources of the distribution. They are copied, so that the wheel has nothing of earlier builds.
 TREE = ("python", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")
 LEAVE = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: what pages show or name outside of docs/.
+"""A hook of mkdocs for links from pages to files outside of docs/.
 
-The pages are read in the repository as well, where `../benchmarks/attention.py` is a file beside
-them. In the site, pictures come along, and of other files it is said where they are.
+The pages are also read in the repository, where a link to `../benchmarks/attention.py` works. In
+the site, linked pictures are copied, and links to other files become their paths as text.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Writes csrc/signatures.h: the C++ signatures under which routers take calls without boxing them.
 
-    python tools/list_signatures.py       # needs PyYAML, which torch's own generator reads with
+    python tools/list_signatures.py       # needs PyYAML, as torch's own generator does
 
-Adds the signatures that the ops below have in the torch that runs this to those that the file has
-already, since no two versions of torch have the same: run it with each torch that is supported.
-A signature costs two kilobytes of code and a tenth of a second of compile time, so these are the
-ops that somebody may have a kernel for, and not every op there is.
+It adds the signatures that the ops below have in the running torch to those in the file. The
+signatures differ between versions of torch, so run it with each supported one. A signature costs
+two kilobytes of code and a tenth of a second of compile time. So the list has only ops for which
+somebody may write a kernel.
 """
 
 from __future__ import annotations

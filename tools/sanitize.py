@@ -6,9 +6,9 @@
 `parts` compiles tests/sanitize/stress.cpp, which needs neither torch nor Python at run time, for
 the thread sanitizer, and for the address and undefined-behaviour sanitizers.
 `core` compiles the whole core for the latter two and runs the stress tests with it. torch and
-Python are as they are: the address sanitizer needs no more of them than to come first in the
-process, but the thread sanitizer would take every reference count that torch touches in its own
-code for a race. So the whole core is not run under that one.
+Python are not compiled for a sanitizer. The address sanitizer only has to be loaded first. But the
+thread sanitizer would report every reference count that torch's own code changes as a race, so the
+whole core does not run under it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def core() -> None:
     from opgraft.core import building, store
 
     print("== compiling the core for address,undefined", flush=True)
-    target = store.place(torch.__version__)
+    target = store.core_path(torch.__version__)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     include = Path(torch.__file__).parent / "include"
     building.compile_core(include, target, folder=building.sources(), objects=cache / "objects")

@@ -66,9 +66,9 @@ __all__ = [
     "when_not_ready",
 ]
 
-# Where each public name is from; a name that is not here is a module. `import torch` imports this
-# file wherever a pack is installed, so what a program does not use is not imported.
-_HOMES = {
+# The module of each public name; a name that is not here is itself a module. `import torch` imports
+# this file wherever a pack is installed, so names are imported only when a program uses them.
+_MODULES_OF_NAMES = {
     "ContractError": "errors",
     "Explanation": "explanation",
     "OpgraftError": "errors",
@@ -102,8 +102,8 @@ def __getattr__(name: str) -> Any:
         return distributions.version("opgraft") or "unknown"
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
-    value = getattr(module, name) if name in _HOMES else module
+    module = importlib.import_module(f"{__name__}.{_MODULES_OF_NAMES.get(name, name)}")
+    value = getattr(module, name) if name in _MODULES_OF_NAMES else module
     globals()[name] = value
     return value
 
@@ -115,20 +115,20 @@ def __dir__() -> list[str]:
 @cache
 def _import_torch() -> None:
     importlib.import_module("torch")
-    importlib.import_module("opgraft.pt2.namespace").answer_by_name()
+    importlib.import_module("opgraft.pt2.namespace").define_on_lookup()
     if env.has_any():
         from opgraft import spelling
 
         spelling.check_environment()
 
 
-def _begin() -> None:
+def _initialise() -> None:
     env.configure_logging()
     # The `opgraft` command imports torch when one of its commands needs it.
     if "opgraft_command" not in sys.modules:
         _import_torch()
 
 
-# Last, and here: torch activates packs at the end of its own import, and these import opgraft. They
-# must find it whole, whichever of the two a program imports first.
-_begin()
+# This comes last: torch activates packs at the end of its own import, and packs import opgraft.
+# They must find it complete, whichever of the two a program imports first.
+_initialise()

@@ -1,6 +1,6 @@
-"""What torch calls at the end of `import torch`: the entry point in its group `torch.backends`.
+"""The entry point in torch's group `torch.backends`, which torch calls at the end of its import.
 
-Nothing that can fail is imported here before the `try`: an exception would end the user's
+Nothing that can fail is imported before the `try`: an exception would break the user's
 `import torch`.
 """
 
@@ -15,11 +15,11 @@ from opgraft.base import env
 
 
 def activate() -> None:
-    """Activate the packs that are installed. Never raises; `OPGRAFT_DISABLE=1`: does nothing."""
+    """Activate the installed packs. Never raises; does nothing under `OPGRAFT_DISABLE=1`."""
     if env.installs_nothing():
         return
     try:
-        with _no_collections():
+        with _garbage_collection_paused():
             from opgraft import packs
 
             packs.activate_or_defer()
@@ -30,10 +30,10 @@ def activate() -> None:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keep Python from looking for garbage while modules are imported, which stay.
+def _garbage_collection_paused() -> Iterator[None]:
+    """Pause Python's garbage collector while modules are imported: modules are no garbage.
 
-    It would look through what `import torch` has just made, too: a tenth of the time.
+    It would also search everything that `import torch` has just created: a tenth of the time.
     """
     if not gc.isenabled():  # the user's own choice
         yield

@@ -1,4 +1,4 @@
-"""Switching overrides on and off, listing them, and going around them."""
+"""Enables, disables, lists and bypasses overrides."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def enable(
     pack: str | None = None,
     name: str | None = None,
 ) -> None:
-    """Switch on, process-wide, what matches every keyword given; without keywords, everything.
+    """Enable, process-wide, the overrides that match every keyword given; without keywords, all.
 
-    `enable` and `disable` are ordered rules: for each override the last one that matches it wins,
-    and overrides that are registered later obey them too.
+    `enable` and `disable` are ordered rules: for each override, the last rule that matches it wins.
+    Overrides that are registered later obey them too.
 
     >>> disable(dsl="triton"); enable(dsl="triton", op="aten::bmm")  # Triton for bmm only
     >>> enable()
@@ -62,7 +62,7 @@ def disable(
     pack: str | None = None,
     name: str | None = None,
 ) -> None:
-    """Switch off, process-wide, what matches every keyword given; see :func:`enable`.
+    """Disable, process-wide, the overrides that match every keyword given; see :func:`enable`.
 
     >>> disable(op="aten::bmm", dispatch_key="CPU")
     >>> enable()
@@ -81,10 +81,10 @@ def disabled(
     pack: str | None = None,
     name: str | None = None,
 ) -> Iterator[None]:
-    """A scope in which what matches every keyword given is off.
+    """A scope in which the overrides that match every keyword given are disabled.
 
-    It holds on this thread, for a backward that is started inside it, and for compiled graphs that
-    run inside it; other threads go on. Scopes nest.
+    It applies to this thread, to a backward that is started inside it, and to compiled graphs that
+    run inside it. Other threads are not affected. Scopes nest.
 
     >>> import torch
     >>> with disabled():
@@ -97,10 +97,10 @@ def disabled(
 
 
 def native(op: OpName) -> Callable[..., Any]:
-    """The op as PyTorch has it: a callable that bypasses every override of that op.
+    """The native op: a callable that bypasses every override of that op.
 
-    It goes through the dispatcher as any call does, so autograd, autocast and the rest apply; only
-    the op's own overrides are passed by. Other ops, those of its backward too, are routed as usual.
+    It goes through the dispatcher like any call, so autograd, autocast and the like apply. Only the
+    op's own overrides are bypassed. Other ops, also those of its backward, are routed as usual.
 
     Args:
         op: the op, by the name that torch prints or as `OpOverload`.
@@ -137,7 +137,7 @@ def _selector(
 
 
 def _op_name(op: Any) -> str:
-    """An op's printed name; one of a namespace that is not loaded yet stands as it is."""
+    """An op's printed name; the name itself if the op's library is not loaded yet."""
     if isinstance(op, str) and "::" in op and not op.startswith("aten::"):
         try:
             return resolve(op).name

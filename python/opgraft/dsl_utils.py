@@ -20,7 +20,7 @@ def register(
     keywords: dict[str, Any],
 ) -> Override:
     """Register for `dsl`, with `(impl)` or `(cond, impl)` after the dispatch key, or by keyword."""
-    # torch._native has it; here an op can always have several overrides.
+    # torch._native has this parameter; here an op can always have several overrides.
     keywords.pop("allow_multiple_override", None)
     if "dsl" in keywords:
         raise RegistrationError(f"dsl= is fixed to {dsl.name!r} here: use opgraft's own function")

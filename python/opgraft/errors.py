@@ -1,6 +1,6 @@
-"""What opgraft raises and warns with.
+"""opgraft's exceptions and warnings.
 
-Every message names the override or the op, the argument that is at fault and what to do about it.
+Every message names the override or the op, the argument at fault, and what to do about it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def warn_caller(message: str) -> None:
-    """An :class:`OverrideWarning` that points at the line of the caller, whoever is in between.
+    """Warn with an :class:`OverrideWarning` that points at the line of the user's own call.
 
-    Frames of opgraft, of torch and of the standard library's context managers are in between.
+    The frames of opgraft, of torch and of the standard library's context managers are skipped.
     """
     frame, level = sys._getframe(1), 2
     torch_folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or _HERE)

@@ -61,58 +61,62 @@ def register_op_override(
     - no `cond`, `unconditional_override=True`: `impl` has the op's signature and runs on every
       call.
     - no `cond`, `unconditional_override=False`: `impl` gets the `torch.DispatchKeySet` first, runs
-      on every call and decides for itself; calling the same op inside it reaches the native kernel.
+      on every call and decides for itself. The same op inside it is the native kernel.
 
-    Arguments come by position, keyword-only ones by name, schema defaults filled in; a Python
-    number in a Tensor slot comes as the 0-dim tensor that the dispatcher makes of it.
+    `impl` and `cond` get arguments by position and keyword-only arguments by name. Schema defaults
+    are filled in. A Python number in a Tensor slot is the 0-dim tensor that the dispatcher makes
+    of it.
 
     Args:
         lib_symbol: the op's namespace, such as `"aten"`.
         op_symbol: the op's name, with the overload if it is not `default`: `"add.Tensor"`.
         dispatch_key: the backend: `"CPU"`, `"CUDA"`, `"XPU"`, ...
-        impl: the implementation. It imports its DSL itself, when it first runs, or is
+        impl: the implementation. It imports its DSL itself when it first runs, or it is
             :func:`opgraft.lazy`, which names a function to be imported then.
         cond: a :mod:`opgraft.when` expression, or any callable with the op's signature. It reads
             metadata only: reading values would make every call wait for the device.
         unconditional_override: see above.
-        dsl: the kernel language, `"triton"` or `"cutedsl"`; where it is not installed, the override
-            is registered as unavailable, which `explain` says, and nothing else happens. Any other
-            string is a label to select by.
-        name: names it in messages and in `disable`. Registering again under an explicit name, by
-            the same owner at the same op and key, replaces (a module that is reloaded). Default:
-            the impl's module and name.
-        priority: higher is asked first; the user's own come before packs' whatever their priority.
-        on_error: `"raise"` (default) or `"fallback"` (default for packs): an exception from `impl`
-            runs the native kernel, warns once and keeps the override from calls of that kind.
+        dsl: the kernel language, `"triton"` or `"cutedsl"`. Where it is not installed, the override
+            is registered as unavailable, as `explain` says, and never runs. Any other string is a
+            label to select by.
+        name: the name in messages and in `disable`. If the same owner registers again under an
+            explicit name at the same op and key, the new override replaces the old one (a module
+            that is reloaded). Default: the impl's module and name.
+        priority: overrides with a higher priority are asked first. The user's own come before those
+            of packs, whatever the priority.
+        on_error: `"raise"` (default) or `"fallback"` (default for packs). With `"fallback"`, after
+            an exception from `impl` the native kernel runs, a warning says so once, and the
+            override is quarantined for calls of that kind.
         compile: the policy under `torch.compile`: `"auto"`, `"opaque"`, `"inductor"` or
-            `"traceable"`; or a :mod:`opgraft.when` expression, decided when a graph is made: opaque
-            where it holds whatever the sizes that vary, else Inductor's.
-        autograd: `(setup_context, backward)` for a derivative of its own, as
-            `torch.library.register_autograd` takes them: `setup_context(ctx, inputs, output)` with
-            all of the op's arguments, `backward(ctx, *grads)` with a gradient or None for each.
-            Left out, the op keeps its derivative, and its backward op can be overridden as well.
-        launch_plan: the author declares `impl` a pure function of its arguments' metadata, so that
-            what it does for one kind of call may be recorded and replayed with no Python; see
+            `"traceable"`; or a :mod:`opgraft.when` expression, evaluated when a graph is traced.
+            Where it holds for all dynamic sizes the op is opaque, else it is left to Inductor.
+        autograd: `(setup_context, backward)` for a derivative of its own, as for
+            `torch.library.register_autograd`: `setup_context(ctx, inputs, output)` with all of the
+            op's arguments, `backward(ctx, *grads)` with a gradient or None for each of them.
+            Without it the op keeps its derivative, and its backward op can be overridden as well.
+        launch_plan: the author declares `impl` a pure function of its arguments' metadata. What it
+            does for one kind of call may then be recorded, and replayed without Python; see
             docs/plans.md.
-        unplanned: with `launch_plan`, a :mod:`opgraft.when` expression: which of the calls that
-            `cond` wants are worth `impl` in Python while no plan replays them. The others run the
-            native kernel until they have a plan. Default: all of them.
-        when_not_ready: with `launch_plan`, what a call does whose kernels are not compiled yet:
-            `"wait"` until they are, or `"native"`: it is native's, at the price of a miss, and they
-            are compiled in the background; see docs/ready.md.
-        samples: calls for `opgraft.verify` to test it on, beside those of PyTorch's own tests: a
+        unplanned: with `launch_plan`, a :mod:`opgraft.when` expression. Calls for which it holds
+            run `impl` in Python while they have no plan. The others run the native kernel until
+            they have a plan. Default: all calls that `cond` takes run `impl`.
+        when_not_ready: with `launch_plan`, what happens to a call whose kernels are not compiled
+            yet. `"wait"`: the call waits until they are. `"native"`: the native kernel runs, at the
+            cost of a miss, and the kernels are compiled in the background; see docs/ready.md.
+        samples: calls on which `opgraft.verify` tests it, besides those of PyTorch's own tests: a
             function of a device that yields the op's arguments, each time as a tuple, or as a dict
-            by name. A backward op, an `out=` or an in-place variant is tested on those of the op
-            that it belongs to as well, if that is overridden by the same pack in the same DSL.
+            by name. A backward op, an `out=` or an in-place variant is also tested on the samples
+            of the op that it belongs to, if the same pack overrides that op in the same DSL.
 
     Returns:
         The override: its counters, and `.remove()`.
 
     Raises:
-        RegistrationError: the op does not exist, the key makes no sense, `impl` or `cond` cannot
-            take the op's arguments, `cond`, `unplanned` or `compile` names an argument that is not
-            there, `autograd` is nothing that the op can have, the derivative of a composite op
-            could not be kept, or the op is about autograd's own state. The message says what to do.
+        RegistrationError: the op does not exist; the dispatch key is not a backend's; `impl` or
+            `cond` cannot take the op's arguments; `cond`, `unplanned` or `compile` names an
+            argument that does not exist; the op cannot have such an `autograd`; the derivative of a
+            composite op could not be kept; or the op is about autograd's own state. The message
+            says what to do.
 
     >>> import torch, opgraft
     >>> from opgraft import when
@@ -177,13 +181,13 @@ def register_op_override(
 
 
 def _is_defined_again(override: Override) -> bool:
-    """Whether its impl is a function that was registered before and has been defined anew since.
+    """Whether its impl was registered before and has been defined again, as in a notebook's cell.
 
-    As by a notebook's cell that is run again. The same function registered twice is two overrides,
-    and so are functions that another one makes.
+    The same function object registered twice is two overrides. So are two functions that another
+    function creates.
     """
     impl = override.impl
-    # Closures of one function are different functions, whatever they are called.
+    # Closures that one function creates are different functions with the same name.
     if not isinstance(impl, FunctionType) or impl.__closure__ or "<" in impl.__qualname__:
         return False
     chain = registry.find(override.operator, override.dispatch_key)
@@ -196,7 +200,7 @@ def _is_defined_again(override: Override) -> bool:
             and (old.impl.__module__, old.impl.__qualname__) == (impl.__module__, impl.__qualname__)
         ):
             log.warning(
-                "override %r for %s at %s was defined again, and replaces the one of before; give "
+                "override %r for %s at %s was defined again, and replaces the earlier one; give "
                 "name= to keep both",
                 *(override.name, override.op, override.dispatch_key),
             )
@@ -212,25 +216,24 @@ def _install(override: Override, *, replace: bool) -> None:
     elif env.installs_nothing():
         log.info("override %s is not active: OPGRAFT_DISABLE=1", what)
     else:
-        # The router first: where it refuses, nothing is registered.
+        # The router comes first: if it refuses, nothing is registered.
         installed = router.install(chain)
-        _tell_without_core()
+        _warn_without_core()
         if override.autograd is not None:
             from opgraft.router import derivative
 
-            derivative.install(chain, installed.companion)
+            derivative.install(chain, installed.composite_kernel)
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override, replace=replace)
 
 
-def _tell_without_core() -> None:
-    """Packs are not activated where calls are routed in Python; who registers is told instead."""
+def _warn_without_core() -> None:
+    """Warn once that calls are routed in Python; packs are not activated in that case."""
     if loader.in_use() is None and not env.wants_python_router():
         env.warn_once(
             f"no compiled core, so calls of overridden ops are routed in Python, at some ten times "
-            f"the cost of a call ({loader.status().reason}); OPGRAFT_ROUTER=python says that it is "
-            "meant so"
+            f"the cost of a call ({loader.status().reason}); OPGRAFT_ROUTER=python silences this"
         )
 
 
@@ -278,8 +281,8 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
         return
     if not launch_plan:
         raise RegistrationError(
-            f"unplanned= for {op.name} says when launch plans are not needed: it wants "
-            "launch_plan=True; put it into cond otherwise"
+            f"unplanned= for {op.name} is about launch plans: it needs launch_plan=True; without "
+            "launch plans, make it a part of cond"
         )
     if not isinstance(unplanned, Expression):
         raise RegistrationError(
@@ -289,7 +292,7 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
 
     if compile_condition(_check_expression("unplanned", unplanned, op), op) is None:
         raise RegistrationError(
-            f"unplanned= for {op.name}: {unplanned!r} needs Python to be decided; compare with "
+            f"unplanned= for {op.name}: only Python can evaluate {unplanned!r}; compare with "
             "constants of 64 bits"
         )
 
@@ -334,7 +337,7 @@ def _default_name(impl: Callable[..., Any]) -> str:
 
 
 def _unavailable(dsl: str | None, owner: packs.Owner | None) -> str | None:
-    """Why overrides of a DSL cannot run here: it is not there, or not as the pack needs it."""
+    """Why overrides of a DSL cannot run here: it is missing, or not the version the pack needs."""
     if dsl is None:
         return None
     known = dsls.find(dsl)

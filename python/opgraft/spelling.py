@@ -1,9 +1,9 @@
-"""Words that switch something off and match nothing: a warning with the nearest name.
+"""Warns of misspelt names in switches that match nothing, with the nearest correct name.
 
-A rule obeys what is registered later, so a word that matches nothing now may be right. What can be
-known is told at once: which variables there are, DSLs that opgraft knows, packs that are installed,
-dispatch keys, ops of `aten`. Of the rest, a word is told of that is nearly the name of something
-that is registered; and at the process's end one of `OPGRAFT_DISABLE` that matched nothing.
+A rule applies to overrides that are registered later, so a name that matches nothing now may be
+right. What is certain is reported at once: unknown environment variables, DSLs, packs, dispatch
+keys and ops of `aten`. Any other name is reported if it is nearly that of something registered. At
+the process's end, the names in `OPGRAFT_DISABLE` that matched nothing are reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Every variable that opgraft reads, those of a build too.
+#: Every environment variable that opgraft reads, also when it is built.
 VARIABLES = (
     *("OPGRAFT_DISABLE", "OPGRAFT_PACKS", "OPGRAFT_STRICT", "OPGRAFT_PLANS", "OPGRAFT_ROUTER"),
     *(
@@ -35,57 +35,61 @@ VARIABLES = (
     ),
     *("OPGRAFT_BUILD_CORE", "OPGRAFT_TORCH_HEADERS"),
 )
-# Of benchmarks and tests, and of whoever else names variables so.
-_OF_OTHERS = ("OPGRAFT_TEST_", "OPGRAFT_STRESS")
+# Variables of benchmarks and tests.
+_FOREIGN_PREFIXES = ("OPGRAFT_TEST_", "OPGRAFT_STRESS")
 
 
 def check_environment() -> None:
-    """Warn of what is known to be misspelt in the environment, once. Never raises."""
+    """Warn once of misspelt environment variables and values. Never raises."""
     try:
         for text in environment():
             env.warn_once(text)
         if env.initially_disabled():
-            _watch()
-    except Exception as error:  # it would end the user's `import torch`
+            _check_at_exit()
+    except Exception as error:  # it would break the user's `import torch`
         log.debug("the environment is not checked", exc_info=error)
 
 
 def environment() -> list[str]:
-    """What is known to be misspelt in the environment, by now; a text each."""
+    """A text for each misspelt environment variable or value that is known by now."""
     found = [
-        f"{name} is no variable of opgraft's{hint(name, VARIABLES)}"
+        f"opgraft has no variable {name}{hint(name, VARIABLES)}"
         for name in sorted(os.environ)
-        if name.startswith("OPGRAFT_") and name not in VARIABLES and not name.startswith(_OF_OTHERS)
+        if name.startswith("OPGRAFT_")
+        and name not in VARIABLES
+        and not name.startswith(_FOREIGN_PREFIXES)
     ]
     router = os.environ.get("OPGRAFT_ROUTER", "").strip()
     if router and router.lower() != "python":
         found.append(
-            f"OPGRAFT_ROUTER={router} is ignored: python is what it may say"
+            f"OPGRAFT_ROUTER={router} is ignored: its only value is python"
             f"{hint(router.lower(), ('python',))}"
         )
     for keywords in env.initially_disabled():
-        (key, word), *_ = keywords.items()
-        if text := misspelt(key, word):
-            found.append(f"OPGRAFT_DISABLE={env.spelling(key, word)} switches nothing off: {text}")
+        (key, value), *_ = keywords.items()
+        if text := problem_with(key, value):
+            found.append(
+                f"OPGRAFT_DISABLE={env.selector_text(key, value)} switches nothing off: {text}"
+            )
     return found
 
 
-def misspelt(key: str, word: str) -> str:
-    """What is wrong with a selector's word, as far as it is known; empty where nothing is."""
-    return _CHECKS[key](word)
+def problem_with(key: str, value: str) -> str:
+    """What is wrong with the value of a selector's keyword; empty if nothing is known to be."""
+    return _CHECKS[key](value)
 
 
 def check_selector(selector: Selector, verb: str) -> None:
-    """Warn whoever called `opgraft.disable`, `enable` or `disabled` of a word that is misspelt."""
-    for key, word in selector.given().items():
-        if text := misspelt(key, word):
+    """Warn the caller of `opgraft.disable`, `enable` or `disabled` of misspelt values."""
+    for key, value in selector.given().items():
+        if text := problem_with(key, value):
             from opgraft.errors import warn_caller
 
-            warn_caller(f"opgraft.{verb}({key}={word!r}) matches nothing: {text}")
+            warn_caller(f"opgraft.{verb}({key}={value!r}) matches nothing: {text}")
 
 
 def overloads(name: str) -> list[str]:
-    """The ops of a name without its overload, such as `aten::mul`: there are others of it.
+    """All overloads of an op's name without overload, such as `aten::mul`.
 
     >>> overloads("aten::mul")[0]
     'aten::mul.Scalar'
@@ -93,57 +97,57 @@ def overloads(name: str) -> list[str]:
     return sorted(op for op in _ops() if op.partition(".")[0] == name)
 
 
-# ------------------------------------------------------------------------- what a word may be
+# ------------------------------------------------------------------------- checks by keyword
 
 
-def _dsl(word: str) -> str:
+def _dsl(value: str) -> str:
     from opgraft import dsl as dsls
 
     known = [each.name for each in dsls.KNOWN]
     labels = {label for label in _registered("dsl") if label}
-    if word in known or word in labels:
+    if value in known or value in labels:
         return ""
-    if near := hint(word, {*known, *labels}):
-        return f"no override is of a DSL {word!r}{near}"
-    # A word that is no DSL's is taken for one by OPGRAFT_DISABLE, whatever was meant.
-    if word in _registered("name"):
-        return f"{word!r} is an override's name; did you mean name:{word}?"
-    if _is_op(f"aten::{word}"):
-        return f"{word!r} is an op; did you mean aten::{word}?"
-    if word in _packs():
-        return f"{word!r} is a pack; did you mean pack:{word}?"
+    if near := hint(value, {*known, *labels}):
+        return f"no override is of a DSL {value!r}{near}"
+    # OPGRAFT_DISABLE takes a value without prefix for a DSL, whatever the user meant.
+    if value in _registered("name"):
+        return f"{value!r} is an override's name; did you mean name:{value}?"
+    if _is_op(f"aten::{value}"):
+        return f"{value!r} is an op; did you mean aten::{value}?"
+    if value in _packs():
+        return f"{value!r} is a pack; did you mean pack:{value}?"
     return ""
 
 
-def _op(word: str) -> str:
-    namespace, _, symbol = word.partition("::")
-    if not symbol and (_is_op(f"aten::{word}") or overloads(f"aten::{word}")):
-        return f"{word!r} has no namespace; did you mean aten::{word}?"
-    if word in _registered("op") or _is_op(word):
+def _op(value: str) -> str:
+    namespace, _, symbol = value.partition("::")
+    if not symbol and (_is_op(f"aten::{value}") or overloads(f"aten::{value}")):
+        return f"{value!r} has no namespace; did you mean aten::{value}?"
+    if value in _registered("op") or _is_op(value):
         return ""
     ops = _ops()
     if namespace != "aten" and not any(op.startswith(f"{namespace}::") for op in ops):
-        return ""  # of a library that is not imported yet
-    if whole := overloads(word):  # aten::mul is aten::mul.Tensor, aten::mul.Scalar, ...
-        return f"{word} has no overload without a name; name one of {', '.join(whole)}"
-    return f"there is no op {word}{hint(word, ops)}"
+        return ""  # its library may not be imported yet
+    if whole := overloads(value):  # aten::mul is aten::mul.Tensor, aten::mul.Scalar, ...
+        return f"{value} has no overload without a name; name one of {', '.join(whole)}"
+    return f"there is no op {value}{hint(value, ops)}"
 
 
-def _dispatch_key(word: str) -> str:
+def _dispatch_key(value: str) -> str:
     from opgraft.ops.dispatch_keys import BACKEND_KEYS
 
-    return "" if word in BACKEND_KEYS else f"it is no backend's key{hint(word, BACKEND_KEYS)}"
+    return "" if value in BACKEND_KEYS else f"it is no backend's key{hint(value, BACKEND_KEYS)}"
 
 
-def _pack(word: str) -> str:
-    if word in _packs() or word in _registered("pack"):
+def _pack(value: str) -> str:
+    if value in _packs() or value in _registered("pack"):
         return ""
-    return f"no pack of that name is installed{hint(word, _packs())}"
+    return f"no pack of that name is installed{hint(value, _packs())}"
 
 
-def _name(word: str) -> str:
+def _name(value: str) -> str:
     names = _registered("name")
-    if word in names or not (near := hint(word, names)):
+    if value in names or not (near := hint(value, names)):
         return ""
     return f"no override of that name is registered{near}"
 
@@ -157,12 +161,12 @@ _CHECKS: dict[str, Callable[[str], str]] = {
 }
 
 
-def hint(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where something that is known is spelt nearly so."""
+def hint(value: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` if a known name is spelt nearly the same."""
     import difflib
 
     by_case = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(word.lower(), by_case, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(value.lower(), by_case, n=1, cutoff=0.7)
     return f"; did you mean {by_case[near[0]]}?" if near else ""
 
 
@@ -173,7 +177,7 @@ def _packs() -> list[str]:
 
 
 def _registered(attribute: str) -> set[str]:
-    """What overrides that are registered have; nothing is activated to find out."""
+    """The values of an attribute of the registered overrides; this activates no pack."""
     module = sys.modules.get("opgraft.registry")
     registry = getattr(module, "registry", None)  # absent while the module is imported
     chains = list(registry._chains.values()) if registry is not None else []
@@ -185,7 +189,7 @@ def _is_op(name: str) -> bool:
 
     try:
         return bool(torch._C._dispatch_has_kernel(name))
-    except RuntimeError:  # no word that an op can have for a name
+    except RuntimeError:  # not a valid op name
         return False
 
 
@@ -199,20 +203,20 @@ def _ops() -> list[str]:
 
 
 @cache
-def _watch() -> None:
-    atexit.register(_tell_what_matched_nothing)
+def _check_at_exit() -> None:
+    atexit.register(_warn_of_unused_selectors)
 
 
-def _tell_what_matched_nothing() -> None:
-    """Warn of words in OPGRAFT_DISABLE that nothing which this process registered has."""
+def _warn_of_unused_selectors() -> None:
+    """Warn of values in OPGRAFT_DISABLE that no override of this process had."""
     registry = getattr(sys.modules.get("opgraft.registry"), "registry", None)
-    if registry is None or env.installs_nothing() or not registry.has_had("op"):
+    if registry is None or env.installs_nothing() or not registry.ever_registered("op"):
         return
     for keywords in env.initially_disabled():
-        (key, word), *_ = keywords.items()
-        is_known = (key == "dsl" and word in ("triton", "cutedsl")) or misspelt(key, word)
-        if key in ("dsl", "name") and not is_known and word not in registry.has_had(key):
+        (key, value), *_ = keywords.items()
+        is_known = (key == "dsl" and value in ("triton", "cutedsl")) or problem_with(key, value)
+        if key in ("dsl", "name") and not is_known and value not in registry.ever_registered(key):
             env.warn_once(
-                f"OPGRAFT_DISABLE={env.spelling(key, word)} switched nothing off: no override of "
-                f"this process has that {'DSL' if key == 'dsl' else 'name'}"
+                f"OPGRAFT_DISABLE={env.selector_text(key, value)} switched nothing off: no "
+                f"override of this process has that {'DSL' if key == 'dsl' else 'name'}"
             )

@@ -23,6 +23,7 @@ from torch import nn
 
 import opgraft
 from opgraft import when
+from tests import ops
 
 WIDTH = 16
 STEPS = 3
@@ -60,21 +61,6 @@ def where() -> torch.device:
 # ------------------------------------------------------------------------------------- overrides
 
 
-def layer_norm(
-    input: torch.Tensor,
-    normalized_shape: list[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mean = input.mean(-1, keepdim=True)
-    rstd = torch.rsqrt((input - mean).square().mean(-1, keepdim=True) + eps)
-    normal = (input - mean) * rstd
-    if weight is not None:
-        normal = normal * weight
-    return (normal if bias is None else normal + bias), mean, rstd
-
-
 def gelu_backward(
     grad_output: torch.Tensor, self: torch.Tensor, *, approximate: str
 ) -> torch.Tensor:
@@ -90,7 +76,7 @@ def overrides() -> Iterator[list[opgraft.Override]]:
     key = where().type.upper()
     registered = [
         opgraft.register_op_override(
-            "aten", "native_layer_norm", key, layer_norm, cond=rows >= FEWEST_ROWS
+            "aten", "native_layer_norm", key, ops.layer_norm, cond=rows >= FEWEST_ROWS
         ),
         opgraft.register_op_override(
             "aten",

@@ -938,7 +938,7 @@ def test_memory_of_dropped_plans_is_freed(register: Register) -> None:
 
     def begin(self: Plans, *arguments: Any) -> Any:
         recording = original(self, *arguments)
-        recording.keep.append(Kept())
+        recording.keep_alive.append(Kept())
         return recording
 
     with pytest.MonkeyPatch.context() as patch:
@@ -1303,7 +1303,7 @@ libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     assert done.returncode == 0, done.stderr
 
 
-# ------------------------------------------------------------------ warm-up, outlook
+# ------------------------------------------------------------------ warm-up, prediction
 
 
 def test_warmup_records(register: Register) -> None:

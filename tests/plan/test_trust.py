@@ -19,7 +19,7 @@ from opgraft import when
 from opgraft.core import loader
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
-from opgraft.plan.trial import stand_ins
+from opgraft.plan.trial import substitutes
 from tests import probes
 from tests.plan import fuzz
 from tests.plan.conftest import doubled, replays, warm
@@ -185,7 +185,7 @@ def _calls_for_stand_ins() -> dict[str, Call]:
 @pytest.mark.parametrize("name", _calls_for_stand_ins())
 def test_stand_ins_have_the_same_key_and_share_nothing(name: str) -> None:
     call = _calls_for_stand_ins()[name]
-    others = stand_ins(call)
+    others = substitutes(call)
     core = loader.in_use()
     assert core is not None
     schema = call.op.overload._schema
@@ -555,7 +555,7 @@ def test_an_address_that_is_a_constant_is_in_no_plan(temporary: bool) -> None:
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     for each in [x] * 5 + [y] * 3:
         assert torch.equal(torch.softmax(each, -1), 2 * each)
-    assert "an address as a number" in refusal(override)
+    assert "an address as an integer" in refusal(override)
 
 
 @pytest.mark.parametrize("alignment", [32, 64, 256])

@@ -86,14 +86,22 @@ def stand_in(capability: int) -> None:
     active.utils = Utils()
     active.get_benchmarker = lambda: lambda kernel_call, quantiles: kernel_call() or [1.0] * 3
     triton_launches._launcher = lambda: Launcher
-    triton_launches._check_place = lambda recording, stream: None
+    triton_launches._check_device_and_stream = lambda recording, stream: None
 
 
 def record(impl: Any) -> dict[str, Any]:
     core = loader.in_use()
     assert core is not None
     op = resolve("aten::_fused_rms_norm")
-    names = ("takes", "first", "recover", "capturing", "error", "observe", "decompose")
+    names = (
+        "takes",
+        "first_hit",
+        "recover",
+        "is_capturing",
+        "contract_error",
+        "observe",
+        "decompose",
+    )
     hooks = dict.fromkeys(names)
     router = core.Router("aten::_fused_rms_norm", "", "CPU")
     router.set_hooks(**hooks)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,6 +25,7 @@ from opgraft import Override, when
 from opgraft.ops.schema import resolve
 from opgraft.pt2 import policy
 from tests import ops
+from tests.modes import RecordOps
 from tests.pt2 import models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -347,22 +347,12 @@ def test_fake_tensors_never_reach_an_impl(override: Override) -> None:
     assert override.hits == 0
 
 
-class Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_dispatch_mode_sees_the_opaque_op(override: Override) -> None:
     run = compiled(softmax)
     run(rows(16))  # compiled without the mode, which would have it run eagerly
-    with Recorder() as recorder, torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+    with RecordOps() as recorder, torch.compiler.set_stance(skip_guard_eval_unsafe=True):
         check(run, softmax, override, 1, rows(16))
-    assert OPAQUE in recorder.seen
+    assert OPAQUE in recorder.ops
 
 
 class Wrapper(torch.Tensor):

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
 from opgraft import when
 from opgraft.ops.schema import resolve
+from tests.modes import RecordOps
 
 torch.manual_seed(0)
 _RNN, _LSTM = (kind(4, 4, batch_first=True) for kind in (nn.RNN, nn.LSTM))
@@ -59,24 +59,12 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]]
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Seen(TorchDispatchMode):
-    """The ops that get below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def in_eager(run: Run, x: torch.Tensor) -> list[str]:
-    with _Seen() as seen:
+    with RecordOps() as seen:
         result = run(x)
         if x.requires_grad:
             torch.autograd.grad(result.sum(), x)
-    return seen.names
+    return seen.ops
 
 
 def _compiled(run: Run, x: torch.Tensor, decompositions: Any, *, dynamic: bool) -> list[str]:

@@ -201,7 +201,7 @@ def test_a_call_that_no_condition_wants_never_asks_python(
     def asked(kernel: Any, call: Any) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(DerivativeKernel, "owner", asked)
+    monkeypatch.setattr(DerivativeKernel, "differentiating_override", asked)
     softmax(torch.randn(3, 4, requires_grad=True)).sum().backward()
     with torch.no_grad():
         softmax(torch.randn(3, 8, requires_grad=True))

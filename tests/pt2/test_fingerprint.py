@@ -242,10 +242,12 @@ UNTOLD = {
 @pytest.mark.parametrize("how", HELD)
 def test_what_is_held_counts_or_cannot_be_told(how: str, user: types.ModuleType) -> None:
     make, change = HELD[how]
-    before = fingerprint.reach(make(user))
-    assert before == fingerprint.reach(make(user)), "it is the same until something changes"
+    before = fingerprint.digest_reachable(make(user))
+    assert before == fingerprint.digest_reachable(make(user)), (
+        "it is the same until something changes"
+    )
     change(user)
-    after = fingerprint.reach(make(user))
+    after = fingerprint.digest_reachable(make(user))
     if how in UNTOLD:
         assert before is None
         assert after is None
@@ -270,7 +272,7 @@ class Table(torch.Tensor):
     ],
 )
 def test_what_c_code_keeps_cannot_be_told(value: Any) -> None:
-    assert fingerprint.reach(functools.partial(max, value)) is None
+    assert fingerprint.digest_reachable(functools.partial(max, value)) is None
 
 
 @pytest.fixture
@@ -312,5 +314,5 @@ def test_a_graph_is_never_stale_after_a_reset(how: str, user: types.ModuleType) 
 def test_an_own_derivative_that_reads_what_cannot_be_told_bypasses_the_cache() -> None:
     table = torch.ones(2)
     models.override("exp", torch.exp, autograd=(lambda *_: None, lambda ctx, grad: grad * table[0]))
-    assert caches.untold() is not None
+    assert caches.override_with_unknown_state() is not None
     assert caches.registry_state()

@@ -65,7 +65,7 @@ def random_ops() -> list[Op]:
             op = resolve(name) if name.startswith(("aten::", "prims::")) else None
         except RegistrationError:
             continue
-        if op is None or not op.is_random or opaque.why_not(op) is not None:
+        if op is None or not op.is_random or opaque.obstacle(op) is not None:
             continue
         if not keyword.iskeyword(op.overload._overloadname):  # no graph can write `random.from`
             found.append(op)
@@ -125,13 +125,13 @@ def test_random_though_no_tag_says_so(name: str) -> None:
 def test_a_compiler_that_merges_draws_all_the_same_gets_none(
     monkeypatch: pytest.MonkeyPatch, decisions: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(randomness, "_draws_merge", lambda: True)
+    monkeypatch.setattr(randomness, "_cse_merges_random_ops", lambda: True)
     override = models.override("poisson", models.itself("poisson"))
     first, second = torch.compile(lambda x: (torch.poisson(x), torch.poisson(x)))(
         torch.full((96,), 9.0)
     )
     assert not torch.equal(first, second)
-    assert "would take two draws of it for one" in decisions.text
+    assert "would merge two random calls of it into one" in decisions.text
     assert override.op == "aten::poisson"
 
 

@@ -17,7 +17,7 @@ import torch
 
 import opgraft
 from opgraft.verification import isolated
-from opgraft.verification.isolated import Fate
+from opgraft.verification.isolated import CallOutcome
 from opgraft.verification.samples import parse
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,25 +32,27 @@ def refuse() -> None:
 
 
 def test_what_becomes_of_a_call_is_told_and_the_others_are_made() -> None:
-    fates = isolated.forked([refuse, crash, lambda: None, crash, refuse])
-    assert [(fate.what, fate.error) for fate in fates] == [
+    outcomes = isolated.run_in_forks([refuse, crash, lambda: None, crash, refuse])
+    assert [(outcome.what, outcome.error) for outcome in outcomes] == [
         ("raised", "IndexError"),
         ("died", "SIGSEGV"),
         ("returned", ""),
         ("died", "SIGSEGV"),
         ("raised", "IndexError"),
     ]
-    assert fates[0].message == "out of range"
+    assert outcomes[0].message == "out of range"
 
 
 def test_a_call_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "_SECONDS", 0.5)
-    assert isolated.forked([lambda: time.sleep(600)]) == [Fate("died", "ran for too long")]
+    monkeypatch.setattr(isolated, "_FORK_SECONDS", 0.5)
+    assert isolated.run_in_forks([lambda: time.sleep(600)]) == [
+        CallOutcome("died", "ran for too long")
+    ]
 
 
 def test_a_call_that_asks_for_too_much_memory_is_refused_it() -> None:
-    (fate,) = isolated.forked([lambda: torch.ones(2**34)])
-    assert fate.what == "raised"
+    (outcome,) = isolated.run_in_forks([lambda: torch.ones(2**34)])
+    assert outcome.what == "raised"
 
 
 def select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -78,11 +80,14 @@ def test_a_sample_holds_a_bad_index_by_its_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("natively", "fate"),
-    [(True, Fate("returned")), (False, Fate("raised", "ValueError", "of this process alone"))],
+    ("natively", "outcome"),
+    [
+        (True, CallOutcome("returned")),
+        (False, CallOutcome("raised", "ValueError", "of this process alone")),
+    ],
 )
 def test_another_process_registers_an_override_by_its_module(
-    natively: bool, fate: Fate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    natively: bool, outcome: CallOutcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the impl refuses what is good natively: what is raised shows that it is registered."""
     (tmp_path / "mine_in_a_process.py").write_text(
@@ -98,7 +103,7 @@ def test_another_process_registers_an_override_by_its_module(
         sample = opgraft.verification.sample(
             "opinfo:index_select:float32:2.0", op=override.op, name="mine"
         ).sample
-        assert isolated.anew(override, sample, natively=natively) == fate
+        assert isolated.run_in_new_process(override, sample, natively=natively) == outcome
     finally:
         del sys.modules["mine_in_a_process"]  # which registers it: another test's own
 

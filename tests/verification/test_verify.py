@@ -26,8 +26,8 @@ from opgraft.verification import opinfo
 from opgraft.verification.checks import CHECKS
 from opgraft.verification.observation import differ_by_noise
 from opgraft.verification.reference import errors
-from opgraft.verification.report import Report
-from opgraft.verification.samples import direct, paired
+from opgraft.verification.samples import base_from_arguments, base_from_other_op
+from opgraft.verification.verification_report import VerificationReport
 from tests.verification import broken
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent.parent
 QUICK = [name for name in CHECKS if name not in ("opcheck", "compile")]
 
 
-def failed(report: Report) -> set[str]:
+def failed(report: VerificationReport) -> set[str]:
     return {failure.check for failure in report.failures}
 
 
@@ -363,8 +363,10 @@ def softmax_backward(
 def test_a_backward_is_asked_for_the_gradients_of_what_is_there() -> None:
     forward = resolve("aten::native_layer_norm")
     x, weight = torch.randn(4, 8), torch.randn(8)
-    source = direct("given", forward, forward.bind((x, [8], weight, None, 1e-5), {}).values)
-    base = paired(resolve("aten::native_layer_norm_backward"), source)
+    source = base_from_arguments(
+        "given", forward, forward.bind((x, [8], weight, None, 1e-5), {}).values
+    )
+    base = base_from_other_op(resolve("aten::native_layer_norm_backward"), source)
     assert base is not None
     assert base.make({}, 0)[-1] == [True, True, False]
 

@@ -1,1 +1,1 @@
-"""What every room may use: the environment, locks, hooks on imports, how things print."""
+"""What every package may use: environment variables, locks, import hooks, notebook display."""

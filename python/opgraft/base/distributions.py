@@ -1,7 +1,7 @@
-"""What distributions say about themselves, read without what makes that slow.
+"""The metadata of distributions, read quickly.
 
-`importlib.metadata` parses a distribution's whole metadata, description included, with a package
-for e-mail that takes milliseconds to import. What opgraft wants to know stands in the first lines.
+`importlib.metadata` parses the whole metadata, description included, with the `email` package,
+which takes milliseconds to import. What opgraft needs is in the first lines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["headers", "version"]
 
 
 def headers(distribution: metadata.Distribution) -> dict[str, list[str]]:
-    """The name, version and requirements of a distribution, and what else it says in one line.
+    """The one-line headers of a distribution: name, version, requirements, ...
 
     Returns:
         The values by the header's name in lower case, `"requires-dist"` for one.
@@ -22,7 +22,7 @@ def headers(distribution: metadata.Distribution) -> dict[str, list[str]]:
     ['torch']
     """
     text = distribution.read_text("METADATA")
-    if text is None:  # an .egg-info has it in files of its own, which importlib puts together
+    if text is None:  # an .egg-info has several files, which importlib combines
         return {
             "name": [distribution.metadata["Name"]],
             "version": [distribution.version],
@@ -37,7 +37,7 @@ def headers(distribution: metadata.Distribution) -> dict[str, list[str]]:
 
 @cache
 def version(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed, or says none.
+    """The version of a distribution; None if it is not installed, or has none.
 
     >>> version("no-such-distribution")
     """

@@ -30,7 +30,7 @@ _LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
 
 
 def installs_nothing() -> bool:
-    """Whether `OPGRAFT_DISABLE=1` asks for a stock PyTorch."""
+    """Whether `OPGRAFT_DISABLE=1` disables opgraft as a whole."""
     return os.environ.get("OPGRAFT_DISABLE", "").strip().lower() in _TRUE
 
 
@@ -56,17 +56,17 @@ def _selector(word: str) -> dict[str, str]:
     return {"op": word.removesuffix(".default")} if "::" in word else {"dsl": word}
 
 
-def spelling(key: str, word: str) -> str:
-    """How `OPGRAFT_DISABLE` has a selector's keyword and word.
+def selector_text(key: str, word: str) -> str:
+    """A selector's keyword and value as `OPGRAFT_DISABLE` writes them.
 
-    >>> spelling("pack", "fast-norms"), spelling("dsl", "triton")
+    >>> selector_text("pack", "fast-norms"), selector_text("dsl", "triton")
     ('pack:fast-norms', 'triton')
     """
     return f"{key}:{word}" if key in ("pack", "name") else word
 
 
 def packs() -> frozenset[str] | None:
-    """The packs that `OPGRAFT_PACKS` names; None where it is not set: all of them.
+    """The packs that `OPGRAFT_PACKS` names; None (all of them) if it is not set.
 
     >>> import os
     >>> os.environ["OPGRAFT_PACKS"] = "opgraft-kernels, mine"
@@ -85,18 +85,18 @@ def packs() -> frozenset[str] | None:
 
 
 def wants_python_router() -> bool:
-    """Whether `OPGRAFT_ROUTER=python` asks for the router in Python where there is a core, too."""
+    """Whether `OPGRAFT_ROUTER=python` asks for the Python router even if there is a core."""
     return os.environ.get("OPGRAFT_ROUTER", "").strip().lower() == "python"
 
 
 def interprets_triton() -> bool:
     """Whether Triton kernels run in its interpreter, on the CPU: `TRITON_INTERPRET=1`."""
-    # Triton's own words for it.
+    # The values that Triton accepts.
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def plans() -> bool:
-    """Whether launch plans are recorded: always, but with `OPGRAFT_PLANS=0`."""
+    """Whether launch plans are recorded: always, unless `OPGRAFT_PLANS=0`."""
     return os.environ.get("OPGRAFT_PLANS", "").strip().lower() not in _FALSE
 
 
@@ -114,18 +114,18 @@ def strict() -> bool:
 
 
 def shadow() -> tuple[float, str] | None:
-    """What `OPGRAFT_SHADOW` says: the share of hits, and what becomes of a difference."""
+    """The fraction of hits and the action on a difference that `OPGRAFT_SHADOW` sets."""
     rate, _, on_mismatch = os.environ.get("OPGRAFT_SHADOW", "").strip().partition(":")
     if not rate or rate == "0":
         return None
     try:
         return float(rate), on_mismatch or "log"
     except ValueError:
-        return math.nan, on_mismatch  # which no rate is: whoever asks says so
+        return math.nan, on_mismatch  # an invalid rate, which the caller reports
 
 
 def compile_timeout() -> float | None:
-    """What `OPGRAFT_COMPILE_TIMEOUT` says, in seconds; None where it says nothing that makes sense.
+    """The seconds of `OPGRAFT_COMPILE_TIMEOUT`; None if it is not set or invalid.
 
     >>> import os
     >>> os.environ["OPGRAFT_COMPILE_TIMEOUT"] = "30"
@@ -144,18 +144,18 @@ def compile_timeout() -> float | None:
 
 
 def has_any() -> bool:
-    """Whether any variable in the environment may be meant for opgraft."""
+    """Whether any environment variable begins with `OPGRAFT_`."""
     return any(name.startswith("OPGRAFT_") for name in os.environ)
 
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning that was not logged before."""
+    """Log a warning, once per message."""
     logging.getLogger("opgraft").warning("%s", message)
 
 
 def configure_logging() -> None:
-    """Apply `OPGRAFT_LOG` to the `opgraft` logger; an unknown level is reported, not raised."""
+    """Apply `OPGRAFT_LOG` to the `opgraft` logger. An unknown level is logged, not raised."""
     level = os.environ.get("OPGRAFT_LOG", "").strip().upper()
     if not level:
         return

@@ -10,12 +10,12 @@ import torch._logging
 
 
 def emit(name: str, payload: Callable[[], dict[str, Any]], *, of_compilation: bool = False) -> None:
-    """Write an event, if `TORCH_TRACE` says where to and this torch can.
+    """Write an event, if `TORCH_TRACE` is set and this torch supports it.
 
     Args:
-        name: what `tlparse` calls the artifact.
-        payload: makes what is written, as JSON; not called otherwise.
-        of_compilation: it belongs to the compilation that is going on.
+        name: the artifact's name in `tlparse`.
+        payload: makes the JSON to write. It is called only if an event is written.
+        of_compilation: whether it belongs to the compilation in progress.
     """
     write = getattr(torch._logging, "trace_structured", None)
     if write is None or not os.environ.get("TORCH_TRACE"):

@@ -1,4 +1,4 @@
-"""Do something when a module is first imported, without importing it."""
+"""Callbacks for when a module is first imported, without importing it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import ModuleType
 
 
 def after(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Call `callback` with a module: now if it is imported, else as soon as it is.
+    """Call `callback` with a module: now if it is imported, else right after its import.
 
     Args:
         name: the module.
-        callback: what it raises goes to whoever imports the module.
+        callback: called with the module. The importer of the module gets what it raises.
     """
     module = sys.modules.get(name)
     if module is not None and not _is_initialising(module):
@@ -25,12 +25,12 @@ def after(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 
 def _is_initialising(module: ModuleType) -> bool:
-    # Python's own mark, in the spec of a module whose code runs at this moment.
+    # importlib sets this in the spec of a module while its code runs.
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, as the finders behind it do, and wraps its loader's last step."""
+    """Finds one module by the finders after it, and wraps the loader's last step."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -41,7 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)  # once; and the search below does not come back here
+        sys.meta_path.remove(self)  # called once; and the search below must not find this finder
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             sys.meta_path.insert(0, self)

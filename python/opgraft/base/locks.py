@@ -9,10 +9,11 @@ _locks: list[threading.RLock] = []
 
 
 def fork_safe_lock() -> threading.RLock:
-    """A lock for state that must be whole in the child of a fork; for module level, it is kept.
+    """A lock for state that must be consistent in the child of a fork. For module level only.
 
-    A fork copies one thread and all locks: a lock that another thread holds would stay locked in
-    the child for good, and what it protects would be half changed. So whoever forks takes it first.
+    A fork copies one thread and all locks. A lock that another thread holds would stay locked in
+    the child for good, and its state would be half changed. So a fork first acquires all these
+    locks, which are never freed.
 
     >>> with fork_safe_lock():
     ...     pass
@@ -22,16 +23,16 @@ def fork_safe_lock() -> threading.RLock:
     return lock
 
 
-def _take_all() -> None:
-    # Whoever holds one and waits for another may do so in any order: none is held while waiting.
-    taken: list[threading.RLock] = []
-    while len(taken) < len(_locks):
-        lock = _locks[len(taken)]
+def _acquire_all() -> None:
+    # Other threads may acquire the locks in any order, so hold none while waiting for another.
+    acquired: list[threading.RLock] = []
+    while len(acquired) < len(_locks):
+        lock = _locks[len(acquired)]
         if lock.acquire(timeout=0.01):
-            taken.append(lock)
+            acquired.append(lock)
         else:
-            while taken:
-                taken.pop().release()
+            while acquired:
+                acquired.pop().release()
 
 
 def _release_all() -> None:
@@ -40,4 +41,6 @@ def _release_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(before=_take_all, after_in_parent=_release_all, after_in_child=_release_all)
+    os.register_at_fork(
+        before=_acquire_all, after_in_parent=_release_all, after_in_child=_release_all
+    )

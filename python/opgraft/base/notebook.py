@@ -1,10 +1,10 @@
-"""How what prints as text is shown in a notebook."""
+"""Objects that a notebook shows as their text."""
 
 from __future__ import annotations
 
 
-class Shown:
-    """What `str` says is what a prompt and a notebook show."""
+class TextDisplay:
+    """A prompt and a notebook show an object as `str` prints it."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,9 +1,14 @@
 """The `opgraft` command: a module for each of its commands.
 
-Exit status: 0, it was done; 1, it was not (the core cannot be built, a name is taken), or something
-that is installed does not work (`doctor`) or is wrong (`verify`); 2, the command line is wrong; 3,
-what should be verified cannot be here. `run`, `profile` and `warmup` end with the status of the
-program that they ran.
+The exit status is
+
+- 0: the command succeeded;
+- 1: it failed (the core cannot be built, a name is taken), or something that is installed does not
+  work (`doctor`) or is wrong (`verify`);
+- 2: the command line is wrong;
+- 3: something cannot be verified here (`verify`).
+
+`run`, `profile` and `warmup` end with the status of the script that they ran.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from opgraft.base import distributions
 __all__ = ["main"]
 
 
-class _Home(NamedTuple):
-    """Where a command is, and what `opgraft --help` says of it without importing it."""
+class _Command(NamedTuple):
+    """A command's module, and its text in `opgraft --help`, which does not import the module."""
 
     module: str
     help: str
@@ -29,40 +34,40 @@ class _Home(NamedTuple):
 
 
 _COMMANDS = {
-    "list": _Home(
+    "list": _Command(
         "listing",
-        "List the packs that are installed, and the overrides that `import torch` brings here.",
+        "List the installed packs, and the overrides that `import torch` brings here.",
     ),
-    "explain": _Home(
+    "explain": _Command(
         "explain",
-        "Say which override would take a call of OP, and for each that would not, why.",
+        "Say which override would take a call of OP, and why each other one would not.",
     ),
-    "doctor": _Home(
+    "doctor": _Command(
         "doctor", "Check torch, the DSLs, the GPU, the core, the packs, caches and neighbours."
     ),
-    "verify": _Home("verify", "Check overrides against the native kernels that they stand in for."),
-    "run": _Home(
+    "verify": _Command("verify", "Check overrides against the native kernels that they replace."),
+    "run": _Command(
         "run", "Run SCRIPT with its ARGUMENTS and print to stderr where the calls of its ops went."
     ),
-    "profile": _Home(
+    "profile": _Command(
         "profile",
         "Run SCRIPT and print to stderr what its ops cost, who took them, and the device's limit.",
     ),
-    "warmup": _Home(
+    "warmup": _Command(
         "warmup",
-        "Run SCRIPT with its ARGUMENTS, to compile and tune the kernels that it needs ahead.",
+        "Run SCRIPT with its ARGUMENTS, to compile and tune the kernels that it needs in advance.",
     ),
-    "new": _Home(
+    "new": _Command(
         "new",
         "Make a kernel pack called NAME: a Triton kernel with its conditions, tests and benchmark.",
         needs_torch=False,
     ),
-    "build": _Home("build", "Compile the core for the torch that is installed."),
+    "build": _Command("build", "Compile the core for the torch that is installed."),
 }
 
 
 class _Commands(click.Group):
-    """Imports a command's module, and torch where it needs that, when the command is called."""
+    """Imports a command's module, and torch if it needs it, when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

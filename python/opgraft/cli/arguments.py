@@ -1,7 +1,7 @@
-"""Arguments for a call of an op, from what somebody typed: `--shape 8192x4096 --arg eps=1e-6`.
+"""Makes the arguments of a call of an op from options: `--shape 8192x4096 --arg eps=1e-6`.
 
-What is not given gets the schema's default, or a value that such a call usually has, which is then
-shown as assumed.
+Other arguments get the schema's default. Without a default they get a value that such a call
+usually has, which is shown as assumed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from opgraft.ops.schema import Argument, Op
 
 
 class ArgumentError(ValueError):
-    """What was typed does not make a call; the message says which part, and what would."""
+    """The options do not make a call; the message says which one is wrong, and what is right."""
 
 
 class Given(NamedTuple):
-    """An argument's value and where it is from: `"given"`, `"default"` or `"assumed"`."""
+    """An argument's value and its origin: `"given"`, `"default"` or `"assumed"`."""
 
     value: Any
     origin: str
 
 
 class Options(NamedTuple):
-    """What was typed.
+    """The options of a command line.
 
     Attributes:
-        shapes: of the op's tensors in the schema's order, as `8192x4096` or `8192x4096:bf16`.
+        shapes: the shapes of the op's tensors in the schema's order, as `8192x4096` or
+            `8192x4096:bf16`.
         named: `name=value` for any argument.
-        dtype: of tensors that say none.
-        device: of every tensor.
-        requires_grad: whether tensors of floating point require grad.
-        real: allocate the tensors; else they are fake, which takes no memory and no device.
+        dtype: the dtype of tensors whose shape names none.
+        device: the device of all tensors.
+        requires_grad: whether floating-point tensors require grad.
+        real: whether to allocate the tensors; if not, they are fake and need neither memory nor a
+            device.
     """
 
     shapes: Sequence[str] = ()
@@ -65,14 +67,14 @@ _ALIASES = {
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """A dtype by torch's name or a usual short one.
+    """A dtype by torch's name or a common short name.
 
     >>> parse_dtype("bf16"), parse_dtype("torch.float8_e4m3fn")
     (torch.bfloat16, torch.float8_e4m3fn)
     """
     found = _ALIASES.get(text.lower()) or getattr(torch, text.lower().removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ArgumentError(f"{text!r} is no dtype: such as float32, bf16, int64")
+        raise ArgumentError(f"{text!r} is no dtype: give one such as float32, bf16, int64")
     return found
 
 
@@ -86,7 +88,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
         return ()
     parts = text.lower().split("x")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ArgumentError(f"{text!r} is no shape: sizes joined by x, such as 8192x4096")
+        raise ArgumentError(f"{text!r} is no shape: give sizes joined by x, such as 8192x4096")
     return tuple(int(part) for part in parts)
 
 
@@ -94,7 +96,7 @@ def arguments(op: Op, options: Options) -> dict[str, Given]:
     """A value for every argument of an op, by name.
 
     Raises:
-        ArgumentError: something that was typed does not fit, or is missing.
+        ArgumentError: an option does not fit the op, or is missing.
     """
     return _Builder(op, options).build()
 
@@ -123,26 +125,28 @@ class _Builder:
         return {argument.name: self._given[argument.name] for argument in self._op.arguments}
 
     def _texts(self) -> list[tuple[Argument, str]]:
-        """What was typed, by argument: the named ones, and shapes for the tensors then left."""
+        """The text for each argument: the named ones, then shapes for the remaining tensors."""
         known = {argument.name: argument for argument in self._op.arguments}
         texts: dict[str, str] = {}
         for each in self._options.named:
             name, equals, text = each.partition("=")
             if not equals or name not in known:
                 near = spelling.hint(name, known)
-                raise ArgumentError(f"--arg {each}: NAME=VALUE, of {', '.join(known)}{near}")
+                raise ArgumentError(
+                    f"--arg {each}: give NAME=VALUE, for one of {', '.join(known)}{near}"
+                )
             texts[name] = text
         tensors = [a for a in self._op.arguments if a.is_tensor and a.name not in texts]
         if len(self._options.shapes) > len(tensors):
             raise ArgumentError(
-                f"{len(self._options.shapes)} x --shape, and {self._op.name} has "
-                f"{len(tensors)} tensors left to give one: {self._op.overload._schema}"
+                f"--shape is given {len(self._options.shapes)} times, and {self._op.name} has only "
+                f"{len(tensors)} tensors without a shape: {self._op.overload._schema}"
             )
         pairs = zip(tensors, self._options.shapes, strict=False)
         texts |= {argument.name: text for argument, text in pairs}
         return [(known[name], text) for name, text in texts.items()]
 
-    # Values that were typed.
+    # Values that options give.
 
     def _parse(self, argument: Argument, text: str) -> Any:
         if text.lower() == "none":
@@ -184,14 +188,14 @@ class _Builder:
         floating = tensor.is_floating_point() or tensor.is_complex()
         return tensor.requires_grad_(self._options.requires_grad and floating)
 
-    # Values that were not.
+    # Values of the other arguments.
 
     def _fill(self, argument: Argument) -> Given:
         if not argument.required:
             return Given(argument.default, "default")
         if argument.kind.startswith("Optional["):
             return Given(None, "assumed")
-        assumed = next((value for applies, value in _USUAL if applies(argument)), None)
+        assumed = next((value for applies, value in _ASSUMED_VALUES if applies(argument)), None)
         if assumed is None or (self._first() is None and assumed in _FROM_FIRST):
             flag = "--shape" if argument.is_tensor else f"--arg {argument.name}=..."
             raise ArgumentError(
@@ -201,7 +205,7 @@ class _Builder:
         return Given(assumed(self._first(), argument), "assumed")
 
     def _first(self) -> torch.Tensor | None:
-        """The first tensor that is there, after which others are modelled."""
+        """The first tensor that has a value; assumed arguments are derived from it."""
         values = (self._given[a.name].value for a in self._op.arguments if a.name in self._given)
         flat = (each for value in values for each in _flat(value))
         return next((each for each in flat if isinstance(each, torch.Tensor)), None)
@@ -223,11 +227,11 @@ def _literal(text: str) -> Any:
     """A number, a bool, a list of them: as in Python, `true` and `false` as well."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text.lower(), text))
-    except (ValueError, SyntaxError):  # which show a node of the parser's
+    except (ValueError, SyntaxError):  # their messages show a node of the parser
         raise ValueError(f"{text!r} is no number, no bool and no list of them") from None
 
 
-#: What a number may be, by a word of the argument's kind.
+#: The Python types that a number may have, by a word in the argument's type.
 _NUMBERS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int": (int,),
@@ -250,8 +254,8 @@ def _dtype(first: Any, _: Argument) -> torch.dtype:
     return dtype
 
 
-# What a call usually has where its schema gives no default, by what the argument is.
-_USUAL: tuple[tuple[Callable[[Argument], bool], Callable[[Any, Argument], Any]], ...] = (
+# Usual values for arguments without a default, by a test of the argument.
+_ASSUMED_VALUES: tuple[tuple[Callable[[Argument], bool], Callable[[Any, Argument], Any]], ...] = (
     (lambda a: a.is_tensor, _like),
     (lambda a: a.name == "normalized_shape", _last_size),
     (lambda a: "ScalarType" in a.kind, _dtype),
@@ -265,10 +269,10 @@ _USUAL: tuple[tuple[Callable[[Argument], bool], Callable[[Any, Argument], Any]],
 _FROM_FIRST = (_like, _last_size, _dtype)
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as a person would write it.
 
-    >>> show(torch.empty(2, 3, dtype=torch.bfloat16)), show([torch.float16, None])
+    >>> format_value(torch.empty(2, 3, dtype=torch.bfloat16)), format_value([torch.float16, None])
     ('bfloat16[2, 3] on cpu', '[float16, None]')
     """
     return describe(value, device, gradient)

@@ -16,7 +16,7 @@ import torch
 from opgraft.cli import output
 from opgraft.core import building, loader, store
 
-# In a process of its own: a core cannot be unloaded, and one that is broken may take it down.
+# It runs in its own process: a core cannot be unloaded, and a broken one may crash the process.
 _TRIAL = """
 import importlib.util, sys
 import torch
@@ -27,13 +27,13 @@ spec.loader.exec_module(module)
 
 
 @click.command("build")
-@click.option("--force", is_flag=True, help="Even where there is one already.")
+@click.option("--force", is_flag=True, help="Compile it even if there is one already.")
 @output.json_option
 def command(force: bool, as_json: bool) -> None:
     """Compile the core for the torch that is installed.
 
-    It goes into a cache that only this user can write to: OPGRAFT_CACHE, or ~/.cache/opgraft. CXX,
-    CXXFLAGS, LDFLAGS and MAX_JOBS are heeded.
+    The core goes into a cache that only this user can write to: OPGRAFT_CACHE, or ~/.cache/opgraft.
+    CXX, CXXFLAGS, LDFLAGS and MAX_JOBS have their usual meaning.
     """
     try:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -45,7 +45,7 @@ def command(force: bool, as_json: bool) -> None:
 
 
 def build(*, force: bool = False) -> Path:
-    """Compile the core for the running torch into the cache, unless there is one that fits.
+    """Compile the core for the running torch into the cache, unless there already is one.
 
     Returns:
         The core's file.
@@ -57,12 +57,12 @@ def build(*, force: bool = False) -> Path:
     if status.built and not force:
         print(f"opgraft: nothing to do, there is one: {status}")
         return Path(str(getattr(loader.load(), "__file__", "")))
-    target = store.place(torch.__version__)
+    target = store.core_path(torch.__version__)
     root = target.parent.parent
-    replaces = target.is_file()  # what is there is not used, or is not wanted
+    replaces = target.is_file()  # the existing core does not fit, or --force is given
     with _private_files():
         root.mkdir(parents=True, exist_ok=True)
-        if reason := store.distrust(root):
+        if reason := store.why_untrusted(root):
             raise building.BuildError(f"the cache {root} cannot be used: {reason}")
         with _lock(root / f"{target.parent.name}.lock"):
             if replaces or not target.is_file():
@@ -113,7 +113,7 @@ def _try(core: Path) -> None:
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """What is created meanwhile is this user's alone, whatever the umask; for the whole process."""
+    """A scope in which created files are private to this user; the umask is the whole process's."""
     before = os.umask(0o077)
     try:
         yield

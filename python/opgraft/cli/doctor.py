@@ -1,4 +1,4 @@
-"""`opgraft doctor`: is what is installed here doing its work, and if not, why and what to do."""
+"""`opgraft doctor`: does everything that is installed work, and if not, why and what to do."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _VARIABLES = ("OPGRAFT_", "TRITON_", "CUTE_DSL_", "TORCH_DEVICE_BACKEND_AUTOLOAD
 
 
 class Check(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        topic: what was looked at.
-        level: `"ok"`; `"note"`: as it is meant to be, or nothing to be done; `"problem"`: something
-            that is installed does not work.
+        topic: what was checked.
+        level: `"ok"`; `"note"`: intended, or nothing to be done; `"problem"`: something that is
+            installed does not work.
         text: what was found.
         mend: what to do about it.
     """
@@ -58,7 +58,7 @@ class Check(NamedTuple):
 def command(as_json: bool) -> int:
     """Check torch, the DSLs, the GPU, the core, the packs, caches and neighbours.
 
-    The exit status is 0 where everything that is installed works, and 1 where something does not.
+    The exit status is 0 if everything that is installed works, and 1 if something does not.
     """
     checks = list(examine())
     healthy = all(check.level != "problem" for check in checks)
@@ -76,7 +76,7 @@ def command(as_json: bool) -> int:
 
 
 def examine() -> Iterator[Check]:
-    """Everything that `opgraft doctor` looks at, in the order in which it says it."""
+    """All checks of `opgraft doctor`, in the order in which it prints them."""
     yield from _torch()
     yield from _compiled_core()
     yield from _gpus()
@@ -188,7 +188,7 @@ def _packs() -> Iterator[Check]:
 
 
 def _overrides() -> Iterator[Check]:
-    """What is registered and can never run here, by reason, and what failed in this process."""
+    """Overrides that cannot run here, grouped by reason, and those that failed in this process."""
     missing, off, away = defaultdict(list), defaultdict(list), defaultdict(list)
     for override in overrides():
         if (failure := _failure(override)) is not None:
@@ -198,28 +198,30 @@ def _overrides() -> Iterator[Check]:
             missing[override.unavailable].append(override)
         elif (reason := override.why_off()) is not None:
             off[reason].append(override)
-        elif (reason := facts.out_of_reach(override)) is not None:
+        elif (reason := facts.why_unreachable(override)) is not None:
             away[reason].append(override)
-    for reason, those in missing.items():
-        # "triton is missing (no module triton): pip install ...": what was found, and the mend.
+    for reason, affected in missing.items():
+        # The reason is such as "triton is missing (no module triton): pip install ...".
         found, colon, mend = reason.rpartition(": ")
-        text = f"{_names(those)}: {found if colon else reason}"
-        yield Check("overrides", _weigh_missing(those), text, mend if colon else "")
-    for reason, those in (*off.items(), *away.items()):
-        yield Check("overrides", "note", f"{_names(those)}: {reason}")
-    reachable = [o for o in overrides() if o.enabled and facts.out_of_reach(o) is None]
+        text = f"{_names(affected)}: {found if colon else reason}"
+        yield Check("overrides", _level_of_missing(affected), text, mend if colon else "")
+    for reason, affected in (*off.items(), *away.items()):
+        yield Check("overrides", "note", f"{_names(affected)}: {reason}")
+    reachable = [o for o in overrides() if o.enabled and facts.why_unreachable(o) is None]
     if reachable:
         yield Check("overrides", "ok", f"calls can reach {_names(reachable)}")
 
 
-def _weigh_missing(those: Iterable[Override]) -> Level:
-    """A pack may have overrides of several DSLs, each an extra; a user's own needs its DSL."""
-    extras = (each.pack and (dsl := dsls.find(each.dsl or "")) and dsl.missing() for each in those)
+def _level_of_missing(affected: Iterable[Override]) -> Level:
+    """How bad a missing DSL is: for a pack it is an optional extra, but a user's own needs it."""
+    extras = (
+        each.pack and (dsl := dsls.find(each.dsl or "")) and dsl.missing() for each in affected
+    )
     return "note" if all(extras) else "problem"
 
 
 def _failure(override: Override) -> str | None:
-    """What went wrong with it since it was registered."""
+    """What went wrong with an override since it was registered; None if nothing did."""
     if override.state.given_up is not None:
         return f"given up: {override.state.given_up}"
     if override.state.quarantined:
@@ -230,13 +232,13 @@ def _failure(override: Override) -> str | None:
     return None
 
 
-def _names(those: Iterable[Override]) -> str:
-    return ", ".join(f"{override.name} ({override.op})" for override in those)
+def _names(affected: Iterable[Override]) -> str:
+    return ", ".join(f"{override.name} ({override.op})" for override in affected)
 
 
 # ------------------------------------------------------------------ DSLs
 
-# In processes of their own: a DSL that is broken may take the process down with it.
+# They run in their own processes: a broken DSL may crash the process.
 _TRIALS = {
     "triton": """
 import triton
@@ -270,7 +272,7 @@ def _dsls() -> Iterator[Check]:
 
 @cache
 def _trial(dsl: str) -> tuple[dict[str, Any], str]:
-    """What a DSL says about itself, and why it cannot be imported (empty where it can)."""
+    """What a DSL reports about itself, and why it cannot be imported (empty if it can)."""
     command = [sys.executable, "-c", "import json\n" + _TRIALS[dsl]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -284,7 +286,7 @@ def _trial(dsl: str) -> tuple[dict[str, Any], str]:
 
 
 def _host_compiler() -> Iterator[Check]:
-    """What Triton compiles the code with that launches its kernels, once for each signature."""
+    """The C compiler with which Triton compiles a launcher for each kernel signature."""
     if not dsls.TRITON.available():
         return
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -303,34 +305,34 @@ def _host_compiler() -> Iterator[Check]:
     yield Check("compiler", "problem" if needed else "note", text, mend)
 
 
-# ------------------------------------------------------------------ who else is there
+# ------------------------------------------------------------------ other kernels at the same ops
 
 
 def _neighbours() -> Iterator[Check]:
-    """Kernels of others at an op and key that has overrides of ours."""
+    """Third-party kernels at an op and key that has overrides."""
     alone = True
     chains = {(chain.op.name, chain.dispatch_key): chain for chain in registry.chains()}
     for each in neighbours():
-        # Not by resolving the name: the op of a library that is gone can no longer be resolved.
+        # The name is not resolved: that fails for an op whose library is gone.
         chain = chains.get((each.op, each.dispatch_key))
         if chain is None or not chain.members:
             continue
         for note in each.notes():
             alone = False
-            level, mend = _weigh(each, note)
+            level, mend = _level_of_note(each, note)
             yield Check("neighbours", level, f"{each.op} at {each.dispatch_key}: {note}", mend)
     if alone and overrides():
         yield Check("neighbours", "ok", "no kernel but PyTorch's where the overrides are")
 
 
-def _weigh(neighbours: Neighbours, note: str) -> tuple[Level, str]:
+def _level_of_note(neighbours: Neighbours, note: str) -> tuple[Level, str]:
     """Whether a note on neighbours is a problem, and what to do about it."""
     owners = {kernel.owner for kernel in neighbours.above}
     if not note.startswith("shadowed"):
         return "note", ""
-    if owners <= {"torch._native"}:  # which hands on what it does not take
+    if owners <= {"torch._native"}:  # it passes on the calls that it does not take
         return "note", "TORCH_DISABLE_NATIVE_JIT=1 keeps torch._native's kernels out"
-    mend = "register it before the first override of that op, or see that it hands calls on"
+    mend = "register it before the first override of that op, or let it pass calls on"
     return "problem", mend
 
 
@@ -353,7 +355,7 @@ def _caches() -> Iterator[Check]:
     for name, place in _dsl_caches():
         if not place.is_dir():
             yield Check("caches", "note", f"{name}: {place}, not there yet")
-        elif reason := store.distrust(place):
+        elif reason := store.why_untrusted(place):
             text = f"{name}: {place} holds code that {name} runs, and others could have written it"
             yield Check("caches", "problem", f"{text}: {reason}")
         else:
@@ -371,12 +373,12 @@ def _dsl_caches() -> Iterator[tuple[str, Path]]:
 
 
 def _default_inductor_cache() -> str | None:
-    # By the file, which needs nothing else: importing Inductor takes seconds. Not its `cache_dir`,
-    # which makes the folder.
+    # Run only this file, which has no imports of torch's: importing Inductor takes seconds. Do not
+    # call its `cache_dir`, which creates the folder.
     file = Path(torch.__file__).parent / "_inductor" / "runtime" / "cache_dir_utils.py"
     try:
         place: str = runpy.run_path(str(file))["default_cache_dir"]()
-    except Exception:  # a torch that has it elsewhere
+    except Exception:  # a torch that defines it elsewhere
         return None
     return place
 

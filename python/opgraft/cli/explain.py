@@ -10,7 +10,14 @@ from rich.console import Console
 
 import opgraft
 from opgraft.cli import facts, output
-from opgraft.cli.arguments import ArgumentError, Given, Options, arguments, called_with, show
+from opgraft.cli.arguments import (
+    ArgumentError,
+    Given,
+    Options,
+    arguments,
+    called_with,
+    format_value,
+)
 from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import resolve
 
@@ -22,7 +29,7 @@ from opgraft.ops.schema import resolve
     "shapes",
     multiple=True,
     metavar="8192x4096[:DTYPE]",
-    help="Of a tensor; repeated, of the op's tensors in their order.",
+    help="A tensor's shape; repeat it for the op's other tensors, in their order.",
 )
 @click.option(
     "--arg",
@@ -31,11 +38,13 @@ from opgraft.ops.schema import resolve
     metavar="NAME=VALUE",
     help="Any argument: a number, a list, a tensor's shape, none.",
 )
-@click.option("--dtype", default="float32", show_default=True, help="Of tensors that say none.")
+@click.option(
+    "--dtype", default="float32", show_default=True, help="Of tensors whose shape names none."
+)
 @click.option("--device", help="Of the tensors.  [default: cuda where there is one, else cpu]")
-@click.option("--requires-grad", is_flag=True, help="As in training.")
-@click.option("--backward", is_flag=True, help="What the backward calls, too.")
-@click.option("--real", is_flag=True, help="Allocate the tensors, for a cond that looks closely.")
+@click.option("--requires-grad", is_flag=True, help="The tensors require grad, as in training.")
+@click.option("--backward", is_flag=True, help="Explain what the backward calls, too.")
+@click.option("--real", is_flag=True, help="Allocate the tensors, for a cond that needs memory.")
 @output.json_option
 def command(
     op: str,
@@ -48,10 +57,10 @@ def command(
     real: bool,
     as_json: bool,
 ) -> None:
-    """Say which override would take a call of OP, and for each that would not, why.
+    """Say which override would take a call of OP, and why each other one would not.
 
-    Nothing runs. OP is named as torch prints it, such as aten::_fused_rms_norm. Arguments that are
-    not given get the schema's default, or what such a call usually has.
+    No kernel runs. OP is named as torch prints it, such as aten::_fused_rms_norm. Arguments that
+    are not given get the schema's default, or a value that such a call usually has.
 
     opgraft explain aten::_fused_rms_norm --shape 8192x4096 --dtype bf16
     """
@@ -70,7 +79,8 @@ def command(
     found = explanation.as_dict()
     found["notes"] = [*found["notes"], *_elsewhere(found, device), *_notes(torch.device(device))]
     found["call"] = {
-        name: {"value": show(each.value), "origin": each.origin} for name, each in given.items()
+        name: {"value": format_value(each.value), "origin": each.origin}
+        for name, each in given.items()
     }
     if as_json:
         output.print_json(found)
@@ -79,10 +89,10 @@ def command(
 
 
 def _check_device(device: str, *, real: bool, backward: bool) -> None:
-    """Refuse what needs a device that is not here.
+    """Refuse options that need a device which is not here.
 
     Raises:
-        click.UsageError: it does.
+        click.UsageError: an option needs such a device.
     """
     try:
         key = _key(torch.device(device))
@@ -100,7 +110,7 @@ def _key(device: torch.device) -> str:
 
 
 def _elsewhere(found: dict[str, Any], device: str) -> list[str]:
-    """Where the overrides of the op are, and of those that it calls, if none is at this device."""
+    """Notes on other dispatch keys with overrides of the op, or of ops that it calls."""
     here = _key(torch.device(device))
     names = {found["op"], *found["others"]}
     if found["overrides"] or found["reached"]:
@@ -117,11 +127,11 @@ def _notes(device: torch.device) -> list[str]:
     key = _key(device)
     if not is_built_for(key):
         notes.append(
-            f"this torch is built without {key}: conditions are asked as where it is built with "
-            "it; which ops have kernels there is not known here"
+            f"this torch is built without {key}: conditions are evaluated as in a build with it; "
+            "which ops have kernels there is not known here"
         )
     elif not facts.has_device(key):
-        notes.append(f"there is no {key} device here: this is what this torch would do")
+        notes.append(f"there is no {key} device here: this is what would happen with one")
     notes += [  # the others are in the explanation's own notes
         f"pack {row['name']} is not active: {row['reason']}"
         for row in facts.pack_rows()
@@ -134,7 +144,7 @@ def _print(console: Console, given: dict[str, Given], found: dict[str, Any]) -> 
     console.print(found["op"])
     for name, each in given.items():
         origin = "" if each.origin == "given" else f"  ({each.origin})"
-        console.print(f"  {name} = {show(each.value)}{origin}")
+        console.print(f"  {name} = {format_value(each.value)}{origin}")
     if found["dispatch_key"] is None:
         _print_made_of_ops(console, found)
     else:

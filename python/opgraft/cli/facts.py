@@ -1,4 +1,4 @@
-"""What several commands tell about this process and this machine."""
+"""Facts about this process and this machine that several commands print."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from opgraft.when import nodes
 
 
 def versions() -> dict[str, str | None]:
-    """Of opgraft and torch, and of the DSLs that are there (None: not installed)."""
+    """The versions of opgraft, torch and the DSLs (None: not installed)."""
     known = {"opgraft": distributions.version("opgraft"), "torch": str(torch.__version__)}
     return known | {dsl.name: dsl.version() for dsl in dsls.KNOWN}
 
 
 def core() -> dict[str, Any]:
-    """Whether there is a compiled core, which, and if not, why."""
+    """Whether there is a compiled core, which one, and if not, why."""
     status = loader.status()
     module = loader.load()
     return {
@@ -51,7 +51,7 @@ def pack_rows() -> list[dict[str, Any]]:
 
 
 def override_rows() -> list[dict[str, Any]]:
-    """Every override that is registered, chain by chain, in the order in which they are asked."""
+    """Every registered override, chain by chain, in the order of asking."""
     return [
         {
             "op": override.op,
@@ -61,7 +61,7 @@ def override_rows() -> list[dict[str, Any]]:
             "pack": override.pack,
             "priority": override.priority,
             "enabled": override.enabled,
-            "reason": override.why_off() or out_of_reach(override),
+            "reason": override.why_off() or why_unreachable(override),
         }
         for override in overrides()
     ]
@@ -74,8 +74,8 @@ def capabilities() -> list[tuple[int, int]]:
     return [nodes.cuda_capability(index) for index in range(torch.cuda.device_count())]
 
 
-def out_of_reach(override: Override) -> str | None:
-    """Why no call on this machine can reach an override that is on; None where one can."""
+def why_unreachable(override: Override) -> str | None:
+    """Why no call on this machine can reach an enabled override; None where one can."""
     key = override.dispatch_key
     if not has_device(key):
         return f"there is no {key} device here"

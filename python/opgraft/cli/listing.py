@@ -9,7 +9,7 @@ import click
 from opgraft import spelling
 from opgraft.cli import facts, output
 
-#: How a pack's state reads; the JSON has the bare word.
+#: A pack's state as the table prints it; the JSON has the state itself.
 _STATES = {
     "active": "active",
     "inactive": "not active",
@@ -24,9 +24,9 @@ _STATES = {
 @click.option("--dsl", help="Only overrides of this DSL.")
 @output.json_option
 def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) -> None:
-    """List the packs that are installed, and the overrides that `import torch` brings here.
+    """List the installed packs, and the overrides that `import torch` brings here.
 
-    In a pipe each is a line, with tabs between what is said of it: `opgraft list | cut -f 1,3`.
+    In a pipe each is a line, with its cells separated by tabs: `opgraft list | cut -f 1,3`.
     """
     found: dict[str, Any] = {
         "versions": facts.versions(),
@@ -41,9 +41,9 @@ def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) ->
         ],
     }
     if pack is not None and not found["packs"] and not found["overrides"]:
-        raise click.UsageError(f"there is no pack {pack!r}: {spelling.misspelt('pack', pack)}")
-    for key, word in (("op", op), ("dsl", dsl)):
-        if word is not None and not found["overrides"] and (text := _unknown(key, word)):
+        raise click.UsageError(f"there is no pack {pack!r}: {spelling.problem_with('pack', pack)}")
+    for key, value in (("op", op), ("dsl", dsl)):
+        if value is not None and not found["overrides"] and (text := _unknown(key, value)):
             raise click.UsageError(text)
     if as_json:
         output.print_json(found)
@@ -58,16 +58,16 @@ def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) ->
     if overrides:
         _print_overrides(overrides)
     elif selects:
-        console.print("No override that is registered is such a one.")
+        console.print("No registered override matches.")
     versions = (f"{name} {version or '-'}" for name, version in found["versions"].items())
     console.print("  ".join(versions))
 
 
-def _unknown(key: str, word: str) -> str:
-    """What is wrong with a word that nothing here has; empty where nothing is."""
-    if key == "op" and spelling.overloads(word):
+def _unknown(key: str, value: str) -> str:
+    """What is wrong with a value that matches nothing here; empty if nothing is known to be."""
+    if key == "op" and spelling.overloads(value):
         return ""
-    return spelling.misspelt(key, word)
+    return spelling.problem_with(key, value)
 
 
 def _print_packs(rows: list[dict[str, Any]]) -> None:

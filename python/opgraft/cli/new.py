@@ -1,4 +1,4 @@
-"""`opgraft new`: a kernel pack to begin with."""
+"""`opgraft new`: creates a kernel pack to begin with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from opgraft.cli import output
 
-# A pack that works as it is, under a name that is replaced: as a distribution's and as a module's.
+# The template is a working pack. Its two names are replaced: the distribution's and the module's.
 _TEMPLATES = Path(__file__).parent / "templates" / "pack"
 _NAME, _MODULE = "my-pack", "my_pack"
 
@@ -24,13 +24,13 @@ _NAME, _MODULE = "my-pack", "my_pack"
     "--into",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
-    help="The folder in which the pack's own is made.  [default: this one]",
+    help="The folder in which the pack's folder is created.  [default: this one]",
 )
 @output.json_option
 def command(name: str, into: Path, as_json: bool) -> None:
     """Make a kernel pack called NAME: a Triton kernel with its conditions, tests and benchmark.
 
-    It works as it is: `make test` in it passes.
+    The pack works without a change: `make test` in it passes.
     """
     if problem := refuse(name):
         raise click.UsageError(f"{name!r} {problem}")
@@ -55,20 +55,20 @@ def refuse(name: str) -> str:
     """Why a pack cannot have that name; empty where it can.
 
     >>> refuse("fast-norms"), refuse("2fast")
-    ('', 'is no name for a pack: letters, digits and - between them, a letter first')
+    ('', 'is no name for a pack: use letters, digits and -, and begin with a letter')
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_][A-Za-z0-9]+)*", name):
-        return "is no name for a pack: letters, digits and - between them, a letter first"
+        return "is no name for a pack: use letters, digits and -, and begin with a letter"
     module = module_name(name)
     if keyword.iskeyword(module) or module in sys.stdlib_module_names:
         return f"would be the module {module}, which is Python's own"
     if importlib.util.find_spec(module) is not None:
-        return f"would be the module {module}, and there is one of that name here"
+        return f"would be the module {module}, and a module of that name is installed"
     return ""
 
 
 def module_name(name: str) -> str:
-    """The module of a distribution.
+    """The name of a pack's module.
 
     >>> module_name("Fast-norms")
     'fast_norms'
@@ -77,7 +77,7 @@ def module_name(name: str) -> str:
 
 
 def rendered(name: str) -> Iterator[tuple[Path, str]]:
-    """The pack's files: where each belongs in its folder, and what it says."""
+    """The pack's files: each one's path in its folder, and its text."""
     for file in sorted(_TEMPLATES.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
             path, text = file.relative_to(_TEMPLATES), file.read_text(encoding="utf-8")

@@ -26,9 +26,9 @@ def print_json(value: Any) -> None:
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Where lines go, stdout if nothing else. They are shown as they are: `[name]` is no markup.
+    """A console on a stream, by default stdout. It prints text unchanged: `[name]` is no markup.
 
-    Where the output is no terminal, lines are not broken: `grep` looks for what is in one.
+    If the output is no terminal, lines are not wrapped: `grep` searches line by line.
     """
     stream = stream or sys.stdout
     soft_wrap = not stream.isatty()
@@ -43,11 +43,11 @@ def print_table(
     prose: Sequence[str] = (),
     stream: TextIO | None = None,
 ) -> None:
-    """Print a table of which no name is ever cut, to stdout or `stream`; None is nothing.
+    """Print a table to stdout or `stream`, without truncating names; None prints as nothing.
 
-    On a terminal columns that hold nothing are left out, and those of `prose` fold; where it is too
-    narrow for the rest, each row becomes a paragraph. Elsewhere (a pipe, a file) each row is a
-    line, and tabs are between its cells.
+    On a terminal, empty columns are left out and the columns of `prose` wrap. If the terminal is
+    too narrow for the others, each row becomes a paragraph. Elsewhere (a pipe, a file) each row is
+    a line, and tabs separate its cells.
     """
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     if not (stream or sys.stdout).isatty():
@@ -57,7 +57,7 @@ def print_table(
     used = [i for i, _ in enumerate(columns) if any(row[i] for row in cells)]
     to = console(stream)
     if (
-        sum(_least(columns[i], [row[i] for row in cells], columns[i] in prose) for i in used)
+        sum(_min_width(columns[i], [row[i] for row in cells], columns[i] in prose) for i in used)
         + (3 * len(used) + 1)
         > to.width
     ):
@@ -71,16 +71,16 @@ def print_table(
     to.print(result)
 
 
-#: Columns that prose is given at least.
-_PROSE = 24
+#: The least width of a prose column.
+_MIN_PROSE_WIDTH = 24
 
 
-def _least(heading: str, cells: Sequence[str], is_prose: bool) -> int:
+def _min_width(heading: str, cells: Sequence[str], is_prose: bool) -> int:
     widest = max(map(cell_len, (heading, *cells)))
     if not is_prose:
         return widest
     words = max((cell_len(word) for cell in (heading, *cells) for word in cell.split()), default=0)
-    return min(widest, max(_PROSE, words))
+    return min(widest, max(_MIN_PROSE_WIDTH, words))
 
 
 def _print_paragraphs(
@@ -89,7 +89,7 @@ def _print_paragraphs(
     rows: Iterable[Sequence[str]],
     stream: TextIO | None,
 ) -> None:
-    """Not through rich, which would break a long name; the terminal goes on in its next line."""
+    """Print rows as paragraphs. Not through rich, which would break a long name in two."""
     click.echo(click.style(title, bold=True), file=stream)
     for row in rows:
         first, *rest = [(name, cell) for name, cell in zip(columns, row, strict=True) if cell]

@@ -1,4 +1,4 @@
-"""`opgraft profile`: runs a program, and prints what its ops cost and could cost."""
+"""`opgraft profile`: runs a script, and prints what its ops cost and could cost."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import click
 import torch
 
 import opgraft
-from opgraft.cli import output, programs
-from opgraft.profiling import report
+from opgraft.cli import output, scripts
+from opgraft.profiling import profile_report
 
 
-@click.command("profile", context_settings=programs.CONTEXT)
-@programs.program_options
+@click.command("profile", context_settings=scripts.CONTEXT)
+@scripts.script_options
 @click.option(
     "--warmup",
     type=click.IntRange(min=0),
     default=0,
     metavar="N",
-    help="Leave out what comes before the end of the Nth step of an optimizer.",
+    help="Leave out everything before the end of an optimizer's Nth step.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Profile N steps of an optimizer.  [default: to the program's end]",
+    help="Profile N steps of an optimizer.  [default: to the script's end]",
 )
 @click.option(
     "--rows",
@@ -39,9 +39,9 @@ from opgraft.profiling import report
     metavar="N",
     help="How many kinds of call to print, those with most time.",
 )
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="A file for all of it.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write JSON to a file.")
 @click.option(
-    "--html", "html_path", type=click.Path(dir_okay=False), help="A file for a page with a plot."
+    "--html", "html_path", type=click.Path(dir_okay=False), help="Write a page with a plot."
 )
 def command(
     is_module: bool,
@@ -56,23 +56,23 @@ def command(
 ) -> int:
     """Run SCRIPT and print to stderr what its ops cost, who took them, and the device's limit.
 
-    The whole program is profiled, or with --warmup and --steps some steps of its training: a step
-    ends where an optimizer's step does. A program without one marks steps itself, by
-    opgraft.profile(). The packs are active in it. The exit status is the script's.
+    The whole script is profiled, or with --warmup and --steps some steps of its training: a step
+    ends where an optimizer's step does. A script without an optimizer can mark its steps itself,
+    with opgraft.profile(). Packs are active. The exit status is the script's.
 
     opgraft profile --warmup 3 --steps 5 --html profile.html train.py
     """
     opgraft.packs.activate()
-    program = programs.prepare(script, arguments, is_module=is_module)
+    script_main = scripts.prepare(script, arguments, is_module=is_module)
     profile = opgraft.profile(warmup=warmup, steps=steps)
     with profile, _marked(profile.step) if warmup or steps else nullcontext():
-        status = programs.run(program)
+        status = scripts.run(script_main)
     try:
         found = profile.report
     except RuntimeError as error:
         click.echo(f"opgraft profile: {error}", err=True)
         return status or 1
-    with programs.report_stream(path) as stream:
+    with scripts.output_stream(path) as stream:
         _print(found, rows, stream)
     for place in filter(None, (json_path, html_path)):
         text = profile.as_json() if place == json_path else profile.html()
@@ -82,7 +82,7 @@ def command(
 
 @contextmanager
 def _marked(step: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, each step that an optimizer does on this thread ends a step."""
+    """A scope in which each optimizer step on this thread calls `step`."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     here = threading.get_ident()
@@ -98,13 +98,17 @@ def _marked(step: Callable[[], None]) -> Iterator[None]:
         handle.remove()
 
 
-def _print(found: report.Report, rows: int, stream: TextIO) -> None:
+def _print(found: profile_report.ProfileReport, rows: int, stream: TextIO) -> None:
     shown = found.lines[:rows]
     to = output.console(stream)
-    for line in report.head(found):
+    for line in profile_report.head(found):
         to.print(line)
-    cells = [report.cells(line, found.steps) for line in shown]
+    cells = [profile_report.cells(line, found.steps) for line in shown]
     prose = ["inputs", "note"]
-    output.print_table("opgraft profile", report.HEADINGS, cells, prose=prose, stream=stream)
-    for line in filter(None, [report.rest_text(found, len(shown)), *report.tail(found)]):
+    output.print_table(
+        "opgraft profile", profile_report.HEADINGS, cells, prose=prose, stream=stream
+    )
+    for line in filter(
+        None, [profile_report.rest_text(found, len(shown)), *profile_report.tail(found)]
+    ):
         to.print(line)

@@ -1,4 +1,4 @@
-"""`opgraft run`: runs a program with a trace, and prints where its calls went."""
+"""`opgraft run`: runs a script with a trace, and prints where its calls went."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import json
 import click
 
 import opgraft
-from opgraft.cli import programs
+from opgraft.cli import scripts
 
 
-@click.command("run", context_settings=programs.CONTEXT)
-@programs.options
+@click.command("run", context_settings=scripts.CONTEXT)
+@scripts.script_and_json_options
 def command(
     is_module: bool, path: str | None, as_json: bool, script: str, arguments: tuple[str, ...]
 ) -> int:
     """Run SCRIPT with its ARGUMENTS and print to stderr where the calls of its ops went.
 
-    The packs are active in it, as after `import torch`. The exit status is the script's.
+    Packs are active, as after `import torch`. The exit status is the script's.
     """
     opgraft.packs.activate()
-    program = programs.prepare(script, arguments, is_module=is_module)
+    script_main = scripts.prepare(script, arguments, is_module=is_module)
     with opgraft.trace() as trace:
-        status = programs.run(program)
-    with programs.report_stream(path) as stream:
+        status = scripts.run(script_main)
+    with scripts.output_stream(path) as stream:
         print(json.dumps(trace.as_dict(), indent=2) if as_json else trace, file=stream)
     return status

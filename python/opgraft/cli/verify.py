@@ -1,4 +1,4 @@
-"""`opgraft verify`: are the overrides right? Against PyTorch's own kernels and its own tests."""
+"""`opgraft verify`: are the overrides right? Compares them with PyTorch's kernels, on its tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import click
 import opgraft
 from opgraft import verification
 from opgraft.cli import output
-from opgraft.verification.apart import verify_apart
-from opgraft.verification.report import Report
+from opgraft.verification.subprocesses import verify_in_subprocesses
+from opgraft.verification.verification_report import VerificationReport
 
 
 @click.command("verify")
@@ -29,19 +29,23 @@ from opgraft.verification.report import Report
     "modules",
     multiple=True,
     metavar="MODULE",
-    help="Import it first, as it registers overrides; repeated.",
+    help="Import a module that registers overrides first; can be repeated.",
 )
-@click.option("--check", "checks", multiple=True, help="Only this check; repeated.")
-@click.option("--k", default=2.0, show_default=True, help="Times native's own error.")
-@click.option("--seed", default=0, show_default=True, help="Of all values.")
-@click.option("--max-samples", default=300, show_default=True, help="For each override.")
-@click.option("--max-seconds", default=math.inf, help="After which no sample is begun, for each.")
-@click.option("--opinfo/--no-opinfo", default=True, help="With PyTorch's own samples.")
-@click.option("--compile", is_flag=True, help="Under torch.compile, too: seconds for each.")
+@click.option("--check", "checks", multiple=True, help="Only this check; can be repeated.")
+@click.option(
+    "--k", default=2.0, show_default=True, help="The allowed error, as a multiple of native's own."
+)
+@click.option("--seed", default=0, show_default=True, help="The seed of all values.")
+@click.option("--max-samples", default=300, show_default=True, help="Samples for each override.")
+@click.option(
+    "--max-seconds", default=math.inf, help="Begin no sample of an override after this time."
+)
+@click.option("--opinfo/--no-opinfo", default=True, help="Use PyTorch's own samples, or not.")
+@click.option("--compile", is_flag=True, help="Also under torch.compile: seconds for each.")
 @click.option(
     "--jobs", default=1, show_default=True, type=click.IntRange(min=1), help="Processes at a time."
 )
-@click.option("--junit", type=click.Path(dir_okay=False), help="A file for JUnit XML.")
+@click.option("--junit", type=click.Path(dir_okay=False), help="Write JUnit XML to a file.")
 @output.json_option
 def command(
     what: str | None,
@@ -61,15 +65,15 @@ def command(
     junit: str | None,
     as_json: bool,
 ) -> int:
-    """Check overrides against the native kernels that they stand in for.
+    """Check overrides against the native kernels that they replace.
 
-    Those of a PACK, or of an OP such as aten::_softmax, or all that are registered. On the samples
-    of PyTorch's own tests, on the pack's, and on samples made from each override's condition, on
-    both sides of every boundary. The exit status is 0 if everything passed, 1 if something failed,
-    3 if something could not be verified here.
+    It checks the overrides of a PACK, those of an OP such as aten::_softmax, or all that are
+    registered. The samples are those of PyTorch's own tests, those of the pack, and samples made
+    from each override's condition, on both sides of every boundary. The exit status is 0 if
+    everything passed, 1 if something failed, 3 if something could not be verified here.
 
-    With --jobs above 1 each override has a process of its own, so that what one does to the device
-    or to the process does not reach the others.
+    With --jobs above 1 each override has a process of its own. What one override does to the device
+    or to the process then does not affect the others.
     """
     for module in modules:
         _import(module)
@@ -98,13 +102,13 @@ def command(
             arguments += [f"--max-seconds={max_seconds}"]
             arguments += ["--opinfo" if opinfo else "--no-opinfo"]
             arguments += ["--compile"] if compile else []
-            report = verify_apart(
+            report = verify_in_subprocesses(
                 chosen,
                 arguments,
                 jobs,
                 k=k,
                 seed=seed,
-                tell=lambda line: click.echo(line, err=True),
+                log=lambda line: click.echo(line, err=True),
             )
     except opgraft.RegistrationError as error:
         raise click.UsageError(str(error)) from error
@@ -122,7 +126,7 @@ def _repeated(option: str, values: tuple[str, ...]) -> list[str]:
 
 
 def _import(module: str) -> None:
-    # As `python -m` has it: a user's module is looked for where the command is run.
+    # As for `python -m`, a user's module is searched in the current folder.
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -132,7 +136,7 @@ def _import(module: str) -> None:
         raise click.ClickException(f"--import {module}: {about}") from error
 
 
-def _print(report: Report) -> None:
+def _print(report: VerificationReport) -> None:
     if report.overrides:
         columns = ["override", "op", "samples", "hits", "misses", "error", "verdict"]
         rows = [
@@ -149,5 +153,5 @@ def _print(report: Report) -> None:
         ]
         output.print_table("opgraft verify", columns, rows)
     for line in report.details():
-        # Not through the console, which would break a reproducer's lines.
+        # Not through the console, which would wrap a reproducer's lines.
         click.echo(line)

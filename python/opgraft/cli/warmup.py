@@ -1,4 +1,4 @@
-"""`opgraft warmup`: runs a program to fill the DSLs' caches, and tells what its plans would be."""
+"""`opgraft warmup`: runs a script to fill the DSLs' caches, and prints its launch plans."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ import json
 import click
 
 import opgraft
-from opgraft.cli import programs
+from opgraft.cli import scripts
 from opgraft.plan import warm
 
 
-@click.command("warmup", context_settings=programs.CONTEXT)
-@programs.options
+@click.command("warmup", context_settings=scripts.CONTEXT)
+@scripts.script_and_json_options
 def command(
     is_module: bool, path: str | None, as_json: bool, script: str, arguments: tuple[str, ...]
 ) -> int:
-    """Run SCRIPT with its ARGUMENTS, to compile and tune the kernels that it needs ahead.
+    """Run SCRIPT with its ARGUMENTS, to compile and tune the kernels that it needs in advance.
 
-    What is compiled stays in the caches on disk, for the next process. Launch plans belong to their
-    process; what is printed to stderr of them is how many a run of the script records, and what
-    cannot be recorded. The packs are active, as after `import torch`. The exit status is the
-    script's.
+    The caches on disk keep what is compiled for the next process. Launch plans belong to their
+    process. How many of them a run of the script records, and what cannot be recorded, is printed
+    to stderr. Packs are active, as after `import torch`. The exit status is the script's.
     """
     opgraft.packs.activate()
-    program = programs.prepare(script, arguments, is_module=is_module)
+    script_main = scripts.prepare(script, arguments, is_module=is_module)
     with warm.watching() as report, opgraft.when_not_ready("wait"):
-        status = programs.run(program)
-    with programs.report_stream(path) as stream:
+        status = scripts.run(script_main)
+    with scripts.output_stream(path) as stream:
         print(json.dumps(report.as_dict(), indent=2) if as_json else report, file=stream)
     return status

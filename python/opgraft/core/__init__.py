@@ -1,1 +1,1 @@
-"""The compiled core: finding it, building it, and whether one may be trusted."""
+"""The compiled core: finding it, building it, and whether it can be trusted."""

@@ -1,12 +1,12 @@
 """Compiles the core from its C++ sources, for setup.py and for `opgraft build`.
 
-setup.py runs this file where neither torch nor opgraft is installed: it is the standard library's
-alone. Torch's headers are all that a core is compiled from. Its symbols are found when it is
-loaded, in the libraries that `import torch` has loaded by then, so one machine can compile a core
-for a torch that it does not have.
+setup.py runs this file where neither torch nor opgraft is installed, so it imports only the
+standard library. A core needs only torch's headers to compile. Its symbols are resolved when it is
+loaded, from the libraries that `import torch` has loaded, so a machine can compile a core for a
+torch that it does not have.
 
-`loader` takes names from here at every `import torch` with packs: `shlex` and `sysconfig`, which
-nothing else needs by then, are imported where they are used.
+`loader` imports this module at every `import torch` with packs. So `shlex` and `sysconfig`, which
+nothing else imports by then, are imported where they are used.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ __all__ = [
     "sources",
 ]
 
-# A version of a release, with the part that says for which devices it was built.
+# The version of a release, with the suffix of the devices that it was built for.
 _RELEASE = r"(\d+\.\d+\.\d+)(?:\+(?:cpu|cu\d+|rocm[\d.]+|xpu))?"
-# What the headers of every torch from 2.11 on compile as; those from 2.13 on ask for it.
+# The headers of every torch from 2.11 on compile with it, and those from 2.13 on need it.
 _STANDARD = "-std=c++20"
 _FLAGS = ["-O3", "-DNDEBUG", "-g0", "-Wall", "-fPIC", "-fvisibility=hidden"]
-# The libraries of torch that a core names as needed, and so finds among those that are loaded:
-# torch does not load them for everyone, so that without the names nothing of theirs is found.
+# Torch's libraries that a core is linked against by name. torch does not load them with global
+# symbols, so a core would not find their symbols otherwise.
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
-# The sources that one run of the compiler reads at most: its memory grows with them, and so does
-# the name of what it makes.
-_MOST = 12
+# The most sources for one run of the compiler. Its memory use grows with them, and so does the
+# object's name.
+_MAX_SOURCES_PER_UNIT = 12
 
 
 class BuildError(Exception):
-    """The core cannot be compiled here; the message says why, and what to do about it."""
+    """The core cannot be compiled here. The message says why, and what to do about it."""
 
 
 def release(version: str) -> tuple[int, int, int]:
@@ -79,14 +79,14 @@ def module_name(torch_version: str) -> str:
 
 
 def file_name(module: str) -> str:
-    """What the file of an extension module is called under the Python that runs this."""
+    """The file name of an extension module for the running Python."""
     import sysconfig
 
     return module.rpartition(".")[2] + str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def headers_release(include: Path) -> str:
-    """The release of the torch whose headers are in a folder, such as "2.13.0"."""
+    """The release of the torch headers in a folder, such as "2.13.0"."""
     header = include / "torch" / "headeronly" / "version.h"
     try:
         text = header.read_text()
@@ -102,7 +102,7 @@ def headers_release(include: Path) -> str:
 
 
 class TorchBuild(NamedTuple):
-    """Which torch it is: what a core was compiled for, or what runs.
+    """A build of torch: the one a core was compiled for, or the running one.
 
     Attributes:
         version: as `torch.__version__` has it.
@@ -116,12 +116,11 @@ class TorchBuild(NamedTuple):
         return f"{self.version} (commit {self.commit[:12] or 'unknown'})"
 
     def agrees_with(self, other: TorchBuild) -> bool:
-        """Whether a core for the one fits the other.
+        """Whether a core for this build fits the other one.
 
-        The structures that a core is compiled against are those of a commit. Nobody says so of
-        what is no release: a vendor's build, a nightly or one from somebody's sources may be of a
-        release's commit and hold more. It agrees with itself alone; the builds of a release, for
-        the CPU or one CUDA or another, are of one source, and agree.
+        A core depends on the C++ structures of torch's commit. The builds of a release, for the CPU
+        or any CUDA, are made from one commit, and agree. Any other build (a vendor's, a nightly,
+        one from modified sources) may differ from its commit, so it agrees only with itself.
 
         >>> cpu = TorchBuild("2.13.0+cpu", "cf30153c")
         >>> cpu.agrees_with(TorchBuild("2.13.0+cu130", "cf30153c"))
@@ -138,7 +137,7 @@ class TorchBuild(NamedTuple):
 
 
 def headers_build(include: Path) -> TorchBuild:
-    """Which torch the headers in a folder are of, as `version.py` beside the folder says."""
+    """The build of the torch headers in a folder, from the `version.py` beside the folder."""
     path = include.parent / "version.py"
     try:
         tree = ast.parse(path.read_text())
@@ -157,7 +156,7 @@ def headers_build(include: Path) -> TorchBuild:
 
 
 def sources() -> Path:
-    """The folder of the C++ sources: an install has them in the package, a clone beside it."""
+    """The folder of the C++ sources: inside the package if installed, beside it in a clone."""
     here = Path(__file__).resolve().parents[1]  # the package
     installed, clone = here / "csrc", here.parents[1] / "csrc"
     for folder in (installed, clone):
@@ -167,7 +166,7 @@ def sources() -> Path:
 
 
 def digest(folder: Path) -> str:
-    """What tells cores apart that were compiled from other sources, or in another way."""
+    """A digest of the sources and of how they are compiled."""
     state = hashlib.sha256()
     for path in [*sorted(folder.glob("*.cpp")), *sorted(folder.glob("*.h")), Path(__file__)]:
         content = path.read_bytes()
@@ -176,8 +175,8 @@ def digest(folder: Path) -> str:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command: what `CXX` says, which may hold a launcher, or `c++`."""
-    command = _words("CXX") or ["c++"]
+    """The C++ compiler's command: `CXX`, which may include a launcher, or `c++`."""
+    command = _split_variable("CXX") or ["c++"]
     if shutil.which(command[0]) is None:
         raise BuildError(
             f"no C++ compiler ({command[0]!r} not found); install one (Debian and Ubuntu: apt "
@@ -192,15 +191,15 @@ def compile_core(
 ) -> None:
     """Compile the core in `folder` against the torch headers in `include`.
 
-    How far it is goes to stdout.
+    Progress is printed to stdout.
 
     Args:
-        target: the extension module's file, which is replaced at once; its name says the module's.
-        objects: keeps the object files; those that are newer than the sources are used again.
-        warnings: whether to show what the compiler says where it compiles, too.
+        target: the extension module's file, which is replaced atomically. The module has its name.
+        objects: the folder for object files. Those that are newer than the sources are used again.
+        warnings: whether to show the compiler's output even if it succeeds.
 
     Raises:
-        BuildError: it cannot be compiled here. What the compiler said is on stderr.
+        BuildError: it cannot be compiled here. The compiler's output is on stderr.
     """
     if not sys.platform.startswith("linux"):
         raise BuildError(f"the core is built on Linux only so far, and this is {sys.platform}")
@@ -209,7 +208,7 @@ def compile_core(
     import sysconfig
 
     python = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
-    if not any((Path(place) / "Python.h").is_file() for place in python):
+    if not any((Path(folder) / "Python.h").is_file() for folder in python):
         raise BuildError(
             f"Python's own headers are missing (no Python.h in {' or '.join(sorted(python))}); "
             "install them (Debian and Ubuntu: apt install python3-dev; Fedora: dnf install "
@@ -221,36 +220,36 @@ def compile_core(
         *_FLAGS,
         "-DTORCH_API_INCLUDE_EXTENSION_H",
         f"-DTORCH_EXTENSION_NAME={target.name.partition('.')[0]}",
-        *(f"-isystem{place}" for place in (include, include / "torch/csrc/api/include")),
-        *(f"-isystem{place}" for place in sorted(python)),
-        *_words("CXXFLAGS"),
+        *(f"-isystem{folder}" for folder in (include, include / "torch/csrc/api/include")),
+        *(f"-isystem{folder}" for folder in sorted(python)),
+        *_split_variable("CXXFLAGS"),
         f'-DOPGRAFT_TORCH_VERSION="{build.version}"',
         f'-DOPGRAFT_TORCH_COMMIT="{build.commit}"',
     ]
-    # Another torch, which may be in the same place, compiler or flag has objects of its own.
-    kept = objects / hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
-    kept.mkdir(parents=True, exist_ok=True)
-    reused, units = _outdated(folder, kept)
+    # Objects are kept apart by torch (even in the same folder), compiler and flags.
+    object_folder = objects / hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
+    object_folder.mkdir(parents=True, exist_ok=True)
+    reused, units = _outdated(folder, object_folder)
     try:
-        compiled = _compile(units, [*command, f"-iquote{folder}"], kept, warnings=warnings)
+        compiled = _compile(units, [*command, f"-iquote{folder}"], object_folder, warnings=warnings)
         _link(compiler, [str(path) for path in sorted(reused + compiled)], target)
     except _CompilerError as error:
-        print(error.said, end="", file=sys.stderr, flush=True)
+        print(error.output, end="", file=sys.stderr, flush=True)
         raise
 
 
-def _outdated(folder: Path, kept: Path) -> tuple[list[Path], list[list[Path]]]:
-    """The objects that are used again, and the units to compile for the sources that have none.
+def _outdated(folder: Path, object_folder: Path) -> tuple[list[Path], list[list[Path]]]:
+    """The objects to use again, and the units of the other sources to compile.
 
-    A unit is sources that are compiled as one: nearly all of the time goes into torch's headers,
-    which are then read once. An object's name says which sources it is of. A source that was edited
-    since is compiled alone from then on, so that working on it takes no longer than it must.
+    A unit is several sources that are compiled as one, so that torch's headers, which take nearly
+    all of the time, are parsed once. An object's name lists its sources. A source that was edited
+    since is compiled alone from then on, so that working on it recompiles no other.
     """
     left = {path.stem: path for path in sorted(folder.glob("*.cpp"))}
     edited_at = {stem: path.stat().st_mtime_ns for stem, path in left.items()}
     headers = max((path.stat().st_mtime_ns for path in folder.glob("*.h")), default=0)
     reused, edited = [], []
-    for path in sorted(kept.glob("*.o")):
+    for path in sorted(object_folder.glob("*.o")):
         made, stems = path.stat().st_mtime_ns, path.stem.split("+")
         newer = [stem for stem in stems if edited_at.get(stem, 0) >= made]
         if made > headers and not newer and left.keys() >= set(stems):
@@ -265,30 +264,32 @@ def _outdated(folder: Path, kept: Path) -> tuple[list[Path], list[list[Path]]]:
 
 
 def _units(sources: Sequence[Path]) -> list[list[Path]]:
-    """Sources in groups of about one size, as many as compilers run at once."""
-    count = max(_jobs(), -(-len(sources) // _MOST))
+    """Sources in groups of about equal size, one per parallel compiler."""
+    count = max(_jobs(), -(-len(sources) // _MAX_SOURCES_PER_UNIT))
     units: list[list[Path]] = [[] for _ in range(min(count, len(sources)))]
     sizes = {path: path.stat().st_size for path in sources}
     for path in sorted(sources, key=lambda path: (-sizes[path], path)):
-        room = [unit for unit in units if len(unit) < _MOST]
+        room = [unit for unit in units if len(unit) < _MAX_SOURCES_PER_UNIT]
         min(room, key=lambda unit: sum(sizes[each] for each in unit)).append(path)
     return [sorted(unit) for unit in units]
 
 
 def _compile(
-    units: Sequence[Sequence[Path]], command: Sequence[str], kept: Path, *, warnings: bool
+    units: Sequence[Sequence[Path]], command: Sequence[str], object_folder: Path, *, warnings: bool
 ) -> list[Path]:
-    """Compile units, several at a time; returns their objects."""
+    """Compile units in parallel. Returns their objects."""
     from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
     def compile_unit(unit: Sequence[Path]) -> list[Path]:
         try:
-            return [_compile_unit(unit, command, kept, warnings=warnings)]
+            return [_compile_unit(unit, command, object_folder, warnings=warnings)]
         except _CompilerError:
             if len(unit) == 1:
                 raise
-        # Where they do not go together, or the memory does not do for all of them, they may alone.
-        return [_compile_unit([source], command, kept, warnings=warnings) for source in unit]
+        # If the sources do not compile as one, or need too much memory, each may compile alone.
+        return [
+            _compile_unit([source], command, object_folder, warnings=warnings) for source in unit
+        ]
 
     compiled: list[Path] = []
     progress = _Progress(sum(map(len, units)))
@@ -296,7 +297,7 @@ def _compile(
         pending = {pool.submit(compile_unit, unit): unit for unit in units}
         try:
             while pending:
-                progress.tell()
+                progress.show()
                 for done in wait(pending, timeout=1, return_when=FIRST_COMPLETED).done:
                     compiled += done.result()
                     progress.add(pending.pop(done))
@@ -308,35 +309,35 @@ def _compile(
 
 
 class _CompilerError(BuildError):
-    def __init__(self, command: Sequence[str], status: int, said: str) -> None:
+    def __init__(self, command: Sequence[str], status: int, output: str) -> None:
         import shlex
 
         super().__init__(f"{shlex.join(command)} ended with {status}")
-        self.said = said
+        self.output = output
 
 
 def _compile_unit(
-    unit: Sequence[Path], command: Sequence[str], kept: Path, *, warnings: bool
+    unit: Sequence[Path], command: Sequence[str], object_folder: Path, *, warnings: bool
 ) -> Path:
-    result = kept / f"{'+'.join(source.stem for source in unit)}.o"
+    result = object_folder / f"{'+'.join(source.stem for source in unit)}.o"
     source = unit[0]
     if len(unit) > 1:
         source = result.with_suffix(".cpp")
         source.write_text("".join(f'#include "{each.name}"\n' for each in unit))
-    fresh = result.with_suffix(".tmp")  # what an interrupted compile leaves is no object
-    begun = time.time_ns()
-    said = _run([*command, "-c", str(source), "-o", str(fresh)])
-    if warnings and said:
-        print(said, end="", file=sys.stderr, flush=True)
-    os.utime(fresh, ns=(begun, begun))  # a source that was edited meanwhile is newer
-    return fresh.replace(result)
+    partial = result.with_suffix(".tmp")  # an interrupted compile must leave no object
+    started = time.time_ns()
+    output = _run([*command, "-c", str(source), "-o", str(partial)])
+    if warnings and output:
+        print(output, end="", file=sys.stderr, flush=True)
+    os.utime(partial, ns=(started, started))  # so sources edited since count as newer
+    return partial.replace(result)
 
 
 class _Progress:
-    """Says how many files are compiled: on a terminal in a line that is written over."""
+    """Prints how many files are compiled. On a terminal it overwrites one line."""
 
     def __init__(self, count: int) -> None:
-        self._count, self._done, self._begun = count, 0, time.monotonic()
+        self._count, self._done, self._started = count, 0, time.monotonic()
         self._is_terminal = sys.stdout.isatty()
 
     def add(self, unit: Sequence[Path]) -> None:
@@ -345,36 +346,36 @@ class _Progress:
             names = ", ".join(source.name for source in unit)
             print(f"  {self._text()}: {names}", flush=True)
 
-    def tell(self) -> None:
+    def show(self) -> None:
         if self._is_terminal:
             print(f"\r  {self._text()}\x1b[K", end="", flush=True)
 
     def end(self) -> None:
         if self._is_terminal and self._count:
-            self.tell()
+            self.show()
             print(flush=True)
 
     def _text(self) -> str:
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._started
         return f"compiled {self._done} of {self._count} files, {seconds:.0f} s"
 
 
 def _link(compiler: Sequence[str], objects: Sequence[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".link") as place:
-        # A library's name is all that is taken from it here, so empty ones of that name will do.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".link") as folder:
+        # The linker needs only the libraries' names, so empty libraries with those names will do.
         for library in (f"lib{name}.so" for name in _LIBRARIES):
             named = ["-shared", "-nostdlib", f"-Wl,-soname,{library}", "-x", "c++", os.devnull]
-            _run([*compiler, *named, "-o", f"{place}/{library}"])
-        linked = Path(place) / target.name
-        needed = [f"-L{place}", "-Wl,--no-as-needed", *(f"-l{name}" for name in _LIBRARIES)]
-        extra = _words("LDFLAGS")
+            _run([*compiler, *named, "-o", f"{folder}/{library}"])
+        linked = Path(folder) / target.name
+        needed = [f"-L{folder}", "-Wl,--no-as-needed", *(f"-l{name}" for name in _LIBRARIES)]
+        extra = _split_variable("LDFLAGS")
         _run([*compiler, "-shared", *objects, "-o", str(linked), *needed, *extra])
-        # Not written in place: a process that runs the file of before would crash.
+        # Not written in place, because processes that have the old file loaded would crash.
         linked.replace(target)
 
 
-def _words(variable: str) -> list[str]:
+def _split_variable(variable: str) -> list[str]:
     """An environment variable, split as a shell would."""
     import shlex
 
@@ -382,7 +383,7 @@ def _words(variable: str) -> list[str]:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Run a compiler; returns what it said."""
+    """Run a compiler. Returns its output."""
     try:
         done = subprocess.run(
             command,

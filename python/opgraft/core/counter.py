@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 class Counter:
     """Counts events from any thread.
 
-    Each thread writes a slot of its own, so no read-modify-write is ever shared; a thread's
-    identity that is used again after it ended goes on counting in the same slot. Reading adds the
-    slots up.
+    Each thread writes only its own slot, so no two threads ever modify one value. A thread that
+    gets the identity of one that ended continues that one's slot. Reading adds up the slots.
 
     >>> counter = Counter()
     >>> counter.add(); counter.add(); counter.total()

@@ -1,7 +1,7 @@
-"""What the compiled core offers to Python: the types of csrc/core.cpp and csrc/plan_impl.cpp.
+"""The interface of the compiled core: the types of csrc/core.cpp and csrc/plan_impl.cpp.
 
-There is no module of this name when a program runs: a core is named after the torch that it is for,
-and `core.loader.in_use()` gives it. This file is for type checkers and readers.
+No module has this name at run time: a core is named after its torch, and `core.loader.in_use()`
+returns it. This file is for type checkers and readers.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 #: All of an op's arguments, in the schema's order.
 Values = tuple[Any, ...]
 
-#: A part of a compiled condition: `opgraft.when.compilation.Node`, whose fields are in this order.
+#: A part of a compiled condition: the fields of `opgraft.when.compilation.Node`, in order.
 Node = tuple[str, Any, int, float, Any, Sequence[int], Sequence[Any]]
 
 class Counter:
@@ -22,7 +22,7 @@ class Counter:
     def total(self) -> int: ...
 
 class Override:
-    """The core's side of an override: its condition, and what runs for a hit."""
+    """An override in the core: its condition, and what runs for a hit."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Override:
         fallbacks: Any,
     ) -> None: ...
     @staticmethod
-    def placeholder(arrived: Callable[[], bool]) -> Override: ...
+    def placeholder(register_overrides: Callable[[], bool]) -> Override: ...
     def set_condition(self, nodes: Sequence[Node]) -> None: ...
-    def ask_python(self) -> None: ...
+    def decide_in_python(self) -> None: ...
     def set_python_impl(
         self,
         router: Router,
@@ -44,7 +44,7 @@ class Override:
         takes_keyset: bool,
         falls_back: bool,
         checked_hits: int,
-        who: str,
+        display_name: str,
     ) -> None: ...
     def set_boxed_impl(self, function: object) -> None: ...
     def quarantine(self, router: Router, values: Values) -> bool: ...
@@ -70,24 +70,24 @@ class Override:
     ) -> None: ...
 
 class Router:
-    """The core's router of one op at one dispatch key. Making one puts it in, for good."""
+    """The core's router of one op at one dispatch key. Creating one installs it, for good."""
 
     def __init__(self, name: str, overload: str, dispatch_key: str) -> None: ...
     def set_hooks(
         self,
         *,
         takes: Callable[[Any, Values], bool],
-        first: Callable[[Any, torch.DispatchKeySet, Values], Any],
+        first_hit: Callable[[Any, torch.DispatchKeySet, Values], Any],
         recover: Callable[[Any, torch.DispatchKeySet, Values, Exception], Any],
-        capturing: Callable[[], bool],
-        error: type[Exception],
+        is_capturing: Callable[[], bool],
+        contract_error: type[Exception],
         observe: Callable[[Values, bool], Callable[..., None] | None],
         decompose: Callable[[Values], Any],
     ) -> None: ...
     def publish(self, chain: Sequence[Override]) -> None: ...
     def call_native(self, keyset: torch.DispatchKeySet, values: Values) -> Any: ...
     def recorder(self, values: Values, device: torch.device) -> Recorder: ...
-    def finish(self, recorder: Recorder, result: Any, keep: object) -> Plan | None: ...
+    def finish(self, recorder: Recorder, result: Any, keep_alive: object) -> Plan | None: ...
     def replay(self, plan: Plan, values: Values, poison: int | None) -> Any: ...
     @property
     def native_origin(self) -> str: ...
@@ -118,19 +118,19 @@ class Bypass(_Context):
     def __init__(self, op: str) -> None: ...
 
 class Reading(_Context):
-    """For tests: this thread is in the middle of a call."""
+    """For tests: this thread is reading a chain, as during a call."""
 
     def __init__(self) -> None: ...
 
 class Derivative:
-    """The core's kernel at the autograd key of an op's backend."""
+    """The core's kernel for custom derivatives, at the autograd key of an op's backend."""
 
     def __init__(self, name: str, overload: str, dispatch_key: str) -> None: ...
     def set_hook(self, hook: Callable[[torch.DispatchKeySet, Values], Any]) -> None: ...
     def publish(self, conditions: Sequence[Sequence[Node] | None]) -> None: ...
 
 class PlanKey:
-    """What a plan is for: a call's metadata, as numbers."""
+    """The key of a plan: a call's metadata, as integers."""
 
     def __len__(self) -> int: ...
     def has_same_arguments(self, other: PlanKey) -> bool: ...
@@ -155,7 +155,7 @@ class PlanEntry:
 
 class PlanTable:
     runs_all: bool
-    #: Whether calls whose kernels are not compiled are native's meanwhile.
+    #: Whether native runs calls whose kernels are not compiled yet.
     gated: bool
     def __init__(
         self, *, plans: int, free_recordings: int, replays_per_recording: int, refusals: int
@@ -181,11 +181,11 @@ class PlanTable:
     @property
     def given_up(self) -> bool: ...
 
-#: What a launch gets: `("pointer", tensor)`, `("value", bits)`, ...; csrc/plan_impl.cpp has them.
+#: A parameter of a launch: `("pointer", tensor)`, `("value", bits)`, ...; see csrc/plan_impl.cpp.
 Parameter = tuple[Any, ...]
 
 class Recorder:
-    """What writes the launches of one hit down."""
+    """Records what one hit does."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -248,9 +248,9 @@ class Core(Protocol):
     def holds(self, nodes: Sequence[Node], values: Values, name: str, overload: str) -> bool: ...
     def plan_key(self, values: Values, name: str, overload: str) -> _PlanKey | None: ...
     def set_capability_lookup(self, function: Callable[[int], int]) -> None: ...
-    def show_whole_ops_to(self, mode: type) -> None: ...
+    def register_tracing_mode(self, mode: type) -> None: ...
     def shut_down(self) -> None: ...
-    def stand_for(self, name: str, overload: str, origin: str, origin_overload: str) -> None: ...
+    def forward_op(self, name: str, overload: str, origin: str, origin_overload: str) -> None: ...
     def watch_launch_hooks(
         self,
         lists: Sequence[list[Any]],

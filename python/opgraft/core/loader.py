@@ -1,12 +1,12 @@
 """Finds the compiled core for the running torch.
 
-A core links against C++ that changes with every torch, and one built for another torch may load
-without a complaint. So the module's name carries the torch that it is for, and what loads is asked
-which torch it was compiled against, to the commit, before anyone uses it. Nothing is compiled here.
+A core links against C++ that changes with every torch, and a core for another torch may load
+without an error. So the module's name contains its torch version, and after loading, the core's
+torch version and commit are compared with the running torch's. Nothing is compiled here.
 
-A core that `opgraft build` compiled goes before one that was installed: somebody asked for it, and
-it is for exactly this torch and these sources, where an installed one is for one patch release of
-each torch. Two cores cannot be tried in turn, as they define the same types.
+A core that `opgraft build` compiled takes precedence over an installed one: the user asked for it,
+and it is for exactly this torch and these sources. An installed core is for one patch release of
+each torch version. Two cores cannot be tried in turn, because they define the same types.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _log = logging.getLogger("opgraft")
 
 
 class CoreStatus(NamedTuple):
-    """What there is of a compiled core.
+    """The status of the compiled core.
 
     Attributes:
-        built: whether there is one that the running torch can use.
-        module: the name that a core for the running torch has.
-        reason: why there is none, with what to do about it; empty where there is one.
+        built: whether there is a core that the running torch can use.
+        module: the name of a core for the running torch.
+        reason: why there is none, and what to do about it; empty if there is one.
     """
 
     built: bool
@@ -54,24 +54,24 @@ class CoreStatus(NamedTuple):
 
 
 def load() -> Core | None:
-    """The compiled core for the running torch, or None; the first call looks for it and logs."""
+    """The compiled core for the running torch, or None. The first call finds it and logs."""
     return _find_once()[0]
 
 
 @cache
 def in_use() -> Core | None:
-    """The core that routes calls in this process; None where Python does."""
+    """The core that routes calls in this process; None if the Python router does."""
     return None if env.wants_python_router() else load()
 
 
 @cache
 def shut_down_at_exit(core: Core) -> None:
-    """Let no call ask Python any more once the interpreter is on its way out."""
+    """Stop calls from entering Python once the interpreter begins to exit."""
     atexit.register(core.shut_down)
 
 
 def status() -> CoreStatus:
-    """Whether :func:`load` has a core, and if not, why."""
+    """Whether :func:`load` returns a core, and if not, why."""
     return _find_once()[1]
 
 
@@ -83,7 +83,7 @@ def _find_once() -> tuple[Core | None, CoreStatus]:
 def _find(
     torch_version: str, commit: str | None = torch.version.git_version
 ) -> tuple[Core | None, CoreStatus]:
-    """The core for a torch, the running one's commit where none is given, and what there is."""
+    """The core for a torch, and its status. The commit defaults to the running torch's."""
     running = TorchBuild(str(torch_version), str(commit))
     name = module_name(torch_version)
     path, refused = store.find(torch_version)
@@ -99,7 +99,7 @@ def _find(
     try:
         module = importlib.import_module(name) if path is None else _import_file(name, path)
         reason = _mismatch(module, running)
-    except Exception as error:  # a broken build must cost the core, not the program
+    except Exception as error:  # without a core the program still runs
         reason = f"importing it failed ({type(error).__name__}: {error})"
     if reason:
         _log.warning("opgraft: compiled core %s is not used: %s", path or name, reason)
@@ -109,8 +109,8 @@ def _find(
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
-    # What is loaded is what was checked, whatever stands at `path` by then.
-    loader = ExtensionFileLoader(name, store.opened(path))
+    # Load the file that was checked, even if another one is at `path` by now.
+    loader = ExtensionFileLoader(name, store.open_trusted(path))
     spec = importlib.util.spec_from_loader(name, loader)
     if spec is None:
         raise ImportError(f"{path} is no extension module")
@@ -122,7 +122,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
 
 
 def _mismatch(module: ModuleType, running: TorchBuild) -> str:
-    """What the core was compiled for that the running torch is not; empty where they agree."""
+    """Why the core does not fit the running torch; empty if it does."""
     compiled_for = TorchBuild(*module.torch_build())
     if not compiled_for.agrees_with(running):
         return f"it was compiled for torch {compiled_for}, and this is {running}"

@@ -1,8 +1,9 @@
-"""Cores that `opgraft build` compiled: where they lie, and whether they may be loaded.
+"""Cores that `opgraft build` compiled: where they are, and whether they can be trusted.
 
-To load a core is to run it. So nothing is loaded that anyone but this user and root could have
-written: not the file, and no folder on the way to it. It is opened first, and what is open is both
-looked at and loaded: between a look at a path and its use the path may come to lead elsewhere.
+To load a core is to run it. So no file is loaded that anyone but this user and root could have
+written, or whose parent folders they could have. The file is opened first, and the open file is
+both checked and loaded: between a check of a path and its use, the path may come to name another
+file.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from pathlib import Path
 
 from opgraft.core import building
 
-__all__ = ["distrust", "find", "opened", "place", "read", "root"]
+__all__ = ["core_path", "find", "open_trusted", "read_trusted", "root", "why_untrusted"]
 
 
 def root() -> Path:
-    """The cache: what `OPGRAFT_CACHE` says, or `~/.cache/opgraft`."""
+    """The cache's folder: `OPGRAFT_CACHE`, or `~/.cache/opgraft`."""
     return Path(os.environ.get("OPGRAFT_CACHE") or "~/.cache/opgraft").expanduser().absolute()
 
 
-def place(torch_version: str) -> Path:
+def core_path(torch_version: str) -> Path:
     """The file of the core for a torch, compiled from these sources for this Python."""
     import sysconfig  # as in building
 
@@ -37,24 +38,25 @@ def place(torch_version: str) -> Path:
 
 
 def find(torch_version: str) -> tuple[Path | None, str]:
-    """The core for a torch, if there is one to load, and why one that is there is not loaded."""
+    """The core for a torch, if one can be loaded, and why an existing one is not loaded."""
     try:
-        if not root().is_dir():  # the common case, which costs no look at the sources
+        if not root().is_dir():  # the common case, which need not read the sources
             return None, ""
-        path = place(torch_version)
+        path = core_path(torch_version)
         if not path.is_file():
             return None, ""
-        reason = distrust(path)
+        reason = why_untrusted(path)
     except (OSError, RuntimeError, building.BuildError) as error:  # no home, no access, no sources
         return None, f"the cache of cores cannot be used ({error})"
     return (None, f"the core {path} is not loaded: {reason}") if reason else (path, "")
 
 
-def opened(path: Path) -> str:
-    """A file that nobody else could have written, opened: a name that stands for what was checked.
+def open_trusted(path: Path) -> str:
+    """Open a file that nobody else could have written; returns a name of the open file.
 
-    Whatever is put at `path` from then on is not what the name leads to. The file stays open for
-    good: the dynamic linker knows by this name what it loads, so it must not become another's.
+    The name stays that of the checked file, even if another one replaces it at `path`. The file is
+    never closed: the dynamic linker identifies what it loads by this name, so no other file may get
+    it.
 
     Raises:
         PermissionError: another user could have written it.
@@ -63,7 +65,7 @@ def opened(path: Path) -> str:
     return f"/proc/self/fd/{_open(path)}"
 
 
-def read(path: Path) -> str:
+def read_trusted(path: Path) -> str:
     """The text of a file that nobody else could have written.
 
     Raises:
@@ -76,33 +78,33 @@ def read(path: Path) -> str:
 
 def _open(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if reason := _distrust_open(descriptor):
+    if reason := _why_open_file_untrusted(descriptor):
         os.close(descriptor)
         raise PermissionError(reason)
     return descriptor
 
 
-def distrust(path: Path) -> str:
-    """Why another user could have written what is at `path`; empty where none could.
+def why_untrusted(path: Path) -> str:
+    """Why another user could have written the file at `path`; empty if none could.
 
-    For those who tell people so. Who reads or runs what is there must have it open: `opened`.
+    This is for messages. To read or run the file, use `open_trusted`, which checks the open file.
     """
     if not hasattr(os, "geteuid") or not hasattr(os, "O_PATH"):
         return "who may write there cannot be told on this system"
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        return _distrust_open(descriptor)
+        return _why_open_file_untrusted(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _distrust_open(descriptor: int) -> str:
-    """Why another user could have written what is open; empty where none could."""
+def _why_open_file_untrusted(descriptor: int) -> str:
+    """Why another user could have written an open file; empty if none could."""
     # Note [Who could have written it]
-    # The kernel says where what is open lies now, all links followed. From the root down each
-    # folder on the way is looked at: once one is known to be ours alone, nobody else can put
-    # another thing in the place of what is in it, so that each answer still holds when the next is
-    # asked for. What stands at the end of the way must be what is open.
+    # The kernel reports the present path of the open file, with all links resolved. The folders of
+    # that path are checked from the root down. Once a folder is known to be writable by us alone,
+    # nobody else can replace what is in it, so each check still holds when the next is made. The
+    # file at the end of the path must be the open file.
     try:
         real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
     except OSError as error:
@@ -118,7 +120,7 @@ def _distrust_open(descriptor: int) -> str:
                 f"{each} belongs to user {info.st_uid}, and this is user {os.geteuid()}; set "
                 "OPGRAFT_CACHE to a folder of your own"
             )
-        # In a sticky folder, such as /tmp, nobody can take away or rename what is another's.
+        # In a sticky folder, such as /tmp, users can remove or rename only their own files.
         sticky = stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX
         if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
             return (

@@ -1,8 +1,8 @@
-"""Who else has a kernel at an op and dispatch key of ours, and in which order they are called.
+"""Which other kernels are registered at an op and dispatch key with a router, and in which order.
 
-The dispatcher keeps every kernel that was registered at an op and key, the last one on top; that
-one runs. So a kernel above our router decides whether calls reach it at all, and one below is what
-"native" means to it.
+The dispatcher keeps every kernel that was registered at an op and key. The last one is on top, and
+it runs. A kernel above our router decides whether calls reach the router at all. The kernel below
+is the router's native kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opgraft.ops.schema import Op
 from opgraft.registry import Chain, registry
 from opgraft.router import dispatcher, installed
 
-# What a kernel's origin tells of its owner; the first that is found in it.
+# A kernel's owner by a part of its origin; the first part that matches counts.
 _OWNERS = (
     ("torch/_native/", "torch._native"),
     ("nn/attention/_fa", "torch.nn.attention.activate_flash_attention_impl"),
@@ -30,14 +30,14 @@ _OWNERS = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """Somebody's kernel at an op and dispatch key."""
+    """A kernel that is registered at an op and dispatch key."""
 
-    #: Where it was registered, as torch says it.
+    #: Where it was registered, as torch prints it.
     origin: str
 
     @property
     def owner(self) -> str:
-        """Whose it is: `"PyTorch"`, `"torch._native"`, ...; a third party's is its origin."""
+        """Who registered it: `"PyTorch"`, `"torch._native"`, ...; for a third party, the origin."""
         return next((owner for part, owner in _OWNERS if part in self.origin), self.origin)
 
     @property
@@ -51,24 +51,24 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Who stands above and below the router of one op and dispatch key."""
+    """The kernels above and below the router of one op and dispatch key."""
 
     op: str
     dispatch_key: str
-    #: On top of the router, the first to be called first: calls reach us only through them.
+    #: Above the router, in the order of calling: calls reach the router only through them.
     above: tuple[Kernel, ...]
-    #: Under it, from the one that it calls on a miss downwards.
+    #: Below the router, beginning with the one that it calls on a miss.
     below: tuple[Kernel, ...]
-    #: The DSLs of `torch._native` overrides at this op and key, whether or not they are in.
+    #: The DSLs of `torch._native` overrides at this op and key, enabled or not.
     torch_native: tuple[str, ...] = ()
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody but PyTorch itself."""
+        """Whether all other kernels are PyTorch's own."""
         return not self.above and all(k.is_pytorchs for k in self.below) and not self.torch_native
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "op": self.op,
             "dispatch_key": self.dispatch_key,
@@ -78,15 +78,15 @@ class Neighbours:
         }
 
     def notes(self) -> list[str]:
-        """What a user should know of them; nothing where there is nobody but PyTorch."""
+        """What a user should know of them; nothing where all other kernels are PyTorch's own."""
         notes = []
         if self.above:
             notes.append(
-                "shadowed by a kernel that was put on top of the overrides later, "
+                "shadowed by a kernel that was registered on top of the overrides later, "
                 f"{self.above[0]}: it is called first, and decides whether they are asked"
             )
         if self.below and not self.below[0].is_pytorchs:
-            notes.append(f"what runs as native is {self.below[0]}, registered before the overrides")
+            notes.append(f"the native kernel is {self.below[0]}, registered before the overrides")
         owners = {kernel.owner for kernel in (*self.above, *self.below)}
         if self.torch_native and "torch._native" not in owners:
             names = ", ".join(self.torch_native)
@@ -99,7 +99,7 @@ class Neighbours:
 
 
 def neighbours() -> list[Neighbours]:
-    """Who stands above and below each router that is installed, in the order of installation.
+    """The kernels above and below each installed router, in the order of installation.
 
     >>> neighbours() == [] or all(isinstance(each, Neighbours) for each in neighbours())
     True
@@ -108,7 +108,7 @@ def neighbours() -> list[Neighbours]:
 
 
 def of_chain(chain: Chain) -> Neighbours:
-    """Who stands above and below the router of one chain, which is installed."""
+    """The kernels above and below the installed router of one chain."""
     above: list[Kernel] = []
     below: list[Kernel] = []
     side = above
@@ -119,7 +119,7 @@ def of_chain(chain: Chain) -> Neighbours:
             side.append(Kernel(origin))
     router = installed(chain)
     if router is not None and not below and router.native_origin:
-        # No kernel at this very key: one for all backends, or for composite ops.
+        # There is no kernel at this key itself: it is one for all backends, or a composite one.
         below.append(Kernel(router.native_origin))
     return Neighbours(
         chain.op.name,
@@ -138,7 +138,7 @@ def _origins(op: Op, dispatch_key: str) -> Iterator[str]:
 
 
 def _torch_native(op: Op, dispatch_key: str) -> tuple[str, ...]:
-    # torch 2.13 has it; it is imported by `import torch` where it exists, and by nobody else.
+    # `import torch` imports it in versions that have it, such as 2.13; nothing else does.
     native = sys.modules.get("torch._native.registry")
     graphs = getattr(native, "_graphs", {})
     nodes = graphs.get((op.registration_name.removesuffix(".default"), dispatch_key), ())

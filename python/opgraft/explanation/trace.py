@@ -12,16 +12,16 @@ from types import TracebackType
 from typing import Any
 
 from opgraft.base import events
-from opgraft.base.notebook import Shown
-from opgraft.explanation.leaf import native_origin
-from opgraft.explanation.verdicts import Status, Verdict, judge, label
+from opgraft.base.notebook import TextDisplay
+from opgraft.explanation.op_calls import native_origin
+from opgraft.explanation.verdicts import Status, Verdict, judge_overrides, label
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override, Selector, registry
 from opgraft.router import installed, observers
 
 log = logging.getLogger(__name__)
 
-#: How many of the values that a part of a condition saw are kept.
+#: How many of the values that a part of a condition saw a trace keeps.
 MAX_SAW = 3
 
 
@@ -39,7 +39,7 @@ class Miss:
     saw_more: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "status": self.status,
             "reason": self.reason,
@@ -50,7 +50,7 @@ class Miss:
 
     def __str__(self) -> str:
         more = ", ..." if self.saw_more else ""
-        return f"{self.reason} ({_joined(self.saw)}{more})" if self.saw else self.reason
+        return f"{self.reason} ({_join_values(self.saw)}{more})" if self.saw else self.reason
 
 
 @dataclass
@@ -65,11 +65,11 @@ class OverrideRow:
     #: Wall time of its hits on the host, their routing included.
     seconds: float = 0.0
     misses: list[Miss] = field(default_factory=list)
-    #: Errors of its impl that native ran instead of, the first of each kind.
+    #: Errors of its impl after which the native kernel ran, each once.
     errors: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "name": self.override.name,
             "dsl": self.override.dsl,
@@ -110,7 +110,7 @@ class Row:
         return self.native_seconds + sum(row.seconds for row in self.overrides)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "op": self.op,
             "dispatch_key": self.dispatch_key,
@@ -125,8 +125,8 @@ class Row:
         }
 
 
-class Trace(Shown):
-    """Routing decisions of what ran while it was open. Prints as a table; iterates over rows."""
+class Trace(TextDisplay):
+    """The routing decisions made while it was open. Prints as a table; iterates over rows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ class Trace(Shown):
 
     def __enter__(self) -> Trace:
         if self._scope is not None:
-            raise RuntimeError("this trace is open already: use another one for a trace inside it")
+            raise RuntimeError("this trace is open already: use another one to nest traces")
         self._scope = observers.observing(self._observe)
         self._scope.__enter__()
         self._opened = time.perf_counter()
@@ -165,7 +165,7 @@ class Trace(Shown):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Overrides that no call can reach, because nothing was installed for them."""
+        """Overrides that no call can reach, because no router is installed for them."""
         return tuple(
             f"{label(override)} of {override.op} at {override.dispatch_key}: {override.why_off()}"
             for override in registry.overrides(Selector())
@@ -176,7 +176,7 @@ class Trace(Shown):
         return iter(self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "seconds": self.seconds,
             "ops": [row.as_dict() for row in self.rows],
@@ -186,16 +186,18 @@ class Trace(Shown):
     def __str__(self) -> str:
         return render(self)
 
-    def _observe(self, chain: Chain, call: Call, kept: bool) -> Callable[[observers.Outcome], None]:
-        verdicts = judge(chain, call, kept=kept)
+    def _observe(
+        self, chain: Chain, call: Call, keeps_derivative: bool
+    ) -> Callable[[observers.Outcome], None]:
+        verdicts = judge_overrides(chain, call, keeps_derivative=keeps_derivative)
 
         def end(outcome: observers.Outcome) -> None:
             with self._lock:
-                self._record(chain, verdicts, outcome)
+                self._add_call(chain, verdicts, outcome)
 
         return end
 
-    def _record(
+    def _add_call(
         self, chain: Chain, verdicts: tuple[Verdict, ...], outcome: observers.Outcome
     ) -> None:
         row = self._row(chain)
@@ -205,7 +207,7 @@ class Trace(Shown):
             row.native_calls += 1
             row.native_seconds += outcome.seconds
         for verdict in verdicts:
-            mine = _of(row, verdict.override)
+            mine = _override_row(row, verdict.override)
             if verdict.override is outcome.ran:
                 mine.hits += 1
                 mine.fallbacks += outcome.fell_back
@@ -213,7 +215,7 @@ class Trace(Shown):
                 if outcome.error is not None and outcome.error not in mine.errors:
                     mine.errors.append(outcome.error)
             else:
-                _count(mine, verdict)
+                _count_miss(mine, verdict)
 
     def _row(self, chain: Chain) -> Row:
         key = (chain.op.name, chain.dispatch_key)
@@ -225,11 +227,11 @@ class Trace(Shown):
 def trace() -> Trace:
     """Record where the calls inside a `with` go: hits and misses by override, reasons, time.
 
-    It sees what runs on this thread and in backwards that are started here, compiled graphs
-    included, wherever a call reaches an op that has overrides; calls of other threads are neither
-    seen nor slowed down. A call that is seen costs more, which its time does not contain; without
-    an open trace nothing costs anything. Times are wall times on the host: a GPU kernel that is
-    still running afterwards is not in them. Traces nest, and each sees all.
+    A trace records each call that reaches an op with overrides on this thread, in compiled graphs
+    too, and in backwards that this thread starts. Calls on other threads are neither recorded nor
+    slowed down. Recording makes a call slower, but its recorded time does not contain that. Without
+    an open trace there is no cost. Times are wall times on the host, so a GPU kernel may still run
+    after them. Traces nest, and each records all calls.
 
     Returns:
         The trace: print it, iterate over its rows, or take `as_dict()`.
@@ -252,7 +254,7 @@ def trace() -> Trace:
     return Trace()
 
 
-def _of(row: Row, override: Override) -> OverrideRow:
+def _override_row(row: Row, override: Override) -> OverrideRow:
     for each in row.overrides:
         if each.override is override:
             return each
@@ -260,7 +262,7 @@ def _of(row: Row, override: Override) -> OverrideRow:
     return row.overrides[-1]
 
 
-def _count(row: OverrideRow, verdict: Verdict) -> None:
+def _count_miss(row: OverrideRow, verdict: Verdict) -> None:
     if verdict.failure is not None:
         reason, saw = verdict.failure.part, verdict.failure.saw
     elif verdict.takes:
@@ -280,10 +282,10 @@ def _count(row: OverrideRow, verdict: Verdict) -> None:
         miss.saw_more = True
 
 
-def _joined(saw: list[str]) -> str:
-    """What a part saw over several calls, what they have in common said once.
+def _join_values(saw: list[str]) -> str:
+    """The values that a part saw over several calls; the common beginning is printed once.
 
-    >>> _joined(["when.size('x', 0) is 4", "when.size('x', 0) is 5"])
+    >>> _join_values(["when.size('x', 0) is 4", "when.size('x', 0) is 5"])
     "when.size('x', 0) is 4, 5"
     """
     subject, verb, _ = saw[0].partition(" is ")

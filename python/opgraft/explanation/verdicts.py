@@ -1,4 +1,4 @@
-"""What an override says to a call: takes it, or why not."""
+"""The verdict of an override on a call: it takes the call, or why it does not."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from opgraft.when import Failure
 
 Status = Literal[
     "takes",  # its impl runs
-    "behind",  # it would take the call, but one before it does
-    "declines",  # its condition, or a rule for all overrides, keeps it from this call
-    "quarantined",  # it failed for such a call before
+    "behind",  # its condition holds, but an override before it takes the call
+    "declines",  # its condition, or a rule for all overrides, excludes this call
+    "quarantined",  # it failed for a call of this kind before
     "disabled",  # by a rule, an environment variable or a scope
-    "unavailable",  # it can never run here: what it needs is missing
+    "unavailable",  # it can never run here: a requirement is missing
     "not asked",  # the call keeps the derivative of a composite op
 ]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one override of a chain does with a call."""
+    """Whether one override of a chain takes a call, and why."""
 
     override: Override
     status: Status
-    #: In words; empty where it takes the call.
+    #: Why, in words; empty where it takes the call.
     reason: str = ""
     #: The part of the condition that did not hold, and the values that it saw.
     failure: Failure | None = None
-    #: Of one that takes the call and may have launch plans: by one, or in Python, and why.
+    #: Where it takes the call and may have launch plans: whether a plan runs or Python, and why.
     plan: str = ""
 
     @property
@@ -41,7 +41,7 @@ class Verdict:
         return self.status == "takes"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: strings, numbers and None only."""
+        """The same as a dict that `json` can write."""
         return {
             "name": self.override.name,
             "dsl": self.override.dsl,
@@ -64,38 +64,40 @@ def label(override: Override) -> str:
     return f"{override.name} [{override.dsl or 'no DSL'}, {override.pack or 'user'}]"
 
 
-def judge(chain: Chain, call: Call, *, kept: bool) -> tuple[Verdict, ...]:
-    """A verdict of each override of a chain, in the order of asking; nothing runs.
+def judge_overrides(chain: Chain, call: Call, *, keeps_derivative: bool) -> tuple[Verdict, ...]:
+    """The verdict of each override of a chain, in the order of asking; no kernel runs.
 
-    `kept`: the call keeps the derivative of a composite op.
+    `keeps_derivative`: whether the call keeps the derivative of a composite op.
     """
     verdicts: list[Verdict] = []
     for override in chain.members:
-        verdict = _judge_alone(override, call, kept=kept)
+        verdict = _judge_override(override, call, keeps_derivative=keeps_derivative)
         if verdict.takes and any(other.takes for other in verdicts):
             verdict = Verdict(override, "behind", "would take it, but one before it does")
         verdicts.append(verdict)
     return tuple(verdicts)
 
 
-def _judge_alone(override: Override, call: Call, *, kept: bool) -> Verdict:
+def _judge_override(override: Override, call: Call, *, keeps_derivative: bool) -> Verdict:
     off = override.why_off()
     if off is not None:
         return Verdict(override, "unavailable" if override.unavailable else "disabled", off)
-    if kept:
+    if keeps_derivative:
         return Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
     try:
-        where = device.at(call, override.dispatch_key)
+        where = device.of_call(call, override.dispatch_key)
         decline = why_not(override, call, capturing=device.is_capturing(where))
-        failure = override.declines(call) if decline and decline.kind == "condition" else None
-    except Exception as error:  # a condition in Python: what a call would raise, told instead
+        failure = (
+            override.condition_failure(call) if decline and decline.kind == "condition" else None
+        )
+    except Exception as error:  # a condition in Python; a real call would raise this
         reason = f"its condition raises {type(error).__name__}: {error}"
         return Verdict(override, "declines", reason)
     if decline is not None:
         return _declined(override, decline, failure)
     if override.plans is None:
         return Verdict(override, "takes")
-    takes, plan = override.plans.outlook(call)
+    takes, plan = override.plans.predict(call)
     if takes:
         return Verdict(override, "takes", plan=plan)
     return Verdict(override, "declines", f"declines: it would run {plan}")

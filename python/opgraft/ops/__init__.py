@@ -1,1 +1,1 @@
-"""Ops as torch declares them: schemas, dispatch keys, and what a call of one is given."""
+"""Ops as torch declares them: schemas, dispatch keys, calls and their arguments."""

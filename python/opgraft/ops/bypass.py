@@ -1,24 +1,24 @@
-"""Calling ops past their overrides, where opgraft itself is made of ops; the router says how."""
+"""Calling ops past their overrides, where opgraft itself calls ops. The router implements it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-#: Given an op's name, lets no override of it be asked on this thread while the context lasts.
+#: Takes an op's name. Inside the context the op's overrides are bypassed on this thread.
 Bypass = Callable[[str], AbstractContextManager[None]]
 
 _bypass: Bypass | None = None
 
 
-def bypass_by(bypass: Bypass) -> None:
-    """Say how overrides are passed by; until then there are none."""
+def set_bypass(bypass: Bypass) -> None:
+    """Set how overrides are bypassed. Before that there are no overrides."""
     global _bypass
     _bypass = bypass
 
 
 def bypassing(op: str) -> AbstractContextManager[None]:
-    """While this lasts, no override of an op is asked on this thread.
+    """Bypass the overrides of an op on this thread.
 
     Args:
         op: its name as torch prints it.

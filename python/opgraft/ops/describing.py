@@ -1,4 +1,4 @@
-"""How messages say what a value is: a tensor by its dtype and sizes, and by what else matters."""
+"""Descriptions of values for messages: a tensor's dtype and sizes, and other details."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
-#: What else to say of a tensor; empty where there is nothing to say.
+#: Returns a further detail of a tensor; empty if there is nothing to say.
 Detail = Callable[[torch.Tensor], str]
 
 
 def strides(tensor: torch.Tensor) -> str:
-    """Its strides, where it is not contiguous."""
+    """Its strides, if it is not contiguous."""
     return "" if tensor.is_contiguous() else f" strides {list(tensor.stride())}"
 
 
 def offset(tensor: torch.Tensor) -> str:
-    """Where it begins in its storage, if not at the start."""
+    """Its storage offset, if that is not 0."""
     return f" offset {tensor.storage_offset()}" if tensor.storage_offset() else ""
 
 
 def accelerator(tensor: torch.Tensor) -> str:
-    """Its device, where that is not the CPU."""
+    """Its device, if that is not the CPU."""
     return "" if tensor.device.type == "cpu" else f" {tensor.device}"
 
 
@@ -37,11 +37,11 @@ def gradient(tensor: torch.Tensor) -> str:
 
 
 def describe(value: Any, *details: Detail) -> str:
-    """A value for a person to read.
+    """A value as text for people.
 
     Args:
         value: an argument or an output of an op.
-        *details: what to say of tensors behind their dtype and sizes.
+        *details: what to say of tensors after their dtype and sizes.
 
     >>> x = torch.empty(2, 3, dtype=torch.bfloat16).t()
     >>> describe(x), describe([x, None, torch.float16], strides)
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def device_name(device: torch.device | None) -> str:
-    """What hardware a device is, as far as it says so.
+    """The name of a device's hardware, if it has one.
 
     >>> device_name(torch.device("cpu"))
     'cpu'

@@ -1,9 +1,9 @@
-"""Which dispatch keys an override can be at."""
+"""The dispatch keys that an override can have."""
 
 from __future__ import annotations
 
-#: Dense backends: the keys at which a native kernel lives below autograd and autocast. An override
-#: belongs there, because everything above (derivatives, casting, functorch) then goes on working.
+#: The keys of dense backends, where native kernels are registered below autograd and autocast. An
+#: override belongs there, so that everything above (derivatives, casting, functorch) keeps working.
 BACKEND_KEYS = (
     *("CPU", "CUDA", "HIP", "XLA", "MPS", "IPU", "XPU", "HPU", "VE", "Lazy", "MTIA", "MAIA"),
     *("PrivateUse1", "PrivateUse2", "PrivateUse3"),
@@ -16,7 +16,7 @@ def is_built_for(dispatch_key: str) -> bool:
     >>> is_built_for("CPU")
     True
     """
-    import torch  # not at the top: the keys alone are wanted where torch is not there yet
+    import torch  # not at the top: the keys are also used before torch is imported
 
     key = "CUDA" if dispatch_key == "HIP" else dispatch_key
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::empty.memory_format", key))

@@ -1,4 +1,4 @@
-"""`lazy`: an impl that is named, and imported by its first call."""
+"""`lazy`: an impl that is given by name, and imported by its first call."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def lazy(target: str) -> Lazy:
 
         impl = opgraft.lazy("my_kernels.softmax:softmax")
 
-    The function takes the op's arguments as any impl does. Its signature is not checked when it is
-    registered, since that would import it. Of two threads that call it first, one imports.
+    The function takes the op's arguments as any impl does. Registration does not check its
+    signature, since that would import it. If two threads make the first call, one imports.
 
     Args:
         target: `"package.module:function"`, as in entry points; the module's full name.
 
     Returns:
-        A callable. What is raised while it imports, its first call raises.
+        A callable. Its first call raises what the import raises.
 
     Raises:
         RegistrationError: `target` is not of that form.

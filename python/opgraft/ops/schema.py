@@ -1,4 +1,4 @@
-"""Ops as their schema describes them: names, arguments, defaults, and a call bound to them."""
+"""Ops as their schemas describe them: names, arguments, defaults, and calls bound to them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from opgraft.ops.lazy_impl import Lazy
 
 
 class HiddenWrites:
-    """Arguments that an op writes to though its schema does not say so.
+    """Arguments that an op writes to without declaring it in its schema.
 
     Attributes:
         arguments: their names.
-        only_if: the name of the boolean argument without which nothing is written; empty if there
-            is none.
+        only_if: the name of a boolean argument: only if it is true does the op write; empty if
+            there is none.
     """
 
     __slots__ = ("arguments", "only_if")
@@ -35,8 +35,8 @@ class HiddenWrites:
 
 _STATISTICS = ("running_mean", "running_var")
 
-#: Ops whose schemas are silent about what they write to, `out=` variants included. A test looks for
-#: others among everything that PyTorch's own samples reach.
+#: Ops that write to arguments without declaring it in their schemas, `out=` variants included. A
+#: test searches for others with PyTorch's own samples.
 HIDDEN_WRITES = {
     # Training updates the running statistics.
     "aten::native_batch_norm": HiddenWrites(_STATISTICS, "training"),
@@ -48,21 +48,21 @@ HIDDEN_WRITES = {
     "aten::batch_norm_update_stats": HiddenWrites(_STATISTICS),
     "aten::batch_norm_gather_stats": HiddenWrites(_STATISTICS),
     "aten::batch_norm_gather_stats_with_counts": HiddenWrites(_STATISTICS),
-    # The random state of cuDNN's and MIOpen's dropout goes on; their backwards use up what the
-    # forward reserved (autograd gives them a copy where it is needed again).
+    # cuDNN's and MIOpen's dropout advances its random state. The backwards overwrite what the
+    # forward reserved (autograd passes a copy if it is needed again).
     "aten::_cudnn_rnn": HiddenWrites(("dropout_state",)),
     "aten::_cudnn_rnn_backward": HiddenWrites(("dropout_state", "reserve")),
     "aten::miopen_rnn": HiddenWrites(("dropout_state",)),
     "aten::miopen_rnn_backward": HiddenWrites(("dropout_state", "reserve")),
     # Each weight becomes a view of the buffer that is returned.
     "aten::_cudnn_rnn_flatten_weight": HiddenWrites(("weight_arr",)),
-    # What `copy_` is made of on backends out of tree.
+    # `copy_` calls these on out-of-tree backends.
     "aten::_copy_from": HiddenWrites(("dst",)),
     "aten::_copy_from_and_resize": HiddenWrites(("dst",)),
-    # Its schema says so since torch 2.6; libraries have copies of the old one.
+    # Its schema declares it since torch 2.6. Libraries have copies of the old schema.
     "aten::rrelu_with_noise": HiddenWrites(("noise",), "training"),
     "aten::rrelu_with_noise_": HiddenWrites(("noise",), "training"),
-    # Sums up in the buffer that the ranks share.
+    # Accumulates in the buffer that the ranks share.
     "symm_mem::one_shot_all_reduce_copy": HiddenWrites(("symm_buffer",)),
 }
 _NO_HIDDEN_WRITES = HiddenWrites(())
@@ -77,16 +77,16 @@ class Argument:
         keyword_only: whether it is given by name.
         required: whether it has no default.
         default: the default, in Python's types; None where there is none.
-        written: whether the op writes to it, its schema may say so (`Tensor(a!)`) or not.
-        is_declared: whether the schema says so.
-        written_only_if: the boolean argument without which nothing is written; empty if none.
-        is_choice: whether it is an integer, or a list of them, that chooses what is done, as `dim`
-            does: one that may not be a symbol. Sizes may.
-        list_size: of a list that a single number is repeated for (`int[2]`); 0 for no list.
+        written: whether the op writes to it, declared in the schema (`Tensor(a!)`) or not.
+        declares_write: whether the schema declares that the op writes to it.
+        written_only_if: the boolean argument that must be true for the op to write; empty if none.
+        is_choice: whether it is an integer, or a list of them, that selects a behaviour, as `dim`
+            does. Such an integer cannot be symbolic. Sizes can.
+        list_size: for a list, how often a single number is repeated (`int[2]`); 0 if it is no list.
     """
 
     __slots__ = (
-        *("default", "is_choice", "is_declared", "keyword_only", "kind", "list_size", "name"),
+        *("default", "is_choice", "declares_write", "keyword_only", "kind", "list_size", "name"),
         *("required", "written", "written_only_if"),
     )
 
@@ -99,7 +99,7 @@ class Argument:
         required: bool,
         default: Any,
         written: bool,
-        is_declared: bool,
+        declares_write: bool,
         written_only_if: str,
         is_choice: bool,
         list_size: int,
@@ -110,7 +110,7 @@ class Argument:
         self.required = required
         self.default = default
         self.written = written
-        self.is_declared = is_declared
+        self.declares_write = declares_write
         self.written_only_if = written_only_if
         self.is_choice = is_choice
         self.list_size = list_size
@@ -125,7 +125,7 @@ class Argument:
 
 
 class Op:
-    """An overload of an operator, with what its schema says.
+    """An overload of an operator, with the facts of its schema.
 
     Get one with :func:`resolve`; there is one object per overload.
     """
@@ -139,17 +139,17 @@ class Op:
         self.positional = tuple(a for a in self.arguments if not a.keyword_only)
         self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
         self.returns = tuple(schema.returns)
-        #: Whether its schema says that it writes to an argument.
-        self.mutates = any(a.is_declared for a in self.arguments)
-        #: Whether it may write to one, said or not: what a second run of it must know.
+        #: Whether its schema declares that it writes to an argument.
+        self.mutates = any(a.declares_write for a in self.arguments)
+        #: Whether it may write to one, declared or not. Whatever runs it a second time must know.
         self.writes = any(a.written for a in self.arguments)
-        #: Whether it says that it writes to an argument or returns a part of one.
+        #: Whether its schema declares that it writes to or returns (a view of) an argument.
         self.writes_or_aliases = any(
             a.alias_info is not None for a in (*schema.arguments, *schema.returns)
         )
         self._returns_tensors = all("Tensor" in str(each.type) for each in self.returns)
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
-        #: Where each argument stands, and its kind, by name.
+        #: The position of each argument, and its kind, by name.
         self.index = {a.name: i for i, a in enumerate(self.arguments)}
         self.kinds = {a.name: a.kind for a in self.arguments}
 
@@ -158,14 +158,14 @@ class Op:
 
     @property
     def registration_name(self) -> str:
-        """The name as `torch.library.Library.impl` wants it: without the namespace."""
+        """The name for `torch.library.Library.impl`: without the namespace."""
         return self.name.split("::", 1)[1]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Bind a call to the schema, defaults filled in.
 
-        torch drops trailing arguments that equal their default before it calls a kernel written in
-        Python; here they come back, so that `cond` and `impl` always see all of them.
+        torch drops trailing arguments that equal their default before it calls a kernel in Python.
+        This adds them again, so that `cond` and `impl` always get all arguments.
 
         Raises:
             TypeError: the arguments do not fit the schema.
@@ -188,7 +188,7 @@ class Op:
         return Call(self, tuple(map(_as_dispatched, self.arguments, values)))
 
     def as_returned(self, result: Any) -> Any:
-        """A result as the kernel returned it: torch hands out a wrapped number as a bare one."""
+        """A result as the kernel returned it. torch unwraps wrapped numbers, so wrap them again."""
         if isinstance(result, torch.Tensor) or not self._returns_tensors:
             return result
         from opgraft.ops.wrapped_number import as_tensors
@@ -207,13 +207,13 @@ class Call:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """The positional arguments; lists are copies, so that an impl may change its own."""
-        return tuple(map(_fresh, self.values[: len(self.op.positional)]))
+        """The positional arguments. Lists are copied, so that an impl may change them."""
+        return tuple(map(_copied_list, self.values[: len(self.op.positional)]))
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword-only arguments by name."""
-        rest = map(_fresh, self.values[len(self.op.positional) :])
+        rest = map(_copied_list, self.values[len(self.op.positional) :])
         return {a.name: value for a, value in zip(self.op.keyword_only, rest, strict=True)}
 
     @property
@@ -226,7 +226,7 @@ class Call:
         return any(True for _ in self.written())
 
     def written(self) -> Iterator[tuple[Argument, torch.Tensor]]:
-        """Every tensor that this call writes to, with the argument that it is or is in."""
+        """Every tensor that this call writes to, with its argument."""
         if not self.op.writes:
             return
         for argument, value in zip(self.op.arguments, self.values, strict=True):
@@ -236,12 +236,12 @@ class Call:
                     yield argument, tensor
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor among the arguments, those inside lists too."""
+        """Every tensor among the arguments, also those in lists."""
         for value in self.values:
             yield from _tensors(value)
 
     def named_tensors(self) -> Iterator[tuple[Argument, torch.Tensor]]:
-        """The same, each with the argument that it is or is in."""
+        """Every tensor among the arguments, each with its argument."""
         for argument, value in zip(self.op.arguments, self.values, strict=True):
             yield from ((argument, tensor) for tensor in _tensors(value))
 
@@ -273,7 +273,7 @@ def resolve(op: str | OpOverload | OpOverloadPacket | Op) -> Op:
         return _op(_overload(op, "default"))
     namespace, symbol = _parts(op) if isinstance(op, str) else ("", "")
     if not namespace:
-        near = _near("aten", op.rpartition(".")[2]) if isinstance(op, str) else ""
+        near = _suggestions("aten", op.rpartition(".")[2]) if isinstance(op, str) else ""
         raise RegistrationError(
             f"{op!r} does not name an op{near or ':'} give it as torch prints it, such as "
             "'aten::mul.Tensor' or 'aten::_softmax', or as the OpOverload, such as "
@@ -309,7 +309,9 @@ def resolve_symbol(namespace: str, symbol: str) -> Op:
     except AttributeError:
         packet = None
     if not isinstance(packet, OpOverloadPacket):
-        raise RegistrationError(f"there is no op {namespace}::{name}{_near(namespace, name)}")
+        raise RegistrationError(
+            f"there is no op {namespace}::{name}{_suggestions(namespace, name)}"
+        )
     return _op(_overload(packet, overload or "default"))
 
 
@@ -340,9 +342,9 @@ def _overloads(packet: OpOverloadPacket) -> list[str]:
 
 
 def _is_dispatched(packet: OpOverloadPacket, overload: str) -> bool:
-    """Whether the dispatcher has the overload; TorchScript has some more, of Python's numbers."""
+    """Whether the dispatcher has the overload. TorchScript has more, for Python numbers."""
     name = packet._qualified_op_name + (f".{overload}" if overload != "default" else "")
-    return bool(torch._C._dispatch_has_kernel(name))  # which says whether it knows the name
+    return bool(torch._C._dispatch_has_kernel(name))  # whether the dispatcher has it
 
 
 @cache
@@ -350,7 +352,7 @@ def _op(overload: OpOverload) -> Op:
     return Op(overload)
 
 
-def _near(namespace: str, name: str) -> str:
+def _suggestions(namespace: str, name: str) -> str:
     known = {full.split(".")[0] for full in torch._C._dispatch_get_all_op_names()}
     if not any(full.startswith(f"{namespace}::") for full in known):
         return f"; import the library that defines the namespace {namespace!r} first"
@@ -367,12 +369,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
-def _fresh(value: Any) -> Any:
+def _copied_list(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
 def _as_dispatched(argument: Argument, value: Any) -> Any:
-    """What the dispatcher makes of a value: a tensor of a number, a list of an integer."""
+    """The value that the dispatcher passes on: a tensor for a number, a list for an integer."""
     is_list = isinstance(value, (list, tuple))
     if not is_list and not isinstance(value, (bool, int, float, complex)):
         return value
@@ -383,7 +385,7 @@ def _as_dispatched(argument: Argument, value: Any) -> Any:
     return [value] * argument.list_size if argument.list_size and not is_list else value
 
 
-# A schema holds default dtypes and memory formats as the numbers that C++ gives them.
+# A schema holds default dtypes and memory formats as the integers of C++'s enums.
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64),
@@ -408,16 +410,16 @@ def _argument(arg: Any, hidden: HiddenWrites) -> Argument:
     kind = str(arg.real_type)
     default = None if required else _typed(kind, arg.default_value)
     alias = arg.alias_info
-    is_declared = alias is not None and alias.is_write
-    is_hidden = arg.name in hidden.arguments and not is_declared
+    declares_write = alias is not None and alias.is_write
+    is_hidden = arg.name in hidden.arguments and not declares_write
     return Argument(
         name=arg.name,
         kind=kind,
         keyword_only=arg.kwarg_only,
         required=required,
         default=default,
-        written=is_declared or is_hidden,
-        is_declared=is_declared,
+        written=declares_write or is_hidden,
+        declares_write=declares_write,
         written_only_if=hidden.only_if if is_hidden else "",
         is_choice=_is_choice(arg.real_type),
         list_size=(arg.N or 1) if "List[" in kind else 0,
@@ -431,7 +433,7 @@ def _is_choice(declared: Any) -> bool:
 
 
 def check_dispatch_key(dispatch_key: str) -> None:
-    """Refuse a dispatch key at which an override makes no sense.
+    """Refuse a dispatch key that an override cannot have.
 
     Raises:
         RegistrationError: it is not a dense backend key.
@@ -452,28 +454,28 @@ def check_dispatch_key(dispatch_key: str) -> None:
 def check_accepts(
     function: Callable[..., Any], op: Op, *, what: str, leading: Sequence[str] = ()
 ) -> None:
-    """Refuse a callable whose parameters cannot take the op's arguments.
+    """Refuse a callable that cannot be called with the op's arguments.
 
     Args:
         function: the impl or the condition.
-        op: whose arguments it will get: positional by position, keyword-only by name.
-        what: names the callable in the error.
-        leading: what comes before the op's own arguments (`["DispatchKeySet"]`).
+        op: the op whose arguments it will get: positional by position, keyword-only by name.
+        what: the callable's name in the error.
+        leading: names of parameters before the op's own arguments (`["DispatchKeySet"]`).
 
     Raises:
-        RegistrationError: the call could never bind. Callables without a signature pass, and what
-            is not imported yet.
+        RegistrationError: the call could never bind. Callables without a signature pass, and so do
+            lazy impls.
     """
     if isinstance(function, Lazy):
         return
     if not callable(function):
         raise RegistrationError(f"{what} for {op.name} must be callable, not {function!r}")
     names = [a.name for a in op.keyword_only]
-    if _plainly_accepts(function, len(leading) + len(op.positional), names):
+    if _surely_accepts(function, len(leading) + len(op.positional), names):
         return
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins and some extension types have none
+    except (TypeError, ValueError):  # builtins and some extension types have no signature
         return
     args = [*leading, *(a.name for a in op.positional)]
     try:
@@ -481,7 +483,7 @@ def check_accepts(
     except TypeError as error:
         wanted = ", ".join(args + [f"{name}=" for name in names])
         mend = ""
-        if leading and _takes(signature, args[len(leading) :], names):
+        if leading and _binds(signature, args[len(leading) :], names):
             mend = (
                 ". It takes the op's own arguments: give cond=, which says for which calls it "
                 "runs, or unconditional_override=True for all of them; with neither, it decides "
@@ -493,7 +495,7 @@ def check_accepts(
         ) from None
 
 
-def _takes(signature: inspect.Signature, args: Sequence[str], names: Sequence[str]) -> bool:
+def _binds(signature: inspect.Signature, args: Sequence[str], names: Sequence[str]) -> bool:
     try:
         signature.bind(*args, **dict.fromkeys(names))
     except TypeError:
@@ -501,14 +503,14 @@ def _takes(signature: inspect.Signature, args: Sequence[str], names: Sequence[st
     return True
 
 
-def _plainly_accepts(function: Callable[..., Any], positional: int, names: list[str]) -> bool:
-    """Whether a function surely takes so many arguments by position, and these by name.
+def _surely_accepts(function: Callable[..., Any], positional: int, names: list[str]) -> bool:
+    """Whether a function surely accepts so many arguments by position, and these by name.
 
-    False where that takes `inspect.signature` to tell, which is 20 times as slow.
+    False if only `inspect.signature` can tell, which is 20 times as slow.
     """
     if isinstance(function, partial) and not function.keywords and not vars(function):
         positional, function = positional + len(function.args), function.func
-    if not isinstance(function, FunctionType) or vars(function):  # what decorators leave behind
+    if not isinstance(function, FunctionType) or vars(function):  # decorators leave attributes
         return False
     code, defaults = function.__code__, len(function.__defaults__ or ())
     first = code.co_argcount
@@ -518,7 +520,7 @@ def _plainly_accepts(function: Callable[..., Any], positional: int, names: list[
     return (
         first - defaults <= positional
         and (takes_more or positional <= first)
-        # A name that is a positional parameter's as well would be given twice.
+        # A name that is also a positional parameter would be given twice.
         and (takes_any_name or set(names) <= set(by_name))
         and not set(names) & set(code.co_varnames[:first])
         and set(by_name) <= {*names, *(function.__kwdefaults__ or ())}

@@ -1,13 +1,13 @@
-"""The 0-dim tensor that the dispatcher makes of a Python number, made in Python.
+"""Wrapped numbers: the 0-dim tensors that the dispatcher makes of Python numbers.
 
-In `x * 2` the dispatcher turns `2` into a 0-dim tensor that is marked as a *wrapped number*: it
-takes part in type promotion as a number, not as a tensor (an int32 tensor times `2.5` is float32;
-times a 0-dim float64 tensor it is float64). A kernel written in Python gets the bare number back,
-and `call_boxed` refuses that. No binding sets the mark, but copies of a marked tensor keep it, and
-autograd hands out one: the operand that `x * 2` saves for its backward.
+In `x * 2` the dispatcher turns `2` into a 0-dim tensor that is marked as a *wrapped number*: in
+type promotion it counts as a number, not as a tensor (an int32 tensor times `2.5` is float32; times
+a 0-dim float64 tensor it is float64). A kernel written in Python gets the bare number instead,
+which `call_boxed` refuses. Python cannot set the mark, but copies of a marked tensor keep it.
+Autograd provides one to copy: the operand that `x * 2` saves for its backward.
 
-Making one calls no op: an op may have overrides, and one that is routed in Python and comes by a
-wrapped number (`detach` of one) would need the next one made, without end.
+Making one calls no op. An op may have overrides, and if the Python router got a call with a wrapped
+number (`detach` of one), it would have to make another one, without end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from opgraft.ops.bypass import bypassing
 
 
 class _Type(NamedTuple):
-    """What a Python number is in C++."""
+    """A Python number's type in C++."""
 
     dtype: torch.dtype
     format: str  # of its bytes, for `struct`
-    one: bool | int | float | complex  # some number that becomes this
+    one: bool | int | float | complex  # some number of this type
 
 
 _TYPES = {
@@ -38,7 +38,7 @@ _TYPES = {
     float: _Type(torch.float64, "d", 1.0),
     complex: _Type(torch.complex128, "dd", 1j),
 }
-_UNSIGNED = _Type(torch.uint64, "Q", 2**63)  # of integers that int64 has no room for
+_UNSIGNED = _Type(torch.uint64, "Q", 2**63)  # for integers that do not fit int64
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -60,7 +60,7 @@ def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
     raw = struct.pack(kind.format, *parts)
     storage = torch.UntypedStorage.from_buffer(raw, dtype=torch.uint8)
     seeds, set_storage = _tools()
-    # Unlike `detach`, `data` is no op, but for dispatch modes.
+    # Unlike `detach`, `.data` calls no op, except under dispatch modes.
     with torch._C._DisableTorchDispatch():
         number = seeds[kind].data
         set_storage(_CPU, number, storage, 0, [], [])
@@ -68,7 +68,7 @@ def wrapped_number(value: bool | int | float | complex) -> torch.Tensor:
 
 
 def as_tensors(value: Any) -> Any:
-    """The same, lists too, with wrapped numbers for the bare ones that torch makes of them.
+    """`value`, or a list, with bare numbers replaced by wrapped numbers.
 
     >>> as_tensors(2), as_tensors([None, True])
     (tensor(2), [None, tensor(True)])
@@ -79,10 +79,10 @@ def as_tensors(value: Any) -> Any:
 
 
 def prepare() -> None:
-    """Get what :func:`wrapped_number` works with while no router in Python is in its way.
+    """Prepare :func:`wrapped_number` before any Python router is installed.
 
-    Such a router does so before it goes in anywhere. It is not done at import, where it would cost
-    every `import torch` more than a millisecond.
+    A Python router calls this before it is installed. Done at import, it would cost every `import
+    torch` more than a millisecond.
     """
     _tools()
 
@@ -95,10 +95,10 @@ def _type_of(value: bool | int | float | complex) -> _Type:
 
 @cache
 def _tools() -> tuple[dict[_Type, torch.Tensor], Callable[..., Any]]:
-    """A wrapped number of each type, and what puts a storage into a tensor: a kernel, not an op."""
+    """A wrapped number of each type, and the kernel of `set_`, which sets a tensor's storage."""
     kernel = torch.library.get_kernel("aten::set_.source_Storage_storage_offset", "CPU")
-    # On a thread of its own, where autograd is on and no mode is: inside a kernel autograd is off
-    # and saves nothing.
+    # On a thread of its own, where autograd is on and no mode is active. Inside a kernel autograd
+    # is off and saves nothing.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_seeds).result(), kernel.call_boxed
 
@@ -106,7 +106,7 @@ def _tools() -> tuple[dict[_Type, torch.Tensor], Callable[..., Any]]:
 def _seeds() -> dict[_Type, torch.Tensor]:
     with ExitStack() as passed_by:
         for op in ("ones", "empty.memory_format", "fill_.Scalar", "mul.Tensor"):
-            passed_by.enter_context(bypassing(f"aten::{op}"))  # which may have overrides by now
+            passed_by.enter_context(bypassing(f"aten::{op}"))  # the ops may have overrides by now
         return {kind: _seed(kind) for kind in (*_TYPES.values(), _UNSIGNED)}
 
 

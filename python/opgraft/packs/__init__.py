@@ -1,12 +1,13 @@
 """Packs: distributions that bring overrides, found by entry point.
 
-A pack declares an entry point in the group `opgraft.packs`; its value is a function that takes
-nothing and registers through the public API. What it registers belongs to the pack: it comes after
-the user's own overrides and falls back to the native kernel when it fails.
+A pack declares an entry point in the group `opgraft.packs`. Its value is a function without
+parameters that registers overrides through the public API. These overrides belong to the pack: they
+come after the user's own, and fall back to the native kernel when they fail.
 
-`import torch` activates every pack that is installed (:mod:`opgraft.autoload`); `OPGRAFT_PACKS`
-says which. Where all of them say in their metadata which ops they override, in the groups
-`opgraft.ops.KEY`, the first call of one of these does (:mod:`opgraft.packs.waiting`).
+`import torch` activates every installed pack (:mod:`opgraft.autoload`), or those that
+`OPGRAFT_PACKS` names. Packs may declare the ops that they override in their metadata, in the groups
+`opgraft.ops.KEY`. Where all packs do, `import torch` does not activate them: the first call of such
+an op does (:mod:`opgraft.packs.waiting`).
 """
 
 from opgraft.packs.discovery import GROUP, Pack, installed

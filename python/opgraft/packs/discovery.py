@@ -1,4 +1,4 @@
-"""Which packs are installed, from the metadata of distributions: nothing of a pack is imported."""
+"""Finds the installed packs in the metadata of distributions, without importing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opgraft.ops.dispatch_keys import BACKEND_KEYS
 log = logging.getLogger(__name__)
 
 GROUP = "opgraft.packs"
-#: Before a dispatch key: the group in which a distribution says which ops its packs override there.
+#: With a dispatch key: the entry-point group in which a distribution declares the ops it overrides.
 OPS = "opgraft.ops."
 
 
@@ -21,13 +21,13 @@ class Pack:
     """An entry point in the group `opgraft.packs`, with the distribution that declares it.
 
     Attributes:
-        name: the entry point's, which `pack=` and `OPGRAFT_PACKS` say.
-        entry: names the function that registers.
+        name: the entry point's name, as `pack=` and `OPGRAFT_PACKS` use it.
+        entry: the entry point, which names the function that registers.
         distribution: the distribution's name.
         version: the distribution's version.
-        requires: what the distribution needs, as its metadata says it (`Requires-Dist`).
-        ops: which ops it overrides at which dispatch keys, as its metadata says it; None where that
-            says nothing, or what cannot be meant.
+        requires: the requirements in the distribution's metadata (`Requires-Dist`).
+        ops: the ops and dispatch keys that its metadata declares; None where it declares none, or
+            declares them wrongly.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ def installed() -> list[str]:
 
 @cache
 def scan() -> tuple[Pack, ...]:
-    """Every pack that is installed, in the order of `sys.path`; the second call is free.
+    """Every installed pack, in the order of `sys.path`; the result is cached.
 
-    A distribution that is there twice counts once, the first, as for `import`.
+    Of a distribution that is installed twice, the first counts, as for `import`.
     """
     packs: list[Pack] = []
     seen: set[str] = set()
@@ -74,7 +74,7 @@ def scan() -> tuple[Pack, ...]:
             if GROUP not in (distribution.read_text("entry_points.txt") or ""):
                 continue
             found = list(_packs(distribution))
-        except Exception as error:  # one that is damaged must not hide the others
+        except Exception as error:  # a damaged distribution must not hide the others
             log.warning("opgraft: a distribution's metadata cannot be read: %r", error)
             continue
         if found and found[0].distribution not in seen:
@@ -100,7 +100,7 @@ def _packs(distribution: metadata.Distribution) -> Iterator[Pack]:
 
 
 def _ops(entries: Iterable[metadata.EntryPoint]) -> frozenset[tuple[str, str]] | None:
-    """What a distribution declares: `softmax = "aten:_softmax"` in the group `opgraft.ops.CUDA`."""
+    """The declared ops, such as `softmax = "aten:_softmax"` in the group `opgraft.ops.CUDA`."""
     found = set()
     for entry in entries:
         if not entry.group.startswith(OPS):

@@ -1,4 +1,4 @@
-"""Loading packs: whose overrides a registration is, what was loaded, and what was not and why."""
+"""Loads packs: which pack owns a registration, which packs are active, and why others are not."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Status:
     """What became of an installed pack in this process.
 
     Attributes:
-        pack: which.
-        state: `"active"`: it has registered; `"inactive"`: nobody asked for it, or something
-            switches it off; `"unmet"`: it needs what is not here; `"failed"`: it raised.
+        pack: the pack.
+        state: `"active"`: it has registered; `"inactive"`: nothing has activated it, or it is
+            switched off; `"unmet"`: a requirement is not met; `"failed"`: it raised.
         reason: why it is not active; empty where it is.
     """
 
@@ -54,11 +54,11 @@ class Owner:
     def __init__(self, name: str, requires: tuple[str, ...] = ()) -> None:
         self.name = name
         self._requires = requires
-        # By DSL: asked for every override, and the answer may have to be read from disk.
+        # By DSL: each override asks, and the answer may have to be read from disk.
         self._missing = cache(self._look_up)
 
     def missing(self, dsl: str) -> str | None:
-        """What the pack needs of a DSL that is not met here; None where everything is."""
+        """Which of the pack's requirements for a DSL are not met; None where all are."""
         return self._missing(dsl)
 
     def _look_up(self, dsl: str) -> str | None:
@@ -71,23 +71,23 @@ class Owner:
 
 
 _loading: ContextVar[Owner | None] = ContextVar("opgraft_pack", default=None)
-# Of the packs that somebody tried to load, by name.
+# The packs that something tried to load, by name.
 _statuses: dict[str, Status] = {}
-# Packs that are being loaded. Not a lock: who waited for it could hold the import lock of a module
-# that the pack is about to import.
-_busy: set[str] = set()
+# Packs that are being loaded. This is no lock: a thread that waited for it could hold the import
+# lock of a module that the pack is about to import.
+_being_loaded: set[str] = set()
 # Whether `activate` ran.
 _activated = False
 
 
 def owner() -> Owner | None:
-    """The pack whose registering function runs now; None in the user's own code."""
+    """The pack whose registration function is running; None in the user's own code."""
     return _loading.get()
 
 
 @contextmanager
 def owning(name: str, requires: tuple[str, ...] = ()) -> Iterator[None]:
-    """While this lasts, what is registered belongs to the pack of that name."""
+    """A scope in which registered overrides belong to the pack of that name."""
     token = _loading.set(Owner(name, requires))
     try:
         yield
@@ -96,23 +96,25 @@ def owning(name: str, requires: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 def activate_or_defer() -> None:
-    """What `import torch` does: activate packs, or keep the place for what they will register.
+    """Activate packs, or install placeholders for their overrides. `import torch` calls this.
 
-    The latter takes a third of the time. It needs to know which ops the packs override, so it is
-    done where all of them say it, and a compiled core routes.
+    Placeholders take a third of the time. They need to know which ops the packs override, so all
+    packs must declare their ops, and the compiled core must route calls.
     """
     global _activated
-    wanted = [pack for pack in _unique() if _is_wanted(pack)]
+    wanted = [pack for pack in _first_of_each_name() if _is_wanted(pack)]
     if _activated or not wanted or not _can_wait(wanted):
         activate()
         return
     from opgraft.packs import waiting
 
-    _report(wanted)
+    _log_obstacles(wanted)
     _activated = True
     ops = {each for pack in wanted for each in pack.ops or ()}
-    waiting.keep_places({each for each in ops if waiting.exists(each[0])}, _activate_late)
-    if waiting.waits():
+    waiting.install_placeholders(
+        {each for each in ops if waiting.op_exists(each[0])}, _activate_late
+    )
+    if waiting.are_waiting():
         log.info("opgraft: waiting for a call: %s", ", ".join(map(str, wanted)))
 
 
@@ -120,21 +122,21 @@ def _can_wait(wanted: list[Pack]) -> bool:
     # In Triton's interpreter packs register at the CPU key what they declare elsewhere.
     if env.interprets_triton() or env.wants_python_router():
         return False
-    if "opgraft.registry" in sys.modules:  # somebody has registered, and routers may be in
+    if "opgraft.registry" in sys.modules:  # overrides and routers may be there already
         return False
-    if any(pack.ops is None for pack in wanted) or _without_core() is not None:
+    if any(pack.ops is None for pack in wanted) or _why_no_core() is not None:
         return False
     from opgraft.packs import waiting
 
-    # An op of torch that is not there is one of another torch; another one may be defined later.
+    # A missing op of aten belongs to another torch; a missing op of a library may be defined later.
     ops = {op for pack in wanted for op, _ in pack.ops or ()}
-    return all(op.startswith("aten::") or waiting.exists(op) for op in ops)
+    return all(op.startswith("aten::") or waiting.op_exists(op) for op in ops)
 
 
 def _activate_late() -> bool:
-    """Activate packs that were waiting; false where one of them, or opgraft, is half imported."""
-    packages = {"opgraft", *(_package(pack) for pack in _unique() if _is_wanted(pack))}
-    if (name := next(_half_imported(packages), None)) is not None:
+    """Activate waiting packs; false where one of them, or opgraft, is still being imported."""
+    packages = {"opgraft", *(_package(pack) for pack in _first_of_each_name() if _is_wanted(pack))}
+    if (name := next(_modules_being_imported(packages), None)) is not None:
         log.debug("packs wait on: %s is being imported", name)
         return False
     activate()
@@ -142,11 +144,11 @@ def _activate_late() -> bool:
 
 
 def activate() -> list[Status]:
-    """Load every pack that is installed and that `OPGRAFT_PACKS` does not leave out.
+    """Load every installed pack that `OPGRAFT_PACKS` does not leave out.
 
-    `import torch` does this; a program that switched that off can do it here. What fails is logged
-    and left out. Without a compiled core nothing is loaded, as routing in Python would slow calls
-    down that no override wants; `OPGRAFT_ROUTER=python` asks for it all the same.
+    `import torch` does this. A program that switched that off can do it here. A pack that fails is
+    logged and left out. Without a compiled core nothing is loaded, because routing in Python would
+    slow down calls that no override takes. `OPGRAFT_ROUTER=python` loads packs all the same.
 
     Returns:
         What became of each pack.
@@ -155,17 +157,17 @@ def activate() -> list[Status]:
     True
     """
     global _activated
-    _settle()
+    _register_waiting()
     again, _activated = _activated, True
     if env.installs_nothing():
         return statuses()
-    wanted = [pack for pack in _unique() if _is_wanted(pack)]
+    wanted = [pack for pack in _first_of_each_name() if _is_wanted(pack)]
     if not again:
-        _report(wanted)
-    if wanted and _without_core() is None:
+        _log_obstacles(wanted)
+    if wanted and _why_no_core() is None:
         for pack in wanted:
-            if pack.name not in _statuses:  # what failed before has been reported
-                _load_or_report(pack)
+            if pack.name not in _statuses:  # an earlier failure has been reported already
+                _load_or_log(pack)
     active = [str(status.pack) for status in statuses() if status.state == "active"]
     if active:
         log.info("opgraft: active: %s", ", ".join(active))
@@ -173,16 +175,16 @@ def activate() -> list[Status]:
 
 
 def load(name: str) -> None:
-    """Let an installed pack register its overrides; does nothing while they are there.
+    """Let an installed pack register its overrides; does nothing while they are registered.
 
-    What a pack registered before it failed is taken back: half of a pack is nothing that anybody
-    has tested.
+    If a pack fails, the overrides that it has already registered are removed: nobody has tested
+    half of a pack.
 
     Args:
         name: the pack's name, as :func:`installed` lists it.
 
     Raises:
-        RegistrationError: there is no such pack, what it needs is not here, or it tried to end the
+        RegistrationError: there is no such pack, a requirement is not met, or it tried to end the
             process.
         Exception: whatever the pack's own code raises.
 
@@ -190,10 +192,10 @@ def load(name: str) -> None:
     Traceback (most recent call last):
     opgraft.errors.RegistrationError: there is no pack 'no-such-pack' ...
     """
-    _settle()
+    _register_waiting()
     if name not in discovery.installed():
         discovery.scan.cache_clear()  # it may have been installed since
-    pack = next((pack for pack in _unique() if pack.name == name), None)
+    pack = next((pack for pack in _first_of_each_name() if pack.name == name), None)
     if pack is None:
         known = ", ".join(discovery.installed()) or "none"
         raise RegistrationError(f"there is no pack {name!r} installed; there is: {known}")
@@ -206,16 +208,16 @@ def statuses() -> list[Status]:
     >>> [status.reason for status in statuses() if status.state == "failed"]
     []
     """
-    _settle()
-    known = [_statuses.get(pack.name) or _inactive(pack) for pack in _unique()]
-    doubles = [Status(pack, "failed", reason) for pack, reason in _doubles()]
-    return sorted(known + doubles, key=lambda status: status.pack.name)
+    _register_waiting()
+    known = [_statuses.get(pack.name) or _inactive(pack) for pack in _first_of_each_name()]
+    duplicates = [Status(pack, "failed", reason) for pack, reason in _duplicates()]
+    return sorted(known + duplicates, key=lambda status: status.pack.name)
 
 
 def misdeclared(pack: Pack) -> list[str]:
-    """What an active pack registered that its metadata should have said, or should not have.
+    """Where an active pack's metadata disagrees with what it registered.
 
-    A text each; none for a pack whose metadata declares nothing.
+    Returns a text for each difference; none for a pack whose metadata declares no ops.
     """
     # In Triton's interpreter packs register at another key, and wait for nothing.
     if pack.ops is None or env.interprets_triton():
@@ -231,16 +233,16 @@ def misdeclared(pack: Pack) -> list[str]:
             )
         elif override.autograd is not None:
             found.append(
-                f"declares {override.op}, whose override has autograd=: such a pack must be there "
+                f"declares {override.op}, whose override has autograd=: such a pack must be active "
                 "before the first call, so let it declare no ops"
             )
     return list(dict.fromkeys(found))
 
 
 def unregistered(pack: Pack) -> list[str]:
-    """The ops that an active pack declares and registered nothing for, which is no mistake.
+    """The ops that an active pack declares but did not override. That is no mistake.
 
-    They may be another torch's or another DSL's; until the pack is active, they activate it.
+    They may be meant for another torch or another DSL. Until the pack is active, they activate it.
     """
     if env.interprets_triton():
         return []
@@ -249,18 +251,18 @@ def unregistered(pack: Pack) -> list[str]:
     return [f"{op} at {dispatch_key}" for op, dispatch_key in missing]
 
 
-def _settle() -> None:
-    """Activate packs that wait, if any do."""
-    if (deferred := _deferral()) is not None:
-        deferred.settle()
+def _register_waiting() -> None:
+    """Register the packs that wait for a first call, if any do."""
+    if (waiting_module := _waiting_module()) is not None:
+        waiting_module.register_waiting()
 
 
-def _deferral() -> ModuleType | None:
-    # It imports what nobody needs whose packs do not wait.
+def _waiting_module() -> ModuleType | None:
+    # Looked up, not imported: where no pack waits, nothing needs its imports.
     return sys.modules.get("opgraft.packs.waiting")
 
 
-def _load_or_report(pack: Pack) -> None:
+def _load_or_log(pack: Pack) -> None:
     try:
         _load(pack)
     except Exception as error:
@@ -271,16 +273,16 @@ def _load_or_report(pack: Pack) -> None:
 def _load(pack: Pack) -> None:
     done = _statuses.get(pack.name)
     is_active = done is not None and done.state == "active" and _overrides(pack)
-    if is_active or pack.name in _busy:
+    if is_active or pack.name in _being_loaded:
         return
-    _busy.add(pack.name)
+    _being_loaded.add(pack.name)
     try:
         if problem := _unmet(pack):
             _statuses[pack.name] = Status(pack, "unmet", problem)
             raise RegistrationError(f"{pack} {problem}")
         _register(pack)
     finally:
-        _busy.discard(pack.name)
+        _being_loaded.discard(pack.name)
 
 
 def _unmet(pack: Pack) -> str:
@@ -297,8 +299,8 @@ def _register(pack: Pack) -> None:
         with owning(pack.name, pack.requires):
             function()
     except BaseException as error:
-        _take_back(pack)
-        reason = f"{type(error).__name__}: {error}{_hint(pack)}"
+        _remove_overrides(pack)
+        reason = f"{type(error).__name__}: {error}{_import_order_hint(pack)}"
         _statuses[pack.name] = Status(pack, "failed", reason)
         if isinstance(error, SystemExit):
             raise RegistrationError(f"{pack} tried to end the process: {error!r}") from error
@@ -310,11 +312,11 @@ def _register(pack: Pack) -> None:
         log.info("opgraft: %s declares, and does not override here: %s", pack, ", ".join(names))
 
 
-def _hint(pack: Pack) -> str:
-    """What to do where a pack failed because a part of it was being imported: by importing torch,
-    which activates packs, it came to be asked for what it did not have yet.
+def _import_order_hint(pack: Pack) -> str:
+    """What to do if a pack failed because it was still being imported: its import of torch
+    activated packs, before it had defined what it registers.
     """
-    name = next(_half_imported({_package(pack)}), None)
+    name = next(_modules_being_imported({_package(pack)}), None)
     return f" ({name} was being imported when torch was: import torch before it)" if name else ""
 
 
@@ -322,8 +324,8 @@ def _package(pack: Pack) -> str:
     return pack.entry.module.partition(".")[0]
 
 
-def _half_imported(packages: set[str]) -> Iterator[str]:
-    """The modules of some packages that are being imported at this moment."""
+def _modules_being_imported(packages: set[str]) -> Iterator[str]:
+    """The modules of some packages that are being imported now."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages and getattr(
             getattr(module, "__spec__", None), "_initializing", False
@@ -341,7 +343,7 @@ def _registering_function(pack: Pack) -> Callable[[], object]:
     return function  # type: ignore[no-any-return]
 
 
-def _take_back(pack: Pack) -> None:
+def _remove_overrides(pack: Pack) -> None:
     for override in _overrides(pack):
         override.remove()
 
@@ -352,18 +354,18 @@ def _overrides(pack: Pack) -> list[Override]:
     return registry.overrides(Selector(pack=pack.name))
 
 
-def _unique() -> list[Pack]:
-    """The packs, the first of each name."""
+def _first_of_each_name() -> list[Pack]:
+    """The packs; of several with the same name, the first."""
     return list({pack.name: pack for pack in reversed(discovery.scan())}.values())[::-1]
 
 
-def _doubles() -> Iterator[tuple[Pack, str]]:
-    """Packs whose name another one has, and what is wrong with that."""
-    firsts = {pack.name: pack for pack in _unique()}
+def _duplicates() -> Iterator[tuple[Pack, str]]:
+    """Packs with the name of an earlier one, and what is wrong with that."""
+    firsts = {pack.name: pack for pack in _first_of_each_name()}
     for pack in discovery.scan():
         first = firsts[pack.name]
         if pack is not first:
-            yield pack, f"{first.distribution} has a pack of that name, which goes before it"
+            yield pack, f"{first.distribution} has a pack of that name, which comes first"
 
 
 def _is_wanted(pack: Pack) -> bool:
@@ -371,11 +373,11 @@ def _is_wanted(pack: Pack) -> bool:
     return wanted is None or pack.name in wanted
 
 
-def _report(wanted: list[Pack]) -> None:
-    """Say in a line each what keeps packs out that is no pack's own failure."""
-    for pack, reason in _doubles():
+def _log_obstacles(wanted: list[Pack]) -> None:
+    """Log a line for each reason that keeps packs inactive and is not their own failure."""
+    for pack, reason in _duplicates():
         log.warning("opgraft: %s is left out: %s", pack, reason)
-    if wanted and (obstacle := _without_core()):
+    if wanted and (obstacle := _why_no_core()):
         names = ", ".join(pack.name for pack in wanted)
         log.warning("opgraft: packs are installed and not active (%s): %s", names, obstacle)
     unknown = sorted(set(env.packs() or ()) - set(discovery.installed()))
@@ -387,8 +389,8 @@ def _report(wanted: list[Pack]) -> None:
         )
 
 
-def _without_core() -> str | None:
-    """Why nothing is activated where calls would be routed in Python; None where something is."""
+def _why_no_core() -> str | None:
+    """Why no pack is activated, because calls would be routed in Python; None where packs are."""
     from opgraft.core import loader
 
     if env.wants_python_router() or loader.load() is not None:
@@ -397,14 +399,14 @@ def _without_core() -> str | None:
 
 
 def _inactive(pack: Pack) -> Status:
-    """The status of a pack that nobody tried to load."""
+    """The status of a pack that nothing tried to load."""
     if env.installs_nothing():
         return Status(pack, "inactive", "OPGRAFT_DISABLE=1")
     if not _is_wanted(pack):
         return Status(pack, "inactive", "OPGRAFT_PACKS leaves it out")
-    if (deferred := _deferral()) is not None and deferred.waits():
+    if (waiting_module := _waiting_module()) is not None and waiting_module.are_waiting():
         return Status(pack, "inactive", "it waits for a call of one of its ops")
-    if _activated and (obstacle := _without_core()):
+    if _activated and (obstacle := _why_no_core()):
         return Status(pack, "unmet", obstacle)
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return Status(pack, "inactive", "TORCH_DEVICE_BACKEND_AUTOLOAD switches activation off")

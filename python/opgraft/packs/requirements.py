@@ -1,11 +1,13 @@
-"""What a pack needs, and what of it is not met here.
+"""Checks a pack's requirements.
 
-A pack says it as every distribution does, by its dependencies, so that pip checks the same when it
-installs. opgraft checks again before it loads the pack, as torch or a DSL may have changed since:
+A pack declares them like every distribution, as dependencies, so that pip checks the same when it
+installs. opgraft checks them again before it loads the pack, because torch or a DSL may have
+changed since:
 
-- `dependencies` (`torch>=2.11`): where one is not met, nothing of the pack is imported;
-- an extra that is named as a DSL (`triton = ["triton>=3.6"]`): where it is not met, the pack's
-  overrides of that DSL are registered as unavailable. So is a DSL among the `dependencies`.
+- `dependencies` (`torch>=2.11`): if one is not met, nothing of the pack is imported;
+- an extra with the name of a DSL (`triton = ["triton>=3.6"]`): if it is not met, the pack's
+  overrides of that DSL are registered as unavailable. A DSL among the `dependencies` counts as such
+  an extra.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ class Requirement:
     """A line of `Requires-Dist` that applies here.
 
     Attributes:
-        name: of a distribution, normalised.
-        specifier: of its version; may be empty.
-        extra: that asks for it; empty: always.
+        name: the normalised name of a distribution.
+        specifier: the version specifier; may be empty.
+        extra: the extra that it belongs to; empty if it always applies.
     """
 
     def __init__(self, name: str, specifier: str, extra: str) -> None:
@@ -40,13 +42,13 @@ class Requirement:
 
 
 def unmet(requires: Iterable[str]) -> list[str]:
-    """What of a pack's `dependencies` is not met, DSLs aside.
+    """The `dependencies` of a pack that are not met, without DSLs.
 
     Args:
         requires: the lines of `Requires-Dist`.
 
     Returns:
-        A text each, such as `"needs torch>=9, and this is 2.13.0"`.
+        A text for each, such as `"needs torch>=9, and this is 2.13.0"`.
 
     >>> unmet(["torch>=2.11", 'triton>=99; extra == "triton"'])
     []
@@ -56,11 +58,11 @@ def unmet(requires: Iterable[str]) -> list[str]:
 
 
 def unmet_for_dsl(requires: Iterable[str], dsl: str) -> list[str]:
-    """What a pack's overrides of one DSL need that is not met.
+    """The requirements of a pack's overrides of one DSL that are not met.
 
     Args:
         requires: the lines of `Requires-Dist`.
-        dsl: what the overrides say as `dsl=`.
+        dsl: the overrides' `dsl=`.
 
     >>> unmet_for_dsl(['torch>=99; extra == "mine"'], "mine")
     ['needs torch>=99, and this is ...']
@@ -77,56 +79,56 @@ def _problem(requirement: Requirement) -> str | None:
     version = _installed(requirement.name)
     if version is None:
         return f"needs {requirement}, which is not installed"
-    if not meets(version, requirement.specifier):
+    if not satisfies(version, requirement.specifier):
         return f"needs {requirement}, and this is {version}"
     return None
 
 
 def _installed(name: str) -> str | None:
     """The version of a distribution; None where there is none."""
-    if name == "torch":  # its metadata would be read from disk, and may be another build's
+    if name == "torch":  # its metadata is on disk, and may be that of another build
         return str(torch.__version__)
     known = dsls.find(_dsl(name) or "")
     if known is not None:
-        # Importable without metadata, as from a source tree: nothing says that it does not fit.
+        # Importable without metadata, as from a source tree: then any version is accepted.
         return known.version() or ("" if known.available() else None)
     return distributions.version(name)
 
 
 def _dsl(name: str) -> str | None:
-    """The DSL that a distribution is."""
+    """The name of the DSL that a distribution contains; None if it contains none."""
     return next((dsl.name for dsl in dsls.KNOWN if name in dsl.distributions), None)
 
 
 def _normal(name: str) -> str:
-    """A name of a distribution or an extra, as names are compared."""
+    """The name of a distribution or an extra, normalised for comparison."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 # ------------------------------------------------------------------ reading a requirement
 #
-# `packaging` reads them all, but takes 8 ms to import, of the 15 that packs may add to
-# `import torch`. So the plain ones, which nearly all packs have, are read here: a name, numbers
-# compared, at most an extra. tests/test_pack_requirements.py holds the two against each other.
+# `packaging` parses all of them, but its import takes 8 of the 15 ms that packs may add to
+# `import torch`. So simple ones, which nearly all packs have, are parsed here: a name, comparisons
+# of numbers, at most one extra. tests/test_pack_requirements.py compares the two parsers.
 
 
 def _applying(lines: Iterable[str], extra: str = "") -> Iterator[Requirement]:
     for line in lines:
-        plain = _plain(line)
+        plain = _parse_simple(line)
         if plain is None:
             yield from _with_packaging(line, _normal(extra))
         else:
             yield plain
 
 
-def _plain(line: str) -> Requirement | None:
+def _parse_simple(line: str) -> Requirement | None:
     head, _, marker = line.partition(";")
-    extra = _plain_extra(marker.strip())
+    extra = _parse_simple_extra(marker.strip())
     if extra is None or "@" in head:
         return None
     end = next((i for i, c in enumerate(head) if c not in _NAME), len(head))
     rest = head[end:].strip()
-    if rest.startswith("["):  # extras of what is required: metadata does not say which are there
+    if rest.startswith("["):  # its extras: metadata does not say which of them are installed
         rest = rest.partition("]")[2].strip()
     return Requirement(_normal(head[:end]), rest.strip("()").replace(" ", ""), _normal(extra))
 
@@ -134,8 +136,8 @@ def _plain(line: str) -> Requirement | None:
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
-def _plain_extra(marker: str) -> str | None:
-    """The extra of a marker that asks for nothing else; None for any other marker."""
+def _parse_simple_extra(marker: str) -> str | None:
+    """The extra of a marker that names nothing but an extra; None for any other marker."""
     if not marker:
         return ""
     variable, _, value = marker.partition("==")
@@ -172,15 +174,15 @@ _COMPARISONS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 }
 
 
-def meets(version: str, specifier: str) -> bool:
-    """Whether a version is one that a specifier allows; a pre-release that is there counts.
+def satisfies(version: str, specifier: str) -> bool:
+    """Whether a specifier allows a version; an installed pre-release counts.
 
-    >>> meets("2.13.0+cpu", ">=2.11,<3"), meets("2.15.0a0+git12", "~=2.11"), meets("3.7", "")
-    (True, True, True)
+    >>> satisfies("2.13.0+cpu", ">=2.11,<3"), satisfies("2.15.0a0+git12", "~=2.11")
+    (True, True)
     """
     if not specifier or not version:
         return True
-    answers = [_meets_plain(version, clause) for clause in specifier.split(",")]
+    answers = [_satisfies_simple(version, clause) for clause in specifier.split(",")]
     if None not in answers:
         return all(answers)
     from packaging.specifiers import SpecifierSet
@@ -188,10 +190,10 @@ def meets(version: str, specifier: str) -> bool:
     return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
-def _meets_plain(version: str, clause: str) -> bool | None:
-    """Whether released numbers compare as they should; None for anything that is more than that."""
+def _satisfies_simple(version: str, clause: str) -> bool | None:
+    """Whether a plain release satisfies a plain comparison; None for anything else."""
     symbol = clause[:2] if clause[1:2] == "=" else clause[:1]
-    # A local version ("+cpu") does not count, unless it is asked for.
+    # A local version ("+cpu") does not count, unless the clause names one.
     have, wanted = _release(version.partition("+")[0]), _release(clause[len(symbol) :])
     if symbol not in _COMPARISONS or have is None or wanted is None:
         return None

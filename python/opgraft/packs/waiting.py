@@ -1,13 +1,12 @@
-"""Packs that `import torch` has not registered yet, and what keeps the place of their overrides.
+"""Packs that wait for the first call of one of their ops before they register.
 
-Importing packs and registering what they bring takes most of what opgraft adds to `import torch`.
-A pack that says in its metadata which ops it overrides needs none of that before one of them is
-called: until then a router is in at each of these ops, and what stands in its chain is a
-placeholder. The first call that reaches it registers everything, and is routed anew. Whatever looks
-at what is registered or changes it registers everything, too (:func:`settle`), and so does the
-import of a compiler.
+Most of the time that opgraft adds to `import torch` is for importing packs and registering their
+overrides. A pack that declares its ops in its metadata needs neither before one of them is called.
+Until then each of these ops has a router, whose chain holds a placeholder. The first call that
+reaches a placeholder registers all packs, and is then routed again. So does the import of a
+compiler, and everything that reads or changes what is registered (:func:`register_waiting`).
 
-What `import torch` imports of opgraft then is this module, the core, and what reads metadata.
+Then `import torch` imports only this module, the core, and the code that reads metadata.
 """
 
 from __future__ import annotations
@@ -25,62 +24,64 @@ import torch
 
 from opgraft.base import imports
 from opgraft.base.locks import fork_safe_lock
-from opgraft.core import loader, places
+from opgraft.core import deferred, loader
 
 log = logging.getLogger("opgraft")
 
-#: What compiles a program imports one of these first; they come in this order. More than one, as
-#: the first may be imported where it is too early: by a part of a pack.
+#: A compiler first imports one of these, in this order. There are several because the first may be
+#: imported too early: by a part of a pack.
 _COMPILERS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx")
-#: Seconds that a thread waits for another one that is registering the packs. That one may be
-#: waiting in turn, for an import that this one is in the middle of: then native is right as well.
-_PATIENCE = 5.0
+#: Seconds that a thread waits while another one registers the packs. The other one may itself wait
+#: for an import that this thread has begun. Then the native kernel runs, which is right as well.
+_MAX_WAIT_SECONDS = 5.0
 
 _lock = fork_safe_lock()
-#: Whether packs are still to be registered.
-_waits = False
+#: Whether packs are waiting to be registered.
+_are_waiting = False
 #: The thread that registers them now.
-_runner: int | None = None
-_ended = threading.Event()
+_registering_thread: int | None = None
+_registration_ended = threading.Event()
 _register: Callable[[], bool] | None = None
-#: Whether no call finds a placeholder any more.
-_gone = False
-#: The dispatcher's state at `import torch`: the keys that are included and excluded.
-_state: Any = None
+#: Whether all placeholders are removed.
+_are_placeholders_gone = False
+#: The included and the excluded dispatch keys at `import torch`.
+_keysets_at_import: Any = None
 
 
-def keep_places(ops: Iterable[tuple[str, str]], register: Callable[[], bool]) -> None:
+def install_placeholders(ops: Iterable[tuple[str, str]], register: Callable[[], bool]) -> None:
     """Let packs wait for a call of one of their ops.
 
     Args:
-        ops: their names and dispatch keys; ops that this torch does not have are nothing to wait
-            for.
-        register: registers the packs; returns whether it could be done now. Called once it has to
-            be, on any thread, until it returns true.
+        ops: the names and dispatch keys of ops that this torch has.
+        register: registers the packs; returns whether that was possible now. It is called on any
+            thread, until it returns true.
     """
-    global _waits, _gone, _register, _state
+    global _are_waiting, _are_placeholders_gone, _register, _keysets_at_import
     core = loader.in_use()
     assert core is not None
     loader.shut_down_at_exit(core)
-    _register, placeholder = register, core.Override.placeholder(_arrive)
-    places.fill(placeholder)
-    places.settle_by(settle)
-    _state = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    _waits, _gone = True, False
+    _register, placeholder = register, core.Override.placeholder(_on_placeholder_call)
+    deferred.set_placeholder(placeholder)
+    deferred.set_registrar(register_waiting)
+    _keysets_at_import = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    _are_waiting, _are_placeholders_gone = True, False
     try:
         for op, key in sorted(ops):
             router = core.Router(*_name_and_overload(op), key)
-            places.keep(op, key, router)
+            deferred.add_router(op, key, router)
             router.publish([placeholder])
-    except Exception as error:  # registering says better what is wrong
-        log.debug("no place can be kept at %s, %s: %r", op, key, error)
-        settle()
+    except Exception as error:  # registering raises a better error
+        log.debug("no placeholder can be installed at %s, %s: %r", op, key, error)
+        register_waiting()
     for name in _COMPILERS:
         imports.after(name, _before_compiling)
 
 
-def exists(op: str) -> bool:
-    """Whether there is an op of that name by now."""
+def op_exists(op: str) -> bool:
+    """Whether an op of that name is defined now."""
     try:
         torch._C._get_schema(*_name_and_overload(op))
     except RuntimeError:
@@ -93,135 +94,135 @@ def _name_and_overload(op: str) -> tuple[str, str]:
     return name, "" if overload == "default" else overload
 
 
-def waits() -> bool:
-    """Whether packs are still to be registered."""
-    return _waits
+def are_waiting() -> bool:
+    """Whether packs are waiting to be registered."""
+    return _are_waiting
 
 
-def settle() -> bool:
-    """Register the packs that wait, if any do.
+def register_waiting() -> bool:
+    """Register the waiting packs, if there are any.
 
-    A thread that comes while another one registers them waits for it, within limits. Where they
-    cannot be registered now, as a part of one is being imported at this moment, they go on waiting.
+    If another thread is registering them, this thread waits for it, within limits. While a part of
+    a pack is being imported, the packs cannot be registered, and go on waiting.
 
     Returns:
-        Whether none waits any more.
+        Whether no pack is waiting any more.
 
-    >>> settle()
+    >>> register_waiting()
     True
     """
-    global _runner
-    if not _waits:
+    global _registering_thread
+    if not _are_waiting:
         return True
     me = threading.get_ident()
     with _lock:
-        if _runner == me:
-            return False  # what packs do while they are registered
-        other = _runner
+        if _registering_thread == me:
+            return False  # a pack calls this while it is being registered
+        other = _registering_thread
         if other is None:
-            _runner = me
-            _ended.clear()
+            _registering_thread = me
+            _registration_ended.clear()
     if other is not None:
-        _ended.wait(_PATIENCE)
-        return not _waits
+        _registration_ended.wait(_MAX_WAIT_SECONDS)
+        return not _are_waiting
     try:
-        _settle()
+        _register_now()
     finally:
         with _lock:
-            _runner = None
-            _ended.set()
-    return not _waits
+            _registering_thread = None
+            _registration_ended.set()
+    return not _are_waiting
 
 
-def _arrive() -> bool:
-    """Called by the core, for a call that reached a placeholder: whether to route it anew."""
-    settle()
-    return _gone
+def _on_placeholder_call() -> bool:
+    """The core calls this for a call that reached a placeholder; returns whether to route again."""
+    register_waiting()
+    return _are_placeholders_gone
 
 
 def _before_compiling(_: ModuleType) -> None:
-    settle()
+    register_waiting()
 
 
-def _settle() -> None:
+def _register_now() -> None:
     assert _register is not None
-    if not _waits:  # another thread was first
+    if not _are_waiting:  # another thread was first
         return
     try:
-        with _as_at_import():
+        with _dispatch_state_of_import():
             if _register():
-                _release()
+                _remove_placeholders()
     except Exception as error:  # it must not become the error of whoever made the call
         log.warning("opgraft: packs are not activated: %s: %s", type(error).__name__, error)
         log.debug("packs are not activated", exc_info=error)
-        _give_up()
+        _drop_waiting_packs()
 
 
 @contextmanager
-def _as_at_import() -> Iterator[None]:
-    """What packs import must not find that a call is being made: its modes, below autograd.
+def _dispatch_state_of_import() -> Iterator[None]:
+    """Hide from packs that a call is running: its modes, and that it is below autograd.
 
-    A tensor that a pack makes would be a fake one under FakeTensorMode, or without a gradient.
+    Otherwise a tensor that a pack creates could be fake under FakeTensorMode, or have no gradient.
     """
     with (
         torch.inference_mode(False),
         torch._C.DisableTorchFunction(),
-        torch._C._ForceDispatchKeyGuard(*_state),
+        torch._C._ForceDispatchKeyGuard(*_keysets_at_import),
     ):
         yield
 
 
-def _release() -> None:
-    """Take the placeholders out: from here on calls find what was registered."""
-    global _waits, _gone
+def _remove_placeholders() -> None:
+    """Remove the placeholders: from now on calls find what was registered."""
+    global _are_waiting, _are_placeholders_gone
     from opgraft import router
     from opgraft.ops.schema import resolve
     from opgraft.registry import registry
 
-    places.fill(None)
-    for op, key in places.left():  # where nobody registered anything, after all
+    deferred.set_placeholder(None)
+    for op, key in deferred.unclaimed_routers():  # ops for which no pack has registered anything
         router.install(registry.chain(resolve(op), key))
     registry.republish()
-    _waits, _gone = False, True
-    places.settle_by(None)
+    _are_waiting, _are_placeholders_gone = False, True
+    deferred.set_registrar(None)
 
 
-def _give_up() -> None:
-    """Let the packs go: calls run what is registered, and the native kernels."""
-    global _waits, _gone
-    _waits = False
-    places.fill(None)
-    places.settle_by(None)
-    for router in places.left().values():
+def _drop_waiting_packs() -> None:
+    """Stop waiting for the packs: calls run registered overrides and native kernels only."""
+    global _are_waiting, _are_placeholders_gone
+    _are_waiting = False
+    deferred.set_placeholder(None)
+    deferred.set_registrar(None)
+    for router in deferred.unclaimed_routers().values():
         router.publish([])
-    # No import: in the child of a fork it may wait for a thread that is not there.
+    # No import: in a forked child it could wait for a thread that does not exist there.
     registry = getattr(sys.modules.get("opgraft.registry"), "registry", None)
     try:
         if registry is not None:
             registry.republish()
-        _gone = True
+        _are_placeholders_gone = True
     except Exception as error:
-        log.debug("a placeholder stays, and calls that reach it run native: %r", error)
+        log.debug("a placeholder remains; calls that reach it run the native kernel: %r", error)
 
 
-# A fork copies one thread. Where that is not the one that registers packs, the child has half of
-# them, and modules that nobody will ever finish importing.
+# A fork copies one thread only. If another thread is registering packs, the child has only some of
+# them, and modules whose import never finishes.
 
 
 def _before_fork() -> None:
-    if _runner not in (None, threading.get_ident()):
-        _ended.wait(_PATIENCE)
+    if _registering_thread not in (None, threading.get_ident()):
+        _registration_ended.wait(_MAX_WAIT_SECONDS)
 
 
 def _after_fork_in_child() -> None:
-    global _runner, _ended
-    if _runner in (None, threading.get_ident()):
+    global _registering_thread, _registration_ended
+    if _registering_thread in (None, threading.get_ident()):
         return
-    _runner, _ended = None, threading.Event()
+    _registering_thread, _registration_ended = None, threading.Event()
     log.warning(
         "opgraft: this process was forked while another thread activated packs, and lacks some"
     )
-    _give_up()
+    _drop_waiting_packs()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

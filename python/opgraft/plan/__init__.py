@@ -1,10 +1,11 @@
 """Launch plans: hits that C++ replays with no Python.
 
-An override that is registered with `launch_plan=True` declares its impl a pure function of its
-arguments' metadata. Then what the impl does for one kind of call (allocations, kernel launches,
-calls of other ops) is recorded, and done again by the router for every later call of that kind:
-:mod:`opgraft.plan.plans` keeps the plans of an override, :mod:`opgraft.plan.recording` makes one,
-`csrc/plan.h` replays it, :mod:`opgraft.plan.warm` records ahead of time.
+An override that is registered with `launch_plan=True` declares that its impl is a pure function of
+its arguments' metadata. What the impl does for a call (allocations, kernel launches, calls of other
+ops) is recorded once per key. The router replays it for every later call with the same key.
+:mod:`opgraft.plan.plans` holds the plans of an override, :mod:`opgraft.plan.recording` records one,
+`csrc/plan.h` replays it, and :mod:`opgraft.plan.warm` records ahead of time.
 
-Packs are registered by `import torch`: what is for recording alone is imported by the first one.
+`import torch` registers packs, so modules that only recording needs are imported by the first
+recording.
 """

@@ -1,8 +1,8 @@
 """Recording calls of tvm-ffi functions, which is how compiled CuteDSL kernels are launched.
 
-A compiled kernel is an object of one of two Python classes. While something is recorded, their
-`__call__` hands the arguments to a function of the core in place of the kernel's own: it sees them
-as the kernel would, records them, and calls the kernel.
+A compiled kernel is an object of one of two Python classes. During a recording, their `__call__`
+passes the arguments to a function of the core instead of the kernel's. That function gets them as
+the kernel would, records them, and calls the kernel.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _patches = Patches()
 
 #: Where CuteDSL defines what `cute.compile(..., options="--enable-tvm-ffi")` returns.
 _PROVIDER = "cutlass.cutlass_dsl.tvm_ffi_provider"
-# The global of a keyword wrapper that tvm-ffi generates, by which it calls the function.
+# The global by which a keyword wrapper that tvm-ffi generates calls the function.
 _TARGET = "__i_target_func"
 
 
 @contextmanager
 def watching(recording: Recording) -> Iterator[None]:
-    """While this lasts, calls of compiled CuteDSL kernels on this thread are recorded."""
+    """Record the calls of compiled CuteDSL kernels on this thread."""
     if "cutlass" not in sys.modules:
         yield
         if "cutlass" in sys.modules:
-            recording.recorder.refuse("it imported CuteDSL, whose launches were not watched yet")
+            recording.recorder.refuse("it imported CuteDSL, so its launches were not recorded")
         return
     with _patches.applied(recording, _replacements):
         yield
@@ -52,7 +52,7 @@ def _replacements() -> dict[tuple[type, str], Any]:
             found[owner, "__call__"] = patched(owner.__call__)
     executor = sys.modules.get("cutlass.base_dsl.jit_executor")
     if executor is not None and hasattr(executor, "JitExecutor"):
-        # What is compiled without tvm-ffi is launched by this, and there is no plan of that.
+        # This launches kernels that were compiled without tvm-ffi, which cannot be recorded.
         owner = executor.JitExecutor
         if "__call__" in owner.__dict__:
             found[owner, "__call__"] = _refusing(owner.__call__)
@@ -60,7 +60,7 @@ def _replacements() -> dict[tuple[type, str], Any]:
 
 
 def positional(original: Any) -> Any:
-    """The `__call__` of a kernel that is a tvm-ffi function itself."""
+    """The replacement for `__call__` of a kernel that is itself a tvm-ffi function."""
 
     def __call__(self: Any, *arguments: Any) -> Any:
         recording = _patches.current
@@ -75,7 +75,7 @@ def positional(original: Any) -> Any:
 
 
 def with_keywords(original: Any) -> Any:
-    """The `__call__` of a kernel that has a tvm-ffi function, behind a wrapper for keywords."""
+    """The replacement for `__call__` of a kernel with a keyword wrapper for its function."""
 
     def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         recording = _patches.current
@@ -84,7 +84,7 @@ def with_keywords(original: Any) -> Any:
         wrapper = self._kwargs_wrapper
         addresses = getattr(self.execution_args, "has_pointer_address_arg_specs", False)
         if addresses or _TARGET not in getattr(wrapper, "__globals__", {}):
-            recording.recorder.refuse("a CuteDSL kernel is called in a way that is not known")
+            recording.recorder.refuse("a CuteDSL kernel is called in an unknown way")
             return original(self, *arguments, **keywords)
         spied = types.FunctionType(
             wrapper.__code__,
@@ -95,7 +95,7 @@ def with_keywords(original: Any) -> Any:
         )
         spied.__kwdefaults__ = wrapper.__kwdefaults__
         function = self.__tvm_ffi_object__()
-        call = lambda: spied(*arguments, **keywords)  # noqa: E731 (it is handed on)
+        call = lambda: spied(*arguments, **keywords)  # noqa: E731 (it is passed on)
         return _record(recording, function, call, (arguments, keywords))
 
     return __call__
@@ -114,7 +114,7 @@ def _refusing(original: Any) -> Any:
 
 
 def _record(recording: Recording, function: Any, call: Any, given: tuple[Any, ...]) -> Any:
-    recording.keep.append(function)
+    recording.keep_alive.append(function)
     tensors = list(_tensors(given))
     return recording.recorder.ffi_call(function.__chandle__(), tensors, call)
 
@@ -125,7 +125,7 @@ def _spy() -> Any:
     from opgraft.core import loader
 
     core = loader.in_use()
-    assert core is not None  # it records
+    assert core is not None  # recording needs the core
     return tvm_ffi.Function.__from_extern_c__(core.ffi_spy())
 
 

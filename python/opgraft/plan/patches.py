@@ -1,4 +1,4 @@
-"""Replacing methods of a DSL's classes while something is being recorded, and only then."""
+"""Replacing methods of a DSL's classes during recordings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from opgraft.base.locks import fork_safe_lock
 
 
 class Patches:
-    """Methods that are replaced as long as any thread records.
+    """Methods that are replaced while any thread records.
 
-    A replacement is called on every thread, so it must do what the original does where its own
-    thread records nothing; `current` is what this thread records, or None.
+    All threads call a replacement, so it must do what the original does on a thread that records
+    nothing. `current` is this thread's recording, or None.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Patches:
     def applied(
         self, recording: Any, replacements: Callable[[], dict[tuple[type, str], Any]]
     ) -> Iterator[None]:
-        """While this lasts, this thread records `recording`.
+        """Replace the methods, and set this thread's recording.
 
         Args:
-            recording: what `current` is on this thread.
-            replacements: makes the replacements, by class and method; called by the first user.
+            recording: what `current` returns on this thread.
+            replacements: returns the replacements, by class and method. The first user calls it.
         """
         with self._lock:
             self._users += 1

@@ -1,4 +1,4 @@
-"""The launch plans of one override: what there is, what was refused, and whether more may come."""
+"""The launch plans of one override, what was refused, and whether more can be recorded."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Plans of one override. The one that was replayed least since the last one went makes room.
+#: Plans of one override. When full, the plan that was replayed least since the last eviction is
+#: evicted.
 MAX_PLANS = 256
-#: Recordings of one override that are free: two for each of its plans.
+#: Free recordings of one override: two for each plan.
 FREE_RECORDINGS = 2 * MAX_PLANS
-#: Replays that earn one more recording. One takes about a millisecond and a replay saves from two
-#: microseconds up: shapes that go on changing then cost less than a tenth of what is saved.
+#: Replays that earn one more recording. A recording takes about a millisecond, and a replay saves
+#: at least two microseconds. So if shapes keep changing, recordings cost less than a tenth of what
+#: replays save.
 REPLAYS_PER_RECORDING = 1024
-#: Runs of one key in which a recording and a trial that equals it have to be found: the first ones
-#: of an autotuned kernel differ from those that follow.
+#: Runs of a key in which a recording and an equal trial must be found. The first runs of an
+#: autotuned kernel differ from later ones.
 MAX_ATTEMPTS = 4
-#: Keys that are refused before the override is given up, if none could ever be recorded.
+#: Refused keys after which the override is given up, if none could ever be recorded.
 MAX_REFUSALS = 16
-#: Keys that were recorded once and wait for their trial.
+#: Keys that were recorded and await their trial.
 MAX_CANDIDATES = 64
 
 
 class PlanInfo:
-    """One plan: the calls that it is for, and what it does."""
+    """One plan: the calls that it is for, and its steps."""
 
     def __init__(self, key: str, hits: int, bytes: int, steps: str) -> None:
         #: The calls' metadata, such as `"input bfloat16[64, 1024], normalized_shape [1024]"`.
         self.key = key
         #: How often it was replayed.
         self.hits = hits
-        #: Host memory that the plan itself takes. It owns no device memory.
+        #: The plan's host memory. It owns no device memory.
         self.bytes = bytes
-        #: What a replay does, step by step.
+        #: The steps of a replay.
         self.steps = steps
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {"key": self.key, "hits": self.hits, "bytes": self.bytes, "steps": self.steps}
 
     def __repr__(self) -> str:
@@ -63,7 +65,7 @@ class _Candidate:
 
     def __init__(self) -> None:
         self.attempts = 0
-        #: Of the last recording; None where it gave none, or was tried out.
+        #: The plan of the last recording; None if it was refused or has been tried.
         self.plan: Plan | None = None
 
 
@@ -72,7 +74,7 @@ class Plans:
 
     def __init__(self, override: Override, core: Core) -> None:
         self.override = override
-        #: The core's half, which calls read; it counts trials as recordings.
+        #: The core's table, which calls read. It counts trials as recordings.
         self.table = core.PlanTable(
             plans=MAX_PLANS,
             free_recordings=FREE_RECORDINGS,
@@ -81,9 +83,9 @@ class Plans:
         )
         self._core = core
         self._candidates: dict[Any, _Candidate] = {}
-        #: Why calls of a key run in Python, by the key as :class:`PlanInfo` has it.
+        #: Why calls with a key run in Python, by :attr:`PlanInfo.key`.
         self.refusals: dict[str, str] = {}
-        self._said_stopped = False
+        self._logged_stopped = False
         #: Which calls' kernels are compiled.
         self.readiness = Readiness(override, self.table)
 
@@ -99,34 +101,36 @@ class Plans:
 
     @property
     def hits(self) -> int:
-        """Replays of the plans that there are."""
+        """Replays of the present plans."""
         return sum(plan.hits for plan in self)
 
     @property
     def bytes(self) -> int:
-        """Host memory of the plans that there are."""
+        """Host memory of the present plans."""
         return sum(plan.bytes for plan in self)
 
     @property
     def recordings(self) -> int:
-        """Runs of the impl that were recorded and count: dropping the plans sets it back to what
-        replays have earned, at most once in ten seconds."""
+        """The recorded runs that count against the limit. Dropping the plans sets it to what
+        replays have earned, at most once in ten seconds.
+        """
         return int(self.table.recordings)
 
     @property
     def stopped(self) -> bool:
-        """Whether nothing more is recorded: shapes changed too often, or nothing could be."""
+        """Whether recording has stopped: shapes changed too often, or nothing could be recorded."""
         return bool(self.table.stopped or self.table.given_up)
 
     def clear(self) -> None:
-        """Drop every plan; calls that replay one finish. What comes later is recorded anew, as far
-        as recordings are left: the free ones come back at most once in ten seconds."""
+        """Drop every plan. Calls that replay one finish. Later calls are recorded again, as far as
+        recordings are left. The free ones are restored at most once in ten seconds.
+        """
         self.table.clear()
         self._candidates.clear()
-        self._said_stopped = False
+        self._logged_stopped = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "plans": [plan.as_dict() for plan in self],
             "refusals": dict(self.refusals),
@@ -135,11 +139,13 @@ class Plans:
         }
 
     def summary(self) -> str:
-        """One line for people: how many plans, what was refused and why."""
-        parts = [f"{_many(len(self), 'plan')}, {_many(self.hits, 'replay')}, {self.bytes} bytes"]
+        """One line for people: how many plans, what was failure and why."""
+        parts = [
+            f"{_counted(len(self), 'plan')}, {_counted(self.hits, 'replay')}, {self.bytes} bytes"
+        ]
         if self.refusals:
             reason = next(reversed(self.refusals.values()))
-            kinds = _many(len(self.refusals), "kind")
+            kinds = _counted(len(self.refusals), "kind")
             parts.append(f"{kinds} of calls without one, the last because: {reason}")
         if self.table.given_up:
             parts.append("given up")
@@ -147,11 +153,11 @@ class Plans:
             parts.append("stopped recording, its calls' shapes change too often")
         return "; ".join(parts)
 
-    def outlook(self, call: Call) -> tuple[bool, str]:
-        """What becomes of a call that the override's condition wants.
+    def predict(self, call: Call) -> tuple[bool, str]:
+        """Predict what happens to a call for which the override's condition holds.
 
         Returns:
-            Whether the override takes it, in Python or by a plan; and how, or why not, for people.
+            Whether the override takes it, and how, or why not, as text.
         """
         label = describe_call(call)
         if any(plan.key == label for plan in self):
@@ -161,8 +167,8 @@ class Plans:
         if has_key and (not_ready := self._why_not_ready(call)) is not None:
             return False, not_ready
         unplanned = self.override.unplanned
-        in_python = unplanned is None or unplanned.holds(call.named)
-        only = f", and only {unplanned!r} is worth running in Python" if not in_python else ""
+        runs_in_python = unplanned is None or unplanned.holds(call.named)
+        only = f", and only {unplanned!r} is worth running in Python" if not runs_in_python else ""
         reason = self.refusals.get(label)
         if not has_key:
             reason = (
@@ -172,17 +178,17 @@ class Plans:
         if reason is None and self.table.given_up:
             reason = "none of the override's calls could be"
         if reason is not None:
-            return in_python, f"in Python: no launch plan can be recorded, {reason}{only}"
+            return runs_in_python, f"in Python: no launch plan can be recorded, {reason}{only}"
         if self.table.stopped:
             return (
-                unplanned is not None and in_python,
+                unplanned is not None and runs_in_python,
                 "in Python: it has no launch plan, and recording has stopped, since the calls' "
                 f"shapes change too often{only}",
             )
-        return in_python, f"in Python until its launch plan is recorded{only}"
+        return runs_in_python, f"in Python until its launch plan is recorded{only}"
 
     def _why_not_ready(self, call: Call) -> str | None:
-        """Why a call is native's until its kernels are compiled; None where it is not."""
+        """Why native runs a call until its kernels are compiled; None if they are."""
         if not self.table.gated or torch.are_deterministic_algorithms_enabled():
             return None
         state = self.readiness.state(describe_call(call))
@@ -190,7 +196,7 @@ class Plans:
             return None
         return f"natively so far: {state or 'nobody has asked for its kernels yet'}"
 
-    # What the router asks.
+    # Called by the router.
 
     def ask_for_kernels(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey) -> bool:
         """Have the kernels of a call made ready.
@@ -216,11 +222,11 @@ class Plans:
         from opgraft.router import device
 
         self.table.count_recording()
-        where = device.of(call) or torch.device("cpu")
+        where = device.of_tensors(call) or torch.device("cpu")
         return Recording(self._core, router, call, where)
 
     def end(self, recording: Recording, key: PlanKey, result: Any) -> None:
-        """A recorded run is over: its plan awaits a trial.
+        """Finish a recording. Its plan awaits a trial.
 
         Args:
             recording: what :meth:`begin` returned.
@@ -231,53 +237,53 @@ class Plans:
         candidate.attempts += 1
         candidate.plan = recording.finish(result)
         if candidate.plan is None:
-            self._mind_refusal(key, recording.call, candidate, recording.refusal)
-        self._say_stopped()
+            self._handle_refusal(key, recording.call, candidate, recording.refusal)
+        self._log_stopped()
 
     def awaits_trial(self, key: PlanKey) -> bool:
-        """Whether a call of this key was recorded, and no plan was tried out."""
+        """Whether a call with this key was recorded, and its plan was not tried yet."""
         candidate = self._candidates.get(key)
         return candidate is not None and candidate.plan is not None
 
     def try_out(
         self, router: Router, call: Call, key: PlanKey, impl: Callable[[Call], Any]
     ) -> Plan | None:
-        """Run a call of a key that awaits it as a trial, and install the plan.
+        """Try the recorded plan of a call's key, and install it.
 
         Args:
             router: the core's router.
-            call: the arguments, which are left as they are.
+            call: the arguments, which do not change.
             key: the core's `PlanKey` of the call.
             impl: runs the impl on a call.
 
         Returns:
-            The plan; None where there is none, and the call is to run in Python.
+            The plan; None if there is none, so that the call must run in Python.
         """
-        from opgraft.plan.trial import Refused, Trial
+        from opgraft.plan.trial import Trial, TrialFailed
 
         candidate = self._candidate(key)
         recorded, candidate.plan = candidate.plan, None
-        if recorded is None:  # another thread was faster
+        if recorded is None:  # another thread has taken it
             return None
         candidate.attempts += 1
         self.table.count_recording()
         generation = self.table.generation
         try:
             Trial(self._core, router, call, key).run(impl, recorded)
-        except Refused as refused:
-            self._mind_refusal(key, call, candidate, str(refused), is_final=refused.is_final)
-            self._say_stopped()
+        except TrialFailed as failure:
+            self._handle_refusal(key, call, candidate, str(failure), is_final=failure.is_final)
+            self._log_stopped()
             return None
         self._candidates.pop(key, None)
         label = describe_call(call)
-        # Not where the plans were dropped meanwhile.
+        # It is not installed if the plans were dropped since.
         if not self.table.install(key, recorded, label, generation):
             return None
         log.debug("%s: recorded a launch plan for %s: %s", self.override.name, label, recorded)
-        self._say_stopped()
+        self._log_stopped()
         return recorded
 
-    def _mind_refusal(
+    def _handle_refusal(
         self,
         key: PlanKey,
         call: Call,
@@ -292,7 +298,7 @@ class Plans:
     def _candidate(self, key: PlanKey) -> _Candidate:
         candidate = self._candidates.pop(key, None) or _Candidate()
         while len(self._candidates) >= MAX_CANDIDATES:
-            # Oldest first; `pop` with a default, because another thread may be here as well.
+            # Evict the oldest. `pop` has a default because another thread may evict it first.
             self._candidates.pop(next(iter(self._candidates), key), None)
         self._candidates[key] = candidate
         return candidate
@@ -317,20 +323,20 @@ class Plans:
                 reason,
             )
 
-    def _say_stopped(self) -> None:
-        if not self.table.stopped or self._said_stopped:
+    def _log_stopped(self) -> None:
+        if not self.table.stopped or self._logged_stopped:
             return
-        self._said_stopped = True
+        self._logged_stopped = True
         log.info(
             "%s: stopped recording launch plans after %d recordings: its calls' shapes change too "
-            "often; more are recorded as those that there are get replayed",
+            "often; replays earn further recordings",
             self.override.name,
             self.recordings,
         )
 
 
 def for_override(override: Override) -> Plans | None:
-    """The plans of an override that asks for them; None where there can be none here.
+    """The plans of an override; None if there can be none.
 
     There are none without `launch_plan=True`, with `OPGRAFT_PLANS=0`, without the compiled core.
     """
@@ -340,12 +346,12 @@ def for_override(override: Override) -> Plans | None:
     return None if core is None else Plans(override, core)
 
 
-def _many(count: int, noun: str) -> str:
+def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def describe_call(call: Call) -> str:
-    """A call's metadata for people.
+    """A call's metadata as text.
 
     >>> import torch
     >>> from opgraft.ops.schema import resolve

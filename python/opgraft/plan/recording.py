@@ -1,4 +1,4 @@
-"""Recording one run of an impl: what is watched while it runs."""
+"""The recording of one run of an impl."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opgraft.ops.schema import Call
-from opgraft.plan import ffi_calls, reads, triton_launches
+from opgraft.plan import dlpack, ffi_calls, triton_launches
 
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, Router
 
 
 class Recording:
-    """One run of an impl that is watched, to make a launch plan of it."""
+    """One run of an impl that is recorded, for a launch plan."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class Recording:
         device: torch.device,
     ) -> None:
         self.call = call
-        #: The core's half, which adapters tell of launches.
+        #: The core's recorder. Adapters report launches to it.
         self.recorder = router.recorder(call.values, device)
-        #: What the plan keeps alive: compiled kernels.
-        self.keep: list[Any] = []
+        #: Objects that must live as long as the plan: compiled kernels.
+        self.keep_alive: list[Any] = []
         self._core = core
         self._router = router
         self._was_watched = False
@@ -38,18 +38,18 @@ class Recording:
 
     @property
     def refusal(self) -> str:
-        """Why no plan can be made of the run; empty where one can."""
+        """Why the run gives no plan; empty if it gives one."""
         return str(self.recorder.refusal)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts, what happens on this thread is recorded."""
+        """Record what happens on this thread."""
         if self._core.current_recorder() is not None:
             self.recorder.refuse("it runs inside another impl that is being recorded")
             yield
             return
         with ExitStack() as stack:
-            for adapter in (triton_launches, ffi_calls, reads):
+            for adapter in (triton_launches, ffi_calls, dlpack):
                 stack.enter_context(adapter.watching(self))
             self.recorder.start()
             try:
@@ -65,4 +65,4 @@ class Recording:
         """The plan of the run, or None and a :attr:`refusal`."""
         if not self._was_watched:
             self.recorder.refuse("it did not run to its end")
-        return self._router.finish(self.recorder, result, self.keep)
+        return self._router.finish(self.recorder, result, self.keep_alive)

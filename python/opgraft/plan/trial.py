@@ -1,10 +1,10 @@
-"""Trying a plan out before it is used: on other tensors, which its key cannot tell from the call's.
+"""The trial of a plan before it is used, on substitute arguments with the same key.
 
-A plan holds for every call with its key (`csrc/plan.h`, Note [What a plan relies on]), and was
-recorded in one. What differs between calls with one key is made to differ here: where the arguments
-lie, their offsets in their storages, and the values of floating-point numbers. The impl runs in
-Python on such arguments, and must do what it did before; the plan is replayed on them, and must
-give what Python gave.
+A plan must be valid for every call with its key (`csrc/plan.h`, Note [What a plan relies on]), but
+was recorded from one call. The trial changes all that may differ between calls with one key: the
+arguments' addresses, their storage offsets, and floating-point values. The impl runs in Python on
+such substitutes, and must do what it did before. The plan is replayed on them, and must return what
+Python returned.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ from opgraft.router import copies, device, outputs, threads
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, Plan, PlanKey, Router
 
-#: How far a replay may be off what Python computed, relative to its largest value: kernels that add
-#: with atomics never give the same bits twice, and one that was not recorded leaves garbage.
+#: How far a replay's values may differ from Python's, relative to the largest one. Kernels that add
+#: with atomics never return the same bits twice. A kernel that was not recorded leaves garbage,
+#: which differs by more.
 TOLERANCE = 1e-2
 
 _NO_MEMORY = "there was no memory to try the plan out"
-_UNSEEN = "does the impl launch a kernel in a way that cannot be recorded?"
-# What each byte of a replay's allocations is set to, in one replay after the other: what nobody
-# wrote may by chance be what Python computed (`True`, -1, NaN are like 0xFF), but not both times.
+_UNRECORDED_HINT = "does the impl launch a kernel in a way that cannot be recorded?"
+# The value of each byte of a replay's allocations, one replay after the other. Memory that no
+# kernel wrote may equal Python's result by chance (`True`, -1 and NaN look like 0xFF), but not both
+# times.
 _POISONS = (0xFF, 0x00)
-# What stands in is as well aligned as what it stands in for: a kernel whose override asks for that
-# (`when.aligned`), or that has only ever got what an allocator gives, may fault on less.
+# Substitutes are as well aligned as the arguments. A kernel may fault on less if its override
+# requires the alignment (`when.aligned`), or if it always got memory from an allocator.
 _ALIGNMENT = 512
-# What every third value is multiplied by: no more than a call's values may differ by anyway.
+# Factors for the values in turn. Values of two calls may differ by more anyway.
 _FACTORS = (0.75, 1.25, 0.875)
 
 
-class Refused(Exception):
-    """There is no plan, for this reason."""
+class TrialFailed(Exception):
+    """The trial failed, for this reason."""
 
     def __init__(self, reason: str, *, is_final: bool = True) -> None:
         super().__init__(reason)
-        #: Whether another attempt would do no better.
+        #: Whether another attempt would fail, too.
         self.is_final = is_final
 
 
 class Trial:
-    """One run of an impl, and of its plan, on stand-ins of a call's arguments."""
+    """One run of an impl, and of its plan, on substitutes for a call's arguments."""
 
     def __init__(self, core: Core, router: Router, call: Call, key: PlanKey) -> None:
         self._core = core
@@ -57,102 +59,107 @@ class Trial:
         self._key = key
 
     def run(self, impl: Callable[[Call], Any], plan: Plan) -> None:
-        """Make sure that a plan does what Python does.
+        """Check that a plan does what Python does.
 
         Args:
             impl: runs the impl on a call, on this thread as it is now.
-            plan: of an earlier call with the same key.
+            plan: the plan of an earlier call with the same key.
 
         Raises:
-            Refused: it does not, or nobody can tell.
+            TrialFailed: it does not, or this cannot be determined.
         """
         try:
-            mine, others = self._stand_ins()
+            python_call, replay_calls = self._substitute_calls()
         except torch.OutOfMemoryError:
-            raise Refused(_NO_MEMORY) from None
-        except Exception as error:  # a dtype that few ops take: no reason for the call to fail
-            raise Refused(f"nothing can stand in for its arguments: {error}") from None
-        again, result = self._record(impl, mine)
+            raise TrialFailed(_NO_MEMORY) from None
+        except Exception as error:  # a dtype that few ops support must not fail the call
+            raise TrialFailed(f"its arguments have no substitutes: {error}") from None
+        again, result = self._record(impl, python_call)
         if again.fingerprint != plan.fingerprint:
-            raise Refused("two runs with the same metadata did different things", is_final=False)
+            raise TrialFailed(
+                "two runs with the same metadata did different things", is_final=False
+            )
         try:
-            difference = self._replays(plan, result, mine, others)
+            difference = self._replays(plan, result, python_call, replay_calls)
         except torch.OutOfMemoryError:
             difference = _NO_MEMORY
         except RuntimeError as error:
             difference = f"a replay failed: {error}"
         if difference:
-            raise Refused(difference)
+            raise TrialFailed(difference)
 
     def _record(self, impl: Callable[[Call], Any], call: Call) -> tuple[Any, Any]:
-        where = device.of(call) or torch.device("cpu")
+        where = device.of_tensors(call) or torch.device("cpu")
         recording = Recording(self._core, self._router, call, where)
         try:
             with recording.watching():
                 result = impl(call)
         except Exception:
-            # It is no call of the user's. If theirs fails as well, that is the error.
-            raise Refused(recording.refusal, is_final=False) from None
+            # This is not the user's call. If theirs fails as well, they get that error.
+            raise TrialFailed(recording.refusal, is_final=False) from None
         plan = recording.finish(result)
         if plan is None:
-            raise Refused(recording.refusal, is_final=False)
+            raise TrialFailed(recording.refusal, is_final=False)
         return plan, result
 
-    def _replays(self, plan: Plan, result: Any, mine: Call, others: list[Call]) -> str:
-        for its, poison in zip(others, _POISONS, strict=True):
-            replayed = self._router.replay(plan, its.values, poison=poison)
-            with _aside():
-                difference = self._difference(result, replayed, mine, its)
+    def _replays(self, plan: Plan, result: Any, python_call: Call, replay_calls: list[Call]) -> str:
+        for replay_call, poison in zip(replay_calls, _POISONS, strict=True):
+            replayed = self._router.replay(plan, replay_call.values, poison=poison)
+            with _without_overrides():
+                difference = self._difference(result, replayed, python_call, replay_call)
             if difference:
                 return difference
         return ""
 
-    def _stand_ins(self) -> tuple[Call, list[Call]]:
-        """Arguments for Python and for each replay: others where they write to them."""
+    def _substitute_calls(self) -> tuple[Call, list[Call]]:
+        """Substitute calls, for Python and for each replay: separate ones if the op writes."""
         op = self._call.op
-        with _aside():
-            mine = stand_ins(self._call)
-            others = [stand_ins(self._call) if op.writes else mine for _ in _POISONS]
+        with _without_overrides():
+            python_call = substitutes(self._call)
+            replay_calls = [substitutes(self._call) if op.writes else python_call for _ in _POISONS]
         schema = op.overload._schema
-        for other in (mine, *others):
+        for other in (python_call, *replay_calls):
             key = self._core.plan_key(other.values, schema.name, schema.overload_name)
             if key is None or not key.has_same_arguments(self._key):
                 raise NotImplementedError("others like them have another key")
-        return mine, others
+        return python_call, replay_calls
 
-    def _difference(self, result: Any, replayed: Any, mine: Call, its: Call) -> str:
+    def _difference(self, result: Any, replayed: Any, python_call: Call, replay_call: Call) -> str:
         op = self._call.op
         pairs = zip(*(outputs.as_outputs(op, each) for each in (result, replayed)), strict=True)
         for index, (one, other) in enumerate(pairs):
-            if outputs.has_values(op, index) and not agree(one, other):
-                return f"output {index} of a replay is not what Python computed: {_UNSEEN}"
-        if mine is its:
+            if outputs.has_comparable_values(op, index) and not outputs_agree(one, other):
+                return f"output {index} of a replay is not what Python computed: {_UNRECORDED_HINT}"
+        if python_call is replay_call:
             return ""
-        for argument, one, other in zip(op.arguments, mine.values, its.values, strict=True):
-            if not agree(one, other):
-                return f"{argument.name} after a replay is not what Python computed: {_UNSEEN}"
+        for argument, one, other in zip(
+            op.arguments, python_call.values, replay_call.values, strict=True
+        ):
+            if not outputs_agree(one, other):
+                difference = f"{argument.name} after a replay is not what Python computed"
+                return f"{difference}: {_UNRECORDED_HINT}"
         return ""
 
 
-def _aside() -> AbstractContextManager[None]:
-    """What is done here beside the impl and its plan is no call of the user's."""
+def _without_overrides() -> AbstractContextManager[None]:
+    """Switch off all overrides: what runs here beside the impl and its plan is not the user's."""
     return threads.scope(threads.EVERYTHING)
 
 
 # ------------------------------------------------------------------ stand-ins
 
 
-def stand_ins(call: Call) -> Call:
-    """Other arguments for a call, which share memory among themselves as its own do.
+def substitutes(call: Call) -> Call:
+    """Substitutes for a call's arguments, which alias each other as the originals do.
 
-    They are at other addresses, as well aligned, and at other offsets in their storages, and what
-    is no argument's in between is 0xFF. Floating-point values differ. Integers do not: they may be
-    indices, and no kernel is to be led out of bounds; nor do numbers, which the key holds.
+    They are at other addresses, as well aligned, and at other offsets in their storages. Bytes
+    between arguments are 0xFF. Floating-point values differ. Integers do not, because they may be
+    indices, and kernels must stay in bounds. Nor do numbers, because they are in the key.
 
     >>> from opgraft.ops.schema import resolve
     >>> base = torch.ones(8)
     >>> call = resolve("aten::mul.Tensor").bind((base[:4], base[2:6]), {})
-    >>> one, other = stand_ins(call).values
+    >>> one, other = substitutes(call).values
     >>> other.data_ptr() - one.data_ptr(), one.storage_offset() == 0
     (8, False)
     """
@@ -166,16 +173,16 @@ def stand_ins(call: Call) -> Call:
         for tensors in storages.values():
             is_lone_number = len(tensors) == 1 and _is_number(tensors[0])
             if is_lone_number and id(tensors[0]) not in written:
-                made[id(tensors[0])] = tensors[0]  # it may be marked as a number of Python's
+                made[id(tensors[0])] = tensors[0]  # it may be a wrapped number
             else:
                 made.update(_on_another_storage(tensors))
 
-    def stand_in(value: Any) -> Any:
+    def substitute(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [stand_in(each) for each in value]
+            return [substitute(each) for each in value]
         return made[id(value)] if isinstance(value, torch.Tensor) else value
 
-    return Call(call.op, tuple(map(stand_in, call.values)))
+    return Call(call.op, tuple(map(substitute, call.values)))
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
@@ -197,7 +204,7 @@ def _on_another_storage(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     if any(start % tensor.itemsize for start, tensor in starts):
         raise NotImplementedError("an address is no multiple of its element's size")
     memory.fill_(0xFF)
-    source = _bytes(first)
+    source = _storage_bytes(first)
 
     def copy(span: tuple[int, int]) -> None:
         b, e = span
@@ -206,14 +213,14 @@ def _on_another_storage(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     for span in spans:
         copy(span)
     if len({tensor.dtype for tensor in full}) == 1:
-        _vary(memory[shift : shift + size].view(first.dtype))
+        _change_values(memory[shift : shift + size].view(first.dtype))
     for tensor, span in zip(full, spans, strict=True):
         if _is_number(tensor):
             copy(span)
-    return {id(tensor): _at(memory, shift - begin, tensor) for tensor in tensors}
+    return {id(tensor): _on_memory(memory, shift - begin, tensor) for tensor in tensors}
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's whole storage."""
     storage = tensor.untyped_storage()
     everything = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -221,8 +228,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return everything.set_(storage, *place)  # type: ignore[call-overload, no-any-return]
 
 
-def _at(memory: torch.Tensor, shift: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on other memory, so many bytes further behind than it is on its own."""
+def _on_memory(memory: torch.Tensor, shift: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on other memory, with its storage offset shifted by so many bytes."""
     start = (tensor.storage_offset() * tensor.itemsize + shift) if tensor.numel() else 0
     place = (start // tensor.itemsize, tensor.shape, tensor.stride())
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -230,11 +237,11 @@ def _at(memory: torch.Tensor, shift: int, tensor: torch.Tensor) -> torch.Tensor:
     return other.requires_grad_(tensor.requires_grad)
 
 
-def _vary(values: torch.Tensor) -> None:
-    """Change what may be changed: 0, infinity and NaN stay, and so does every sign."""
+def _change_values(values: torch.Tensor) -> None:
+    """Change floating-point values. 0, infinity and NaN stay, and so does every sign."""
     if not (values.is_floating_point() or values.is_complex()):
         return
-    if values.itemsize == 1:  # 8-bit floats, which few ops take
+    if values.itemsize == 1:  # 8-bit floats, which few ops support
         values = values.view(torch.uint8)
         values.copy_(values.flip(0))
         return
@@ -245,18 +252,18 @@ def _vary(values: torch.Tensor) -> None:
 # ------------------------------------------------------------------ comparison
 
 
-def agree(one: Any, other: Any) -> bool:
-    """Whether two outputs have the same metadata, and values that differ by rounding at most.
+def outputs_agree(one: Any, other: Any) -> bool:
+    """Whether two outputs have the same metadata, and values that are equal up to rounding.
 
-    >>> agree(torch.tensor([1.0, float("nan")]), torch.tensor([1.001, float("nan")]))
+    >>> outputs_agree(torch.tensor([1.0, float("nan")]), torch.tensor([1.001, float("nan")]))
     True
-    >>> agree(torch.ones(2), torch.zeros(2))
+    >>> outputs_agree(torch.ones(2), torch.zeros(2))
     False
-    >>> agree([torch.ones(2), None], [torch.ones(2), None])
+    >>> outputs_agree([torch.ones(2), None], [torch.ones(2), None])
     True
     """
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(agree, one, other))
+        return len(one) == len(other) and all(map(outputs_agree, one, other))
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return bool(one == other) or (one != one and other != other)
     if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):

@@ -1,9 +1,9 @@
 """Recording Triton's launches.
 
-Both ways to launch a compiled kernel, `kernel[grid](...)` of a JIT function and of a compiled one,
-first ask `CompiledKernel.launch_metadata`, which is told the grid, the stream and the arguments,
-and then call the kernel's launcher. The first tells what is launched, the second that it was: a
-launch that goes by another way to the launcher is refused.
+Both ways to launch a kernel, `kernel[grid](...)` of a JIT function and of a compiled one, first
+call `CompiledKernel.launch_metadata` with the grid, the stream and the arguments, and then the
+kernel's launcher. The first call tells what is launched, and the second that it is launched. A
+launch that reaches the launcher in another way is refused.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _patches = Patches()
 _FLOATS = {"fp16": ("<e", 2), "fp32": ("<f", 4), "f32": ("<f", 4), "fp64": ("<d", 8)}
 _INTEGER = re.compile(r"[iu](\d+)")
 _UINT64 = 2**64 - 1
-# CPython's object head, then a CUtensorMap at the next multiple of 128 bytes.
+# CPython's object header, then a CUtensorMap at the next multiple of 128 bytes.
 _TENSOR_MAP_OFFSET, _TENSOR_MAP_BYTES = 128, 128
 
 
-class Refusal(Exception):
+class NotRecordable(Exception):
     """The launch cannot be recorded; the message says why."""
 
 
 class Announced(NamedTuple):
-    """A launch as `launch_metadata` is told of it."""
+    """The arguments of `launch_metadata` for a launch."""
 
     kernel: Any
     stream: int
@@ -54,7 +54,7 @@ _local = _Local()
 
 
 class Parameter(NamedTuple):
-    """One parameter of a kernel: as the core takes it, and its size in bytes."""
+    """One parameter of a kernel: its description for the core, and its size in bytes."""
 
     description: tuple[Any, ...]
     size: int
@@ -62,11 +62,11 @@ class Parameter(NamedTuple):
 
 @contextmanager
 def watching(recording: Recording) -> Iterator[None]:
-    """While this lasts, Triton's launches on this thread are recorded."""
+    """Record Triton's launches on this thread."""
     if "triton" not in sys.modules:
         yield
         if "triton" in sys.modules:
-            recording.recorder.refuse("it imported Triton, whose launches were not watched yet")
+            recording.recorder.refuse("it imported Triton, so its launches were not recorded")
         return
     with _patches.applied(recording, _replacements):
         yield
@@ -85,7 +85,7 @@ def _replacements() -> dict[tuple[type, str], Any]:
 
 
 def _launcher() -> Any | None:
-    """The class of what launches kernels; None where there is no device to launch them on."""
+    """The class of kernel launchers; None if there is no device."""
     if not torch.cuda.is_available():
         return None
     from triton.runtime import driver
@@ -108,7 +108,7 @@ def _recording(original: Any) -> Any:
         if recording is not None and not recording.recorder.inside_op:
             try:
                 _record(recording, self, (x, y, z), stream, function)
-            except Exception as error:  # whatever it is, the launch itself goes on
+            except Exception as error:  # whatever fails, the launch itself goes on
                 recording.recorder.refuse(f"a Triton launch: {error}")
         return original(self, x, y, z, stream, function, *rest)
 
@@ -129,16 +129,16 @@ def _record(
 ) -> None:
     announced, _local.announced = _local.announced, None
     if announced is None or announced.kernel.function != function:
-        raise Refusal("it goes around Triton's own `kernel[grid](...)`")
+        raise NotRecordable("it does not use Triton's own `kernel[grid](...)`")
     kernel, metadata = announced.kernel, announced.kernel.metadata
     if metadata.target.backend != "cuda":
-        raise Refusal(f"kernels for {metadata.target.backend} cannot be recorded")
-    _check_place(recording, stream)
+        raise NotRecordable(f"kernels for {metadata.target.backend} cannot be recorded")
+    _check_device_and_stream(recording, stream)
     if triton_versions.is_instrumented(metadata):
-        raise Refusal("its kernel is instrumented, for a profiler or a sanitizer")
+        raise NotRecordable("its kernel is instrumented, for a profiler or a sanitizer")
     if 0 in grid:
         return  # Triton launches nothing
-    recording.keep.append(kernel)
+    recording.keep_alive.append(kernel)
     parameters = list(_parameters(kernel, announced.arguments, grid))
     _check_sizes(function, parameters)
     _watch_hooks()
@@ -156,23 +156,23 @@ def _record(
     )
 
 
-def _check_place(recording: Recording, stream: int) -> None:
+def _check_device_and_stream(recording: Recording, stream: int) -> None:
     device = recording.recorder.device
     if device.type != "cuda" or torch.cuda.current_device() != device.index:
-        raise Refusal("it is not on the tensors' device")
+        raise NotRecordable("it is not on the tensors' device")
     if stream != recording.stream:
-        raise Refusal("it is not on the stream that was current before")
+        raise NotRecordable("it is not on the stream that was current before")
 
 
 def _parameters(
     kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, int, int]
 ) -> Iterator[Parameter]:
-    """The kernel's parameters in order; Triton's own two follow the arguments."""
+    """The kernel's parameters in order. Triton's own two follow the arguments."""
     metadata = kernel.metadata
     descriptors = iter(getattr(metadata, "tensordesc_meta", None) or ())
     signature = kernel.src.signature
     if len(signature) != len(arguments):
-        raise Refusal(f"{len(arguments)} arguments for {len(signature)} parameters")
+        raise NotRecordable(f"{len(arguments)} arguments for {len(signature)} parameters")
     for type_, value in _flattened(tuple(signature.values()), arguments):
         if type_.startswith("tensordesc"):
             yield from _tensor_descriptor(value, next(descriptors, None))
@@ -188,7 +188,7 @@ def _parameters(
 
 
 def _flattened(types: tuple[Any, ...], values: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Types and values without tuples and without constants, as the launcher takes them."""
+    """Types and values with tuples flattened and without constants, as the launcher takes them."""
     for type_, value in zip(types, values, strict=True):
         if isinstance(type_, tuple):
             yield from _flattened(type_, tuple(value))
@@ -207,7 +207,7 @@ def _parameter(type_: str, value: Any) -> Parameter:
         return Parameter(_value(bits >> 16), 2)
     if match := _INTEGER.fullmatch(type_):
         return Parameter(_value(int(value)), max(1, int(match[1]) // 8))
-    raise Refusal(f"an argument of type {type_}")
+    raise NotRecordable(f"an argument of type {type_}")
 
 
 def _value(bits: int) -> tuple[Any, ...]:
@@ -218,11 +218,11 @@ def _tensor(value: Any) -> torch.Tensor | None:
     value = getattr(value, "base", value) if not isinstance(value, torch.Tensor) else value
     if value is None or isinstance(value, torch.Tensor):
         return value
-    raise Refusal(f"a pointer that is no tensor, but {type(value).__name__}")
+    raise NotRecordable(f"a pointer that is no tensor, but {type(value).__name__}")
 
 
 def _tensor_descriptor(descriptor: Any, meta: Any) -> Iterator[Parameter]:
-    """What the launcher makes of a tensor descriptor of the host."""
+    """The parameters that the launcher passes for a tensor descriptor of the host."""
     expanded = triton_versions.launch_arguments(descriptor, meta)
     rank = len(descriptor.shape)
     head, shape, strides = expanded[: -2 * rank], expanded[-2 * rank : -rank], expanded[-rank:]
@@ -240,20 +240,20 @@ def _tensor_descriptor(descriptor: Any, meta: Any) -> Iterator[Parameter]:
 def _bytes_of(tensor_map: Any) -> bytes:
     size = _TENSOR_MAP_OFFSET + _TENSOR_MAP_BYTES
     if type(tensor_map).__basicsize__ != size or id(tensor_map) % _TENSOR_MAP_OFFSET:
-        raise Refusal("tensor descriptors of this Triton are not known")
+        raise NotRecordable("tensor descriptors of this Triton are not known")
     return ctypes.string_at(id(tensor_map) + _TENSOR_MAP_OFFSET, _TENSOR_MAP_BYTES)
 
 
 def _check_sizes(function: int, parameters: list[Parameter]) -> None:
-    """Compare the parameters with what the kernel's machine code has, where the driver tells."""
+    """Check the parameters' sizes against those of the machine code, if the driver tells them."""
     from opgraft.core import loader
 
     core = loader.in_use()
     sizes = core.cuda_parameter_sizes(function) if core is not None else []
     if sizes and sizes != [parameter.size for parameter in parameters]:
-        raise Refusal(
-            f"the kernel's parameters have {sizes} bytes, and this Triton's were taken to have "
-            f"{[parameter.size for parameter in parameters]}"
+        raise NotRecordable(
+            f"the kernel's parameters have {sizes} bytes, and those of the launch "
+            f"{[parameter.size for parameter in parameters]}: this Triton is not known"
         )
 
 
@@ -263,28 +263,28 @@ _watched = False
 
 
 def _watch_hooks() -> None:
-    """Let the core know when someone hooks into Triton's launches, a profiler for instance."""
+    """Let the core notice when launch hooks are set in Triton, by a profiler for instance."""
     global _watched
     if not _watched:
-        _watch_hooks_that_are()
+        _watch_current_hooks()
         _watched = True
 
 
-def _watch_hooks_that_are() -> None:
+def _watch_current_hooks() -> None:
     from opgraft.core import loader
 
     runtime = _runtime_knobs()
     lists = [hook.calls for hook in _hooks() if hasattr(hook, "calls")]
     core = loader.in_use()
-    assert core is not None  # it records
+    assert core is not None  # recording needs the core
     core.watch_launch_hooks(lists, [runtime.__dict__], _hooks_changed)
 
 
 def _hooks_changed() -> bool:
-    """Whether hooks are set, after someone has set knobs: perhaps other hooks than were watched."""
+    """Whether hooks are set, after knobs have changed. Perhaps they are other objects now."""
     if any(getattr(hook, "calls", True) for hook in _hooks()):
         return True
-    _watch_hooks_that_are()
+    _watch_current_hooks()
     return False
 
 

@@ -1,7 +1,7 @@
-"""What differs between the versions of Triton whose launches are recorded, and nothing else.
+"""The differences between versions of Triton that matter for recording launches.
 
-Each function asks Triton itself where it can: a release candidate or a patched build may have what
-its version number denies.
+Each function inspects Triton itself if it can: a release candidate or a patched build may not match
+its version number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["is_instrumented", "launch_arguments"]
 
 
 def launch_arguments(descriptor: Any, meta: Any) -> list[Any]:
-    """What the launcher makes of a tensor descriptor of the host.
+    """The arguments that the launcher passes for a tensor descriptor of the host.
 
-    Up to 3.7 Triton's function takes the descriptor and what the compiler says of it. 3.9's takes
-    the launch's other arguments as well, since it serves all backends; CUDA's ignores them.
+    Up to 3.7 Triton's function takes the descriptor and the compiler's metadata of it. 3.9's also
+    takes the launch's other arguments, since it serves all backends. CUDA's ignores them.
 
     Args:
         descriptor: a `TensorDescriptor`.
-        meta: how the compiler has it copied; None where the kernel gets pointer and sizes instead.
+        meta: how the compiler has it copied; None if the kernel gets pointer and sizes instead.
 
     Returns:
         The kernel's arguments in its place, shape and strides last.
@@ -38,9 +38,9 @@ def _arity(function: Any) -> int:
 
 
 def is_instrumented(metadata: Any) -> bool:
-    """Whether a kernel was compiled with checks or a profiler of Triton's inside.
+    """Whether a kernel was compiled with Triton's sanitizer or profiler.
 
-    Such a kernel gets memory for what it finds, and from 3.9 on, under the sanitizer, three more
-    parameters, of which its signature says nothing. 3.6 knows no such modes.
+    Such a kernel gets memory for its findings. From 3.9 on, under the sanitizer, it gets three more
+    parameters that its signature does not list. 3.6 has no such modes.
     """
     return bool(metadata.profile_scratch_size or getattr(metadata, "instrumentation_mode", ""))

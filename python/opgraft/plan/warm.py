@@ -9,13 +9,13 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft.base.notebook import Shown
+from opgraft.base.notebook import TextDisplay
 from opgraft.ops.schema import resolve
 from opgraft.plan.plans import MAX_ATTEMPTS
 from opgraft.ready.readiness import when_not_ready
 from opgraft.registry import Override, Selector, registry
 
-# Runs in which a call is recorded, if it can be: it is seen once first.
+# Runs that record a call, if that is possible. The first run only notes its key.
 _RUNS = 1 + MAX_ATTEMPTS
 
 
@@ -28,7 +28,7 @@ class Warmed:
     hits: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         override = self.override
         return {
             "name": override.name,
@@ -46,8 +46,8 @@ class Warmed:
         return f"{self.override.name}: {self.hits} hits; {tail}"
 
 
-class WarmUp(Shown):
-    """The overrides that ran during a warm-up. Prints as a short report; iterates over them."""
+class WarmUp(TextDisplay):
+    """The overrides that ran during a warm-up. Prints as a short report, and is iterable."""
 
     def __init__(self) -> None:
         self.overrides: tuple[Warmed, ...] = ()
@@ -56,7 +56,7 @@ class WarmUp(Shown):
         return iter(self.overrides)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {"overrides": [each.as_dict() for each in self.overrides]}
 
     def __str__(self) -> str:
@@ -68,17 +68,17 @@ def warmup(
 ) -> WarmUp:
     """Compile the kernels of a call ahead, and record its launch plans.
 
-    The call is made a few times, on real tensors: what it returns is thrown away, but an op that
-    writes to its arguments does so.
+    The call is made a few times, on real tensors. Its results are discarded. An op that writes to
+    its arguments does so.
 
     Args:
-        op: by the name that torch prints, as `OpOverload`, or any function that comes to such an
-            op, `F.rms_norm` or a module of a model.
+        op: its name as torch prints it, an `OpOverload`, or any function that calls such an op,
+            such as `F.rms_norm` or a module.
         *args: the arguments.
         **kwargs: the keyword arguments.
 
     Returns:
-        The overrides that took the call and those below it, and what plans they have now.
+        The overrides that took the call or calls inside it, and their plans.
 
     Raises:
         RegistrationError: there is no such op.
@@ -97,7 +97,7 @@ def warmup(
 
 @contextmanager
 def watching() -> Iterator[WarmUp]:
-    """Tells at its end which overrides ran while it lasted."""
+    """Collect the overrides that run inside the context; the report is complete at its end."""
     before = _hits()
     report = WarmUp()
     try:

@@ -1,4 +1,4 @@
-"""Profiling: for each op its time, what it has to do, who took it, and the device's limit."""
+"""Profiling: for each op its time, its bytes and flops, who took it, and the device's limit."""
 
 from __future__ import annotations
 

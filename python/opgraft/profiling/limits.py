@@ -1,9 +1,9 @@
-"""How fast a device moves bytes and multiplies: what no op on it can be faster than.
+"""Measures a device's limits: how fast it moves bytes and multiplies matrices.
 
-Both are measured, with the profiler that measures the program: copies of several sizes (a small one
-never gets to the bandwidth of a large one, and neither does any other op on as few bytes) and a
-matrix product of each dtype that is asked for. They are kept in opgraft's cache, since they are the
-device's.
+No op on the device can be faster. The profiler that measures the program measures the limits too:
+copies of several sizes, and a matrix product of each dtype that the program multiplies. There are
+several sizes because a small copy never reaches the bandwidth of a large one, and neither does any
+other op on as few bytes. opgraft's cache keeps the limits, because they are the device's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from opgraft.ops.describing import dtype_name
 from opgraft.profiling import timeline
 from opgraft.router import threads
 
-#: How many bytes are copied, that is, read and written: half of what is moved.
-_COPIES = {
+#: How many bytes each copy reads, and writes: it moves twice as many.
+_COPY_BYTES = {
     "gpu": tuple(4096 << n for n in range(0, 19, 3)),
     "cpu": tuple(4096 << n for n in (0, 4, 8, 12, 14)),
 }
-_ROWS = {"gpu": 8192, "cpu": 1024}
+_MATRIX_ROWS = {"gpu": 8192, "cpu": 1024}
 _RUNS = 20
-#: How often these are done, if it goes on getting faster.
+#: How many times the runs are repeated while they still get faster.
 _ROUNDS = 8
 
 
 class Limits:
-    """What a device does at most.
+    """The limits of a device.
 
     Attributes:
         device: its name.
@@ -48,14 +48,14 @@ class Limits:
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
-        self.device = name_of(where)
-        self._path = _place(where, self.device)
+        self.device = device_name(where)
+        self._path = _cache_path(where, self.device)
         self._copies: list[tuple[int, float]] = []
         self._products: dict[str, float | None] = {}
         self._read()
 
     def seconds_to_move(self, count: int) -> float:
-        """How long a copy takes that moves as many bytes, read and written."""
+        """How long a copy takes that reads and writes as many bytes together."""
         if not self._copies:
             self._copies = _measured_copies(self.where)
             self._write()
@@ -67,11 +67,11 @@ class Limits:
             return last[1] * count / last[0]
         right = bisect_left(sizes, count)
         (low, fast), (high, slow) = self._copies[right - 1 : right + 1]
-        part = math.log(count / low) / math.log(high / low)
-        return fast * (slow / fast) ** part
+        fraction = math.log(count / low) / math.log(high / low)
+        return fast * (slow / fast) ** fraction
 
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
-        """How many flops a matrix product of the dtype does in a second; None: there is none."""
+        """The flops in a second of a matrix product in a dtype; None where the device has none."""
         name = dtype_name(dtype)
         if name not in self._products:
             self._products[name] = _measured_product(self.where, dtype)
@@ -79,7 +79,7 @@ class Limits:
         return self._products[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """What was measured, for machines."""
+        """What was measured, as a dict that `json` can write."""
         return {
             "device": self.device,
             "copies": [{"bytes": size, "seconds": seconds} for size, seconds in self._copies],
@@ -88,25 +88,25 @@ class Limits:
 
     def _read(self) -> None:
         try:
-            found = json.loads(store.read(self._path))
+            found = json.loads(store.read_trusted(self._path))
             self._copies = [
                 (int(each["bytes"]), float(each["seconds"])) for each in found["copies"]
             ]
             self._products = dict(found["flops_per_second"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return  # not there, not to be trusted, or of another version: measured again
+            return  # missing, not trusted, or of another version: the limits are measured again
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a cache that cannot be written to is none
+        with contextlib.suppress(OSError):  # without a writable cache the limits are not kept
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, other = tempfile.mkstemp(dir=self._path.parent)
+            descriptor, temporary = tempfile.mkstemp(dir=self._path.parent)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(self.as_dict(), file)
-            os.replace(other, self._path)
+            os.replace(temporary, self._path)
 
 
-def name_of(where: torch.device) -> str:
-    """A device's name, as its maker calls it."""
+def device_name(where: torch.device) -> str:
+    """A device's name, as its vendor gives it."""
     if where.type != "cpu":
         module = torch.get_device_module(where)
         return str(module.get_device_name(where.index or 0))
@@ -117,19 +117,19 @@ def name_of(where: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def _place(where: torch.device, device: str) -> Path:
-    # How a product of float32 is computed is the program's choice.
+def _cache_path(where: torch.device, device: str) -> Path:
+    # The program chooses how a matrix product of float32 is computed.
     parts = [where.type, device, torch.__version__, torch.get_float32_matmul_precision()]
     return store.root() / "limits" / (re.sub(r"[^\w.+-]+", "_", "-".join(parts)) + ".json")
 
 
 def _measured_copies(where: torch.device) -> list[tuple[int, float]]:
     found = []
-    for size in _COPIES[_kind(where)]:
+    for size in _COPY_BYTES[_kind(where)]:
         source = torch.zeros(size, dtype=torch.uint8, device=where)
         target = torch.empty_like(source)
         found.append((2 * size, _seconds(partial(target.copy_, source))))
-        if _is_scarce(where, 32 * size):
+        if _is_memory_short(where, 32 * size):
             break
     return [
         (size, min(seconds for _, seconds in found[index:]))  # fewer bytes never take longer
@@ -138,8 +138,8 @@ def _measured_copies(where: torch.device) -> list[tuple[int, float]]:
 
 
 def _measured_product(where: torch.device, dtype: torch.dtype) -> float | None:
-    rows = _ROWS[_kind(where)]
-    while _is_scarce(where, 4 * rows * rows * dtype.itemsize):
+    rows = _MATRIX_ROWS[_kind(where)]
+    while _is_memory_short(where, 4 * rows * rows * dtype.itemsize):
         rows //= 2
     try:
         left = torch.ones(rows, rows, dtype=torch.float32, device=where).to(dtype)
@@ -154,16 +154,16 @@ def _kind(where: torch.device) -> str:
     return "cpu" if where.type == "cpu" else "gpu"
 
 
-def _is_scarce(where: torch.device, count: int) -> bool:
-    """Whether so many bytes would not fit beside what the program holds."""
+def _is_memory_short(where: torch.device, count: int) -> bool:
+    """Whether so many bytes would not fit beside the memory that the program uses."""
     return where.type == "cuda" and torch.cuda.mem_get_info(where)[0] < count
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The shortest time of what it runs on its device, or of its op where that is the CPU.
+    """The shortest time of the kernel that `run` launches, or of its op on the CPU.
 
-    The shortest, because it is a limit: clocks that are not up yet and other processes only add to
-    it. So it is run until that does not help any more.
+    It is the shortest because it is a limit: clocks that are still low and other processes only
+    make it longer. So it is run again until it does not get shorter any more.
     """
     best = float("inf")
     for _ in range(_ROUNDS):
@@ -183,7 +183,7 @@ def _shortest(run: Callable[[], object]) -> float:
             run()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-    recorded = timeline.recorded(profiler)
+    recorded = timeline.read_profile(profiler)
     times = [kernel.seconds for kernel in recorded.kernels]
     times = times or [n.end - n.start for n in recorded.nodes if n.is_op and n.parent is None]
     return max(min(times), 1e-9)

@@ -1,21 +1,30 @@
-"""A report as one HTML file: no script, no server, nothing fetched.
+"""A report as one HTML file: it has no script, needs no server and fetches nothing.
 
-The plot has a bar for each kind of call: as wide as its share of the time, as high as its share of
-the limit. What is empty between a bar and the line at 0.9 is, by its area, the time that would be
-saved.
+The plot has a bar for each kind of call. The bar's width is its share of the time, and its height
+is its share of the limit. The empty area between a bar and the line at 0.9 is the time that could
+be saved.
 """
 
 from __future__ import annotations
 
 from html import escape
 
-from opgraft.profiling.report import HEADINGS, REACHABLE, Line, Report, cells, head, is_native, tail
+from opgraft.profiling.profile_report import (
+    HEADINGS,
+    REACHABLE,
+    Line,
+    ProfileReport,
+    cells,
+    head,
+    is_native,
+    tail,
+)
 
 _WIDTH, _HEIGHT = 1000.0, 320.0
 _LEFT, _TOP, _BOTTOM = 44.0, 12.0, 40.0
-#: Bars that are narrower have no name beside them: it is shown under the mouse.
+#: Narrower bars have no label; the mouse shows their name.
 _NAMED = 16.0
-#: Kinds of call beyond so much of the time are one bar.
+#: The kinds of call after this share of the time are drawn as one bar.
 _SHOWN = 0.99
 
 _STYLE = """
@@ -43,7 +52,7 @@ _KEYS = (
 )
 
 
-def document(report: Report) -> str:
+def document(report: ProfileReport) -> str:
     """The page."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -52,8 +61,8 @@ def document(report: Report) -> str:
     )
 
 
-def fragment(report: Report) -> str:
-    """The same to be put into another page, a notebook's."""
+def fragment(report: ProfileReport) -> str:
+    """The report as a part of another page, such as a notebook's."""
     title, *more = head(report)
     keys = "".join(f'<span class="key {name}"></span>{escape(text)}' for name, text in _KEYS)
     return "\n".join(
@@ -70,7 +79,7 @@ def fragment(report: Report) -> str:
     )
 
 
-def plot(report: Report) -> str:
+def plot(report: ProfileReport) -> str:
     """Time against share of the limit."""
     bars = []
     at = 0.0
@@ -106,15 +115,15 @@ def plot(report: Report) -> str:
     )
 
 
-def _bar(line: Line, at: float, report: Report) -> str:
+def _bar(line: Line, at: float, report: ProfileReport) -> str:
     row = dict(zip(HEADINGS, cells(line, report.steps), strict=True))
     hint = "\n".join(f"{name}: {value}" for name, value in row.items() if value)
-    near = line.share_of_limit
-    if near is None:
+    share_of_limit = line.share_of_limit
+    if share_of_limit is None:
         return _rectangle(at, line.share, 1.0, "unknown", hint) + _name(line, at)
     kind = "native" if is_native(line) else "override"
-    lost = _rectangle(at, line.share, REACHABLE, "lost", hint) if near < REACHABLE else ""
-    return lost + _rectangle(at, line.share, min(near, 1.0), kind, hint) + _name(line, at)
+    lost = _rectangle(at, line.share, REACHABLE, "lost", hint) if share_of_limit < REACHABLE else ""
+    return lost + _rectangle(at, line.share, min(share_of_limit, 1.0), kind, hint) + _name(line, at)
 
 
 def _rectangle(at: float, share: float, height: float, kind: str, hint: str) -> str:
@@ -126,7 +135,7 @@ def _rectangle(at: float, share: float, height: float, kind: str, hint: str) -> 
 
 
 def _name(line: Line, at: float) -> str:
-    """The op's name along its bar, where that is wide enough."""
+    """The op's name along its bar, if the bar is wide enough."""
     if (_WIDTH - _LEFT - 8) * line.share < _NAMED:
         return ""
     x = _x(at + line.share / 2) + 4
@@ -143,7 +152,7 @@ def _y(share: float) -> float:
     return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share)
 
 
-def _table(report: Report) -> str:
+def _table(report: ProfileReport) -> str:
     numbers = {"calls", "time", "share", "bytes", "flops", "of limit"}
     style = [' class="number"' if name in numbers else "" for name in HEADINGS]
     heading = "".join(f"<th{s}>{escape(n)}</th>" for s, n in zip(style, HEADINGS, strict=True))

@@ -1,9 +1,9 @@
-"""Who took each call, and why others did not: noted where it is decided, inside the call.
+"""Records why overrides did not take a call, as annotations in the profile.
 
-The observers of `opgraft.trace` are told of each call of an op that has overrides. What they find
-out is put into the profile as an annotation inside the op, so that it needs no matching with it
-later. The time of that is in ranges of its own, which no op is charged for: one pass gives times
-and reasons, and a program that runs once can be profiled.
+An observer, as `opgraft.trace` uses it, is called in each call of an op with overrides. It writes
+the verdicts into the profile as an annotation inside the op, so nothing has to be matched later.
+Its own time is in separate ranges, which count for no op. So one run gives times and reasons, and a
+program that runs only once can be profiled.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from opgraft.explanation.verdicts import Verdict, judge
+from opgraft.explanation.verdicts import Verdict, judge_overrides
 from opgraft.ops.schema import Call
-from opgraft.profiling.timeline import MARK, Node
+from opgraft.profiling.timeline import ANNOTATION, Node
 from opgraft.registry import Chain
 from opgraft.router import observers
 
-_NUMBERED = re.compile(re.escape(MARK) + r" #(?P<number>\d+)")
-_FELL_BACK = f"{MARK} fell back"
+_NUMBERED = re.compile(re.escape(ANNOTATION) + r" #(?P<number>\d+)")
+_FALLBACK_ANNOTATION = f"{ANNOTATION} fell back"
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Reason:
     reason: str
 
 
-class Watch:
-    """Notes the verdicts of overrides on the calls of this thread and of backwards it starts."""
+class VerdictRecorder:
+    """Records overrides' verdicts on the calls of this thread and of backwards that it starts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: dict[tuple[Reason, ...], int] = {}
 
-    def watching(self) -> AbstractContextManager[None]:
-        """While this lasts, calls are noted in the profile that is being recorded."""
+    def recording(self) -> AbstractContextManager[None]:
+        """A scope in which verdicts are written into the profile that is being recorded."""
         return observers.observing(self._observe)
 
     def reasons(self, node: Node) -> tuple[Reason, ...]:
@@ -54,24 +54,28 @@ class Watch:
                 return tuple(self._numbers)[int(found["number"])]
         return ()
 
-    def _observe(self, chain: Chain, call: Call, kept: bool) -> Callable[[observers.Outcome], None]:
-        with torch.profiler.record_function(MARK):
-            reasons = tuple(_reasons(judge(chain, call, kept=kept)))
+    def _observe(
+        self, chain: Chain, call: Call, keeps_derivative: bool
+    ) -> Callable[[observers.Outcome], None]:
+        with torch.profiler.record_function(ANNOTATION):
+            reasons = tuple(
+                _reasons(judge_overrides(chain, call, keeps_derivative=keeps_derivative))
+            )
             with self._lock:
                 number = self._numbers.setdefault(reasons, len(self._numbers))
-        with torch.profiler.record_function(f"{MARK} #{number}"):
+        with torch.profiler.record_function(f"{ANNOTATION} #{number}"):
             return _end
 
 
 def _end(outcome: observers.Outcome) -> None:
     if outcome.fell_back:
-        with torch.profiler.record_function(_FELL_BACK):
+        with torch.profiler.record_function(_FALLBACK_ANNOTATION):
             pass
 
 
 def fell_back(node: Node) -> bool:
     """Whether an impl ran and its call ended in the native kernel."""
-    return any(child.name == _FELL_BACK for child in node.children)
+    return any(child.name == _FALLBACK_ANNOTATION for child in node.children)
 
 
 def _reasons(verdicts: Iterable[Verdict]) -> Iterable[Reason]:

@@ -1,4 +1,4 @@
-"""`profile`: what a program's ops cost, and how far that is from what the device can do."""
+"""`profile`: what a program's ops cost, and how far that is from the device's limit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction
 
-from opgraft.base.notebook import Shown
-from opgraft.profiling import attribution, page, report, timeline
+from opgraft.base.notebook import TextDisplay
+from opgraft.profiling import attribution, page, profile_report, timeline
 from opgraft.profiling.limits import Limits
-from opgraft.profiling.report import Gain, Line, Report
-from opgraft.profiling.routing import Watch
+from opgraft.profiling.profile_report import Gain, Line, ProfileReport
+from opgraft.profiling.routing import VerdictRecorder
 from opgraft.profiling.timeline import Timeline
 
 
-class Profile(Shown):
+class Profile(TextDisplay):
     """What ran while it was open. Prints as a table; iterates over lines, most time first."""
 
     def __init__(self, *, warmup: int, steps: int | None) -> None:
@@ -27,13 +27,13 @@ class Profile(Shown):
             raise ValueError("warmup is 0 or more, and steps 1 or more")
         self._warmup = warmup
         self._steps = steps
-        self._marked = 0
+        self._steps_ended = 0
         self._profiler: torch.profiler.profile | None = None
-        self._watch = Watch()
-        self._watching: AbstractContextManager[None] | None = None
+        self._verdicts = VerdictRecorder()
+        self._recording_scope: AbstractContextManager[None] | None = None
         self._timeline: Timeline | None = None
         self._recorded = 0
-        self._report: Report | None = None
+        self._report: ProfileReport | None = None
 
     def __enter__(self) -> Profile:
         if self._profiler is not None:
@@ -42,10 +42,10 @@ class Profile(Shown):
             activities=torch.profiler.supported_activities(),
             record_shapes=True,
             schedule=self._action,
-            on_trace_ready=self._take,
+            on_trace_ready=self._read_timeline,
         )
         self._profiler.start()
-        self._watch_if_recording()
+        self._record_verdicts_if_recording()
         return self
 
     def __exit__(
@@ -54,26 +54,26 @@ class Profile(Shown):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stop_watching()
+        self._stop_recording_verdicts()
         if self._profiler is not None:
             self._profiler.stop()
 
     def step(self) -> None:
-        """Say that a step of the program ends here, and the next one begins.
+        """Mark the end of a step of the program; the next step begins.
 
         Raises:
             RuntimeError: the profile is not open.
         """
         if self._profiler is None:
-            raise RuntimeError("step() is for a profile that is open: with opgraft.profile() as p")
-        self._marked += 1
-        if self._action(self._marked) is ProfilerAction.NONE:
-            self._stop_watching()
+            raise RuntimeError("this profile is not open: use it as with opgraft.profile() as p")
+        self._steps_ended += 1
+        if self._action(self._steps_ended) is ProfilerAction.NONE:
+            self._stop_recording_verdicts()
         self._profiler.step()
-        self._watch_if_recording()
+        self._record_verdicts_if_recording()
 
     def _action(self, step: int) -> ProfilerAction:
-        """What torch's profiler does in a step. torch's own `schedule` warns of no warmup."""
+        """What torch's profiler does in a step. torch's own `schedule` warns if warmup is 0."""
         if step < self._warmup:
             return ProfilerAction.WARMUP
         if self._steps is None or step < self._warmup + self._steps - 1:
@@ -84,28 +84,28 @@ class Profile(Shown):
             else ProfilerAction.NONE
         )
 
-    def _watch_if_recording(self) -> None:
-        is_recording = self._action(self._marked) in (
+    def _record_verdicts_if_recording(self) -> None:
+        is_recording = self._action(self._steps_ended) in (
             ProfilerAction.RECORD,
             ProfilerAction.RECORD_AND_SAVE,
         )
-        if is_recording and self._watching is None:
-            self._watching = self._watch.watching()
-            self._watching.__enter__()
+        if is_recording and self._recording_scope is None:
+            self._recording_scope = self._verdicts.recording()
+            self._recording_scope.__enter__()
 
-    def _stop_watching(self) -> None:
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            watching.__exit__(None, None, None)
+    def _stop_recording_verdicts(self) -> None:
+        scope, self._recording_scope = self._recording_scope, None
+        if scope is not None:
+            scope.__exit__(None, None, None)
 
-    def _take(self, profiler: torch.profiler.profile) -> None:
-        self._timeline = timeline.recorded(profiler)
-        # What comes after the last mark is a step only where nothing was marked.
-        self._recorded = max(self._marked - self._warmup, 1)
+    def _read_timeline(self, profiler: torch.profiler.profile) -> None:
+        self._timeline = timeline.read_profile(profiler)
+        # Without any call of `step` the whole block is one step.
+        self._recorded = max(self._steps_ended - self._warmup, 1)
 
     @property
-    def report(self) -> Report:
-        """What was recorded, as an object.
+    def report(self) -> ProfileReport:
+        """The report of what was recorded.
 
         Raises:
             RuntimeError: nothing was recorded.
@@ -113,21 +113,21 @@ class Profile(Shown):
         if self._report is None:
             if self._timeline is None:
                 raise RuntimeError(self._why_empty())
-            self._report = _reported(self._timeline, self._watch, self._recorded)
+            self._report = _make_report(self._timeline, self._verdicts, self._recorded)
         return self._report
 
     def _why_empty(self) -> str:
         if self._profiler is None:
-            return "nothing was recorded: with opgraft.profile() as p runs what it profiles"
+            return "nothing was recorded: run the program inside with opgraft.profile() as p"
         return (
-            f"nothing was recorded: step() was called {self._marked} times, and "
-            f"warmup={self._warmup} steps come before those that are; mark more steps, or give a "
+            f"nothing was recorded: step() was called {self._steps_ended} times, and the first "
+            f"warmup={self._warmup} steps are not recorded; call step() more often, or give a "
             "smaller warmup"
         )
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """One for each kind of call, most time first."""
+        """A line for each kind of call, most time first."""
         return tuple(self.report.lines)
 
     @property
@@ -142,24 +142,24 @@ class Profile(Shown):
         """The report as plain text.
 
         Args:
-            rows: how many kinds of call are shown, those with most time; None: all.
+            rows: how many kinds of call to show, those with most time; None for all.
         """
-        return report.table(self.report, rows)
+        return profile_report.table(self.report, rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write. docs/profile.md says what is in it."""
+        """The report as a dict that `json` can write; docs/profile.md describes it."""
         return self.report.as_dict()
 
     def as_json(self) -> str:
-        """The same as text."""
+        """The report as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def html(self) -> str:
-        """The same as one page that needs nothing else: a plot, and the whole table."""
+        """The report as a self-contained HTML page, with a plot and the whole table."""
         return page.document(self.report)
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file: as JSON where that is called `.json`, else as HTML."""
+        """Write the report to a file: as JSON if its name ends in `.json`, else as HTML."""
         place = Path(path)
         text = self.as_json() if place.suffix == ".json" else self.html()
         place.write_text(text, encoding="utf-8")
@@ -171,7 +171,7 @@ class Profile(Shown):
         return page.fragment(self.report)
 
 
-def _reported(recorded: Timeline, watch: Watch, steps: int) -> Report:
+def _make_report(recorded: Timeline, verdicts: VerdictRecorder, steps: int) -> ProfileReport:
     kernels = list(recorded.kernels)
     where = torch.device("cpu")
     if kernels:
@@ -179,9 +179,9 @@ def _reported(recorded: Timeline, watch: Watch, steps: int) -> Report:
         kind = accelerator.type if accelerator is not None else "cuda"
         where = torch.device(kind, min(kernel.device for kernel in kernels))
     limits = Limits(where)
-    groups = attribution.groups(recorded, watch, on_device=bool(kernels))
-    return Report(
-        report.lines_of(groups, limits),
+    groups = attribution.groups(recorded, verdicts, on_device=bool(kernels))
+    return ProfileReport(
+        profile_report.lines_of(groups, limits),
         "GPU" if kernels else "CPU",
         steps,
         recorded.seconds,
@@ -195,8 +195,8 @@ def _notes(groups: list[attribution.Group], *, on_device: bool) -> list[str]:
     notes = []
     if not all(group.is_op for group in groups):
         notes.append(
-            "kernels that were launched in no op, such as those of Inductor and one's own, stand "
-            "there by their names; what they move is not known, so neither is what they would gain"
+            "kernels that were launched outside any op, such as Inductor's and yours, are listed "
+            "by name; what they move is not known, so neither is what they would gain"
         )
     if not on_device:
         notes.append("no kernel ran on a GPU: times are those of ops on the CPU")
@@ -204,17 +204,16 @@ def _notes(groups: list[attribution.Group], *, on_device: bool) -> list[str]:
 
 
 def profile(*, warmup: int = 0, steps: int | None = None) -> Profile:
-    """Profile the ops inside a `with`: their time, what they have to do, who took them, the limit.
+    """Profile the ops inside a `with`: their time, bytes and flops, who took them, the limit.
 
-    torch's profiler does the timing, so only one of them can be open. It sees what runs on this
-    thread and in backwards that are started here. Where a GPU is used, times are those of its
-    kernels, else of ops on the CPU. What the device can do is measured when a report is first asked
-    for, and kept.
+    torch's profiler measures the times, so only one profile can be open. It records this thread and
+    the backwards that it starts. Where a GPU is used, times are those of its kernels, else those of
+    ops on the CPU. The device's limits are measured for the first report, and kept.
 
     Args:
-        warmup: how many steps come before what is recorded; `Profile.step` marks a step's end.
-        steps: how many steps are recorded; None: all that come. Without marks the whole block is
-        one.
+        warmup: how many steps to leave out at first; `Profile.step` marks the end of a step.
+        steps: how many steps to record; None for all. Without a call of `Profile.step`, the whole
+            block is one step.
 
     Returns:
         The profile: print it, iterate over its lines, or take `table()`, `as_dict()`, `html()`.

@@ -1,13 +1,15 @@
-"""What torch's profiler wrote down: a tree of what ran in what, with the kernels it launched.
+"""Reads what torch's profiler recorded: a tree of ops, with the kernels that they launched.
 
-Note [What is read of a profile]
-It is read from the trace that `export_chrome_trace` writes. That is public, the same in torch 2.11
-to 2.15, and holds for each op its inputs' dtypes, sizes, strides and scalars, and for each kernel
-the launch that it came from; `events()` has no dtypes before torch 2.13 and no launches. What was
-tried and left: `ExecutionTraceObserver`, which knows outputs and overloads as well, costs each op a
-quarter of a millisecond; a TorchDispatchMode would keep composite overrides from being hit. The
-dtypes in lists of tensors are nowhere but in the profiler's own tree of events, which is private:
-`list_dtypes`.
+Note [What is read from a profile]
+The tree is read from the trace that `export_chrome_trace` writes. That format is public and the
+same in torch 2.11 to 2.15. For each op it has the dtypes, sizes, strides and scalars of its inputs,
+and for each kernel the launch that it came from. `events()` has no dtypes before torch 2.13 and no
+launches.
+
+Two other ways were tried. `ExecutionTraceObserver` knows outputs and overloads as well, but adds a
+quarter of a millisecond to each op. A TorchDispatchMode would keep overrides of composite ops from
+being hit. The dtypes in lists of tensors are only in the profiler's own event tree, which is
+private: `list_dtypes` reads them.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from typing import Any
 
 import torch
 
-#: An op, as a profile names it; what autograd's engine records has more colons.
+#: An op's name in a profile. Events of autograd's engine have more colons.
 _OP = re.compile(r"\w+::\w+(\.\w+)?")
-#: What the compiled router and the Python one call the run of an impl: router/profile.py.
+#: The name that both routers give the run of an impl: router/profile.py.
 _HIT = re.compile(r"opgraft: (?P<override>.*) \[(?P<op>[^\[\]]*)\]")
-#: What `routing` puts into a profile, whose time is nobody's.
-MARK = "opgraft.profile"
+#: The prefix of the annotations that `routing` writes; their time counts for no op.
+ANNOTATION = "opgraft.profile"
 #: The call of a graph that Inductor compiled.
 _GRAPH = re.compile(r"#* ?Call (?P<graph>CompiledFxGraph \S+) ?#*")
 
@@ -42,19 +44,19 @@ _LAUNCHES = ("_runtime", "_driver")
 
 @dataclass(frozen=True)
 class Input:
-    """What a profile knows of one argument: a tensor's metadata, a list of such, or its text."""
+    """An argument as a profile has it: a tensor's metadata, a list of those, or text."""
 
     dtype: str
     sizes: Any
     strides: Any
     value: str
-    #: Of a list of tensors, each one's.
+    #: The dtypes of a list of tensors.
     dtypes: tuple[torch.dtype, ...] | None = None
 
 
 @dataclass(eq=False)
-class Kernel:
-    """What ran on a device."""
+class DeviceKernel:
+    """A kernel, or a copy, that ran on a device."""
 
     name: str
     device: int
@@ -73,8 +75,8 @@ class Node:
     inputs: tuple[Input, ...] = ()
     parent: Node | None = None
     children: list[Node] = field(default_factory=list)
-    #: Those that were launched right in it.
-    kernels: list[Kernel] = field(default_factory=list)
+    #: The kernels that were launched directly in it.
+    kernels: list[DeviceKernel] = field(default_factory=list)
 
     @property
     def is_op(self) -> bool:
@@ -82,19 +84,19 @@ class Node:
         return not self.is_annotation and _OP.fullmatch(self.name) is not None
 
     @property
-    def is_mark(self) -> bool:
-        """Whether it is what this profile itself did."""
-        return self.name.startswith(MARK)
+    def is_own_annotation(self) -> bool:
+        """Whether it is an annotation that opgraft's profiling wrote."""
+        return self.name.startswith(ANNOTATION)
 
     @property
     def graph(self) -> str | None:
-        """The compiled graph whose call it is."""
+        """The compiled graph that it calls; None if it calls none."""
         found = _GRAPH.fullmatch(self.name)
         return found["graph"] if found else None
 
     @property
     def override(self) -> str | None:
-        """The override whose run it is."""
+        """The override that it runs; None if it runs none."""
         found = _HIT.fullmatch(self.name) if self.is_annotation else None
         return found["override"] if found else None
 
@@ -104,7 +106,7 @@ class Node:
         return max(self.end - self.start - sum(c.end - c.start for c in self.children), 0.0)
 
     def ancestors(self) -> Iterator[Node]:
-        """It, and what it is in, innermost first."""
+        """The node itself and those that contain it, innermost first."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -117,18 +119,18 @@ class Timeline:
 
     nodes: list[Node]
     #: Kernels whose launch was not in any node.
-    loose: list[Kernel]
+    kernels_outside_ops: list[DeviceKernel]
 
     @property
-    def kernels(self) -> Iterator[Kernel]:
-        """All that ran on devices."""
-        yield from self.loose
+    def kernels(self) -> Iterator[DeviceKernel]:
+        """All kernels that ran on devices."""
+        yield from self.kernels_outside_ops
         for node in self.nodes:
             yield from node.kernels
 
     @property
     def seconds(self) -> float:
-        """From the first to the last that was recorded."""
+        """The time from the first to the last recorded event."""
         ends = [(node.start, node.end) for node in self.nodes]
         ends += [(kernel.start, kernel.start + kernel.seconds) for kernel in self.kernels]
         if not ends:
@@ -146,8 +148,8 @@ class Timeline:
         return total
 
 
-def recorded(profiler: torch.profiler.profile) -> Timeline:
-    """What a profiler has recorded, which it is about to forget."""
+def read_profile(profiler: torch.profiler.profile) -> Timeline:
+    """The timeline of what a profiler has recorded."""
     descriptor, path = tempfile.mkstemp(suffix=".json", prefix="opgraft-profile-")
     os.close(descriptor)
     try:
@@ -159,9 +161,9 @@ def recorded(profiler: torch.profiler.profile) -> Timeline:
 
 
 def list_dtypes(profiler: torch.profiler.profile) -> dict[int, dict[int, Any]]:
-    """By the id of an op's call and the position of an argument, the tensors of that list.
+    """The tensors in list arguments, by the id of an op's call and the argument's position.
 
-    Empty where this torch does not say: what such ops move is then unknown.
+    Empty where this torch does not record them: then it is unknown what such ops move.
     """
     found: dict[int, dict[int, Any]] = {}
     try:
@@ -191,7 +193,7 @@ def parse(
     threads: dict[tuple[Any, Any], list[Node]] = defaultdict(list)
     by_id: dict[Any, Node] = {}
     launches: dict[Any, tuple[tuple[Any, Any], float]] = {}
-    on_device: list[tuple[Kernel, dict[str, Any]]] = []
+    on_device: list[tuple[DeviceKernel, dict[str, Any]]] = []
     for event in events:
         category = event.get("cat", "")
         if event.get("ph") != "X":
@@ -200,20 +202,20 @@ def parse(
         thread = (event.get("pid"), event.get("tid"))
         start, duration = float(event["ts"]) * 1e-6, float(event.get("dur", 0)) * 1e-6
         if category in _HOST:
-            own = (lists or {}).get(arguments.get("External id"), {})
+            list_inputs = (lists or {}).get(arguments.get("External id"), {})
             node = Node(
                 event["name"],
                 start,
                 start + duration,
                 category != "cpu_op",
-                _inputs(arguments, own),
+                _inputs(arguments, list_inputs),
             )
             threads[thread].append(node)
             if not node.is_annotation:
                 by_id[arguments.get("External id")] = node
         elif category in _DEVICE:
             device = int(arguments.get("device", 0))
-            on_device.append((Kernel(event["name"], device, start, duration), arguments))
+            on_device.append((DeviceKernel(event["name"], device, start, duration), arguments))
         elif category.endswith(_LAUNCHES) and "correlation" in arguments:
             launches[arguments["correlation"]] = (thread, start)
     starts = {thread: _nest(nodes) for thread, nodes in threads.items()}
@@ -223,9 +225,9 @@ def parse(
         found = None
         if place is not None and place[0] in starts:
             found = _innermost(threads[place[0]], starts[place[0]], place[1])
-        if found is None:  # a launch that was not recorded: the op is named all the same
+        if found is None:  # the launch was not recorded, but the kernel still names its op
             found = by_id.get(arguments.get("External id"))
-        (timeline.loose if found is None else found.kernels).append(kernel)
+        (timeline.kernels_outside_ops if found is None else found.kernels).append(kernel)
     return timeline
 
 
@@ -240,19 +242,19 @@ def _inputs(arguments: dict[str, Any], lists: dict[int, Any]) -> tuple[Input, ..
     for position, (dtype, sizes, strides, value) in enumerate(zip(*columns, strict=True)):
         if position in lists:
             dtypes, sizes, strides = zip(*lists[position], strict=True)
-            found.append(Input("TensorList", frozen(sizes), frozen(strides), value, dtypes))
+            found.append(Input("TensorList", as_tuples(sizes), as_tuples(strides), value, dtypes))
         else:
-            found.append(Input(dtype, frozen(sizes), frozen(strides), str(value)))
+            found.append(Input(dtype, as_tuples(sizes), as_tuples(strides), str(value)))
     return tuple(found)
 
 
-def frozen(value: Any) -> Any:
-    """Lists, and lists in them, as tuples."""
-    return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
+def as_tuples(value: Any) -> Any:
+    """Nested lists as nested tuples."""
+    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _nest(nodes: list[Node]) -> list[float]:
-    """Put a thread's nodes into each other, in the order of their starts, which are returned."""
+    """Sort a thread's nodes by their starts and set parents and children; returns the starts."""
     nodes.sort(key=lambda node: (node.start, -node.end))
     open_nodes: list[Node] = []
     for node in nodes:

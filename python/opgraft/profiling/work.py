@@ -1,8 +1,8 @@
-"""What a call has to move and to compute, told from what a profile knows of it.
+"""Computes the bytes and flops of a call from its inputs in a profile.
 
-A profile has a call's inputs, and not its outputs. So the call is made again on tensors without
-memory (`device="meta"`), which have a size, a dtype and strides like those of the call: what that
-returns is what the call returned. Nothing runs on a device, and nothing of the program is touched.
+A profile has a call's inputs, but not its outputs. So the call is made again on meta tensors with
+the same sizes, dtypes and strides. They have no memory; the outputs have the metadata of the call's
+outputs. Nothing runs on a device, and nothing of the program changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opgraft.ops import schema
 from opgraft.ops.schema import Call, Op
 from opgraft.profiling.timeline import Input
 
-#: A profile calls dtypes by their C++ types.
+#: dtypes by their C++ types, which a profile has.
 DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
@@ -49,7 +49,7 @@ DTYPES = {
     "c10::Float8_e5m2fnuz": torch.float8_e5m2fnuz,
 }
 
-#: Types that are recorded as numbers, and that an op takes so.
+#: Types that a profile records as numbers, and that ops accept as numbers.
 _ENUMERATIONS = ("ScalarType", "MemoryFormat", "Layout")
 
 #: Ops that write to an argument without reading it.
@@ -60,8 +60,8 @@ _WRITE_ONLY = frozenset(
         *("normal", "random", "uniform", "zero"),
     )
 )
-#: Ops that read of an argument only the elements that some tensor's size says: that of the output
-#: (""), or of another argument, each of whose elements stands for a row.
+#: Ops that read only some elements of an argument: as many as the output has (""), or a row for
+#: each element of another argument.
 _READ_IN_PART = {
     "aten::embedding": ("weight", ""),
     "aten::gather": ("self", ""),
@@ -81,19 +81,19 @@ _WRITTEN_IN_PART = {
     "aten::scatter_add_": ("self", "index"),
     "aten::scatter_reduce_": ("self", "index"),
 }
-#: Of a list that is not recorded. It is a small part of what an op that writes by it moves.
+#: A list of indices is not recorded. It is a small part of what an op that writes by it moves.
 _INDICES = "List[Optional[Tensor]]"
-#: Ops whose outputs nobody has written yet.
+#: Ops that return memory without writing to it.
 _ALLOCATES = ("empty", "new_empty", "resize", "set_")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a call has to do. None: it cannot be told, for `reason`."""
+    """What a call has to move and compute. None: it is not known, for `reason`."""
 
     bytes: int | None
     flops: int | None = None
-    #: Of what is multiplied.
+    #: The dtype that is multiplied.
     dtype: torch.dtype | None = None
     reason: str = ""
 
@@ -103,11 +103,11 @@ NOTHING = Work(0)
 
 @cache
 def work_of(name: str, inputs: tuple[Input, ...]) -> Work:
-    """What a call of the op has to do.
+    """The work of a call of the op.
 
     Args:
         name: the op as a profile names it: without its overload.
-        inputs: what the profile knows of its arguments.
+        inputs: the arguments as the profile has them.
     """
     try:
         call = rebuilt(name, inputs)
@@ -118,10 +118,10 @@ def work_of(name: str, inputs: tuple[Input, ...]) -> Work:
         if _INDICES in call.op.kinds.values() and not call.named["values"].ndim:
             return Work(None, reason="the profiler does not record the indices")
         result = _on_meta(call) if _returns_new(call.op) else None
-    except Exception as error:  # an op without shape function, or whose output's size is data
+    except Exception as error:  # no meta function, or an output whose size depends on data
         return Work(None, reason=f"its outputs are not known ({type(error).__name__})")
     flops = _flops(call, result)
-    return Work(_bytes(call, result), flops, _multiplied(call) if flops is not None else None)
+    return Work(_bytes(call, result), flops, _product_dtype(call) if flops is not None else None)
 
 
 def knows_flops(name: str) -> bool:
@@ -140,7 +140,7 @@ def _formula(name: str) -> Callable[..., int] | None:
 
 @cache
 def is_composed(name: str, inputs: tuple[Input, ...]) -> bool:
-    """Whether torch itself makes the op of others on the CPU: it has no kernel there."""
+    """Whether torch has no CPU kernel of the op, so that it calls other ops there."""
     try:
         call = rebuilt(name, inputs)
     except Exception:  # as in work_of: what cannot be made again is judged by its time
@@ -152,10 +152,10 @@ def is_composed(name: str, inputs: tuple[Input, ...]) -> bool:
 
 
 def rebuilt(name: str, inputs: tuple[Input, ...]) -> Call | None:
-    """The call, on tensors without memory; None where the profile does not tell enough."""
+    """The call on meta tensors; None where the profile does not record enough."""
     namespace, _, rest = name.partition("::")
     symbol, _, overload = rest.partition(".")
-    is_put = name in _WRITTEN_IN_PART
+    is_partial_write = name in _WRITTEN_IN_PART
     for op in schema.resolve_all(namespace, symbol):
         if overload and op.name != name:
             continue
@@ -163,7 +163,7 @@ def rebuilt(name: str, inputs: tuple[Input, ...]) -> Call | None:
             continue
         try:
             values = tuple(
-                [] if is_put and argument.kind == _INDICES else _value(argument, given)
+                [] if is_partial_write and argument.kind == _INDICES else _value(argument, given)
                 for argument, given in zip(op.arguments, inputs, strict=True)
             )
         except (ValueError, SyntaxError):
@@ -175,11 +175,11 @@ def rebuilt(name: str, inputs: tuple[Input, ...]) -> Call | None:
 
 
 def _value(argument: schema.Argument, given: Input) -> Any:
-    """An argument as it was given.
+    """An argument's value.
 
     Raises:
-        ValueError: it is of another type, so that another overload is meant, or not recorded.
-        SyntaxError: what was recorded is no literal.
+        ValueError: it has another type, so another overload was called, or it was not recorded.
+        SyntaxError: the recorded text is no literal.
     """
     kind = argument.kind
     if kind.startswith("Optional["):
@@ -196,7 +196,7 @@ def _value(argument: schema.Argument, given: Input) -> Any:
             return None
         raise ValueError(given.dtype)
     if not given.value:
-        # A text is not recorded, and neither is a list of tensors of which some are missing.
+        # Strings are not recorded, and neither are lists of tensors with None in them.
         if argument.required and argument.kind == kind:
             raise ValueError("not recorded")
         return argument.default
@@ -207,15 +207,15 @@ def _number(kind: str, given: Input) -> Any:
     is_list = kind.startswith("List[")
     if is_list != (given.dtype == "ScalarList"):
         raise ValueError(given.dtype)
-    unwritten = given.value in ("inf", "-inf", "nan")
-    value: Any = float(given.value) if unwritten else ast.literal_eval(given.value)
+    is_not_literal = given.value in ("inf", "-inf", "nan")
+    value: Any = float(given.value) if is_not_literal else ast.literal_eval(given.value)
     items = value if is_list else [value]
-    of = kind.removeprefix("List[").removesuffix("]")
-    fits = {"int": (int,), "SymInt": (int,), "bool": (bool,), "float": (float, int)}
-    if of in fits and not all(isinstance(item, fits[of]) for item in items):
+    item_kind = kind.removeprefix("List[").removesuffix("]")
+    accepted = {"int": (int,), "SymInt": (int,), "bool": (bool,), "float": (float, int)}
+    if item_kind in accepted and not all(isinstance(item, accepted[item_kind]) for item in items):
         raise ValueError(given.value)
-    if of not in (*fits, *_ENUMERATIONS, "number", "Scalar"):
-        raise ValueError(of)
+    if item_kind not in (*accepted, *_ENUMERATIONS, "number", "Scalar"):
+        raise ValueError(item_kind)
     return value
 
 
@@ -257,22 +257,22 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    """How many elements there are in memory: what is expanded is there once."""
+    """How many elements a tensor has in memory: expanded elements count once."""
     sized = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(int(size) for size, stride in sized if stride or not size)
 
 
 def _bytes(call: Call, result: Any) -> int:
-    """What the call has to read and to write: each tensor once, and once each way where both."""
+    """The bytes that a call reads and writes: each tensor once, or twice if it does both to it."""
     name = call.op.name.partition(".")[0]
     results = (result,) if len(call.op.returns) == 1 else tuple(result or ())
     returned = zip(call.op.returns, results, strict=result is not None)
-    fresh = [t for r, value in returned if r.alias_info is None for t in _tensors(value)]
+    outputs = [t for r, value in returned if r.alias_info is None for t in _tensors(value)]
     written = {id(tensor): argument for argument, tensor in call.written()}
-    total = sum(_elements(tensor) * tensor.element_size() for tensor in fresh)
+    total = sum(_elements(tensor) * tensor.element_size() for tensor in outputs)
     for argument, tensor in call.named_tensors():
         elements = _elements(tensor)
-        if limit := _most(name, argument.name, call, fresh):
+        if limit := _touched_elements(name, argument.name, call, outputs):
             elements = min(elements, limit)
         times = 1
         if id(tensor) in written and not argument.keyword_only and name not in _WRITE_ONLY:
@@ -281,15 +281,17 @@ def _bytes(call: Call, result: Any) -> int:
     return total
 
 
-def _most(name: str, argument: str, call: Call, fresh: list[torch.Tensor]) -> int | None:
-    """How many elements of an argument are touched at most, where that is not all of them."""
-    of, by = _READ_IN_PART.get(name) or _WRITTEN_IN_PART.get(name) or ("", "")
-    if of != argument:
+def _touched_elements(
+    name: str, argument: str, call: Call, outputs: list[torch.Tensor]
+) -> int | None:
+    """How many elements of an argument the call touches at most; None where it is all of them."""
+    limited, by = _READ_IN_PART.get(name) or _WRITTEN_IN_PART.get(name) or ("", "")
+    if limited != argument:
         return None
     if not by:
-        return sum(map(_elements, fresh))
+        return sum(map(_elements, outputs))
     values = call.named
-    row = prod(values[of].shape[1:]) if by == "indices" else 1
+    row = prod(values[limited].shape[1:]) if by == "indices" else 1
     return _elements(values[by]) * row
 
 
@@ -299,11 +301,11 @@ def _flops(call: Call, result: Any) -> int | None:
         return None
     try:
         return int(formula(*call.args, **call.kwargs, out_val=result))
-    except Exception:  # of the formula's own: sizes that it does not expect
+    except Exception:  # the formula does not expect such sizes
         return None
 
 
-def _multiplied(call: Call) -> torch.dtype | None:
-    """The dtype that a product is computed in: that of the call's last tensor of floats."""
+def _product_dtype(call: Call) -> torch.dtype | None:
+    """The dtype of a matrix product: that of the call's last floating-point tensor."""
     found = [tensor.dtype for tensor in call.tensors() if tensor.dtype.is_floating_point]
     return found[-1] if found else None

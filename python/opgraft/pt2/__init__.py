@@ -6,5 +6,5 @@ from opgraft.pt2.exports import export_overrides
 
 __all__ = ["NAMESPACE", "export_overrides"]
 
-#: Of the ops that stand for overridden ones in graphs.
+#: The namespace of the ops that replace overridden ops in graphs.
 NAMESPACE = "opgraft"

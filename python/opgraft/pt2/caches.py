@@ -1,14 +1,14 @@
-"""Salts the compiler's caches with what is registered.
+"""Makes what is registered part of the keys of the compiler's caches.
 
 Inductor's graph cache and AOTAutograd's cache keep compiled code on disk, for later processes and
-for other machines. Their keys know nothing about overrides: code that was compiled with one would
-be found by a process without it, and the other way round. So what is registered becomes part of
-both keys: the names, order, policies and conditions of the overrides that are on, and the code of
-their impls. Where nothing is on, the keys are those of a stock PyTorch.
+for other machines. Their keys know nothing about overrides: a process without an override would
+find code that was compiled with it, and the other way round. So both keys get what is registered:
+the names, order, policies and conditions of the enabled overrides, and the code of their impls.
+Where no override is enabled, the keys are those of stock PyTorch.
 
-What is traced into graphs counts with all that it can read, as that is at each compile. Where that
-cannot be told, AOTAutograd's cache, which is asked before anything is traced, is done without;
-Inductor's goes by the graph that was traced.
+Code that is traced into graphs counts with everything that it can read, as it is at each compile.
+Sometimes that cannot be determined. Then AOTAutograd's cache is bypassed, because its key is made
+before anything is traced. Inductor's cache still works: its key holds the traced graph.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from opgraft.when import Condition
 
 log = logging.getLogger(__name__)
 
-#: What the details of a cached graph hold of us.
-_ATTRIBUTE = "opgraft_registry"
+#: The attribute of `FxGraphHashDetails` that holds what is registered.
+_DETAILS_ATTRIBUTE = "opgraft_registry"
 
 _salted = False
-#: With the policy that each was made for, which whoever tries policies assigns anew.
+#: With the policy that each was made for: benchmarks and tests assign other policies.
 _fingerprints: WeakKeyDictionary[Override, tuple[object, str]] = WeakKeyDictionary()
 
 
 def are_salted() -> bool:
-    """Whether the keys of the caches, as far as they are loaded, hold what is registered."""
+    """Whether the keys of the caches hold what is registered, as far as the caches are loaded."""
     return _salted
 
 
@@ -56,8 +56,8 @@ def salt(codecache: ModuleType) -> None:
     details = getattr(codecache, "FxGraphHashDetails", None)
     if details is None:
         log.warning(
-            "torch %s keeps its compiler caches in another way than opgraft knows: overrides stay "
-            "out of compiled graphs",
+            "opgraft does not know how torch %s keys its compiler caches: overrides stay out of "
+            "compiled graphs",
             torch.__version__,
         )
         return
@@ -65,31 +65,31 @@ def salt(codecache: ModuleType) -> None:
 
     @functools.wraps(initialise)
     def initialise_and_salt(self: Any, *args: Any, **kwargs: Any) -> None:
-        # AOTAutograd's are a subclass, and pass a bypass of this cache on as one of their own.
-        if type(self) is not details and (strange := untold()) is not None:
+        # AOTAutograd's details are a subclass. It takes a bypass of this cache for one of its own.
+        if type(self) is not details and (unknown := override_with_unknown_state()) is not None:
             raise codecache.BypassFxGraphCache(
-                f"what {strange!r} traces into graphs reads what opgraft cannot tell"
+                f"opgraft cannot determine everything that {unknown!r} traces into graphs"
             )
         initialise(self, *args, **kwargs)
         state = registry_state()
         if state:
-            setattr(self, _ATTRIBUTE, state)
+            setattr(self, _DETAILS_ATTRIBUTE, state)
 
     details.__init__ = initialise_and_salt
     _salted = True
 
 
 def registry_state() -> str:
-    """A hash of everything registered that a compiled graph can depend on; empty if nothing is."""
+    """A hash of all registered state that a compiled graph can depend on; empty without any."""
     overrides = [f"{_fingerprint(each)} {_traced_state(each)}" for each in _overrides()]
     if not overrides:
         return ""
-    lines = [_version("opgraft"), *overrides, f"exports={exports.are_asked_for()}"]
+    lines = [_version("opgraft"), *overrides, f"exports={exports.in_scope()}"]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def untold() -> Override | None:
-    """An override of which a graph may hold what cannot be told apart; None if there is none."""
+def override_with_unknown_state() -> Override | None:
+    """An override whose traced code reads what cannot be hashed; None if there is none."""
     return next((each for each in _overrides() if _traced_state(each) is None), None)
 
 
@@ -99,29 +99,29 @@ def _overrides() -> Iterator[Override]:
 
 
 def _traced_state(override: Override) -> str | None:
-    """What a graph can hold of an override besides its name, as it is now; None: cannot be told."""
+    """A hash of an override's code that a graph can hold, as it is now; None: cannot be hashed."""
     traced: list[Any] = []
     if override.has_policy("traceable"):
         traced.append(override.impl)
     if override.autograd is not None:
         traced += override.autograd
-    if callable(override.cond):  # asked while a graph is made
+    if callable(override.cond):  # it is evaluated while a graph is traced
         traced.append(override.cond)
     if not traced:
         return ""
-    found = fingerprint.reach(*traced)
-    if found is not None and override.autograd is not None and threads.is_off_here(override):
-        return f"{found} off"
-    return found
+    digest = fingerprint.digest_reachable(*traced)
+    if digest is not None and override.autograd is not None and threads.is_disabled_here(override):
+        return f"{digest} off"
+    return digest
 
 
 def _fingerprint(override: Override) -> str:
-    policy, found = _fingerprints.get(override, (None, ""))
+    policy, digest = _fingerprints.get(override, (None, ""))
     if policy is not override.compile:
         lines = list(_describe(override))
-        found = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        _fingerprints[override] = override.compile, found
-    return found
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        _fingerprints[override] = override.compile, digest
+    return digest
 
 
 def _describe(override: Override) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _describe(override: Override) -> Iterator[str]:
         yield f"{name}={getattr(override, name)!r}"
     yield f"version={_version(override.pack) if override.pack else ''}"
     for part in (override.cond, override.impl, override.autograd):
-        yield repr(part) if isinstance(part, Condition) else fingerprint.digest(part)
+        yield repr(part) if isinstance(part, Condition) else fingerprint.digest_code(part)
 
 
 def _version(distribution: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether exported programs hold overrides."""
+"""Whether exported programs contain overrides."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _thread = _Thread()
 
 @contextmanager
 def export_overrides() -> Iterator[None]:
-    """A scope in which exported programs hold overrides.
+    """A scope in which exported programs contain overrides.
 
-    An exported program and an AOTInductor package are free of opgraft, so that they load anywhere.
-    In one that is made in this scope, on this thread, overridden ops have the names that they have
-    in compiled graphs, `opgraft::aten___softmax`, and are routed at run time. It needs `import
-    opgraft` where it is loaded; an AOTInductor package needs the overrides registered before, too.
+    By default, an exported program and an AOTInductor package contain nothing of opgraft, so that
+    they load anywhere. In a program that is made in this scope, on this thread, overridden ops have
+    the names that they have in compiled graphs, such as `opgraft::aten___softmax`. They are routed
+    at run time. The program needs `import opgraft` where it is loaded. An AOTInductor package also
+    needs the overrides registered before it is loaded.
 
     `torch.export.export` itself keeps composite ops (`aten.softmax`), which reach overrides
-    wherever opgraft is: it is `run_decompositions` and AOTInductor that make the difference.
+    wherever opgraft is imported. The scope matters for `run_decompositions` and AOTInductor.
 
     >>> import torch
     >>> class Softmax(torch.nn.Module):
@@ -41,6 +42,6 @@ def export_overrides() -> Iterator[None]:
         _thread.scopes -= 1
 
 
-def are_asked_for() -> bool:
+def in_scope() -> bool:
     """Whether this thread is in a scope of :func:`export_overrides`."""
     return _thread.scopes > 0

@@ -1,4 +1,4 @@
-"""What stands in a compiled graph for a call of an overridden op."""
+"""Replaces a call of an overridden op while a graph is traced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Op
-from opgraft.pt2 import caches, exports, opaque, policy, report, tracing
+from opgraft.pt2 import caches, compile_log, exports, impl_tracing, opaque, policy
 from opgraft.pt2.policy import Decision
 from opgraft.registry import registry
 from opgraft.router import composite, installed
@@ -29,67 +29,71 @@ def substitute(
     args: Any = (),
     kwargs: Any = None,
 ) -> Any:
-    """What stands in the graph for a call of an overridden op.
+    """Trace a call of an overridden op: opaque, by its impl, or as the compiler would.
 
     Args:
         op: the op.
         mode: the FunctionalTensorMode, which is off while this runs.
-        func: the same op, as torch has it.
-        types: the types of tensors that come first.
-        args: its arguments, with FunctionalTensors for tensors.
-        kwargs: its keyword-only ones.
+        func: the same op, as torch's overload.
+        types: the tensor types with a `__torch_dispatch__` of their own.
+        args: its positional arguments; its tensors are FunctionalTensors.
+        kwargs: its keyword-only arguments.
 
     Returns:
-        The call's result, as the mode would have it.
+        The call's result, as the mode would return it.
     """
     kwargs = kwargs or {}
     if not all(map(_is_plain, types)):
         return mode.__torch_dispatch__(func, types, args, kwargs)
-    if not _is_compiling() or tracing.is_running(op):
-        return _left(op, mode, func, types, args, kwargs)
+    if not _is_compiling() or impl_tracing.is_running(op):
+        return _leave_to_compiler(op, mode, func, types, args, kwargs)
     call = policy.bind(op, args, kwargs)
     if number := policy.number_for_tensor(op, args, kwargs):
         decision = Decision("left", f"a number stands for the tensor {number!r}")
     else:
-        decision = policy.decide(call, traces=not exports.are_asked_for())
+        decision = policy.decide(call, traces=not exports.in_scope())
     if decision.action == "traced":
         assert decision.override is not None
         try:
-            tracing.settle((args, kwargs))
+            impl_tracing.sync_functional((args, kwargs))
             before = policy.bind(op, args, kwargs)
-            result = tracing.run(decision.override, mode, args, kwargs)
-            tracing.check(decision.override, before, policy.bind(op, args, kwargs), result)
+            result = impl_tracing.run(decision.override, mode, args, kwargs)
+            impl_tracing.check_result(
+                decision.override, before, policy.bind(op, args, kwargs), result
+            )
         except ContractError:
             raise
         except Exception as error:
-            report.tell_untraceable(decision.override, error)
+            compile_log.log_untraceable(decision.override, error)
             decision = policy.decide(call, traces=False)
-    report.tell(call, decision)
+    compile_log.log_decision(call, decision)
     if decision.action == "traced":
         return result
     if decision.action == "opaque":
-        # Not by calling it: autograd, which this call has passed, would be asked again.
+        # Calling the op would run autograd again, which this call has already passed.
         return mode.__torch_dispatch__(opaque.op_for(op), types, args, kwargs)
-    return _left(op, mode, func, types, args, kwargs)
+    return _leave_to_compiler(op, mode, func, types, args, kwargs)
 
 
-def _left(op: Op, mode: Any, func: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a call that the compiler gets without us.
+def _leave_to_compiler(
+    op: Op, mode: Any, func: OpOverload, types: Any, args: Any, kwargs: Any
+) -> Any:
+    """The result of a call that opgraft leaves to the compiler.
 
-    A composite op would have been taken apart before it got here. The mode does that for one that
-    has no kernel at the backend, and takes our router for one.
+    Stock PyTorch would have decomposed a composite op before the call got here. The mode decomposes
+    only an op without a backend kernel, and it takes our router for such a kernel.
     """
     if not mode.export and _is_composite(op, args, kwargs):
         with mode, _above_autograd():
             result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:  # export keeps some ops so
+        if result is not NotImplemented:  # export keeps some composite ops this way
             return result
     return mode.__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
 def _above_autograd() -> Iterator[None]:
-    """Let the pieces of a composite op pass autograd, as they do where torch takes it apart."""
+    """Dispatch the ops of a composite op through autograd, as where torch decomposes it."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in composite.AUTOGRAD_KEYS:
         exclude = exclude.remove(key)
@@ -99,7 +103,7 @@ def _above_autograd() -> Iterator[None]:
 
 
 def _is_composite(op: Op, args: Any, kwargs: Any) -> bool:
-    """Whether an op has no kernel but ours where a call's tensors live."""
+    """Whether our router is the only backend kernel of an op where a call's tensors live."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd"):
         return False
     key = policy.dispatch_key(policy.bind(op, args, kwargs))
@@ -108,14 +112,14 @@ def _is_composite(op: Op, args: Any, kwargs: Any) -> bool:
 
 
 def _is_compiling() -> bool:
-    """Whether this thread makes a graph that overrides belong in.
+    """Whether this thread traces a graph that may contain overrides.
 
-    `torch.compiler.is_compiling` would not do: on torch 2.11 it is false while a compiled function
-    is traced here, and where it is true, it is so for all threads.
+    `torch.compiler.is_compiling` does not say so: on torch 2.11 it is false while a compiled
+    function is traced here, and where it is true, it is true on all threads.
     """
-    if not _caches_know_us():
+    if not _caches_are_salted():
         return False
-    if exports.are_asked_for():
+    if exports.in_scope():
         return True
     return TracingContext.try_get() is not None and not _is_exporting()
 
@@ -127,15 +131,15 @@ def _is_exporting() -> bool:
     return virtualized is not None and bool(virtualized.V.aot_compilation)
 
 
-def _caches_know_us() -> bool:
+def _caches_are_salted() -> bool:
     return "torch._inductor.codecache" not in sys.modules or caches.are_salted()
 
 
 def _is_plain(kind: type) -> bool:
     """Whether a tensor type is one that the compiler itself traces with.
 
-    Other types are wrappers (DTensor, jagged tensors) whose own code comes first; it calls the op
-    again for what they wrap.
+    Other types are wrappers (DTensor, jagged tensors). Their own code runs first, and calls the op
+    again on the tensors that they wrap.
     """
     return kind in (torch.Tensor, torch.nn.Parameter, FunctionalTensor) or issubclass(
         kind, FakeTensor

@@ -1,6 +1,6 @@
-"""Where overrides and the compiler meet: both are told when the other comes.
+"""Connects registered overrides with the compiler, whichever of the two comes first.
 
-Nothing here imports Dynamo or Inductor: what has to do with them waits until they are imported.
+Nothing here imports Dynamo or Inductor: what concerns them runs once they are imported.
 """
 
 from __future__ import annotations
@@ -9,46 +9,46 @@ import sys
 from types import ModuleType
 
 from opgraft.base import env, imports
-from opgraft.pt2 import rule
+from opgraft.pt2 import dispatch_rule
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import derivative
 
 _CACHES = "torch._inductor.codecache"
-_FRAMES = "torch._dynamo.convert_frame"
+_DYNAMO = "torch._dynamo.convert_frame"
 _PACKAGES = "torch._inductor.package"
 
-# What was on at a chain when it last changed.
-_on: dict[Chain, tuple[Override, ...]] = {}
+# The overrides that were active in a chain when it last changed.
+_last_active: dict[Chain, tuple[Override, ...]] = {}
 
 
 def attach() -> None:
-    """Let compiled graphs hold overrides, from now on. Once."""
+    """Let compiled graphs contain overrides from now on. Call it once."""
     if env.installs_nothing():
         return
-    registry.watch(_follow)
-    derivative.listener = _depend
+    registry.add_listener(_on_chain_change)
+    derivative.listener = _add_guard
     imports.after(_CACHES, _salt)
     imports.after(_PACKAGES, _define_registered)
 
 
-def _follow(chain: Chain) -> None:
+def _on_chain_change(chain: Chain) -> None:
     if chain.active:
-        rule.install(chain.op)
+        dispatch_rule.install(chain.op)
         if _PACKAGES in sys.modules:
             _define(chain)
-    late = [override for override in chain.active if override not in _on.get(chain, ())]
-    _on[chain] = chain.active
-    if late and _FRAMES in sys.modules:
-        from opgraft.pt2 import report
+    added = [override for override in chain.active if override not in _last_active.get(chain, ())]
+    _last_active[chain] = chain.active
+    if added and _DYNAMO in sys.modules:
+        from opgraft.pt2 import compile_log
 
-        report.remind_of_reset(late)
+        compile_log.warn_of_stale_graphs(added)
 
 
-def _depend(chain: Chain) -> None:
-    if _FRAMES in sys.modules:
+def _add_guard(chain: Chain) -> None:
+    if _DYNAMO in sys.modules:
         from opgraft.pt2 import guards
 
-        guards.depend_on(chain)
+        guards.guard_on(chain)
 
 
 def _salt(codecache: ModuleType) -> None:
@@ -58,7 +58,7 @@ def _salt(codecache: ModuleType) -> None:
 
 
 def _define_registered(_: ModuleType) -> None:
-    """Define what an AOTInductor package may hold: it looks ops up in C++, and asks nobody."""
+    """Define the ops that an AOTInductor package may contain: it looks them up in C++ directly."""
     for chain in registry.chains():
         _define(chain)
 

@@ -1,13 +1,14 @@
-"""Ops of the `opgraft` namespace: an overridden op as a compiled graph holds it.
+"""Opaque ops: the ops of the `opgraft` namespace, which stand for overridden ops in graphs.
 
-A compiler that sees `aten::_softmax` decomposes and fuses it, or calls its kernel around the
-dispatcher; one that sees `opgraft::aten___softmax` knows nothing about it and calls it. It has the
-schema and the tags of the op that it stands for, the same outputs for fake tensors, and at run time
-it is that op: its kernel hands the call on, at the same dispatch key, where the router decides.
+A compiler that sees `aten::_softmax` decomposes and fuses it, or calls its kernel without the
+dispatcher. A compiler that sees `opgraft::aten___softmax` knows nothing about it and calls it. The
+opaque op has the schema and the tags of the op that it stands for, and the same outputs for fake
+tensors. At run time its kernel redispatches to that op, at the same dispatch key, where the router
+decides.
 
-Ops are defined when a graph first needs one, or when somebody asks `torch.ops.opgraft` for one by
-name: code from a compiler's cache, or an exported program that is being loaded. Defining an op
-changes nothing that another thread may be dispatching on.
+An opaque op is defined when a graph first needs it, or when it is looked up in `torch.ops.opgraft`
+by name: by code from a compiler's cache, or by an exported program that is being loaded. Defining
+an op changes nothing that another thread may be dispatching on.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from opgraft.ops.schema import Call, Op, resolve_all
 from opgraft.pt2 import NAMESPACE, randomness
 from opgraft.router import composite, outputs
 
-# Said of the op in torch's own catalogue, not of what it computes.
+# These tags describe the op's place in torch's own set of ops, not what it computes.
 _CATALOGUE_TAGS = frozenset({"core", "generated"})
-# Taken by Inductor as leave to run the op, while it compiles, on one element of what is constant,
-# and to count on fusing it.
+# With these tags, Inductor counts on fusing the op, and while it compiles it runs the op on one
+# element of a constant.
 _FUSION_TAGS = frozenset({"pointwise", "reduction"})
 _LAYOUT_TAGS = frozenset(
     {
@@ -41,25 +42,25 @@ _LAYOUT_TAGS = frozenset(
     }
 )
 
-# What they return is contiguous, and torch's meta of them, a decomposition, says otherwise.
+# Their outputs are contiguous; torch's meta function, a decomposition, says otherwise.
 _CONTIGUOUS = frozenset({"aten::isin"})
-# What they return is contiguous, or channels last, by the device, of which torch's meta of them
-# knows nothing: Inductor would refuse the result.
+# Their outputs are contiguous or channels last, which depends on the device. Torch's meta function
+# does not know that, so Inductor would refuse the result.
 _STRIDES_UNKNOWN = frozenset({"aten::roll"})
 
 _lock = threading.RLock()
 _defined: dict[Op, OpOverload] = {}
-#: torch itself asks for the name of an op that is being defined.
+#: Whether an op is being defined: torch itself then looks up its name.
 _defining = False
-#: Kept for good: a definition goes with its library.
+#: It is kept alive: torch drops definitions together with their library.
 _library: torch.library.Library | None = None
 
 
 def name_of(op: Op) -> str:
-    """The name, without namespace and overload, under which a compiled graph holds an op.
+    """The name of an op's opaque op, without namespace and overload.
 
-    Two ops never share one: a `_` of the namespace is written `_u`, so that the first `__` is where
-    the op's own name begins.
+    Two ops never have the same name: a `_` in the namespace is written `_u`, so that the op's own
+    name begins after the first `__`.
 
     >>> from opgraft.ops.schema import resolve
     >>> name_of(resolve("aten::_softmax"))
@@ -70,7 +71,7 @@ def name_of(op: Op) -> str:
 
 
 def origin_of(name: str) -> tuple[str, str] | None:
-    """The namespace and the name that :func:`name_of` was made of; None for any other name.
+    """The namespace and the name of the op that an opaque op stands for; None for any other name.
 
     >>> origin_of("aten___softmax")
     ('aten', '_softmax')
@@ -82,11 +83,10 @@ def origin_of(name: str) -> tuple[str, str] | None:
 
 
 def op_for(op: Op) -> OpOverload:
-    """The op of the `opgraft` namespace that stands for `op`, defined on first use.
+    """The opaque op that stands for `op`, defined on first use.
 
     Args:
-        op: without arguments that it writes to and without outputs that alias them; see
-            :func:`why_not`.
+        op: an op that can have an opaque op; see :func:`obstacle`.
 
     Returns:
         The overload, with the same overload name.
@@ -99,20 +99,20 @@ def op_for(op: Op) -> OpOverload:
 
 
 def define(op: Op) -> None:
-    """Define the op that stands for `op`, if it can have one."""
-    if why_not(op) is None:
+    """Define the opaque op that stands for `op`, if it can have one."""
+    if obstacle(op) is None:
         op_for(op)
 
 
-def why_not(op: Op) -> str | None:
-    """Why an op cannot have an opaque one; None where it can."""
+def obstacle(op: Op) -> str | None:
+    """Why an op cannot have an opaque op; None where it can."""
     schema = op.overload._schema
     try:
         torch._C._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
     except RuntimeError:
-        return "it is TorchScript's own, and no dispatcher knows it"
+        return "it is an op of TorchScript, which the dispatcher does not know"
     if op.writes:
-        return "it writes to its arguments, and compilers make it a functional op first"
+        return "it writes to its arguments, and compilers functionalize it first"
     if any(returned.alias_info is not None for returned in op.returns):
         return "its output shares memory with an argument"
     if schema.name in _STRIDES_UNKNOWN:
@@ -121,9 +121,9 @@ def why_not(op: Op) -> str | None:
 
 
 def _define_overloads(namespace: str, name: str) -> None:
-    """Define every overload of an op that can have one: who asks for the packet finds them all."""
+    """Define an opaque op for every overload that can have one: a packet has all its overloads."""
     global _defining
-    ops = [op for op in resolve_all(namespace, name) if why_not(op) is None]
+    ops = [op for op in resolve_all(namespace, name) if obstacle(op) is None]
     _defining = True
     try:
         for op in ops:
@@ -131,7 +131,7 @@ def _define_overloads(namespace: str, name: str) -> None:
         for op in ops:
             opaque = getattr(getattr(torch.ops.opgraft, name_of(op)), op.overload._overloadname)
             _count_flops_as(opaque, op)
-            randomness.declare(opaque, op)
+            randomness.forbid_merging(opaque, op)
             _defined[op] = opaque
     finally:
         _defining = False
@@ -140,13 +140,13 @@ def _define_overloads(namespace: str, name: str) -> None:
 def _define(op: Op) -> None:
     overload = op.overload._schema.overload_name
     name = name_of(op) + (f".{overload}" if overload else "")
-    library = _our_library()
+    library = _get_library()
     library.define(name + signature_of(op), tags=_tags(op))
     _implement(library, name, op)
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_of(op), lib=library)
 
 
-def _our_library() -> torch.library.Library:
+def _get_library() -> torch.library.Library:
     global _library
     if _library is None:
         _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -163,7 +163,7 @@ def _tags(op: Op) -> list[torch.Tag]:
     dropped = _CATALOGUE_TAGS | _FUSION_TAGS | _LAYOUT_TAGS
     tags = {tag.name: tag for tag in op.overload.tags if tag.name not in dropped}
     tags["pt2_compliant_tag"] = torch.Tag.pt2_compliant_tag
-    # Kernels are written for the strides that eager hands them.
+    # Kernels are written for the strides that they get in eager mode.
     tags["needs_exact_strides"] = torch.Tag.needs_exact_strides
     if randomness.is_random(op):
         tags["nondeterministic_seeded"] = torch.Tag.nondeterministic_seeded
@@ -175,22 +175,22 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
     if core is not None:
         schema = op.overload._schema
         opaque, _, overload = name.partition(".")
-        core.stand_for(f"{NAMESPACE}::{opaque}", overload, schema.name, schema.overload_name)
+        core.forward_op(f"{NAMESPACE}::{opaque}", overload, schema.name, schema.overload_name)
         return
 
     def at_backend(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = op.bind(args, kwargs)
-        return _fresh(call, op.overload.redispatch(keyset, *call.args, **call.kwargs))
+        return _without_aliases(call, op.overload.redispatch(keyset, *call.args, **call.kwargs))
 
     def at_autograd(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = op.bind(args, kwargs)
-        # A composite op runs at the autograd key, once nobody is there any more who wants to see
-        # the op that stands for it.
-        at_last = _is_composite(op) and composite.is_next_to_a_backend(keyset)
-        if at_last or composite.must_differentiate(call):
-            return _fresh(call, op.overload(*call.args, **call.kwargs))
+        # A composite op runs at the autograd key, once no mode or transform is left that must see
+        # the opaque op.
+        runs_composite = _is_composite(op) and composite.is_backend_next(keyset)
+        if runs_composite or composite.must_differentiate(call):
+            return _without_aliases(call, op.overload(*call.args, **call.kwargs))
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            rest = composite.below(keyset)
+            rest = composite.below_autograd(keyset)
             return op_for(op).redispatch(rest, *call.args, **call.kwargs)
 
     def when_batched(*args: Any, **kwargs: Any) -> Any:
@@ -205,18 +205,18 @@ def _is_composite(op: Op) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd")
 
 
-def _fresh(call: Call, result: Any) -> Any:
-    """The results of an op's native kernel, none in the memory of an argument.
+def _without_aliases(call: Call, result: Any) -> Any:
+    """The results of an op's native kernel, without aliases of an argument.
 
-    A composite op may return its argument without saying so in its schema. A compiler takes the op
-    that stands for it by its word, and uses the argument's memory again.
+    A composite op may return its argument without saying so in its schema. A compiler believes the
+    schema, and reuses the argument's memory.
     """
     if not _is_composite(call.op):
         return result
     if isinstance(result, tuple):
-        return tuple(_fresh(call, each) for each in result)
-    if isinstance(result, torch.Tensor) and outputs.shares(result, call.tensors()):
-        with bypassing("aten::clone"):  # ours, and no call for its overrides
+        return tuple(_without_aliases(call, each) for each in result)
+    if isinstance(result, torch.Tensor) and outputs.shares_memory(result, call.tensors()):
+        with bypassing("aten::clone"):  # opgraft's own call does not go to overrides of clone
             return result.clone()
     return result
 
@@ -232,7 +232,7 @@ def _fake_of(op: Op) -> Any:
 
 
 def _count_flops_as(opaque: OpOverload, op: Op) -> None:
-    """Let an activation-memory budget see what recomputing the op costs."""
+    """Register the op's flop formula: an activation-memory budget weighs recomputation by it."""
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(op.overload._overloadpacket)
@@ -241,7 +241,7 @@ def _count_flops_as(opaque: OpOverload, op: Op) -> None:
 
 
 def define_by_name(name: str) -> None:
-    """Define what an opaque op's name stands for, if it does; what is defined stays as it is."""
+    """Define the opaque op of that name, if the name is one; defined ops do not change."""
     origin = origin_of(name)
     with _lock:
         if origin is not None and not _defining:

@@ -1,4 +1,4 @@
-"""What becomes of an overridden op in a compiled graph: the policy, and the decision for a call."""
+"""Decides what replaces a call of an overridden op in a compiled graph, by the compile policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft.ops.schema import Call, Op
-from opgraft.pt2 import opaque, randomness, tracing
+from opgraft.pt2 import impl_tracing, opaque, randomness
 from opgraft.registry import CompilePolicy, Override, registry
 from opgraft.router import device
 from opgraft.when import Condition, symbolic
@@ -19,8 +19,8 @@ from opgraft.when.symbolic import Outcomes
 
 Action = Literal["opaque", "traced", "left"]
 
-_NONE = type(None)
-_NUMBERS = (torch.IntType, torch.FloatType, torch.BoolType, torch.NumberType)
+_NONE_TYPE = type(None)
+_NUMBER_TYPES = (torch.IntType, torch.FloatType, torch.BoolType, torch.NumberType)
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Decision:
     """What becomes of one call in the graph that is being traced.
 
     Attributes:
-        action: `"opaque"`: an op of the `opgraft` namespace takes its place; `"traced"`: the impl
-            of `override` does; `"left"`: the compiler gets the op as it is.
-        reason: for a person.
-        override: the first that may take the call, unless it is left.
+        action: `"opaque"`: an opaque op replaces it; `"traced"`: the impl of `override` replaces
+            it; `"left"`: the compiler gets the op unchanged.
+        reason: why, in words.
+        override: the first override that may take the call; None where the call is left.
     """
 
     action: Action
@@ -40,20 +40,22 @@ class Decision:
 
 
 def bind(op: Op, args: Any, kwargs: Any) -> Call:
-    """A call that is being traced, its arguments as fake tensors."""
+    """A call that is being traced, with fake tensors as arguments."""
     with _disable_current_modes():  # a number in a Tensor slot becomes a real tensor
-        return op.bind(tracing.plain(args), tracing.plain(kwargs))
+        return op.bind(impl_tracing.unwrap_functional(args), impl_tracing.unwrap_functional(kwargs))
 
 
 def number_for_tensor(op: Op, args: Any, kwargs: Any) -> str | None:
     """The name of a Tensor argument that is a number in a call (`x * 2`); None if there is none.
 
-    In eager the dispatcher makes it a tensor. In a graph it stays a number, which torch takes for a
-    Tensor of certain ops of `aten` only, and for none of ours.
+    In eager the dispatcher makes it a tensor. In a graph it remains a number. Torch accepts that
+    for certain ops of `aten` only, and not for opaque ops.
     """
     named = kwargs | {a.name: value for a, value in zip(op.positional, args, strict=False)}
     for argument in op.arguments:
-        if argument.is_tensor and not isinstance(named.get(argument.name), (torch.Tensor, _NONE)):
+        if argument.is_tensor and not isinstance(
+            named.get(argument.name), (torch.Tensor, _NONE_TYPE)
+        ):
             return argument.name
     return None
 
@@ -62,8 +64,8 @@ def decide(call: Call, *, traces: bool = True) -> Decision:
     """What becomes of a call that is being traced; installs no guard unless an impl is traced.
 
     Args:
-        call: its tensors are fake, its sizes may be symbols.
-        traces: whether an impl may be traced; else one that would be is opaque.
+        call: a call with fake tensors, whose sizes may be symbolic.
+        traces: whether an impl may be traced; if not, a traceable override is opaque.
     """
     reasons = []
     for override in registry.chain(call.op, dispatch_key(call)).active:
@@ -76,7 +78,7 @@ def decide(call: Call, *, traces: bool = True) -> Decision:
             return Decision(action, reason, override)
         reasons.append(reason)
         if outcomes == symbolic.HOLDS:
-            break  # what comes behind it is never asked
+            break  # it takes every call, so the overrides after it are never asked
     return Decision("left", "; ".join(reasons) or "no override is on")
 
 
@@ -90,7 +92,9 @@ def _action(
         if traces:
             return _trace(override, call, outcomes)
         why = "it is not traced here"
-    obstacle = opaque.why_not(call.op) or _wrapper_obstacle(call.op) or randomness.obstacle(call.op)
+    obstacle = (
+        opaque.obstacle(call.op) or _wrapper_obstacle(call.op) or randomness.obstacle(call.op)
+    )
     if obstacle is not None:
         return "left", f"{override.name} cannot be opaque: {obstacle}"
     when = "takes every call" if outcomes == symbolic.HOLDS else "is asked at run time"
@@ -98,11 +102,12 @@ def _action(
 
 
 def _wrapper_obstacle(op: Op) -> str | None:
-    """Why Inductor's C++ wrapper cannot hold an op's opaque one; None where it can or is not used.
+    """Why Inductor's C++ wrapper cannot call an op's opaque op; None where it can or is not used.
 
-    It declares every output of an op that it has no C function for as a tensor, and then does not
-    compile where one is a number (torch 2.11 to 2.15): the attention ops return sequence lengths.
-    An AOTInductor package, which it makes, too, takes no tensor of theirs that is undefined.
+    Where the wrapper has no C function for an op, it declares every output as a tensor. With a
+    number among the outputs it does not compile (torch 2.11 to 2.15): the attention ops return
+    sequence lengths. An AOTInductor package uses the wrapper too, and refuses the undefined tensors
+    that these ops return.
     """
     config = sys.modules.get("torch._inductor.config")
     virtualized = sys.modules.get("torch._inductor.virtualized")
@@ -110,14 +115,14 @@ def _wrapper_obstacle(op: Op) -> str | None:
         return None
     if not config.cpp_wrapper and not virtualized.V.aot_compilation:
         return None
-    if not any(isinstance(each.type, _NUMBERS) for each in op.returns):
+    if not any(isinstance(each.type, _NUMBER_TYPES) for each in op.returns):
         return None
     return "Inductor's cpp_wrapper cannot call it: it returns a number"
 
 
 def _trace(override: Override, call: Call, outcomes: Outcomes) -> tuple[Action, str]:
     if call.op.writes:
-        return "left", f"{override.name} cannot be traced: {opaque.why_not(call.op)}"
+        return "left", f"{override.name} cannot be traced: {opaque.obstacle(call.op)}"
     if outcomes == symbolic.HOLDS:
         return "traced", f"{override.name} takes every call"
     try:
@@ -137,26 +142,26 @@ def resolve(override: Override, call: Call) -> tuple[CompilePolicy, str]:
         outcomes = symbolic.of_condition(override.compile, call)
         if outcomes == symbolic.HOLDS:
             return "opaque", f"compile={override.compile!r}"
-        # Where it is not known, Inductor's code is what there would be without the override.
+        # Where the condition is not known, Inductor's code runs, as without the override.
         why = "is not sure to hold" if True in outcomes else "never holds"
         return "inductor", f"compile={override.compile!r} {why} for it"
     if override.compile != "auto":
         return override.compile, f"compile={override.compile!r}"
-    if calls_as_it_is(override.operator.overload):
+    if is_inductor_fallback(override.operator.overload):
         return "opaque", "Inductor calls this op as it is"
-    return "inductor", "Inductor has code of its own for this op; compile='opaque' prefers yours"
+    return "inductor", "Inductor has its own code for this op; compile='opaque' prefers yours"
 
 
-def calls_as_it_is(op: OpOverload) -> bool:
-    """Whether Inductor itself does nothing with an op but call it.
+def is_inductor_fallback(op: OpOverload) -> bool:
+    """Whether Inductor has only a fallback for an op: it never does anything but call it.
 
-    Not so where it decomposes the op or may generate code, however rarely. Then an override still
-    runs where Inductor ends up calling the op through the dispatcher.
+    That is false where Inductor decomposes the op or may generate code for it, however rarely. Then
+    an override still runs where Inductor ends up calling the op through the dispatcher.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     decomposition = sys.modules.get("torch._inductor.decomposition")
     if lowering is None or decomposition is None:
-        return False  # another compiler is at work: what it does not touch reaches the router
+        return False  # another compiler: the ops that it does not replace reach the router
     if op in decomposition.decompositions:
         return False
     lowered = lowering.lowerings.get(op)
@@ -167,7 +172,7 @@ def calls_as_it_is(op: OpOverload) -> bool:
 
 
 def _outcomes(override: Override, call: Call) -> Outcomes:
-    if device.mixed(call) is not None:
+    if device.why_mixed(call) is not None:
         return symbolic.FAILS
     return symbolic.of_override(override, call)
 
@@ -175,21 +180,21 @@ def _outcomes(override: Override, call: Call) -> Outcomes:
 def _guarded_outcomes(override: Override, call: Call) -> Outcomes:
     if isinstance(override.cond, Condition):
         return symbolic.guarded_outcomes(override.cond, call.named)
-    return frozenset({override.wants(call)})
+    return frozenset({override.condition_holds(call)})
 
 
 def _culprit(override: Override, call: Call) -> str:
-    obstacle = device.mixed(call)
+    obstacle = device.why_mixed(call)
     if obstacle is not None:
         return obstacle
     if isinstance(override.cond, Condition):
-        return symbolic.culprit(override.cond, call.named)
+        return symbolic.first_failing_part(override.cond, call.named)
     return f"{getattr(override.cond, '__qualname__', override.cond)!s} is false whatever the sizes"
 
 
 def dispatch_key(call: Call) -> str:
     """The backend key at which a call's tensors live."""
-    where = device.of(call)
+    where = device.of_tensors(call)
     if where is None:
         where = torch.device(call.named.get("device") or "cpu")
     return str(torch._C._dispatch_key_for_device(where.type))

@@ -1,14 +1,14 @@
-"""Two draws stay two draws: what the compiler has to know about an opaque op that is random.
+"""Keeps the compiler from merging two calls of a random opaque op into one.
 
-Most of PT2 goes by the tag `nondeterministic_seeded`, which an opaque op has from the op that it
-stands for: dead code, constant folding, checkpointing that saves the generator's state, the order
-of draws. Some of it knows random ops by name instead, in lists of `aten`'s, and would take two
-equal calls of one of ours for one value:
+Most of PT2 uses the tag `nondeterministic_seeded`, which an opaque op has from the op that it
+stands for: dead-code elimination, constant folding, checkpointing that saves the generator's state,
+the order of random calls. Some passes know random ops by name instead, from lists of `aten` ops.
+They would take two equal calls of an opaque op for one value:
 
 - common-subexpression elimination, AOTAutograd's (`torch._functorch.compile_utils`) and that of
   exported programs (`torch.fx.passes.dialect.common.cse_pass`);
-- the partitioner (`torch._functorch.partitioners`), which may compute in the backward again what
-  the forward has computed, if it was told to save memory.
+- the partitioner (`torch._functorch.partitioners`): with a memory budget, the backward may
+  recompute what the forward has computed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ELIMINATIONS = (
 )
 _PARTITIONERS = "torch._functorch.partitioners"
 
-#: Random, and torch's catalogue does not say so: they drop out between their layers.
+#: Random ops without torch's tag: they apply dropout between their layers.
 _UNTAGGED = frozenset({"aten::quantized_lstm", "aten::quantized_gru"})
-#: Of each the memory is another, though nothing is drawn.
-_NEVER_THE_SAME = frozenset({"aten::empty"})
+#: Not random, but each call returns other memory.
+_FRESH_MEMORY = frozenset({"aten::empty"})
 
-#: Opaque ops of which two equal calls are two values. Only ever added to, under the lock of who
-#: defines them.
-_unlike: set[OpOverloadPacket] = set()
-#: The compiler's own collections of such ops, as far as they are loaded.
-_lists: list[Any] = []
+#: Opaque ops whose equal calls are different values. It only grows, under the lock of
+#: :mod:`opgraft.pt2.opaque`.
+_never_merged: set[OpOverloadPacket] = set()
+#: The compiler's own collections of random ops, from the modules that are loaded.
+_random_op_lists: list[Any] = []
 _attached = False
 
 
@@ -59,33 +59,33 @@ def is_random(op: Op) -> bool:
     )
 
 
-def declare(opaque: OpOverload, op: Op) -> None:
-    """Tell the compiler that equal calls of an opaque op are not one value, where that is so."""
+def forbid_merging(opaque: OpOverload, op: Op) -> None:
+    """Tell the compiler not to merge equal calls of an opaque op, if they are different values."""
     packet = opaque._overloadpacket
-    if packet in _unlike or not (is_random(op) or op.overload._schema.name in _NEVER_THE_SAME):
+    if packet in _never_merged or not (is_random(op) or op.overload._schema.name in _FRESH_MEMORY):
         return
-    _unlike.add(packet)
-    for each in _lists:
-        _put(packet, each)
+    _never_merged.add(packet)
+    for each in _random_op_lists:
+        _append(packet, each)
     _attach()
 
 
 def obstacle(op: Op) -> str | None:
-    """Why no graph must hold an op's opaque one, that is random; None where one may."""
-    if is_random(op) and _draws_merge():
-        return f"torch {torch.__version__} would take two draws of it for one"
+    """Why no graph may contain the opaque op of a random op; None where it may."""
+    if is_random(op) and _cse_merges_random_ops():
+        return f"torch {torch.__version__} would merge two random calls of it into one"
     return None
 
 
 @functools.cache
-def _draws_merge() -> bool:
-    """Whether the compiler takes two calls of an op for one that it was told are not.
+def _cse_merges_random_ops() -> bool:
+    """Whether the compiler merges two calls of a random op although it was told not to.
 
-    It is asked, as how it knows random ops is nowhere promised.
+    This is tried out, because torch does not document how it recognises random ops.
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
-    # Defined by being asked for, as by code from a compiler's cache.
+    # Looking the op up defines it.
     draw = torch.ops.opgraft.aten__bernoulli.default
     with _disable_current_modes():
         graph = torch.fx.Graph()
@@ -100,20 +100,20 @@ def _attach() -> None:
         return
     _attached = True
     for name in _ELIMINATIONS:
-        imports.after(name, _extend)
+        imports.after(name, _extend_cse)
     imports.after(_PARTITIONERS, _extend_partitioner)
 
 
-def _extend(module: ModuleType) -> None:
+def _extend_cse(module: ModuleType) -> None:
     ops = getattr(module, "rand_ops", None)
-    # A list, or a set, in torch 2.11 to 2.13. A version without it is asked by :func:`obstacle`.
+    # A list or a set in torch 2.11 to 2.13. A version without it is tried out by :func:`obstacle`.
     if isinstance(ops, (list, set)):
-        _lists.append(ops)
-        for packet in _unlike:
-            _put(packet, ops)
+        _random_op_lists.append(ops)
+        for packet in _never_merged:
+            _append(packet, ops)
 
 
-def _put(packet: OpOverloadPacket, ops: Any) -> None:
+def _append(packet: OpOverloadPacket, ops: Any) -> None:
     if packet in ops:
         return
     if isinstance(ops, list):
@@ -123,9 +123,9 @@ def _put(packet: OpOverloadPacket, ops: Any) -> None:
 
 
 def _extend_partitioner(partitioners: ModuleType) -> None:
-    """Let the partitioner never compute a draw again that is not to be had again.
+    """Keep the partitioner from recomputing random values that cannot be reproduced.
 
-    What checkpointing computes again draws from the generator's saved state, and stays.
+    Checkpointing recomputes them from the generator's saved state, which is right.
     """
     types: Any = getattr(partitioners, "OpTypes", None)
     is_random_op = getattr(types, "is_random", None)
@@ -133,32 +133,34 @@ def _extend_partitioner(partitioners: ModuleType) -> None:
 
         @functools.wraps(is_random_op)
         def is_random_op_or_ours(self: Any, node: torch.fx.Node) -> bool:
-            return _is_unlike(node) or bool(is_random_op(self, node))
+            return _is_never_merged(node) or bool(is_random_op(self, node))
 
         types.is_random = is_random_op_or_ours
 
     choose: Any = getattr(partitioners, "choose_saved_values_set", None)
     if choose is not None:
-        # Where memory is short it takes back what it banned before.
+        # With a small memory budget the partitioner lifts its bans on recomputation.
         @functools.wraps(choose)
-        def choose_with_draws(joint_graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        def choose_and_save_random(joint_graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> Any:
             chosen = choose(joint_graph, *args, **kwargs)
-            return list(dict.fromkeys((*chosen, *_draws_to_save(joint_graph, *args, **kwargs))))
+            return list(
+                dict.fromkeys((*chosen, *_random_nodes_to_save(joint_graph, *args, **kwargs)))
+            )
 
-        partitioners.choose_saved_values_set = choose_with_draws  # type: ignore[attr-defined]
+        partitioners.choose_saved_values_set = choose_and_save_random  # type: ignore[attr-defined]
 
 
-def _draws_to_save(
+def _random_nodes_to_save(
     joint_graph: torch.fx.Graph, node_info: Any, *_: Any, **__: Any
 ) -> Iterator[torch.fx.Node]:
-    """What the forward draws; what of it the backward does not use is not saved."""
+    """The random nodes of the forward; those that the backward does not use are not saved."""
     from torch._functorch.partitioners import must_recompute
 
     for node in joint_graph.nodes:
-        if _is_unlike(node) and node_info.is_required_fw(node) and not must_recompute(node):
+        if _is_never_merged(node) and node_info.is_required_fw(node) and not must_recompute(node):
             outputs = [user for user in node.users if user.target is operator.getitem]
             yield from outputs or [node]
 
 
-def _is_unlike(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _unlike
+def _is_never_merged(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _never_merged

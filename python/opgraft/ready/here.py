@@ -90,6 +90,6 @@ def run(override: Override, metadata: Metadata, keyset: torch.DispatchKeySet) ->
         torch.no_grad(),
         torch._C._AutoDispatchBelowADInplaceOrView(),
         threads.bypassing(override.operator),
-        device.guard(device.of(call)),
+        device.guard(device.of_tensors(call)),
     ):
         override.impl(*leading, *call.args, **call.kwargs)

@@ -142,7 +142,7 @@ class Readiness:
         except BaseException:
             self._dropped(key)
             raise
-        if device.is_capturing(device.of(call)):
+        if device.is_capturing(device.of_tensors(call)):
             self._warn_of_capture()
         return False
 

@@ -1,7 +1,7 @@
-"""What is registered: declarations, what became of each, their chains, the rules that switch them.
+"""What is registered: declarations, their state, chains, and the rules that switch overrides.
 
-No dataclasses here, nor in what else `import torch` imports to load packs: the methods of each are
-compiled when it is imported. With named tuples that was half of the whole import.
+There are no dataclasses here, nor in the other modules that `import torch` imports to load packs.
+Python compiles their methods at import: with named tuples that took half of the whole import.
 """
 
 from opgraft.registry.chains import Chain, Registry, registry

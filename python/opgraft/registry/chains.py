@@ -1,9 +1,9 @@
-"""Chains and rules: who is asked for a call, in which order, and what is switched off.
+"""Chains and rules: which overrides may take a call, in which order, and which are off.
 
-Concurrency: every change takes the registry's lock, computes the new chain and publishes it by one
-attribute store of an immutable tuple (`Chain.active`). Routers read that attribute without a lock,
-so a call sees the chain before or after a change, never in between; nothing here ever touches the
-dispatcher.
+Concurrency: every change takes the registry's lock, computes the new chain, and publishes it by
+    storing one immutable tuple in an attribute (`Chain.active`). Routers read that attribute
+    without a lock, so a call sees the chain before or after a change, never in between. Nothing
+    here touches the dispatcher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from opgraft.base import env
 from opgraft.base.locks import fork_safe_lock
-from opgraft.core import places
+from opgraft.core import deferred
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op
 from opgraft.registry.override import Override
@@ -22,22 +22,22 @@ from opgraft.registry.rules import Rule, Selector
 
 
 class Chain:
-    """The overrides of one op at one dispatch key, in the order in which they are asked."""
+    """The overrides of one op at one dispatch key, in the order in which they are tried."""
 
     def __init__(self, op: Op, dispatch_key: str) -> None:
         self.op = op
         self.dispatch_key = dispatch_key
         self.members: tuple[Override, ...] = ()
-        #: What the router reads: the members that are on. Immutable, replaced as a whole.
+        #: The enabled members, which the router reads. Immutable, and replaced as a whole.
         self.active: tuple[Override, ...] = ()
-        #: Told, under the registry's lock, when `active` was replaced.
+        #: Called, under the registry's lock, after `active` was replaced.
         self.listener: Callable[[Chain], None] | None = None
 
 
 class Registry:
     """All chains and rules of the process.
 
-    Whoever looks at it, or changes it, finds the packs in it that `import torch` left for later.
+    Every access first registers the packs that `import torch` deferred.
     """
 
     def __init__(self) -> None:
@@ -48,40 +48,40 @@ class Registry:
             for keywords in env.initially_disabled()
         )
         self._sequence = itertools.count()
-        self._watchers: tuple[Callable[[Chain], None], ...] = ()
-        self._had: set[tuple[str, str | None]] = set()
+        self._listeners: tuple[Callable[[Chain], None], ...] = ()
+        self._ever_registered: set[tuple[str, str | None]] = set()
 
-    def has_had(self, key: str) -> set[str | None]:
-        """The names, DSLs, ... of everything that was ever registered."""
-        return {value for each, value in self._had if each == key}
+    def ever_registered(self, key: str) -> set[str | None]:
+        """The values of a selector's key (name, DSL, ...) in all overrides ever registered."""
+        return {value for each, value in self._ever_registered if each == key}
 
-    def watch(self, watcher: Callable[[Chain], None]) -> None:
-        """Call `watcher`, under the registry's lock, whenever a chain's overrides changed."""
+    def add_listener(self, listener: Callable[[Chain], None]) -> None:
+        """Call `listener`, under the registry's lock, whenever a chain's overrides changed."""
         with self._lock:
-            self._watchers = (*self._watchers, watcher)
+            self._listeners = (*self._listeners, listener)
 
     def add(self, override: Override, *, replace: bool) -> Chain:
         """Put an override into its chain.
 
         Args:
             override: what to add.
-            replace: an override of the same owner (pack, or the user) with the same name goes.
-                Otherwise the name is made unique in the chain.
+            replace: whether an override of the same owner (pack, or the user) with the same name is
+                removed. If not, the name is made unique in the chain.
         """
-        places.settle()
+        deferred.register_now()
         with self._lock:
             chain = self.chain(override.operator, override.dispatch_key)
-            namesakes = [o for o in chain.members if o.name == override.name]
-            replaced = [o for o in namesakes if replace and o.pack == override.pack]
-            if namesakes and not replace:
-                name = _unused(override.name, {o.name for o in chain.members})
+            same_name = [o for o in chain.members if o.name == override.name]
+            replaced = [o for o in same_name if replace and o.pack == override.pack]
+            if same_name and not replace:
+                name = _unique_name(override.name, {o.name for o in chain.members})
                 override.declaration = override.declaration.replaced(name=name)
             for old in replaced:
                 old.state.removed = True
             override.state.sequence = next(self._sequence)
-            self._had.update(override.identity.items())
-            kept = (o for o in chain.members if o not in replaced)
-            self._publish(chain, (*kept, override))
+            self._ever_registered.update(override.identity.items())
+            remaining = (o for o in chain.members if o not in replaced)
+            self._publish(chain, (*remaining, override))
             return chain
 
     def remove(self, override: Override) -> None:
@@ -91,15 +91,15 @@ class Registry:
             self._publish(chain, (o for o in chain.members if o is not override))
 
     def give_up(self, override: Override, reason: str) -> None:
-        """Keep an override from every call, for good."""
+        """Stop calling an override, for good."""
         with self._lock:
             override.state.given_up = reason
             chain = self.chain(override.operator, override.dispatch_key)
             self._publish(chain, chain.members)
 
     def chain(self, op: Op, dispatch_key: str) -> Chain:
-        """The chain of an op at a key, made on first use; there is one for ever."""
-        places.settle()
+        """The chain of an op at a key. It is created on first use and never removed."""
+        deferred.register_now()
         with self._lock:
             key = (op.name, dispatch_key)
             if key not in self._chains:
@@ -107,27 +107,27 @@ class Registry:
             return self._chains[key]
 
     def find(self, op: Op, dispatch_key: str) -> Chain | None:
-        """The chain of an op at a key, if anybody asked for it before."""
-        places.settle()
+        """The chain of an op at a key, if it exists."""
+        deferred.register_now()
         return self._chains.get((op.name, dispatch_key))
 
     def chains(self) -> Iterator[Chain]:
-        places.settle()
+        deferred.register_now()
         with self._lock:
             chains = list(self._chains.values())
         return iter(chains)
 
     def overrides(self, selector: Selector) -> list[Override]:
-        """What is registered and matches, chain by chain, each in the order of asking."""
+        """The overrides that match, chain by chain, each in its chain's order."""
         members = (override for chain in self.chains() for override in chain.members)
         return [override for override in members if selector.matches(override)]
 
     def add_rule(self, rule: Rule) -> None:
-        """Append a rule; earlier ones that it fully overrides go, so toggling never piles up."""
-        places.settle()
+        """Append a rule, and drop earlier ones that it covers, so that toggling adds none."""
+        deferred.register_now()
         with self._lock:
-            kept = (r for r in self._rules if not rule.selector.covers(r.selector))
-            self._rules = (*kept, rule)
+            remaining = (r for r in self._rules if not rule.selector.covers(r.selector))
+            self._rules = (*remaining, rule)
             self.republish()
 
     def rule_for(self, override: Override) -> Rule | None:
@@ -135,16 +135,16 @@ class Registry:
         return next(matching, None)
 
     def reset(self) -> None:
-        """Remove every override and rule; routers stay installed, with nothing to route to."""
-        places.settle()
+        """Remove every override and rule. Routers stay installed, with empty chains."""
+        deferred.register_now()
         with self._lock:
             for override in self.overrides(Selector()):
                 self.remove(override)
             self._rules = ()
 
     def republish(self) -> None:
-        """Tell every router of its chain again, for what else it depends on."""
-        places.settle()
+        """Publish every chain again, because something else that routers depend on has changed."""
+        deferred.register_now()
         with self._lock:
             for chain in self._chains.values():
                 self._publish(chain, chain.members)
@@ -154,12 +154,12 @@ class Registry:
         chain.active = tuple(override for override in chain.members if override.enabled)
         if chain.listener is not None:
             chain.listener(chain)
-        for watcher in self._watchers:
-            watcher(chain)
+        for listener in self._listeners:
+            listener(chain)
 
 
-def _registered(identity: dict[str, str | None]) -> Override:
-    """The override that was pickled, in the process that unpickles it.
+def _unpickled(identity: dict[str, str | None]) -> Override:
+    """The override of this process for one that was pickled.
 
     Raises:
         RegistrationError: it is not registered there.
@@ -173,7 +173,7 @@ def _registered(identity: dict[str, str | None]) -> Override:
     )
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unique_name(name: str, taken: set[str]) -> str:
     candidates = (f"{name}#{number}" for number in itertools.count(2))
     return next(candidate for candidate in candidates if candidate not in taken)
 
@@ -181,4 +181,4 @@ def _unused(name: str, taken: set[str]) -> str:
 #: The process's registry.
 registry = Registry()
 
-copyreg.pickle(Override, lambda override: (_registered, (override.identity,)))  # type: ignore[arg-type]
+copyreg.pickle(Override, lambda override: (_unpickled, (override.identity,)))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What `register_op_override` was told of an override, and nothing that changes later."""
+"""What `register_op_override` was given for an override, and nothing that changes later."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CompilePolicy = Literal["auto", "opaque", "inductor", "traceable"]
 class Declaration:
     """An implementation for one op at one dispatch key, as its author declares it. Immutable."""
 
-    #: Its name in messages and for selectors.
+    #: The name in messages and for selectors.
     name: str
     operator: Op
     dispatch_key: str
     impl: Callable[..., Any]
-    #: The condition that calls must meet; None: there is none.
+    #: The condition that calls must meet; None: all do.
     cond: Condition | Callable[..., Any] | None
     #: Whether `impl` gets the `DispatchKeySet` first.
     takes_keyset: bool
@@ -33,17 +33,17 @@ class Declaration:
     priority: int
     on_error: OnError
     compile: CompilePolicy | Condition
-    #: `(setup_context, backward)` of a derivative of its own.
+    #: `(setup_context, backward)` of a custom derivative.
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None
     launch_plan: bool
-    #: What a call does whose kernels are not compiled yet.
+    #: What to do with a call whose kernels are not compiled yet.
     when_not_ready: WhenNotReady
-    #: Calls to verify it on, for a device: arguments as tuples, or as dicts by name.
+    #: Returns calls to verify it on, for a device: arguments as tuples, or as dicts by name.
     samples: Callable[..., Iterable[Any]] | None
-    #: Which of the calls that `cond` wants are worth `impl` in Python, where no launch plan
-    #: replays them; None: all of them.
+    #: For which calls without a launch plan `impl` is worth running in Python, if `cond` holds;
+    #: None: for all of them.
     unplanned: Condition | None
-    #: Why it can never run here (its DSL is missing); None where it can.
+    #: Why it can never run here (its DSL is missing); None if it can.
     unavailable: str | None
 
     def __init__(

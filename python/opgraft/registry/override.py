@@ -1,4 +1,4 @@
-"""An override: what was declared, what became of it, and what it does for a call."""
+"""An override: its declaration, its state, and its condition for a call."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Override:
         return self
 
     def __deepcopy__(self, memo: object) -> Override:
-        """Itself: what is registered is there once, also for the copy of a module that holds it."""
+        """Itself: an override exists once, even if a module that holds it is copied."""
         return self
 
     @property
@@ -85,21 +85,21 @@ class Override:
 
     @property
     def mismatches(self) -> int:
-        """How many of those differed."""
+        """How many of the compared hits differed from native."""
         return self.state.mismatches.total()
 
     @property
     def plans(self) -> Plans | None:
-        """Its launch plans: their keys, hits and bytes; None where it can have none."""
+        """Its launch plans: their keys, hits and bytes; None if it can have none."""
         return self.state.plans
 
     @property
     def enabled(self) -> bool:
-        """Whether a call can reach it, as the rules of `enable` and `disable` stand."""
+        """Whether calls can reach it under the present rules of `enable` and `disable`."""
         return self.why_off() is None
 
     def why_off(self) -> str | None:
-        """Why no call can reach it: removed, failed, disabled by which rule, ...; None if on."""
+        """Why no call can reach it (removed, failed, disabled, ...); None if calls can."""
         if self.state.removed:
             return "removed"
         if self.unavailable is not None:
@@ -112,12 +112,12 @@ class Override:
         return None if rule is None or rule.enables else f"disabled by {rule}"
 
     def remove(self) -> None:
-        """Take it out of its chain; calls that are running it finish. Removing twice is fine."""
+        """Remove it from its chain. Calls that are running it finish. Removing twice is fine."""
         self._registry.remove(self)
 
     @property
     def condition(self) -> Condition | Callable[..., Any] | None:
-        """What calls are compared with: `cond`, and where there can be no plans `unplanned` too."""
+        """The condition for a call: `cond`, joined with `unplanned` if there can be no plans."""
         if self.plans is not None or self.unplanned is None:
             return self.cond
         if self.cond is None:
@@ -132,10 +132,10 @@ class Override:
         return both
 
     def has_policy(self, policy: CompilePolicy) -> bool:
-        """Whether this is its policy in compiled graphs, for every call."""
+        """Whether its policy in compiled graphs is this one for every call."""
         return isinstance(self.compile, str) and self.compile == policy
 
-    def wants(self, call: Call) -> bool:
+    def condition_holds(self, call: Call) -> bool:
         """Whether the condition holds for a call."""
         condition = self.condition
         if condition is None:
@@ -144,20 +144,21 @@ class Override:
             return condition.holds(call.named)
         return bool(condition(*call.args, **call.kwargs))
 
-    def declines(self, call: Call) -> Failure | None:
-        """The part of the condition that declines a call; None where it wants it."""
+    def condition_failure(self, call: Call) -> Failure | None:
+        """The part of the condition that fails for a call; None if the condition holds."""
         condition = self.condition
         if isinstance(condition, Condition):
             return condition.failure(call.named)
-        if self.wants(call):
+        if self.condition_holds(call):
             return None
         return Failure(f"cond {getattr(self.cond, '__qualname__', self.cond)!s}", "returned false")
 
     @property
     def order(self) -> tuple[bool, int, str, int]:
-        """Its place in the chain: the lowest is asked first.
+        """Its sort key in the chain. The lowest comes first.
 
-        The user's own before packs'; higher priority; packs by name; last registered first.
+        The user's overrides come before packs'; then higher priority; packs by name; the last
+        registered first.
         """
         pack = self.pack or ""
         return (self.pack is not None, -self.priority, pack, -self.state.sequence)

@@ -1,4 +1,4 @@
-"""What `enable`, `disable` and queries speak of: selectors, and the rules made of them."""
+"""Selectors of overrides, for `enable`, `disable` and queries, and the rules made of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Selector:
-    """Which overrides a rule or a query speaks of: those that match every keyword that is given."""
+    """Selects the overrides that match every given keyword, for a rule or a query."""
 
     #: The keywords.
     KEYS = ("dsl", "op", "dispatch_key", "pack", "name")
@@ -37,7 +37,7 @@ class Selector:
         return all(getattr(override, key) == value for key, value in self.given().items())
 
     def covers(self, other: Selector) -> bool:
-        """Whether everything that `other` matches is matched by this one too."""
+        """Whether this selector matches everything that `other` matches."""
         return self.given().items() <= other.given().items()
 
     def given(self) -> dict[str, str]:
@@ -48,7 +48,7 @@ class Selector:
 
 
 class Rule:
-    """An `enable` or `disable` with its selector; the last rule that matches an override wins."""
+    """An `enable` or `disable` of what a selector matches. The last rule that matches wins."""
 
     def __init__(self, enables: bool, selector: Selector, origin: str = "") -> None:
         self.enables = enables
@@ -64,7 +64,7 @@ def selector_from(keywords: Mapping[str, Any], *, normalise_op: Callable[[Any], 
     """A selector from a user's keywords; an op may be a name or an `OpOverload`.
 
     Raises:
-        RegistrationError: a keyword is not a string where one is wanted.
+        RegistrationError: a keyword's value is not a string.
     """
     given = {key: value for key, value in keywords.items() if value is not None}
     if "op" in given:

@@ -1,4 +1,4 @@
-"""What became of an override since it was registered: counts, failures, checks, plans."""
+"""The state of an override since it was registered: counts, failures, checks, plans."""
 
 from __future__ import annotations
 
@@ -12,102 +12,104 @@ if TYPE_CHECKING:
 
     from opgraft.plan.plans import Plans
 
-#: Hits of each signature that are compared with native. Two, because a first run can differ from
-#: the next ones (autotuning, a cached buffer that is returned twice).
+#: Hits of each kind of call that are compared with native. Two, because a first run can differ from
+#: later ones (autotuning, a cached buffer that is returned twice).
 CHECKED_HITS = 2
-#: Signatures per override that are checked; past that an op is called in too many ways to go on.
-MAX_SIGNATURES = 128
-#: Exact calls per override that are remembered as run outside a capture.
+#: Kinds of calls per override that are checked. Further kinds are not.
+MAX_KINDS = 128
+#: Exact keys per override of calls that ran outside a capture.
 MAX_WARM = 4096
 
-#: Memory that a result had: its storage, and the first and the last byte of it.
-Place = tuple["StorageWeakRef", tuple[int, int]]
+#: The memory of a result: its storage, and its range of bytes in it.
+MemoryRange = tuple["StorageWeakRef", tuple[int, int]]
 
 
 class OverrideState:
-    """What becomes of one override. Every method may be called on any thread.
+    """The changing state of an override. Every method may be called on any thread.
 
-    Dictionaries are changed by single operations, which the GIL makes atomic, so there is no lock:
-    two threads that do the same at once do it twice, which is once too often and never wrong.
+    There is no lock: dictionaries are changed by single operations, which the GIL makes atomic. Two
+    threads may do the same work twice, which is never wrong.
     """
 
     def __init__(self) -> None:
-        #: How often the impl ran; the condition declined; a hit ended in the native kernel; a hit
-        #: was compared with native by `opgraft.shadow`; such a hit differed.
+        #: Counters. `hits`: the impl ran. `misses`: the condition declined. `fallbacks`: a hit
+        #: ended in the native kernel. `shadowed`: `opgraft.shadow` compared a hit. `mismatches`: it
+        #: differed.
         self.hits = counter.new()
         self.misses = counter.new()
         self.fallbacks = counter.new()
         self.shadowed = counter.new()
         self.mismatches = counter.new()
-        #: Its launch plans: their keys, hits and bytes; None where it can have none.
+        #: Its launch plans; None if it can have none.
         self.plans: Plans | None = None
-        #: Which registration it was, counted in the process.
+        #: The number of its registration in the process.
         self.sequence = 0
         self.removed = False
-        #: Why it is kept from every call: it failed too often. None while it is not.
+        #: Why no call runs it any more, after it failed too often; None if calls may.
         self.given_up: str | None = None
-        #: Whether errors of its impl are raised whatever was declared, so that `verify` sees them.
+        #: Whether its impl's errors are raised despite `on_error`, so that `verify` sees them.
         self.raises_errors = False
-        #: What routers run: the impl, with whatever is put around it; None until one has asked.
+        #: What routers run: the impl and its wrapper, if any; None before the first run.
         self.impl: Any = None
-        #: Signatures for which it failed and the native kernel runs instead, with the error.
+        #: Kinds of calls for which it failed and the native kernel runs instead, with the error's
+        #: text.
         self.quarantined: dict[Hashable, str] = {}
-        #: How often the hits of each signature were compared with native's, and stood it.
+        #: How many hits of each kind were compared with native and passed.
         self.checked: dict[Hashable, int] = {}
-        self._results: dict[Hashable, list[Place]] = {}
+        self._results: dict[Hashable, list[MemoryRange]] = {}
         self._ran: dict[Hashable, None] = {}
 
     # Failures.
 
-    def quarantine(self, signature: Hashable, reason: str) -> int:
-        """Keep it from calls of a signature; how many signatures that makes."""
-        self.quarantined[signature] = reason
+    def quarantine(self, kind: Hashable, reason: str) -> int:
+        """Quarantine it for a kind of call. Returns the number of quarantined kinds."""
+        self.quarantined[kind] = reason
         return len(self.quarantined)
 
     @property
     def never_worked(self) -> bool:
-        """Whether none of its hits stood a check so far."""
+        """Whether none of its hits has passed a check so far."""
         return not self.checked
 
     # The contract's checks.
 
-    def is_check_due(self, signature: Hashable) -> bool:
-        """Whether a hit is one of the first of its signature."""
-        done = self.checked.get(signature)
+    def is_check_due(self, kind: Hashable) -> bool:
+        """Whether a hit is one of the first of its kind."""
+        done = self.checked.get(kind)
         if done is None:
-            return len(self.checked) < MAX_SIGNATURES
+            return len(self.checked) < MAX_KINDS
         return done < CHECKED_HITS
 
-    def note_checked(self, signature: Hashable) -> None:
-        """A hit of this signature stood its check."""
-        self.checked[signature] = self.checked.get(signature, 0) + 1
+    def note_checked(self, kind: Hashable) -> None:
+        """Note that a hit of this kind passed its check."""
+        self.checked[kind] = self.checked.get(kind, 0) + 1
 
-    def results_of(self, signature: Hashable) -> Sequence[Place]:
-        """Where the results of the last hit that was checked lay."""
-        return self._results.get(signature, ())
+    def results_of(self, kind: Hashable) -> Sequence[MemoryRange]:
+        """The memory of the results of the last hit of this kind that was checked."""
+        return self._results.get(kind, ())
 
-    def keep_results(self, signature: Hashable, places: list[Place]) -> None:
-        """Remember where results lie, weakly, while another hit is to be compared with this one.
+    def keep_results(self, kind: Hashable, ranges: list[MemoryRange]) -> None:
+        """Remember the memory of results, weakly, until the next hit of this kind was checked.
 
-        The memory itself goes with the result; the name of its storage is not given to another one
-        meanwhile.
+        The memory itself is freed with the result. The weak reference keeps the storage's identity
+        from being used again.
         """
-        if self.checked.get(signature, 0) + 1 >= CHECKED_HITS:
-            self._results.pop(signature, None)
-        elif len(self._results) < MAX_SIGNATURES:
-            self._results[signature] = places
+        if self.checked.get(kind, 0) + 1 >= CHECKED_HITS:
+            self._results.pop(kind, None)
+        elif len(self._results) < MAX_KINDS:
+            self._results[kind] = ranges
 
     # Captures of CUDA graphs, in which nothing can be compiled.
 
-    def note_ran(self, exact_call: Hashable) -> None:
-        """A call ran outside a capture, so that what it needs is compiled."""
+    def note_run(self, exact_call: Hashable) -> None:
+        """Note that a call ran outside a capture, so that its kernels are compiled."""
         if exact_call in self._ran:
             return
         if len(self._ran) >= MAX_WARM:
-            # Oldest first; `pop` with a default, because another thread may be evicting as well.
+            # Evict the oldest. `pop` has a default because another thread may evict it first.
             self._ran.pop(next(iter(self._ran), exact_call), None)
         self._ran[exact_call] = None
 
     def has_run(self, exact_call: Hashable) -> bool:
-        """Whether this very call, in every detail, ran outside a capture."""
+        """Whether a call with this exact key ran outside a capture."""
         return exact_call in self._ran

@@ -1,8 +1,8 @@
 """Routers: one per op and dispatch key, installed at the dispatcher on the first registration.
 
-The way of a call: :mod:`opgraft.router.python` (dispatcher to override),
-:mod:`opgraft.router.decision` (whether an override takes it), then :mod:`opgraft.router.native` on
-a miss, :mod:`opgraft.router.hit` on a hit.
+To follow one call, read :mod:`opgraft.router.python` (from the dispatcher to an override) and
+:mod:`opgraft.router.decision` (whether an override takes the call). Then read
+:mod:`opgraft.router.native` for a miss, or :mod:`opgraft.router.hit` for a hit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _routers: dict[tuple[str, str], Router] = {}
 
 
 def install(chain: Chain) -> Router:
-    """The router of a chain; the first call puts it in at the dispatcher, where it stays.
+    """The router of a chain. The first call registers it at the dispatcher, for good.
 
     Raises:
-        RegistrationError: an override there would lose the op's derivative, or could not see what
-            the op is about.
+        RegistrationError: an override there would lose the op's derivative, or could not see the
+            state that the op works on.
     """
     key = (chain.op.name, chain.dispatch_key)
     with dispatcher.lock:
         if key not in _routers:
             composite.check(chain.op, chain.dispatch_key)
             _routers[key] = _make(chain)
-            dispatcher.look_up_anew(chain.op)
+            dispatcher.clear_dispatch_cache(chain.op)
         return _routers[key]
 
 
@@ -45,12 +45,12 @@ def _make(chain: Chain) -> Router:
 
 
 def installed(chain: Chain) -> Router | None:
-    """The router of a chain, if it is in."""
+    """The router of a chain; None where none is installed."""
     return _routers.get((chain.op.name, chain.dispatch_key))
 
 
 def has_own_kernel(op: Op, dispatch_key: str) -> bool:
-    """Whether the op has a kernel of its own at the key, other than a router of ours."""
+    """Whether the op has a kernel of its own at the key. Our routers do not count."""
     router = _routers.get((op.name, dispatch_key))
     if router is not None:
         return router.has_own_kernel

@@ -1,4 +1,4 @@
-"""What the two routers have in common: what a hit and `explain` need to know of either."""
+"""The interface of the two routers: what hits and `explain` use of either."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from opgraft.ops.schema import Call
 from opgraft.registry import Chain
 
 if TYPE_CHECKING:
-    from opgraft.router.composite import AutogradCompanion
+    from opgraft.router.composite import CompositeAutogradKernel
 
 
 class Router(ABC):
-    """Our kernel at one op and dispatch key: installed once, there for good.
+    """Our kernel at one op and dispatch key. It is installed once and never removed.
 
-    Making one installs it. What it routes to changes by `chain.active` alone.
+    Creating one installs it. Only `chain.active` changes what it routes to.
     """
 
-    #: Whether the core does for a hit in Python what it does for its own: shadow mode, the
-    #: bookkeeping of composites, the profiler's entry.
+    #: Whether the core wraps hits that run in Python as it wraps its own: shadow mode, autograd's
+    #: bookkeeping for composite ops, the profiler's entry.
     is_compiled: ClassVar[bool]
 
-    #: Whether the op is composed of others here; then what is differentiated never comes by.
+    #: Whether the op is composite here. If so, calls that autograd differentiates never reach the
+    #: router.
     is_composite: bool
-    #: Whether the op had a kernel of its own here, not only one for all backends.
+    #: Whether the op had a kernel of its own at this key, not only one for all backends.
     has_own_kernel: bool
-    #: The dispatch keys that an impl's own calls do not pass.
+    #: The dispatch keys that are excluded while an impl runs.
     excluded: torch.DispatchKeySet
-    #: What stands at the autograd key of a composite op, where it is in Python.
-    companion: AutogradCompanion | None = None
+    #: Our kernel at the autograd key of a composite op, if it is in Python.
+    composite_kernel: CompositeAutogradKernel | None = None
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -39,13 +40,13 @@ class Router(ABC):
 
     @abstractmethod
     def _install(self) -> None:
-        """Put it in at the dispatcher, and set what is declared above."""
+        """Register at the dispatcher, and set the attributes above."""
 
     @property
     @abstractmethod
     def native_origin(self) -> str:
-        """Where the native kernel was registered; empty where there is none."""
+        """Where the native kernel was registered; empty if there is none."""
 
     @abstractmethod
     def run_native(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
-        """Run what a call with these keys runs without us."""
+        """Run what a call with these keys runs without opgraft."""

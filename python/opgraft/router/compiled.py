@@ -1,9 +1,9 @@
-"""The router in C++, and what of its work stays in Python because it is rare.
+"""The router in C++, and the rare parts of its work that are in Python.
 
-The core (csrc/router.h) decides and runs warm calls: conditions, the native kernel, impls. It asks
-Python for the first hits of each kind of call, which are compared with native, for hits that are
-recorded, for conditions that are Python callables, and for what happens after an impl raised: the
-methods from `_takes` on. Each of them does what the Python router does, by the same functions.
+The core (csrc/router.h) evaluates conditions and runs impls and native kernels. It calls Python for
+the first hits of each kind of call, which are compared with native; for hits that are recorded; for
+conditions that are Python callables; and after an impl raised. The methods from `_takes` on are
+those callbacks. They call the functions that the Python router calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opgraft import when
-from opgraft.core import places
+from opgraft.core import deferred
 from opgraft.core.loader import shut_down_at_exit
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Call
@@ -22,19 +22,19 @@ from opgraft.registry import Chain, Override
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import composite, contract, failure, observers, shadow
 from opgraft.router.base import Router
+from opgraft.router.call_keys import kind_of
 from opgraft.router.decision import takes
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
-from opgraft.router.signature import signature
 from opgraft.when.compilation import Node, compile_condition, pack_capability
 from opgraft.when.nodes import cuda_capability
 
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, PlanKey
 
-_core: Core = None  # type: ignore[assignment]  # set by `use`, before any router is made
+_core: Core = None  # type: ignore[assignment]  # set by `use`, before any router exists
 
-# A condition that no call meets: any of nothing.
-_NEVER: list[Node] = [Node("any")]
+# A condition that no call meets: `any` without parts is false.
+_NEVER_HOLDS: list[Node] = [Node("any")]
 
 
 def use(core: Core) -> None:
@@ -53,32 +53,34 @@ def _capability(index: int) -> int:
 
 
 class CompiledRouter(Router):
-    """What torch's dispatcher calls is the core's router; this tells it what to route to."""
+    """Controls a router of the core, which is what torch's dispatcher calls."""
 
     is_compiled = True
 
     def _install(self) -> None:
         chain = self.chain
         schema = chain.op.overload._schema
-        place = places.take(chain.op.name, chain.dispatch_key)
-        self._kept_a_place = place is not None
-        self._router = place or _core.Router(schema.name, schema.overload_name, chain.dispatch_key)
+        claimed = deferred.claim_router(chain.op.name, chain.dispatch_key)
+        self._was_deferred = claimed is not None
+        self._router = claimed or _core.Router(
+            schema.name, schema.overload_name, chain.dispatch_key
+        )
         self._router.set_hooks(
             takes=self._takes,
-            first=self._first_hit,
+            first_hit=self._first_hit,
             recover=self._recover,
-            capturing=getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never),
-            error=ContractError,
+            is_capturing=getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never_capturing),
+            contract_error=ContractError,
             observe=self._observe,
             decompose=self._decompose_values,
         )
         self.is_composite = self._router.is_composite
         self.excluded = self._router.excluded
-        # The core excludes autocast only below a kernel of the op's own.
+        # The core excludes autocast only where the op has a kernel of its own.
         self.has_own_kernel = self.excluded.has(torch._C.DispatchKey.AutocastCPU)
-        # By override, while it is in the chain. Each keeps the Python override alive.
+        # The core's object for each override in the chain. It keeps the Python override alive.
         self._core_overrides: dict[Override, Any] = {}
-        # And what stands in for it, published while shadow mode is on.
+        # Its replacement while shadow mode is on.
         self._shadowed: dict[Override, Any] = {}
         chain.listener = self.publish
         self.publish(chain)
@@ -91,10 +93,10 @@ class CompiledRouter(Router):
     def run_native(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
         return self._router.call_native(keyset, call.values)
 
-    # What the core is told.
+    # What Python tells the core.
 
     def publish(self, chain: Chain) -> None:
-        """Route to what is active in the chain now."""
+        """Route to the chain's active overrides."""
         for override in [o for o in self._core_overrides if o not in chain.members]:
             del self._core_overrides[override]
             _drop_plans(override)
@@ -105,12 +107,12 @@ class CompiledRouter(Router):
         published = [self._core_override(override) for override in chain.active]
         if (settings := shadow.current()) is not None:
             published = [self._shadow(override, settings.rate) for override in chain.active]
-        if not published and chain.members and observers.anywhere():
-            # The core looks no further than an empty chain, and observers want to know of calls
-            # that find every override switched off.
-            published = [_decliner()]
-        if self._kept_a_place and (placeholder := places.placeholder()) is not None:
-            published.insert(0, placeholder)  # calls wait until packs are registered as a whole
+        if not published and chain.members and observers.any_thread():
+            # For an empty chain the core calls no observer. Observers are told of calls that find
+            # every override switched off, so such a chain gets an override that declines.
+            published = [_declining_override()]
+        if self._was_deferred and (placeholder := deferred.placeholder()) is not None:
+            published.insert(0, placeholder)  # calls wait until all packs are registered
         self._router.publish(published)
 
     def _core_override(self, override: Override) -> Any:
@@ -120,28 +122,28 @@ class CompiledRouter(Router):
 
     def _compile(self, override: Override) -> Any:
         state = override.state
-        made = _core.Override(override.identity, state.hits, state.misses, state.fallbacks)
-        made.set_python_impl(
+        core_override = _core.Override(override.identity, state.hits, state.misses, state.fallbacks)
+        core_override.set_python_impl(
             self._router,
             override,
             impl_of(override),
             takes_keyset=override.takes_keyset,
             falls_back=override.on_error == "fallback",
             checked_hits=CHECKED_HITS,
-            who=contract.who(override),
+            display_name=contract.display_name(override),
         )
         if override.plans is not None:
-            self._plan(override, made)
+            self._plan(override, core_override)
         nodes = None
         if isinstance(override.condition, when.Condition):
             nodes = compile_condition(override.condition, override.operator)
         if nodes is not None:
-            made.set_condition(nodes)
+            core_override.set_condition(nodes)
         elif override.condition is not None:
-            made.ask_python()
-        if state.quarantined:  # by signatures that the core does not know
-            made.ask_python()
-        return made
+            core_override.decide_in_python()
+        if state.quarantined:  # the core does not know those kinds
+            core_override.decide_in_python()
+        return core_override
 
     def _shadow(self, override: Override, rate: float) -> Any:
         self._shadowed[override] = self._core_override(override).shadowed(
@@ -153,12 +155,12 @@ class CompiledRouter(Router):
         )
         return self._shadowed[override]
 
-    def _plan(self, override: Override, made: Any) -> None:
+    def _plan(self, override: Override, core_override: Any) -> None:
         assert override.plans is not None
         unplanned = None
         if override.unplanned is not None:
             unplanned = compile_condition(override.unplanned, override.operator)
-        made.set_plans(
+        core_override.set_plans(
             self._router,
             override,
             override.plans.table,
@@ -170,25 +172,26 @@ class CompiledRouter(Router):
         )
 
     def _tell_of_quarantine(self, override: Override, values: tuple[Any, ...]) -> None:
-        """Tell the core where a call of these values has put the override into quarantine."""
-        told = self._core_overrides.get(override)
+        """Tell the core if calls of this kind have put the override into quarantine."""
+        core_override = self._core_overrides.get(override)
         quarantined = override.state.quarantined
-        if told is None or not quarantined:
+        if core_override is None or not quarantined:
             return
-        if signature(Call(self.chain.op, values)) not in quarantined:
+        if kind_of(Call(self.chain.op, values)) not in quarantined:
             return
-        if not told.quarantine(self._router, values):
-            told.ask_python()
+        if not core_override.quarantine(self._router, values):
+            core_override.decide_in_python()
             if (shadowed := self._shadowed.get(override)) is not None:
-                shadowed.ask_python()
+                shadowed.decide_in_python()
 
-    # What the core asks.
+    # What the core calls.
 
     def _decompose_values(self, values: tuple[Any, ...]) -> Any:
         return composite.decompose(Call(self.chain.op, values))
 
     def _takes(self, override: Override, values: tuple[Any, ...]) -> bool:
-        # The core remembers itself what has run, and looks at a capture when it runs the impl.
+        # The core itself remembers which calls have run, and checks for a capture when it runs the
+        # impl.
         return takes(override, Call(self.chain.op, values), capturing=False)
 
     def _first_hit(
@@ -206,7 +209,7 @@ class CompiledRouter(Router):
         values: tuple[Any, ...],
         key: PlanKey,
     ) -> Any:
-        """A hit that is recorded, or that a plan of it is tried out for."""
+        """A hit that is recorded, or that is the trial of a recorded plan."""
         assert override.plans is not None
         call = Call(self.chain.op, values)
         if override.plans.awaits_trial(key):
@@ -226,14 +229,14 @@ class CompiledRouter(Router):
         values: tuple[Any, ...],
         key: PlanKey,
     ) -> bool:
-        """Have the kernels of a call compiled; whether the call is to wait for them."""
+        """Have a call's kernels compiled. Returns whether the call is to wait for them."""
         assert override.plans is not None
         return override.plans.ask_for_kernels(Call(self.chain.op, values), keyset, key)
 
     def _try_out(
         self, override: Override, keyset: torch.DispatchKeySet, call: Call, key: PlanKey
     ) -> Any:
-        """A hit that is replayed for the first time if its plan stands the trial."""
+        """A hit that is replayed for the first time, if its plan passes the trial."""
         assert override.plans is not None
 
         def impl(other: Call) -> Any:
@@ -259,25 +262,37 @@ class CompiledRouter(Router):
         ):
             raise error
         try:
-            raise error  # so that native's own error, if it raises as well, has this as its context
+            raise error  # if native raises too, its error has this one as context
         except Exception:
             return fall_back(self, override, keyset, call, error)
         finally:
             self._tell_of_quarantine(override, values)
 
-    def _begin_shadow(self, override: Override, values: tuple[Any, ...]) -> shadow.Token | None:
+    def _begin_shadow(
+        self, override: Override, values: tuple[Any, ...]
+    ) -> shadow.Comparison | None:
         return shadow.begin(override, Call(self.chain.op, values))
 
     def _end_shadow(
-        self, override: Override, keyset: torch.DispatchKeySet, token: shadow.Token, result: Any
+        self,
+        override: Override,
+        keyset: torch.DispatchKeySet,
+        comparison: shadow.Comparison,
+        result: Any,
     ) -> Any:
         try:
-            return shadow.end(override, token, result, lambda call: self.run_native(keyset, call))
+            return shadow.end(
+                override, comparison, result, lambda call: self.run_native(keyset, call)
+            )
         finally:
-            self._tell_of_quarantine(override, token.call.values)
+            self._tell_of_quarantine(override, comparison.call.values)
 
-    def _observe(self, values: tuple[Any, ...], kept: bool) -> Callable[..., None] | None:
-        end = observers.begin(self.chain, Call(self.chain.op, values), kept=kept)
+    def _observe(
+        self, values: tuple[Any, ...], keeps_derivative: bool
+    ) -> Callable[..., None] | None:
+        end = observers.begin(
+            self.chain, Call(self.chain.op, values), keeps_derivative=keeps_derivative
+        )
         if end is None:
             return None
 
@@ -294,11 +309,11 @@ class CompiledRouter(Router):
         return report
 
 
-def _decliner() -> Any:
-    """An override that takes no call."""
-    made = _core.Override({}, _core.Counter(), _core.Counter(), _core.Counter())
-    made.set_condition(_NEVER)
-    return made
+def _declining_override() -> Any:
+    """An override that declines every call."""
+    core_override = _core.Override({}, _core.Counter(), _core.Counter(), _core.Counter())
+    core_override.set_condition(_NEVER_HOLDS)
+    return core_override
 
 
 def _drop_plans(override: Override) -> None:
@@ -306,5 +321,5 @@ def _drop_plans(override: Override) -> None:
         override.plans.clear()
 
 
-def _never() -> bool:
+def _never_capturing() -> bool:
     return False

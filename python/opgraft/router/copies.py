@@ -8,22 +8,23 @@ import torch
 
 from opgraft.ops.schema import Call
 
-# What addresses are a multiple of, so that a copy is aligned as what it is of.
+# Copies begin at an offset that is a multiple of this, so that they are aligned as the originals
+# are.
 _ALIGNMENT = 64
 
-#: The bytes of a storage that the tensors of a call span: the first, and the one behind the last.
+#: A range of bytes in a storage: the first, and the one past the last.
 _Span = tuple[int, int]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """A tensor's storage; None for layouts that have none of their own (sparse, mkldnn)."""
+    """A tensor's storage; None for layouts without a storage (sparse, mkldnn)."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return None
     return tensor.untyped_storage()
 
 
 def span(tensor: torch.Tensor) -> _Span:
-    """The bytes of its storage that a strided tensor's elements lie in."""
+    """The range of bytes in its storage that a strided tensor's elements occupy."""
     size, first = tensor.element_size(), int(tensor.storage_offset())
     if tensor.numel() == 0:
         return first * size, first * size
@@ -32,11 +33,11 @@ def span(tensor: torch.Tensor) -> _Span:
     return first * size, (last + 1) * size
 
 
-def of(call: Call, *, everything: bool = False) -> Call:
-    """The call with copies of what the op writes to, and of what shares memory with that.
+def copy_call(call: Call, *, everything: bool = False) -> Call:
+    """The call with copies of what the op writes to, and of all that shares memory with it.
 
-    The copies share memory, overlap and are aligned as the arguments are: in `x.add_(x)` both are
-    one tensor. Everything else is the call's own.
+    The copies alias, overlap and are aligned as the arguments are: in `x.add_(x)` both are one
+    tensor. All other arguments are the call's own.
 
     Args:
         call: the arguments.
@@ -46,23 +47,23 @@ def of(call: Call, *, everything: bool = False) -> Call:
 
 
 def restore(call: Call, copied: Call) -> None:
-    """Make what a call writes to what it is in a copy of the call."""
-    for (_, mine), (_, other) in zip(call.written(), copied.written(), strict=True):
-        if mine is other:
+    """Restore what a call writes to from a copy of the call."""
+    for (_, ours), (_, other) in zip(call.written(), copied.written(), strict=True):
+        if ours is other:
             continue
-        if mine.shape != other.shape or mine.stride() != other.stride():
-            mine.set_(other)  # type: ignore[call-overload]
+        if ours.shape != other.shape or ours.stride() != other.stride():
+            ours.set_(other)  # type: ignore[call-overload]
         else:
-            mine.copy_(other)
+            ours.copy_(other)
 
 
-def size(call: Call) -> int:
-    """The bytes that :func:`of` copies."""
+def copied_bytes(call: Call) -> int:
+    """The bytes that :func:`copy_call` copies."""
     return sum(last - first for first, last in _spans(call, False).values())
 
 
 def _spans(call: Call, everything: bool) -> dict[int, _Span]:
-    """What to copy, by storage."""
+    """The range of bytes to copy, by storage."""
     chosen = call.tensors() if everything else (tensor for _, tensor in call.written())
     written = {s._cdata for t in chosen if (s := storage_of(t)) is not None}
     spans: dict[int, _Span] = {}

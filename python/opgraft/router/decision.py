@@ -1,4 +1,4 @@
-"""Whether an override takes a call: what both routers ask, and `explain` too."""
+"""Whether an override takes a call. Both routers and `explain` decide by this module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import device, failure, threads
-from opgraft.router.signature import exact_key, signature
+from opgraft.router.call_keys import exact_key, kind_of
 from opgraft.when import Condition
 
 
@@ -19,27 +19,27 @@ class Decline(NamedTuple):
 
     @property
     def is_miss(self) -> bool:
-        """Its condition, or a rule that holds for every override, declined: `.misses` counts it."""
+        """Whether `.misses` counts it: a condition declined, or a rule that all overrides share."""
         return self.kind in ("condition", "rule")
 
 
 def takes(override: Override, call: Call, *, capturing: bool) -> bool:
-    """Whether an active override takes a call; where it does not, the miss is counted.
+    """Whether an active override takes a call. A miss is counted.
 
     Args:
         override: the override.
         call: the call.
-        capturing: a CUDA graph is being captured on the call's device.
+        capturing: whether a CUDA graph is being captured on the call's device.
 
     Raises:
-        Exception: its condition's own, where it may not fall back.
+        Exception: what the condition raised, if the override may not fall back.
     """
     try:
         decline = why_not(override, call, capturing=capturing)
     except Exception as error:  # a cond in Python, or an expression on an odd argument
         if not failure.may_fall_back(override, error, call, capturing=False):
             raise
-        failure.quarantine(override, signature(call), error)
+        failure.quarantine(override, kind_of(call), error)
         return False
     if decline is not None and decline.is_miss:
         override.state.misses.add()
@@ -47,24 +47,25 @@ def takes(override: Override, call: Call, *, capturing: bool) -> bool:
 
 
 def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | None:
-    """Why an active override does not take a call; None where it does.
+    """Why an active override does not take a call; None if it does.
 
-    Routing and `explain` both ask here, so that what is explained is what happens.
+    Routing and `explain` both call this, so `explain` says what routing does.
     """
-    if threads.is_off_here(override):
-        scope = threads.scope_of(override)
+    if threads.is_disabled_here(override):
+        scope = threads.disabling_scope(override)
         return Decline(f"switched off on this thread by {scope}", "disabled")
-    obstacle = device.mixed(call) or _lazy_bits(call)
+    obstacle = device.why_mixed(call) or _lazy_bits(call)
     if obstacle is not None:
         return Decline(obstacle, "rule")
     quarantined = override.state.quarantined
-    # An expression is asked first, as the core does; one in Python may be what failed.
+    # A `when` expression is evaluated before the quarantine is checked, as in the core. A condition
+    # in Python comes after it, since it may be what failed.
     is_expression = isinstance(override.cond, Condition)
-    if is_expression and not override.wants(call):
+    if is_expression and not override.condition_holds(call):
         return Decline("its condition does not hold", "condition")
-    if quarantined and (error := quarantined.get(signature(call))):
+    if quarantined and (error := quarantined.get(kind_of(call))):
         return Decline(f"quarantined after {error}", "quarantined")
-    if not is_expression and not override.wants(call):
+    if not is_expression and not override.condition_holds(call):
         return Decline("its condition does not hold", "condition")
     if capturing and not override.state.has_run(exact_key(call)):
         return Decline(
@@ -76,7 +77,7 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
 
 
 def _lazy_bits(call: Call) -> str | None:
-    """A tensor whose memory does not hold its values, so that an impl would get them wrong."""
+    """Why an impl would read wrong values from a tensor's memory; None if it would not."""
     for tensor in call.tensors():
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return "a tensor is lazily conjugated, negated or zero, and its memory says otherwise"

@@ -1,13 +1,14 @@
-"""Derivatives of overrides' own: `autograd=(setup_context, backward)`.
+"""Custom derivatives of overrides: `autograd=(setup_context, backward)`.
 
-By default an override sits below autograd, and the op's derivative is ATen's. One that brings its
-own derivative needs a kernel at the backend's autograd key, in front of ATen's. A call there that
-must be differentiated, and that the override takes, goes through a `torch.autograd.Function`, whose
-forward is the op again, below autograd: what runs is routed as any call is. In a graph that is
-compiled for all sizes, an override whose condition depends on them leaves the op its derivative.
+By default an override is below autograd, and the op keeps ATen's derivative. An override with a
+custom derivative needs a kernel at the backend's autograd key, in front of ATen's. That kernel runs
+a call that must be differentiated, and that the override takes, through a
+`torch.autograd.Function`. The function's forward calls the op again, below autograd, where it is
+routed like any call. In a graph that is compiled for all sizes, the op keeps its own derivative if
+the override's condition depends on them.
 
-Forward-mode differentiation keeps the op's own derivative, which is right. Differentiating an
-override's backward once more is an error: it may be made of kernels that autograd cannot see into.
+Forward-mode differentiation uses the op's own derivative, which is correct. Double backward is an
+error: an override's backward may call kernels that autograd cannot differentiate.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from opgraft.ops.bypass import bypassing
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import dispatcher, threads
-from opgraft.router.composite import AutogradCompanion, needs_grad
+from opgraft.router.composite import CompositeAutogradKernel, needs_grad
 from opgraft.router.native import NativeKernel
 from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
@@ -47,16 +48,16 @@ _DYNAMIC_LAYER_KEYS = [
 
 _installed: dict[tuple[str, str], DerivativeKernel] = {}
 
-#: Told of each chain that is asked whose derivative a call gets: a graph that is being made depends
-#: on the answer.
+#: Called with each chain that decides on the derivative of a call. A graph that is being traced
+#: depends on the decision.
 listener: Callable[[Chain], None] | None = None
 
 
 def check(autograd: object, op: Op) -> None:
-    """Refuse a derivative that cannot be called, or that the op cannot have.
+    """Refuse an invalid `autograd=`, or one for an op that cannot have it.
 
     Raises:
-        RegistrationError: it says which, and what to do.
+        RegistrationError: the message says what is wrong, and what to do.
     """
     if not (isinstance(autograd, tuple) and len(autograd) == 2 and all(map(callable, autograd))):
         raise RegistrationError(
@@ -76,14 +77,14 @@ def check(autograd: object, op: Op) -> None:
         )
 
 
-def install(chain: Chain, companion: AutogradCompanion | None) -> None:
-    """Put a kernel for derivatives of overrides' own in front of the op's. Idempotent.
+def install(chain: Chain, composite_kernel: CompositeAutogradKernel | None) -> None:
+    """Register the kernel for custom derivatives in front of the op's autograd kernel. Idempotent.
 
     Args:
-        chain: its router is in.
-        companion: the kernel in Python, if there is one, that keeps the derivative of a composite
-            op. Torch would not let us capture it: while a mode is on, a captured Python kernel
-            calls whatever Python kernel was registered last, which is ours.
+        chain: one whose router is installed.
+        composite_kernel: our Python kernel at the autograd key of a composite op, if there is one.
+            It cannot be captured: while a mode is on, a captured Python kernel calls the Python
+            kernel that was registered last, which would be ours.
 
     Raises:
         RegistrationError: the backend has no autograd key of its own.
@@ -99,29 +100,29 @@ def install(chain: Chain, companion: AutogradCompanion | None) -> None:
             )
         core = loader.in_use()
         _installed[key] = (
-            PythonKernel(chain, companion) if core is None else CompiledKernel(chain, core)
+            PythonKernel(chain, composite_kernel) if core is None else CompiledKernel(chain, core)
         )
-        dispatcher.look_up_anew(chain.op)
+        dispatcher.clear_dispatch_cache(chain.op)
 
 
-def owner(chain: Chain, call: Call) -> Override | None:
-    """The override whose own derivative a call gets; None where it gets the op's."""
+def differentiating_override(chain: Chain, call: Call) -> Override | None:
+    """The override whose custom derivative a call gets; None if it gets the op's."""
     installed = _installed.get((chain.op.name, chain.dispatch_key))
-    return None if installed is None else installed.owner(call)
+    return None if installed is None else installed.differentiating_override(call)
 
 
 class DerivativeKernel:
-    """Our kernel at the autograd key of one op's backend."""
+    """Our kernel for custom derivatives, at the autograd key of an op's backend."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
-        #: Weakly: what was removed goes, with all that its impl holds.
+        #: Weak keys: an override that was removed is freed with all that its impl holds.
         self._functions: WeakKeyDictionary[Override, type[torch.autograd.Function]] = (
             WeakKeyDictionary()
         )
 
-    def owner(self, call: Call) -> Override | None:
-        """The override whose own derivative a call gets; None where it gets the op's."""
+    def differentiating_override(self, call: Call) -> Override | None:
+        """The override whose custom derivative a call gets; None if it gets the op's."""
         if not needs_grad(call) or _is_forward_mode() or threads.is_bypassed(self._chain):
             return None
         if not any(override.autograd for override in self._chain.members):
@@ -129,7 +130,7 @@ class DerivativeKernel:
         if listener is not None:
             listener(self._chain)
         for override in self._chain.active:
-            if not threads.is_off_here(override) and _takes(override, call):
+            if not threads.is_disabled_here(override) and _takes_call(override, call):
                 return override if override.autograd is not None else None
         return None
 
@@ -143,7 +144,7 @@ class DerivativeKernel:
         else:
             from torch._functorch.autograd_function import custom_function_call
 
-            with _at_the_top_of_functorch():
+            with _reentering_functorch():
                 result = custom_function_call(function, *call.values)
         *outputs, _ = result
         return tuple(outputs) if len(self._chain.op.returns) > 1 else outputs[0]
@@ -152,40 +153,40 @@ class DerivativeKernel:
 class PythonKernel(DerivativeKernel):
     """The kernel in Python."""
 
-    def __init__(self, chain: Chain, companion: AutogradCompanion | None) -> None:
+    def __init__(self, chain: Chain, composite_kernel: CompositeAutogradKernel | None) -> None:
         super().__init__(chain)
         key = f"Autograd{chain.dispatch_key}"
-        self._native = companion.call if companion else NativeKernel(chain.op, key)
+        self._native = composite_kernel.call if composite_kernel else NativeKernel(chain.op, key)
         self._library = dispatcher.register(chain.op, key, self)
 
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = self._chain.op.bind(args, kwargs)
-        override = self.owner(call)
+        override = self.differentiating_override(call)
         if override is None:
             return self._native(keyset, call)
         return self.differentiate(override, call)
 
 
 class CompiledKernel(DerivativeKernel):
-    """The kernel in C++, which asks Python where an override with a derivative may take a call."""
+    """The kernel in C++. It calls Python if an override with a derivative may take a call."""
 
     def __init__(self, chain: Chain, core: Core) -> None:
         super().__init__(chain)
         schema = chain.op.overload._schema
         self._kernel = core.Derivative(schema.name, schema.overload_name, chain.dispatch_key)
-        self._kernel.set_hook(self._own)
-        registry.watch(self._follow)
+        self._kernel.set_hook(self._differentiate)
+        registry.add_listener(self._publish_conditions)
 
-    def _own(self, keyset: torch.DispatchKeySet, values: tuple[Any, ...]) -> Any:
+    def _differentiate(self, keyset: torch.DispatchKeySet, values: tuple[Any, ...]) -> Any:
         call = Call(self._chain.op, values)
-        override = self.owner(call)
+        override = self.differentiating_override(call)
         return NotImplemented if override is None else self.differentiate(override, call)
 
-    def _follow(self, chain: Chain) -> None:
+    def _publish_conditions(self, chain: Chain) -> None:
         if chain is not self._chain:
             return
-        owners = [override for override in chain.active if override.autograd is not None]
-        self._kernel.publish([_compiled_condition(override) for override in owners])
+        differentiating = [override for override in chain.active if override.autograd is not None]
+        self._kernel.publish([_compiled_condition(override) for override in differentiating])
 
 
 def _compiled_condition(override: Override) -> list[Node] | None:
@@ -194,13 +195,13 @@ def _compiled_condition(override: Override) -> list[Node] | None:
     return None
 
 
-def _takes(override: Override, call: Call) -> bool:
+def _takes_call(override: Override, call: Call) -> bool:
     if symbolic.is_symbolic(call):
-        # A graph for all sizes: the override's derivative is for those that it takes only.
+        # The graph is for all sizes, so the override must take the call whatever they are.
         return symbolic.of_override(override, call) == symbolic.HOLDS
     try:
-        return override.wants(call)
-    except Exception:  # routing asks again, below autograd, and raises or falls back
+        return override.condition_holds(call)
+    except Exception:  # routing evaluates it again, below autograd, and raises or falls back
         return False
 
 
@@ -212,11 +213,11 @@ def _is_forward_mode() -> bool:
 
 
 @contextmanager
-def _at_the_top_of_functorch() -> Iterator[None]:
-    """Let functorch see a call that comes from inside an op that it is decomposing.
+def _reentering_functorch() -> Iterator[None]:
+    """Re-enter functorch from inside an op that it is decomposing.
 
-    `torch.softmax` under `torch.func.grad` reaches `_softmax` with functorch's own dispatch keys
-    switched off. A `torch.autograd.Function` has to pass all of its levels.
+    `torch.softmax` under `torch.func.grad` calls `_softmax` with functorch's dispatch keys
+    excluded. A `torch.autograd.Function` has to pass through all of functorch's levels.
     """
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
@@ -232,14 +233,15 @@ def _at_the_top_of_functorch() -> Iterator[None]:
 
 
 class _Context:
-    """The `ctx` that an author's functions get: the node's own, but for what it saves.
+    """The `ctx` that an author's functions get: the node's `ctx`, except for saved tensors.
 
-    One tensor more is saved, the last output of the function of :func:`_function_of`; and what is
-    saved is read once at most, as whoever packs it (checkpointing, offloading) pays each time.
+    It saves one more tensor, the last output of the function of :func:`_function_of`. It unpacks
+    saved tensors at most once, because hooks (checkpointing, offloading) make each unpacking
+    expensive.
     """
 
     def __init__(self, ctx: Any) -> None:
-        # All other names are the author's.
+        # The author may use any other name.
         self.__dict__["opgraft state"] = _State(ctx)
 
     def __getattr__(self, name: str) -> Any:
@@ -260,18 +262,18 @@ class _Context:
 
 
 class _State:
-    """What a :class:`_Context` saves, and has saved: the author's tensors, and the inlet."""
+    """The tensors of a :class:`_Context`, to save and saved: the author's, and the anchor."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx
         self.to_save: tuple[Any, ...] = ()
         self._saved: tuple[Any, ...] | None = None
 
-    def save(self, inlet: torch.Tensor) -> None:
-        self.ctx.save_for_backward(*self.to_save, inlet)
+    def save(self, anchor: torch.Tensor) -> None:
+        self.ctx.save_for_backward(*self.to_save, anchor)
 
-    def hold(self, inlet: torch.Tensor) -> None:
-        self._saved = (*self.to_save, inlet)
+    def hold(self, anchor: torch.Tensor) -> None:
+        self._saved = (*self.to_save, anchor)
 
     def saved(self) -> tuple[Any, ...]:
         if self._saved is None:
@@ -284,36 +286,38 @@ def _state(context: _Context) -> _State:
     return state
 
 
-class _Later:
-    """An author's `setup_context` that waits for the backward, and what it is to be called with.
+class _DeferredSetup:
+    """An author's `setup_context` that is deferred to the backward, with its arguments.
 
-    Inside an op that functorch is in the middle of, no other op can be called at its level. It is
-    called at once where it calls none.
+    While functorch runs an op, no other op can be called at the same level. So a `setup_context`
+    that calls one is deferred. One that calls none runs at once.
     """
 
-    _ATTRIBUTE = "opgraft_later"
+    _ATTRIBUTE = "opgraft_deferred_setup"
 
     def __init__(self, inputs: tuple[Any, ...], outputs: list[Any]) -> None:
         self._split = len(inputs)
-        self._template = [_HERE if _is_tensor(each) else each for each in (*inputs, *outputs)]
+        self._template = [
+            _TENSOR_SLOT if _is_tensor(each) else each for each in (*inputs, *outputs)
+        ]
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple[Any, ...], outputs: list[Any], inlet: torch.Tensor) -> None:
-        setattr(ctx, _Later._ATTRIBUTE, _Later(inputs, outputs))
-        ctx.save_for_backward(*filter(_is_tensor, (*inputs, *outputs)), inlet)
+    def store(ctx: Any, inputs: tuple[Any, ...], outputs: list[Any], anchor: torch.Tensor) -> None:
+        setattr(ctx, _DeferredSetup._ATTRIBUTE, _DeferredSetup(inputs, outputs))
+        ctx.save_for_backward(*filter(_is_tensor, (*inputs, *outputs)), anchor)
 
     @staticmethod
-    def kept(ctx: Any) -> _Later | None:
-        return getattr(ctx, _Later._ATTRIBUTE, None)
+    def stored(ctx: Any) -> _DeferredSetup | None:
+        return getattr(ctx, _DeferredSetup._ATTRIBUTE, None)
 
     def restore(self, ctx: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], torch.Tensor]:
-        *tensors, inlet = ctx.saved_tensors
+        *tensors, anchor = ctx.saved_tensors
         remaining = iter(tensors)
-        values = [next(remaining) if each is _HERE else each for each in self._template]
-        return tuple(values[: self._split]), tuple(values[self._split :]), inlet
+        values = [next(remaining) if each is _TENSOR_SLOT else each for each in self._template]
+        return tuple(values[: self._split]), tuple(values[self._split :]), anchor
 
 
-_HERE = object()
+_TENSOR_SLOT = object()
 
 
 def _is_tensor(value: object) -> bool:
@@ -321,7 +325,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_inside_functorch(error: RuntimeError) -> bool:
-    """Whether an op failed as functorch is in the middle of another one at the same level."""
+    """Whether an op failed because functorch is running another one at the same level."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         and "savedLocalDispatchKeySet" in str(error)
@@ -329,18 +333,18 @@ def _is_inside_functorch(error: RuntimeError) -> bool:
 
 
 def _function_of(override: Override) -> type[torch.autograd.Function]:
-    """The autograd function of an override's own derivative.
+    """The autograd function of an override's custom derivative.
 
-    Its last output is an empty tensor, of no use but that autograd goes from it to the function's
-    inputs. A gradient that is to be differentiated once more hangs on it, whatever the author keeps
-    in `ctx`: see :func:`_not_twice`.
+    Its last output is an empty tensor, the anchor, which connects the backward to the function's
+    inputs in the autograd graph, whatever the author saves in `ctx`. So differentiating a gradient
+    once more always reaches an error: see :func:`_once_differentiable`.
     """
     assert override.autograd is not None
     op = override.operator
     setup_context, backward = override.autograd
     positional = len(op.positional)
     names = [argument.name for argument in op.keyword_only]
-    who = f"override {override.name!r} of {override.op} at {override.dispatch_key}"
+    display_name = f"override {override.name!r} of {override.op} at {override.dispatch_key}"
 
     def results(outputs: tuple[Any, ...]) -> Any:
         return tuple(outputs) if len(op.returns) > 1 else outputs[0]
@@ -353,90 +357,95 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
             rest = dict(zip(names, values[positional:], strict=True))
             result = op.overload(*values[:positional], **rest)
             outputs = result if isinstance(result, tuple) else (result,)
-            return (*outputs, _empty_beside(outputs))
+            return (*outputs, _empty_on_device_of(outputs))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            *outputs, inlet = output
-            theirs = _Context(ctx)
+            *outputs, anchor = output
+            author_ctx = _Context(ctx)
             try:
-                setup_context(theirs, inputs, results(outputs))
+                setup_context(author_ctx, inputs, results(outputs))
             except RuntimeError as error:
                 if not _is_inside_functorch(error):
                     raise
-                _Later.keep(ctx, inputs, outputs, inlet)
+                _DeferredSetup.store(ctx, inputs, outputs, anchor)
             else:
-                _state(theirs).save(inlet)
+                _state(author_ctx).save(anchor)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            theirs = _Context(ctx)
-            later = _Later.kept(ctx)
-            if later is not None:
-                inputs, outputs, inlet = later.restore(ctx)
-                setup_context(theirs, inputs, results(outputs))
-                _state(theirs).hold(inlet)
-            result = backward(theirs, *grads[:-1])
+            author_ctx = _Context(ctx)
+            deferred = _DeferredSetup.stored(ctx)
+            if deferred is not None:
+                inputs, outputs, anchor = deferred.restore(ctx)
+                setup_context(author_ctx, inputs, results(outputs))
+                _state(author_ctx).hold(anchor)
+            result = backward(author_ctx, *grads[:-1])
             gradients = result if isinstance(result, tuple) else (result,)
             if len(gradients) != len(op.arguments):
                 raise OpgraftError(
-                    f"the backward of {who} returned {len(gradients)} gradients; the op has "
-                    f"{len(op.arguments)} arguments, and those that have no gradient get None"
+                    f"the backward of {display_name} returned {len(gradients)} gradients; the op "
+                    f"has {len(op.arguments)} arguments, and those that have no gradient get None"
                 )
             if not torch.is_grad_enabled() and not _is_forward_mode():
                 return gradients
-            return _not_twice(who, gradients, (*grads[:-1], _state(theirs).saved()[-1]))
+            return _once_differentiable(
+                display_name, gradients, (*grads[:-1], _state(author_ctx).saved()[-1])
+            )
 
     OwnDerivative.__name__ = OwnDerivative.__qualname__ = f"OwnDerivative[{override.name}]"
     return OwnDerivative
 
 
-def _empty_beside(outputs: tuple[Any, ...]) -> torch.Tensor:
-    """An empty tensor of a kind that can have a gradient, on the device of an op's outputs."""
+def _empty_on_device_of(outputs: tuple[Any, ...]) -> torch.Tensor:
+    """An empty floating-point tensor on the device of an op's outputs."""
     device = next(each.device for each in outputs if isinstance(each, torch.Tensor))
     with bypassing("aten::empty.memory_format"):
         return torch.empty(0, device=device)
 
 
-def _not_twice(who: str, gradients: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`gradients`, such that differentiating them is an error.
+def _once_differentiable(
+    display_name: str, gradients: tuple[Any, ...], sources: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Make differentiating `gradients` an error.
 
     Args:
-        who: names the override.
-        gradients: what its backward returned.
-        sources: tensors that autograd goes from to all that the gradients may depend on. Their own
-            history is not enough: a kernel made them, or tensors that were detached.
+        display_name: names the override.
+        gradients: what the override's backward returned.
+        sources: tensors whose autograd graph holds all that the gradients may depend on. The
+            gradients' own graph is not enough: kernels, or operations on detached tensors, may have
+            computed them.
     """
     present = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
     tensors = [*present, *(each for each in sources if isinstance(each, torch.Tensor))]
-    closed = iter(_Once.apply(who, len(present), *tensors))
+    closed = iter(_OnceDifferentiable.apply(display_name, len(present), *tensors))
     return tuple(next(closed) if isinstance(g, torch.Tensor) else g for g in gradients)
 
 
-class _Once(torch.autograd.Function):
-    """Hands its first tensors on, and refuses to be differentiated."""
+class _OnceDifferentiable(torch.autograd.Function):
+    """Returns its first tensors, and raises when it is differentiated."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(who: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(display_name: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.who = inputs[0]
+        ctx.display_name = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise _unknown(ctx.who)
+        raise _double_backward_error(ctx.display_name)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _unknown(ctx.who)
+        raise _double_backward_error(ctx.display_name)
 
 
-def _unknown(who: str) -> OpgraftError:
+def _double_backward_error(display_name: str) -> OpgraftError:
     return OpgraftError(
-        f"the derivative of the backward of {who} is not known: its autograd= says how to "
+        f"the derivative of the backward of {display_name} is not known: its autograd= says how to "
         "differentiate once; switch the override off (opgraft.disabled) to differentiate twice"
     )

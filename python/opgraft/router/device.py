@@ -1,4 +1,4 @@
-"""The devices of a call: whether its tensors live together, and the guard an impl runs under."""
+"""The device of a call: which one it is, whether all tensors are on it, and a guard for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from opgraft.ops.schema import Call
 
 
-def of(call: Call) -> torch.device | None:
-    """The device that the call's tensors live on; None where it has no tensors.
+def of_tensors(call: Call) -> torch.device | None:
+    """The device of the call's tensors; None if it has no tensors.
 
-    A 0-dim CPU tensor beside tensors of another device does not count: numbers, and the seeds of
-    the random generator, come that way.
+    A 0-dim CPU tensor beside tensors on another device does not count: numbers and seeds of random
+    generators are passed that way.
     """
     tensors = list(call.tensors())
     devices = [t.device for t in tensors if t.device.type != "cpu" or t.ndim > 0]
@@ -23,24 +23,24 @@ def of(call: Call) -> torch.device | None:
     return tensors[0].device if tensors else None
 
 
-def at(call: Call, dispatch_key: str) -> torch.device | None:
-    """The device that a call works on that came to a dispatch key; None where it has none.
+def of_call(call: Call, dispatch_key: str) -> torch.device | None:
+    """The device that a call at a dispatch key works on; None if it has none.
 
-    A call without tensors, such as one that makes some, says where by an argument, or means the
-    key's current device.
+    A call without tensors, such as a factory function's, names its device by an argument. Without
+    one it means the key's current device.
     """
     if any(tensor.device.type != "cpu" or tensor.ndim > 0 for tensor in call.tensors()):
-        return of(call)
+        return of_tensors(call)
     device = _of_key(dispatch_key)
     if device is None:
-        return of(call)
+        return of_tensors(call)
     given = (value for value in call.named.values() if isinstance(value, torch.device))
     return next((each for each in given if each.type == device.type), device)
 
 
 @cache
 def _of_key(dispatch_key: str) -> torch.device | None:
-    """The kind of device that a backend key is of; None where this torch has no such devices."""
+    """The type of device of a backend key; None if this torch has no such devices."""
     name = dispatch_key.lower()
     if name == "privateuse1":
         name = torch._C._get_privateuse1_backend_name()
@@ -50,11 +50,11 @@ def _of_key(dispatch_key: str) -> torch.device | None:
         return None
 
 
-def mixed(call: Call) -> str | None:
-    """Why the call's devices keep every override away; None where they agree.
+def why_mixed(call: Call) -> str | None:
+    """Why the call's devices rule out every override; None if all tensors are on one device.
 
-    A kernel launched with a pointer of another device crashes or reads garbage; the native kernel
-    says in words what is wrong.
+    A kernel that gets another device's pointer crashes or reads garbage. The native kernel raises
+    an error that says what is wrong.
     """
     tensors = list(call.tensors())
     devices = {t.device for t in tensors if t.device.type != "cpu" or t.ndim > 0}
@@ -73,14 +73,14 @@ def guard(device: torch.device | None) -> AbstractContextManager[object]:
 def is_capturing(device: torch.device | None) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
-        return False  # not initialised: a fake tensor, and maybe a torch built without CUDA
+        return False  # not initialised: the tensor is fake, and torch may be built without CUDA
     return torch.cuda.is_current_stream_capturing()
 
 
-def is_there(kind: str) -> bool:
-    """Whether a tensor can have memory on a kind of device here.
+def is_available(kind: str) -> bool:
+    """Whether a type of device is available here.
 
-    >>> is_there("cpu")
+    >>> is_available("cpu")
     True
     """
     if kind in ("cpu", "meta"):

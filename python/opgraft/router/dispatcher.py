@@ -15,12 +15,12 @@ from opgraft.core import loader
 from opgraft.ops.schema import Op
 
 # Held while we change the dispatcher, so that our own changes never overlap. It cannot protect a
-# thread that dispatches at the same moment: that is why a router goes in once and stays.
+# thread that dispatches at the same moment, so a router is registered once and never removed.
 lock = fork_safe_lock()
 
 
 def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.library.Library:
-    """Put `kernel`, which takes the keyset first, at an op and key.
+    """Register `kernel`, which takes the keyset first, at an op and key.
 
     Returns:
         The library that holds the registration: while it is referenced, the kernel stays.
@@ -35,10 +35,10 @@ def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.lib
 
 
 def _keep_dynamo_out(kernel: Callable[..., Any]) -> None:
-    """Let Dynamo trace neither a kernel nor what it calls.
+    """Keep Dynamo from tracing a kernel and what it calls.
 
-    Where a graph breaks, PyTorch's ops are called with Dynamo's frame evaluation on: it would
-    compile an impl, and the router's own Python, as if they were the model's.
+    After a graph break, ops run while Dynamo's frame evaluation is on. Dynamo would then compile
+    impls and the router's own Python as if they were part of the model.
     """
     from torch._C._dynamo import eval_frame
 
@@ -47,19 +47,20 @@ def _keep_dynamo_out(kernel: Callable[..., Any]) -> None:
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
-def look_up_anew(op: Op) -> None:
-    """Let torch's dispatcher in Python find the kernels that are there now.
+def clear_dispatch_cache(op: Op) -> None:
+    """Make torch's Python dispatcher look up the kernels of an op again.
 
-    It serves traces with symbolic sizes, and remembers for each op and key which kernel is meant:
-    after a compile it would go on to the composite of an op that has a kernel of ours by now.
+    That dispatcher serves traces with symbolic sizes, and caches the kernel of each op and key.
+    After a compile it would go on calling the composite kernel of an op that has a router by now.
     """
     op.overload._dispatch_cache.clear()
 
 
 def _let_others_register(library: torch.library.Library) -> None:
-    """Forget in torch's list of what was registered from Python that we did.
+    """Remove our registration from torch's list of registrations from Python.
 
-    Whoever is in that list keeps others from registering there later, unless they ask to override.
+    An entry in that list keeps others from registering there later, unless they pass
+    `allow_override`.
     """
     for name in list(getattr(library, "_op_impls", ())):
         library._op_impls.discard(name)
@@ -67,7 +68,7 @@ def _let_others_register(library: torch.library.Library) -> None:
 
 
 def capture(op: Op, dispatch_key: str) -> tuple[Any | None, str]:
-    """The kernel that an op runs at a key now, and where it was registered.
+    """The kernel that an op has at a key now, and where it was registered.
 
     Returns:
         The kernel and its origin; `(None, "")` where there is none.
@@ -81,18 +82,18 @@ def capture(op: Op, dispatch_key: str) -> tuple[Any | None, str]:
 
 
 def is_composite(op: Op, dispatch_key: str) -> bool:
-    """Whether the op has no kernel of its own at the key but a CompositeImplicitAutograd one."""
+    """Whether the op has no kernel of its own at the key, but a CompositeImplicitAutograd one."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return not has(op.name, dispatch_key) and has(op.name, "CompositeImplicitAutograd")
 
 
-def top_kernel(op: Op, dispatch_key: str) -> str:
-    """Where the kernel that is on top at an op and key was registered; empty if nowhere."""
+def current_kernel_origin(op: Op, dispatch_key: str) -> str:
+    """Where the kernel that an op has at a key now was registered; empty if there is none."""
     return capture(op, dispatch_key)[1]
 
 
 def is_ours(origin: str) -> bool:
-    """Whether a kernel's origin, as :func:`top_kernel` gives it, is a router of ours."""
+    """Whether a kernel's origin is that of our routers."""
     core = loader.in_use()
     ours = register.__code__.co_filename if core is None else core.ORIGIN
     return ours in origin
@@ -100,18 +101,19 @@ def is_ours(origin: str) -> bool:
 
 @contextmanager
 def _without_our_own_warning() -> Iterator[None]:
-    """Keep torch from warning about our registration, and only about that.
+    """Suppress torch's warning about our registration, and no other.
 
-    torch warns once per process when a kernel replaces another one. Swallowing that warning would
-    also swallow it for whoever comes next, so the once-flag is left alone (`set_warn_always`) and a
-    filter that names this file takes our warning out. `warnings.catch_warnings` would not do: it
-    swaps the filters of all threads for a while and puts old ones back.
+    torch warns once per process when a kernel replaces another one. If our registration used up
+    that one warning, others would never see theirs. So torch is made to warn every time
+    (`set_warn_always`), and a filter that names this file drops our warning.
+    `warnings.catch_warnings` would not do: it replaces the filters of all threads and later
+    restores old ones.
     """
     ours = re.compile(
         rf"(?s).*new kernel: registered at {re.escape(register.__code__.co_filename)}"
     )
     rule = ("ignore", ours, UserWarning, None, 0)
-    # One list throughout: another thread that leaves `catch_warnings` puts another one in place.
+    # Hold on to one list: another thread that leaves `catch_warnings` replaces `warnings.filters`.
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     filters.insert(0, rule)
     try:
@@ -128,9 +130,9 @@ _always_before = False
 
 @contextmanager
 def warning_always() -> Iterator[None]:
-    """Keep torch from counting what it warns of meanwhile as warned of.
+    """Make torch warn every time, so that no once-per-process warning is used up.
 
-    For the whole process, so threads that do this at the same time share it.
+    The setting is the whole process's, so threads that do this at the same time share it.
     """
     global _always_depth, _always_before
     with _always:

@@ -1,4 +1,4 @@
-"""What happens when an impl raises."""
+"""Failures of impls: fallback and quarantine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from opgraft.registry import Override, registry
 
 log = logging.getLogger(__name__)
 
-#: Signatures per override that can be quarantined; past that it is given up.
+#: Kinds of calls per override that can be quarantined. Past that the override is given up.
 MAX_QUARANTINED = 128
-#: So many signatures that failed, and none that ever worked, and the override is given up: what it
-#: needs is not here (a host compiler, `Python.h`, shared memory), and each further try may compile
-#: for seconds only to fail.
+#: An override is given up after so many kinds failed, if none ever worked. Then something that it
+#: needs is missing (a host compiler, `Python.h`, shared memory), and each further attempt may
+#: compile for seconds only to fail.
 MAX_FAILED_AT_FIRST = 3
 
-# What the CUDA driver says when the context is lost: whatever runs next, native included, fails or,
-# worse, works on memory that was overwritten.
+# Messages of the CUDA driver when the context is lost. Whatever runs next, native included, fails
+# or works on memory that was overwritten.
 _STICKY = (
     "illegal memory access",
     "illegal instruction",
@@ -43,9 +43,9 @@ _STICKY = (
     "context is destroyed",
     "driver shutting down",
 )
-# CUDA's own numbers for launches that were refused before anything ran: bad values, a configuration
-# that this device has not, no kernel image for it, a compiler of PTX that is too old or missing,
-# too many resources. Every other error that torch gives a number to may have cost the context.
+# CUDA's error codes for launches that were refused before anything ran: bad values, a configuration
+# that this device lacks, no kernel image for it, a PTX compiler that is too old or missing, too
+# many resources. After any other error with a code the context may be lost.
 _REFUSED_LAUNCHES = frozenset({1, 9, 98, 200, 209, 218, 221, 222, 223, 300, 301, 302, 303, 701})
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
@@ -53,10 +53,10 @@ _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 def may_fall_back(override: Override, error: Exception, call: Call, *, capturing: bool) -> bool:
     """Whether the native kernel can run instead of an impl that raised.
 
-    Not when the author or `OPGRAFT_STRICT` wants errors; not for a call that writes to its
-    arguments, which may be half written, whether the op's schema says so or not; not when memory is
-    short, because the caller must learn that; not when the device is lost; not while a CUDA graph
-    is being captured, because the impl's launches are in the graph already.
+    It cannot when the author or `OPGRAFT_STRICT` asks for errors. Nor can it for a call that writes
+    to its arguments, declared or not: the impl may have written some of them already. Nor when
+    memory is short, because the caller must know. Nor when the device is lost. Nor while a CUDA
+    graph is being captured: the impl's launches are in the graph already.
     """
     if override.state.raises_errors or override.on_error != "fallback" or env.strict():
         return False
@@ -70,18 +70,18 @@ def may_fall_back(override: Override, error: Exception, call: Call, *, capturing
     return not any(sign in message for sign in _STICKY)
 
 
-def quarantine(override: Override, signature: Hashable, error: Exception) -> None:
-    """Keep the override from calls of this signature, and say so once."""
+def quarantine(override: Override, kind: Hashable, error: Exception) -> None:
+    """Keep the override from calls of this kind, and say so once."""
     state = override.state
-    if signature in state.quarantined or state.given_up is not None:
+    if kind in state.quarantined or state.given_up is not None:
         return
     reason = f"{type(error).__name__}: {error}"
-    count = state.quarantine(signature, reason)
-    log.info("quarantined %r for %s", override.name, signature, exc_info=error)
+    count = state.quarantine(kind, reason)
+    log.info("quarantined %r for %s", override.name, kind, exc_info=error)
     consequence = "for calls of this kind from now on"
     never_worked = state.never_worked
     if count >= MAX_QUARANTINED or (never_worked and count >= MAX_FAILED_AT_FIRST):
-        # Out of its chain, so that no call pays for asking it.
+        # Removed from its chain, so that no call spends time on it.
         registry.give_up(override, f"it failed for {count} kinds of calls, last with {reason}")
         consequence = f"for all calls from now on, as it failed for {count} kinds of them"
         consequence += " and never worked" if never_worked else ""

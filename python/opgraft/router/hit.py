@@ -1,8 +1,8 @@
-"""A hit: what happens from the guard of its device to what its caller gets, in this order.
+"""One hit, from the device guard to the result for the caller.
 
-Both routers run their hits in Python here. The core runs warm hits itself, alike
-(csrc/python_impl.cpp); for first hits and for recordings it asks this one, having done for them
-what it does for its own: see `Router.is_compiled`.
+The Python router runs every hit here. The core runs warm hits itself, in the same way
+(csrc/python_impl.cpp), and calls this module for first hits and recordings. It wraps those as it
+wraps its own hits: see `Router.is_compiled`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from opgraft.router import (
     timebox,
 )
 from opgraft.router.base import Router
-from opgraft.router.signature import exact_key, signature
+from opgraft.router.call_keys import exact_key, kind_of
 
 
 class Recording(Protocol):
-    """A hit that is being recorded, for a launch plan."""
+    """The recording of a hit, for a launch plan."""
 
     def watching(self) -> AbstractContextManager[object]:
-        """While this lasts, what the impl launches is written down."""
+        """Record what the impl launches inside the context."""
 
 
 def hit(
@@ -44,28 +44,28 @@ def hit(
     call: Call,
     recording: Recording | None = None,
 ) -> Any:
-    """Run an override's impl on a call that it takes.
+    """Run an override's impl for a call that it takes.
 
     Args:
-        router: whose call it is.
+        router: the router that got the call.
         override: the override.
         keyset: the call's dispatch keys.
         call: the call.
-        recording: what watches the impl; a hit that is recorded is always compared with native,
+        recording: records what the impl does. A recorded hit is always compared with native,
             because its replays are not.
 
     Returns:
-        What the caller gets: what the impl returned, or native's result where the hit fell back.
+        The result for the caller: the impl's, or native's if the hit fell back.
 
     Raises:
-        ContractError: the impl returned something else than native promises.
-        Exception: the impl's own, where the hit may not fall back.
+        ContractError: the impl's result breaks the contract.
+        Exception: what the impl raised, if the override may not fall back.
     """
-    where = device.at(call, override.dispatch_key)
-    capturing = device.is_capturing(where)
+    call_device = device.of_call(call, override.dispatch_key)
+    capturing = device.is_capturing(call_device)
     observers.note_hit(override)
     try:
-        return _hit(router, override, keyset, call, where, capturing, recording)
+        return _hit(router, override, keyset, call, call_device, capturing, recording)
     except Exception as error:
         if not failure.may_fall_back(override, error, call, capturing=capturing):
             raise
@@ -77,53 +77,53 @@ def _hit(
     override: Override,
     keyset: torch.DispatchKeySet,
     call: Call,
-    where: torch.device | None,
+    call_device: torch.device | None,
     capturing: bool,
     recording: Recording | None,
 ) -> Any:
-    def native(each: Call) -> Any:
+    def run_native(each: Call) -> Any:
         return router.run_native(keyset, each)
 
     in_python = not router.is_compiled
-    books = composite.bookkeeping(call) if in_python and router.is_composite else None
-    # Before the impl runs: one that writes to its arguments changes what they are.
-    check = None if capturing else contract.begin(override, call, native, recording is not None)
-    compared = shadow.begin_if_drawn(override, call) if in_python else None
+    bookkeeping = composite.bookkeeping_for(call) if in_python and router.is_composite else None
+    # Before the impl runs, because an impl may write to its arguments.
+    check = None if capturing else contract.begin(override, call, run_native, recording is not None)
+    compared = shadow.begin_if_sampled(override, call) if in_python else None
     override.state.hits.add()
     with (
         threads.running(call.op, router.chain) as frame,
-        device.guard(where),
+        device.guard(call_device),
         profile.record(override) if in_python else nullcontext(),
         nullcontext() if recording is None else recording.watching(),
     ):
         result = run_impl(router, override, keyset, call)
-    contract.returned(override, result)
+    contract.checked_outputs(override, result)
     if frame.ended_in_native(result):
         override.state.fallbacks.add()
         observers.note_fallback()
     if check is not None:
         check.end(result, lambda each: _run_again(router, override, keyset, each))
-    if not capturing and where is not None and where.type == "cuda":
-        override.state.note_ran(exact_key(call))
-    if books is not None:
-        result = books.settle(result)
+    if not capturing and call_device is not None and call_device.type == "cuda":
+        override.state.note_run(exact_key(call))
+    if bookkeeping is not None:
+        result = bookkeeping.finish(result)
     if compared is None:
         return result
-    natives = shadow.end(override, compared, result, native)
-    return result if natives is None else natives
+    native_result = shadow.end(override, compared, result, run_native)
+    return result if native_result is None else native_result
 
 
 def run_impl(router: Router, override: Override, keyset: torch.DispatchKeySet, call: Call) -> Any:
-    """Run the impl as a native kernel at its key would run: below autograd."""
+    """Run the impl as a native kernel at its key runs: below autograd."""
     leading: tuple[torch.DispatchKeySet, ...] = ()
     if override.takes_keyset:
-        leading = (composite.below(keyset) if router.is_composite else keyset,)
-    with composite.as_a_kernel(router.excluded):
+        leading = (composite.below_autograd(keyset) if router.is_composite else keyset,)
+    with composite.excluding(router.excluded):
         return impl_of(override)(*leading, *call.args, **call.kwargs)
 
 
 def impl_of(override: Override) -> Callable[..., Any]:
-    """What is run for an override: its impl, with the bound on compiling where there is one."""
+    """What runs for an override: its impl, wrapped in a compile timeout if one is set."""
     if override.state.impl is None:
         override.state.impl = timebox.impl_of(override)
     return override.state.impl
@@ -132,13 +132,13 @@ def impl_of(override: Override) -> Callable[..., Any]:
 def fall_back(
     router: Router, override: Override, keyset: torch.DispatchKeySet, call: Call, error: Exception
 ) -> Any:
-    """Run the native kernel instead of an impl that raised, and keep calls of this kind from it.
+    """Run the native kernel after an impl raised, and quarantine the override for this kind.
 
     Raises:
-        Exception: native's own. Where native raises as well, that is the error.
+        Exception: what native raised, if it raises as well.
     """
     result = router.run_native(keyset, call)
-    failure.quarantine(override, signature(call), error)
+    failure.quarantine(override, kind_of(call), error)
     override.state.fallbacks.add()
     observers.note_fallback(error)
     return result
@@ -147,7 +147,7 @@ def fall_back(
 def _run_again(
     router: Router, override: Override, keyset: torch.DispatchKeySet, call: Call
 ) -> None:
-    """Run the impl on other arguments, for its contract to be checked: that is no hit."""
-    where = device.at(call, override.dispatch_key)
-    with threads.running(call.op, router.chain), device.guard(where):
+    """Run the impl on copies for the contract check. This counts as no hit."""
+    call_device = device.of_call(call, override.dispatch_key)
+    with threads.running(call.op, router.chain), device.guard(call_device):
         run_impl(router, override, keyset, call)

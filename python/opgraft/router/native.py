@@ -1,4 +1,4 @@
-"""The native kernel: what was at an op and key before us, kept callable whatever others do."""
+"""The native kernel: what an op ran at a key before the router, callable whatever others do."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from opgraft.router import dispatcher
 
 
 class NativeKernel:
-    """The kernel that an op ran at a dispatch key when the router went in.
+    """The kernel that an op had at a dispatch key when the router was installed.
 
     Args:
         op: the op.
         dispatch_key: the backend key.
-        reinstall: called when the captured kernel is gone. torch ties a kernel captured in Python
-            to its registration: when the third party that registered it takes it back, calling it
-            raises. From Python the kernel below ours can only be reached by taking ours out for a
-            moment, so `reinstall` does that and captures anew. (A compiled router keeps a copy of
-            the kernel and needs none of this.) Without it, the error is the caller's.
+        reinstall: called when the captured kernel is gone. torch ties a kernel that was captured in
+            Python to its registration: once a third party deregisters its kernel, calling it
+            raises. Python can reach the kernel below ours only while ours is not registered.
+            `reinstall` deregisters ours, captures again and registers ours again. (The compiled
+            router has a copy of the kernel and needs none of this.) Without `reinstall` the caller
+            gets the error.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class NativeKernel:
         self._dispatch_key = dispatch_key
         self._reinstall = reinstall
         self._kernel: Any | None = None
-        #: Where the kernel was registered, as torch says it.
+        #: Where the kernel was registered, as torch reports it.
         self.origin = ""
         self.capture()
 
@@ -59,5 +60,5 @@ class NativeKernel:
 
     def _recapture(self, gone: Any) -> None:
         with dispatcher.lock:
-            if self._kernel is gone and self._reinstall:  # else another thread was here first
+            if self._kernel is gone and self._reinstall:  # else another thread has done it
                 self._reinstall()

@@ -1,8 +1,8 @@
-"""Who is told of every call that is routed on a thread: what traces are made of.
+"""Observers: functions that are told of every call that is routed on a thread. Traces use them.
 
-Observers live where scopes do, in torch's thread-local state, so a backward that is started under
-one is told of too. Nobody observing costs a call nothing: the compiled router looks at scopes
-anyway, and finds out about observers only inside one.
+Observers are in torch's thread-local state, as scopes are, so they are also told of a backward that
+is started under them. Without observers calls cost no more: the compiled router checks for scopes
+anyway, and looks for observers only inside one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class Outcome:
 
     Attributes:
         ran: the override whose impl ran; None: the native kernel.
-        fell_back: it ended in the native kernel, by its own decision or after an error.
-        error: the error of the impl that native ran instead of.
-        raised: the call raised.
+        fell_back: the hit ended in the native kernel, by the impl's decision or after an error.
+        error: the impl's error, if native ran instead.
+        raised: whether the call raised.
         seconds: wall time of routing and of what ran, on the host.
     """
 
-    # No dataclass: this is imported with registration, and making one takes longer than the rest.
+    # Not a dataclass: this is imported with registration, and creating one takes longer than all
+    # else.
     __slots__ = ("error", "fell_back", "raised", "ran", "seconds")
 
     def __init__(
@@ -48,8 +49,8 @@ class Outcome:
         self.seconds = seconds
 
 
-#: Asked before each call is routed, with the chain, the call and whether it keeps the derivative of
-#: a composite op; what it returns is called with the outcome.
+#: Called before a call is routed, with the chain, the call, and whether autograd differentiates the
+#: call of a composite op. It returns a function that is called with the outcome.
 Observer: TypeAlias = "Callable[[Chain, Call, bool], Callable[[Outcome], None]]"
 
 
@@ -59,51 +60,52 @@ class _Current(threading.local):
 
 
 _current = _Current()
-#: How many observers there are in the process: 0 spares the Python router the rest.
-_running = 0
+#: The number of observers in the process. At 0 the Python router skips all the rest.
+_observer_count = 0
 _lock = fork_safe_lock()
 
 
 @contextmanager
-def observing(observer: Observer, *, alone: bool = False) -> Iterator[None]:
-    """While this lasts, `observer` is told of what this thread, and backwards it starts, route.
+def observing(observer: Observer, *, exclusive: bool = False) -> Iterator[None]:
+    """Tell `observer` of the calls of this thread, and of backwards that it starts.
 
-    `alone`: the thread's other observers are not told.
+    `exclusive`: the thread's other observers are not told.
     """
     _count(1)
     try:
-        with threads.observed_by((observer, alone)):
+        with threads.observed_by((observer, exclusive)):
             yield
     finally:
         _count(-1)
 
 
-def here() -> tuple[Observer, ...]:
+def of_this_thread() -> tuple[Observer, ...]:
     """The observers of this thread."""
     found: list[Observer] = []
-    for observer, alone in threads.observers():
-        found = [observer] if alone else [*found, observer]
+    for observer, exclusive in threads.observers():
+        found = [observer] if exclusive else [*found, observer]
     return tuple(found)
 
 
-def anywhere() -> bool:
-    """Whether any thread is observed."""
-    return _running > 0
+def any_thread() -> bool:
+    """Whether any thread has an observer."""
+    return _observer_count > 0
 
 
-def begin(chain: Chain, call: Call, *, kept: bool) -> Callable[[Outcome], None] | None:
-    """Tell this thread's observers of a call that comes; None where there are none.
+def begin(chain: Chain, call: Call, *, keeps_derivative: bool) -> Callable[[Outcome], None] | None:
+    """Tell this thread's observers of a call before it is routed; None if there are none.
 
-    `kept`: it keeps the derivative of a composite op, so no override will be asked.
+    `keeps_derivative`: autograd differentiates the call of a composite op, so no override can take
+        it.
 
     Returns:
-        A function to call with what became of it.
+        A function to call with the outcome.
     """
-    observers = here()
+    observers = of_this_thread()
     if not observers:
         return None
-    ends = [observer(chain, call, kept) for observer in observers]
-    # What happens in Python meanwhile is noted here.
+    ends = [observer(chain, call, keeps_derivative) for observer in observers]
+    # What happens in Python until then is noted in this.
     _current.outcomes.append(Outcome())
 
     def end(outcome: Outcome) -> None:
@@ -117,9 +119,15 @@ def begin(chain: Chain, call: Call, *, kept: bool) -> Callable[[Outcome], None] 
     return end
 
 
-def watch(chain: Chain, call: Call, route: Callable[[], Any], *, kept: bool = False) -> Any:
-    """Route a call in Python, this thread's observers being told."""
-    end = begin(chain, call, kept=kept) if _running and chain.members else None
+def route_observed(
+    chain: Chain, call: Call, route: Callable[[], Any], *, keeps_derivative: bool = False
+) -> Any:
+    """Route a call in Python, and tell this thread's observers."""
+    end = (
+        begin(chain, call, keeps_derivative=keeps_derivative)
+        if _observer_count and chain.members
+        else None
+    )
     if end is None:
         return route()
     outcome = Outcome(raised=True)
@@ -134,24 +142,24 @@ def watch(chain: Chain, call: Call, route: Callable[[], Any], *, kept: bool = Fa
 
 
 def note_hit(override: Override) -> None:
-    """An impl is about to run on this thread."""
-    if _running and _current.outcomes:
+    """Note that an impl is about to run on this thread."""
+    if _observer_count and _current.outcomes:
         _current.outcomes[-1].ran = override
 
 
 def note_fallback(error: Exception | None = None) -> None:
-    """The impl that runs on this thread ended in the native kernel, after `error` if given."""
-    if _running and _current.outcomes:
+    """Note that the impl on this thread ended in the native kernel, after `error` if given."""
+    if _observer_count and _current.outcomes:
         outcome = _current.outcomes[-1]
         outcome.fell_back = True
         outcome.error = f"{type(error).__name__}: {error}" if error is not None else None
 
 
 def _count(change: int) -> None:
-    global _running
+    global _observer_count
     with _lock:
-        before = _running > 0
-        _running += change
-        changed = before != (_running > 0)
+        before = _observer_count > 0
+        _observer_count += change
+        changed = before != (_observer_count > 0)
     if changed:
-        registry.republish()  # routers look at chains with nothing switched on, or stop to
+        registry.republish()  # routers report chains that are all off, too

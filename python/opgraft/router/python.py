@@ -1,7 +1,7 @@
-"""The router in Python: one call's way from the dispatcher to an override or the native kernel.
+"""The router in Python, from the dispatcher to an override or the native kernel.
 
-It is the plain meaning of routing: the oracle that a compiled router is tested against, and its
-stand-in where there is none. It costs microseconds and holds the GIL.
+It defines what routing means: the compiled router is tested against it. It also replaces the
+compiled router where there is none. It costs microseconds and holds the GIL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opgraft.router.native import NativeKernel
 
 
 class PythonRouter(Router):
-    """The kernel that torch's dispatcher calls where calls are routed in Python."""
+    """The kernel that torch's dispatcher calls call_device calls are routed in Python."""
 
     is_compiled = False
 
@@ -33,7 +33,7 @@ class PythonRouter(Router):
         self.has_own_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name, key)
         self.excluded = composite.excluded(op, key)
         if self.is_composite:
-            self.companion = composite.AutogradCompanion(self.chain, self)
+            self.composite_kernel = composite.CompositeAutogradKernel(self.chain, self)
         self._native = NativeKernel(op, key, self._reinstall)
         self._library = dispatcher.register(op, key, self)
 
@@ -54,17 +54,17 @@ class PythonRouter(Router):
             result = self.run_native(keyset, call)
             threads.note_native(self.chain, result)
             return result
-        return observers.watch(self.chain, call, lambda: self._route(keyset, call))
+        return observers.route_observed(self.chain, call, lambda: self._route(keyset, call))
 
     def _route(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
         for override in self.chain.active:
-            where = device.at(call, override.dispatch_key)
-            if takes(override, call, capturing=device.is_capturing(where)):
+            call_device = device.of_call(call, override.dispatch_key)
+            if takes(override, call, capturing=device.is_capturing(call_device)):
                 return hit(self, override, keyset, call)
         return self.run_native(keyset, call)
 
     def run_native(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
-        """Run what a call with these keys runs without us: at the autograd key, the composite."""
-        if self.companion is not None and composite.is_at_autograd(keyset):
-            return self.companion.composite(keyset, call)
+        """Run what a call with these keys runs without opgraft."""
+        if self.composite_kernel is not None and composite.is_at_autograd(keyset):
+            return self.composite_kernel.composite(keyset, call)
         return self._native(keyset, call)

@@ -1,6 +1,7 @@
-"""Calls written down: what shadow mode logs of one, and how it is saved and loaded again.
+"""Saved calls: what shadow mode logs of a call, and how a call is saved and loaded.
 
-Metadata as JSON, each tensor's bytes in a file beside it: nothing that is loaded can run code.
+The metadata is JSON, and each tensor's bytes are in a file beside it. So loading a call cannot run
+code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from opgraft.router import device
 
 
 def describe(override: Override, call: Call, difference: str) -> dict[str, Any]:
-    """Everything about a call but its values, in what JSON knows."""
+    """Everything about a call but its values, as JSON types."""
     return {
         "op": override.op,
         "dispatch_key": override.dispatch_key,
@@ -33,7 +34,7 @@ def describe(override: Override, call: Call, difference: str) -> dict[str, Any]:
         "pack": override.pack,
         "dsl": override.dsl,
         "torch": torch.__version__,
-        "device": device_name(device.of(call)),
+        "device": device_name(device.of_tensors(call)),
         "difference": difference,
         "arguments": {name: _described(value) for name, value in call.named.items()},
     }
@@ -55,10 +56,10 @@ def _described(value: Any) -> Any:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for saved calls, or see that nobody else can write to the one that is there.
+    """Create a folder for saved calls, or check that nobody else can write to the existing one.
 
     Raises:
-        RegistrationError: others can.
+        RegistrationError: others can write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.stat()
@@ -75,7 +76,7 @@ def make_private(folder: Path) -> None:
 
 
 def save(folder: Path, facts: dict[str, Any], call: Call) -> Path:
-    """The call with its values: JSON, and each tensor's bytes beside it. No pickle."""
+    """Save a call with its values: JSON, and each tensor's bytes beside it. No pickle."""
     name = f"{_label(facts)}-{os.getpid()}-{threading.get_native_id()}"
     number = sum(1 for _ in folder.glob(f"{name}-*.json"))
     path = folder / f"{name}-{number}.json"
@@ -87,7 +88,7 @@ def save(folder: Path, facts: dict[str, Any], call: Call) -> Path:
 
 
 def _label(facts: dict[str, Any]) -> str:
-    """A file's name for an override."""
+    """The beginning of a file's name, for an override."""
     text = f"{facts['op']}-{facts['dispatch_key']}-{facts['name']}"
     plain = "".join(c if c.isalnum() or c in "._-" else "_" for c in text)[:80]
     return f"{plain}-{zlib.crc32(text.encode()):08x}"
@@ -107,15 +108,15 @@ def load(path: str | Path) -> Call:
 
     Raises:
         RegistrationError: there is no such op here.
-        ValueError: the file says what no file of `save` says.
+        ValueError: the file was not written by `save`.
     """
     path = Path(path)
     facts = json.loads(path.read_text())
-    numbers = itertools.count()
+    indices = itertools.count()
 
     def loaded(value: Any) -> Any:
         if isinstance(value, dict):
-            raw = bytearray(path.with_suffix(f".{next(numbers)}.bin").read_bytes())
+            raw = bytearray(path.with_suffix(f".{next(indices)}.bin").read_bytes())
             dtype, sizes = _constant(value["dtype"]), value["sizes"]
             if not raw:
                 return torch.empty(sizes, dtype=dtype)
@@ -131,7 +132,7 @@ def load(path: str | Path) -> Call:
 
 
 def _constant(name: Any) -> Any:
-    """`torch.NAME` if it is a dtype, layout or memory format: a file must not get at functions."""
+    """`torch.NAME` if it is a dtype, layout or memory format. A file must not name functions."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
         raise ValueError(f"{name!r} is no dtype, layout or memory format of torch")

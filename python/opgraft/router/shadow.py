@@ -1,9 +1,8 @@
-"""Shadow mode: a share of hits is run by the native kernel as well, and the results are compared.
+"""Shadow mode: for a fraction of hits the native kernel runs as well, and results are compared.
 
-What the tests of a kernel do not see, production does: other shapes, other values, other drivers.
-While it is on, routers are published with overrides that shadow themselves; while it is off,
-nothing is left of it. It is the process's, not a thread's: backwards and other threads are sampled
-too.
+Production sees what a kernel's tests do not: other shapes, other values, other drivers. While the
+mode is on, routers hold overrides that compare their own hits. While it is off, it costs nothing.
+It applies to the whole process, so backwards and other threads are sampled too.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from opgraft.errors import ContractError, RegistrationError
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override, registry
 from opgraft.router import contract, copies, device, failure, outputs, threads
-from opgraft.router.outputs import Returned
-from opgraft.router.signature import signature
+from opgraft.router.call_keys import kind_of
+from opgraft.router.outputs import OpResult
 
 log = logging.getLogger(__name__)
 
 OnMismatch = Literal["log", "quarantine", "raise"]
 
-#: Differences of each override that are logged in full; later ones are counted.
+#: Differences of each override that are logged in full. Later ones are only counted.
 MAX_LOGGED = 10
 
 
@@ -45,12 +44,12 @@ class Settings(NamedTuple):
     save: Path | None
 
 
-class Token(NamedTuple):
-    """A hit that is to be compared: its arguments, and under which settings."""
+class Comparison(NamedTuple):
+    """A hit that is being compared: its arguments, and the settings."""
 
     call: Call
-    signature: Hashable
-    kept: Call  # as it was before: copies of what the op writes to
+    kind: Hashable
+    native_call: Call  # for native: copies of what the op writes to, from before the hit
     settings: Settings
 
 
@@ -58,9 +57,9 @@ class _OnThisThread(threading.local):
     comparing = False
 
 
-_here = _OnThisThread()
+_this_thread = _OnThisThread()
 _lock = fork_safe_lock()
-# The last one holds.
+# The last one applies.
 _settings: list[Settings] = []
 _random = random.Random()
 _logged: dict[tuple[str, str, str], int] = {}
@@ -74,23 +73,25 @@ def shadow(
     tolerance: float = 1.0,
     save: str | Path | None = None,
 ) -> Iterator[None]:
-    """While this lasts, a share of all hits, on every thread, is run natively too and compared.
+    """Run a fraction of all hits, on every thread, natively too, and compare the results.
 
-    A difference beyond what rounding explains is logged with everything about the call but its
-    values, and counted in `Override.mismatches` (`Override.shadowed` counts comparisons). Scopes
-    nest; the innermost holds. `OPGRAFT_SHADOW=0.01` does the same for a whole process.
+    A difference beyond rounding is logged with everything about the call but its values.
+    `Override.mismatches` counts differences, and `Override.shadowed` counts comparisons. Contexts
+    nest, and the innermost applies. `OPGRAFT_SHADOW=0.01` does the same for a whole process.
 
-    Not compared: calls whose native result changes from run to run (dropout), what is captured into
-    a CUDA graph, and calls for which native runs out of memory. A comparison waits for the device.
+    Some calls are not compared: those whose native result changes from run to run (dropout), those
+    that are captured into a CUDA graph, and those for which native runs out of memory. A comparison
+    waits for the device.
 
     Args:
-        rate: the share of hits that are compared, up to 1.
+        rate: the fraction of hits that are compared, up to 1.
         on_mismatch: `"log"`; `"quarantine"`: the caller gets native's result, and the override is
-            kept from calls of that kind; `"raise"`: :class:`ContractError`.
-        tolerance: a factor on what may differ (float32: 1e-4 of native's largest value).
-        save: a folder to write the arguments of calls that differed to, which
-            `opgraft.router.saved_calls.load` reads. It is made, private, where it does not exist;
-            one that others can write to is refused. By default no values are written anywhere.
+            quarantined for calls of that kind; `"raise"`: :class:`ContractError`.
+        tolerance: multiplies the allowed difference (float32: 1e-4 of native's largest value).
+        save: a folder for the arguments of calls that differed, which
+            `opgraft.router.saved_calls.load` reads. A folder that does not exist is created with
+            private permissions. One that others can write to is refused. By default no values are
+            written anywhere.
 
     Raises:
         RegistrationError: `rate` is not in (0, 1], or another argument makes no sense.
@@ -107,15 +108,15 @@ def shadow(
     """
     settings = Settings(rate, on_mismatch, tolerance, None if save is None else Path(save))
     _check(settings)
-    _change(_settings.append, settings)
+    _set(_settings.append, settings)
     try:
         yield
     finally:
-        _change(_settings.remove, settings)
+        _set(_settings.remove, settings)
 
 
 def current() -> Settings | None:
-    """The settings that hold; None while shadow mode is off."""
+    """The settings that apply; None while shadow mode is off."""
     return _settings[-1] if _settings else None
 
 
@@ -133,7 +134,7 @@ def _check(settings: Settings) -> None:
         saved_calls.make_private(settings.save)
 
 
-def _change(change: Callable[[Settings], None], settings: Settings) -> None:
+def _set(change: Callable[[Settings], None], settings: Settings) -> None:
     with _lock:
         change(settings)
     registry.republish()
@@ -155,108 +156,110 @@ def _from_environment() -> None:
 # ------------------------------------------------------------------ one hit
 
 
-def begin_if_drawn(override: Override, call: Call) -> Token | None:
-    """As :func:`begin`, for the share of hits that is to be compared; the core draws itself."""
+def begin_if_sampled(override: Override, call: Call) -> Comparison | None:
+    """As :func:`begin`, for a random fraction of hits. (The core does its own sampling.)"""
     settings = current()
     if settings is None or _random.random() >= settings.rate:
         return None
     return begin(override, call)
 
 
-def begin(override: Override, call: Call) -> Token | None:
-    """Before a hit that was drawn: what to compare it with, None where it is not to be compared."""
+def begin(override: Override, call: Call) -> Comparison | None:
+    """Start comparing a sampled hit, before it runs; None if it is not to be compared."""
     settings = current()
-    if settings is None or _here.comparing or device.is_capturing(device.of(call)):
+    if settings is None or _this_thread.comparing or device.is_capturing(device.of_tensors(call)):
         return None
     if not call.writes:
-        return Token(call, signature(call), call, settings)
+        return Comparison(call, kind_of(call), call, settings)
     with threads.scope(threads.EVERYTHING):
-        return Token(call, signature(call), copies.of(call), settings)
+        return Comparison(call, kind_of(call), copies.copy_call(call), settings)
 
 
 def end(
-    override: Override, token: Token, result: Any, run_native: Callable[[Call], Any]
+    override: Override, comparison: Comparison, result: Any, run_native: Callable[[Call], Any]
 ) -> Any | None:
-    """After it: compare, log, count.
+    """After the hit: compare, log, count.
 
     Args:
         override: whose impl ran.
-        token: of :func:`begin`.
+        comparison: what :func:`begin` returned.
         result: what the impl returned.
         run_native: runs the native kernel on a call.
 
     Returns:
-        What the caller gets instead of `result`; None to leave it.
+        The result for the caller instead of `result`; None to leave it.
 
     Raises:
-        ContractError: they differ, and the settings say so.
-        Exception: native's own, where it refuses the call.
+        ContractError: they differ, and the settings say to raise.
+        Exception: what native raised, if the call is invalid.
     """
-    _here.comparing = True
+    _this_thread.comparing = True
     try:
         with threads.scope(threads.EVERYTHING), torch.no_grad():
-            expected, difference = _compare(override, token, result, run_native)
-    except _Refused as refused:
+            expected, difference = _compare(override, comparison, result, run_native)
+    except _NativeRejected as rejected:
         with threads.scope(threads.EVERYTHING):
-            copies.restore(token.call, token.kept)
-        raise refused.error from None
+            copies.restore(comparison.call, comparison.native_call)
+        raise rejected.error from None
     except Exception as error:
-        # Native cannot say, or a comparison needs more memory than there is: that is no reason to
-        # end a program that was running.
-        log.debug("%s: a hit was not compared: %r", contract.who(override), error)
+        # Native failed, or the comparison ran out of memory. That must not end a program that was
+        # running.
+        log.debug("%s: a hit was not compared: %r", contract.display_name(override), error)
         return None
     finally:
-        _here.comparing = False
+        _this_thread.comparing = False
     override.state.shadowed.add()
     if difference is None:
         return None
     override.state.mismatches.add()
     with threads.scope(threads.EVERYTHING):
-        _report(override, token, difference)
-    if token.settings.on_mismatch == "raise":
-        raise ContractError(f"{contract.who(override)} differs from native: {difference}")
-    if token.settings.on_mismatch != "quarantine":
+        _report(override, comparison, difference)
+    if comparison.settings.on_mismatch == "raise":
+        raise ContractError(f"{contract.display_name(override)} differs from native: {difference}")
+    if comparison.settings.on_mismatch != "quarantine":
         return None
-    failure.quarantine(override, token.signature, ContractError(f"differs: {difference}"))
+    failure.quarantine(override, comparison.kind, ContractError(f"differs: {difference}"))
     override.state.fallbacks.add()
     with threads.scope(threads.EVERYTHING):
-        copies.restore(token.call, token.kept)
-    return _handed_on(token, expected)
+        copies.restore(comparison.call, comparison.native_call)
+    return _with_callers_tensors(comparison, expected)
 
 
-class _Refused(Exception):
-    """Native raised for a call that nobody can make."""
+class _NativeRejected(Exception):
+    """Native raised because the call is invalid."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 def _compare(
-    override: Override, token: Token, result: Any, run_native: Callable[[Call], Any]
+    override: Override, comparison: Comparison, result: Any, run_native: Callable[[Call], Any]
 ) -> tuple[Any, str | None]:
-    call, kept, op = token.call, token.kept, token.call.op
-    with contract.keeping_rng(kept):
+    call, native_call, op = comparison.call, comparison.native_call, comparison.call.op
+    with contract.preserving_rng(native_call):
         try:
-            expected = run_native(kept)
+            expected = run_native(native_call)
         except Exception as error:
-            if contract.is_refusal(error):
-                raise _Refused(error) from error
+            if contract.is_invalid_call(error):
+                raise _NativeRejected(error) from error
             raise
-        # Another state of the generator by now: dropout's result is another, attention's without
-        # dropout is not.
-        if op.is_random and (kept.writes or not _same(op, expected, run_native(kept))):
+        # The generator's state has advanced by now: a second run of dropout differs, one of
+        # attention without dropout does not.
+        if op.is_random and (
+            native_call.writes or not _same(op, expected, run_native(native_call))
+        ):
             raise NotImplementedError("the call is random")
-    mine = Returned(op, outputs.as_outputs(op, result), call.tensors())
-    native = Returned(op, outputs.as_outputs(op, expected), kept.tensors())
+    actual = OpResult(op, outputs.as_outputs(op, result), call.tensors())
+    native = OpResult(op, outputs.as_outputs(op, expected), native_call.tensors())
 
-    def promises(index: int, place: int | None, output: torch.Tensor) -> bool:
-        return contract.promises_strides(kept, index, place, output)
+    def strides_promised(index: int, item: int | None, output: torch.Tensor) -> bool:
+        return contract.promises_strides(native_call, index, item, output)
 
-    for label, difference in outputs.compare(mine, native, promises):
+    for label, difference in outputs.compare(actual, native, strides_promised):
         return expected, f"{label}: {difference.removeprefix('with ')}"
-    for label, one, other in _pairs(mine, native, token):
+    for label, one, other in _comparable_values(actual, native, comparison):
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            found = _difference(one, other, token.settings.tolerance)
+            found = _value_difference(one, other, comparison.settings.tolerance)
         else:
             found = None if one == other else f"{one!r}, native returns {other!r}"
         if found is not None:
@@ -264,32 +267,34 @@ def _compare(
     return expected, None
 
 
-def _pairs(mine: Returned, native: Returned, token: Token) -> Iterator[tuple[str, Any, Any]]:
-    """What is compared by its values: outputs, and what the call writes to."""
-    yield from outputs.with_values(mine, native)
-    yield from outputs.written_values(token.call, token.kept)
+def _comparable_values(
+    actual: OpResult, native: OpResult, comparison: Comparison
+) -> Iterator[tuple[str, Any, Any]]:
+    """The pairs whose values are compared: outputs, and what the call writes to."""
+    yield from outputs.comparable_outputs(actual, native)
+    yield from outputs.comparable_writes(comparison.call, comparison.native_call)
 
 
-def _difference(mine: torch.Tensor, native: torch.Tensor, factor: float) -> str | None:
-    for difference in outputs.place_differences(mine, native):
+def _value_difference(actual: torch.Tensor, native: torch.Tensor, factor: float) -> str | None:
+    for difference in outputs.dtype_device_shape_differences(actual, native):
         return difference
-    if mine.layout != torch.strided:
-        mine, native = mine.to_dense(), native.to_dense()
-    return outputs.distance(mine, native, factor)
+    if actual.layout != torch.strided:
+        actual, native = actual.to_dense(), native.to_dense()
+    return outputs.value_difference(actual, native, factor)
 
 
 def _same(op: Op, one: Any, other: Any) -> bool:
-    first, second = (Returned(op, outputs.as_outputs(op, each), ()) for each in (one, other))
+    first, second = (OpResult(op, outputs.as_outputs(op, each), ()) for each in (one, other))
     return all(
         not isinstance(a, torch.Tensor) or outputs.same_bits(a, b)
-        for _, a, b in outputs.with_values(first, second)
+        for _, a, b in outputs.comparable_outputs(first, second)
     )
 
 
-def _handed_on(token: Token, expected: Any) -> Any:
-    """Native's result for the caller: with the caller's tensors for our copies of them."""
-    pairs = zip(token.call.written(), token.kept.written(), strict=True)
-    own = {id(native): mine for (_, mine), (_, native) in pairs}
+def _with_callers_tensors(comparison: Comparison, expected: Any) -> Any:
+    """Native's result for the caller, with our copies replaced by the caller's tensors."""
+    pairs = zip(comparison.call.written(), comparison.native_call.written(), strict=True)
+    own = {id(native): actual for (_, actual), (_, native) in pairs}
 
     def swapped(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -299,28 +304,28 @@ def _handed_on(token: Token, expected: Any) -> Any:
     return swapped(expected)
 
 
-# ------------------------------------------------------------------ what is told of it
+# ------------------------------------------------------------------ reporting
 
 
-def _report(override: Override, token: Token, difference: str) -> None:
+def _report(override: Override, comparison: Comparison, difference: str) -> None:
     key = (override.op, override.dispatch_key, override.name)
     from opgraft.router import saved_calls  # only now: most programs never get here
 
     count = _logged[key] = _logged.get(key, 0) + 1
     if count > MAX_LOGGED:
-        log.debug("%s differs from native: %s", contract.who(override), difference)
+        log.debug("%s differs from native: %s", contract.display_name(override), difference)
         return
-    facts = saved_calls.describe(override, token.call, difference)
-    if token.settings.save is not None:
+    facts = saved_calls.describe(override, comparison.call, difference)
+    if comparison.settings.save is not None:
         try:
-            facts["saved"] = str(saved_calls.save(token.settings.save, facts, token.call))
-        except OSError as error:  # a full disk is no reason to end a program that was running
+            facts["saved"] = str(saved_calls.save(comparison.settings.save, facts, comparison.call))
+        except OSError as error:  # a full disk must not end a program that was running
             facts["saved"] = f"no: {error}"
     text = json.dumps(facts)
     more = "; it is counted, and no longer logged" if count == MAX_LOGGED else ""
     log.warning(
         "%s differs from native: %s%s. The call: %s",
-        contract.who(override),
+        contract.display_name(override),
         difference,
         more,
         text,

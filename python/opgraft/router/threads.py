@@ -1,6 +1,6 @@
-"""What a thread is in the middle of: which impls it runs, which overrides are off for it.
+"""The state of a thread: which impls it is running, and which overrides are off for it.
 
-Two kinds of thread-local state, on purpose different:
+There are two kinds of thread-local state, and they differ on purpose:
 
 - *Frames* (an impl is running, or `opgraft.native` is) belong to one thread only. An impl that
   starts a backward or threads of its own gets overrides there.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from opgraft.core import loader
-from opgraft.ops.bypass import bypass_by
+from opgraft.ops.bypass import set_bypass
 from opgraft.ops.schema import Op, resolve
 from opgraft.registry import Chain, Override, Selector
 
@@ -35,7 +35,7 @@ EVERYTHING = Selector()
 
 
 class Frame:
-    """An impl that runs on this thread, and what the native kernel returned inside it."""
+    """An impl that is running on this thread, and what the native kernel returned inside it."""
 
     __slots__ = ("_native_results", "chain", "op")
 
@@ -45,11 +45,11 @@ class Frame:
         self._native_results: list[Any] = []
 
     def note_native(self, result: Any) -> None:
-        """Remember, weakly, what the native kernel returned: an impl may go through many."""
+        """Note a result of the native kernel, weakly: an impl may get many."""
         self._native_results.append(_weak(result))
 
     def ended_in_native(self, result: Any) -> bool:
-        """Whether the impl handed on what the native kernel returned to it."""
+        """Whether the impl returned what the native kernel returned to it."""
         return any(_is_same(result, native) for native in self._native_results)
 
 
@@ -63,7 +63,7 @@ _frames = _Frames()
 
 @contextmanager
 def running(op: Op, chain: Chain | None) -> Iterator[Frame]:
-    """While this lasts, `chain` (or every chain of `op`) is not asked on this thread."""
+    """Bypass `chain`, or every chain of `op`, on this thread."""
     frame = Frame(op, chain)
     _frames.stack.append(frame)
     try:
@@ -73,7 +73,7 @@ def running(op: Op, chain: Chain | None) -> Iterator[Frame]:
 
 
 def is_bypassed(chain: Chain) -> bool:
-    """Whether an impl of this chain is running on this thread, so that the call means native."""
+    """Whether this thread bypasses a chain, for instance because it is running one of its impls."""
     return any(
         frame.chain is chain or (frame.chain is None and frame.op is chain.op)
         for frame in _frames.stack
@@ -81,7 +81,7 @@ def is_bypassed(chain: Chain) -> bool:
 
 
 def note_native(chain: Chain, result: Any) -> None:
-    """Tell the impl that is running on this thread what the native kernel returned to it."""
+    """Note what the native kernel returned to the impl that is running on this thread."""
     frame = next((frame for frame in reversed(_frames.stack) if frame.chain is chain), None)
     if frame is not None:
         frame.note_native(result)
@@ -89,17 +89,17 @@ def note_native(chain: Chain, result: Any) -> None:
 
 @contextmanager
 def bypassing(op: Op) -> Iterator[None]:
-    """While this lasts, no override of `op` is asked on this thread, in either router."""
+    """Bypass every override of `op` on this thread, in either router."""
     core = loader.in_use()
     with running(op, None), core.Bypass(op.name) if core is not None else nullcontext():
         yield
 
 
-bypass_by(lambda op: bypassing(resolve(op)))
+set_bypass(lambda op: bypassing(resolve(op)))
 
 
 def scope(selector: Selector) -> AbstractContextManager[None]:
-    """While this lasts, what `selector` matches is off for this thread and backwards it starts."""
+    """Switch off what `selector` matches, for this thread and backwards that it starts."""
     core = loader.in_use()
     if core is None:
         return PythonScope(selector, observes=False)
@@ -107,7 +107,7 @@ def scope(selector: Selector) -> AbstractContextManager[None]:
 
 
 def observed_by(observer: object) -> AbstractContextManager[None]:
-    """While this lasts, `observer` is one of this thread's, and of backwards' that it starts."""
+    """Add an observer to this thread, and to backwards that it starts."""
     core = loader.in_use()
     if core is None:
         return PythonScope(observer, observes=True)
@@ -115,12 +115,12 @@ def observed_by(observer: object) -> AbstractContextManager[None]:
 
 
 def scopes() -> tuple[Selector, ...]:
-    """What is switched off on this thread, outermost scope first."""
+    """The selectors that are switched off on this thread, outermost first."""
     return _tags(observing=False)
 
 
 def observers() -> tuple[Any, ...]:
-    """What observes this thread, outermost first."""
+    """The observers of this thread, outermost first."""
     return _tags(observing=True)
 
 
@@ -132,7 +132,7 @@ def _tags(*, observing: bool) -> tuple[Any, ...]:
 
 
 class _Entry:
-    """What all threads' lists know of a scope."""
+    """A scope in the lists of all threads that are in it."""
 
     __slots__ = ("observes", "open", "tag")
 
@@ -143,7 +143,7 @@ class _Entry:
 
 
 class PythonScope:
-    """A scope where Python routes; the core has its own, which does the same (csrc/threads.h)."""
+    """The Python router's scope. The core's does the same (csrc/threads.h)."""
 
     __slots__ = ("_entry", "_observes", "_tag")
 
@@ -164,7 +164,7 @@ class PythonScope:
             _stash(tuple(self.entries()))
 
     def __del__(self) -> None:
-        self._close()  # this may be any thread
+        self._close()  # this may run on any thread
 
     def _close(self) -> None:
         if self._entry is not None:
@@ -178,7 +178,7 @@ class PythonScope:
         return (entry for entry in _stashed() if entry.open)
 
 
-def is_off_here(override: Override) -> bool:
+def is_disabled_here(override: Override) -> bool:
     """Whether a scope on this thread has switched the override off."""
     core = loader.in_use()
     if core is not None:
@@ -186,16 +186,16 @@ def is_off_here(override: Override) -> bool:
     return any(selector.matches(override) for selector in scopes())
 
 
-def scope_of(override: Override) -> str:
-    """The scope on this thread that has switched the override off, as it was written."""
+def disabling_scope(override: Override) -> str:
+    """The scope on this thread that has switched the override off, as text."""
     matching = (selector for selector in reversed(scopes()) if selector.matches(override))
     return f"opgraft.disabled({next(matching, '')})"
 
 
 def _stash(value: tuple[_Entry, ...]) -> None:
-    """Keep `value` for this thread and for the autograd engine's in backwards that it starts.
+    """Store `value` for this thread, and for the autograd engine's in backwards that it starts.
 
-    torch has no way in Python to take out what it keeps so: what is left in the end is `()`.
+    torch cannot delete a stored object from Python, so `()` remains in the end.
     """
     if _stash_steals():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
@@ -211,7 +211,7 @@ def _stashed() -> tuple[_Entry, ...]:
 
 @cache
 def _stash_steals() -> bool:
-    """Whether torch's stash drops a reference that it never took, as torch 2.11's does."""
+    """Whether torch's stash steals a reference to the object, as torch 2.11's does."""
     probe = (object(),)
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(_PROBE_KEY, probe)

@@ -1,9 +1,9 @@
-"""A bound on how long a call waits for its impl to be compiled.
+"""A timeout on how long a call waits for its impl to be compiled.
 
-A DSL compiles when a call first comes with new dtypes, sizes or alignments, for seconds, and has
-been seen to hang. With `OPGRAFT_COMPILE_TIMEOUT` set, a call that an override has not run before in
-every detail runs on a thread of its own; where that takes longer, the call gets the native kernel's
-result, and so do others like it until the thread is done: nobody waits twice.
+A DSL compiles for seconds when a call first has new dtypes, sizes or alignments, and has been seen
+to hang. With `OPGRAFT_COMPILE_TIMEOUT` set, an impl runs on a thread of its own for a call whose
+exact key is new. If that takes longer than the timeout, the call gets the native kernel's result.
+So do other calls with that key until the thread is done: nobody waits twice.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from opgraft.errors import warn_caller
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import contract, device, threads
-from opgraft.router.signature import exact_key
+from opgraft.router.call_keys import exact_key
 
 log = logging.getLogger(__name__)
 
-#: Threads of one override that compile at a time; calls beyond are native's.
+#: Threads that may compile for one override at a time. Further calls run native.
 MAX_COMPILING = 4
-#: Exact calls of an override that are remembered as run.
+#: Exact keys of an override that are remembered as compiled.
 MAX_KNOWN = 4096
 
 
 def impl_of(override: Override) -> Callable[..., Any]:
-    """What routers run for an override: its impl, with the bound around it if there is one."""
+    """What routers run for an override: its impl, with the timeout if one is set."""
     seconds = env.compile_timeout()
-    # What an op that writes to its arguments has done half, nobody can take back.
+    # An op that writes to its arguments cannot be abandoned halfway: its writes cannot be undone.
     if seconds is None or override.operator.writes:
         return override.impl
     return TimeBoxed(override, seconds)
 
 
 class TimeBoxed:
-    """An impl whose first run of each exact call is waited for so many seconds."""
+    """An impl whose first run for each exact key is waited for at most so many seconds."""
 
     def __init__(self, override: Override, seconds: float) -> None:
         self._override = override
@@ -56,10 +56,10 @@ class TimeBoxed:
         plain = args[1:] if override.takes_keyset else args
         call = override.operator.bind(plain, kwargs)
         key = exact_key(call)
-        if key in self._known or device.is_capturing(device.of(call)):
+        if key in self._known or device.is_capturing(device.of_tensors(call)):
             return override.impl(*args, **kwargs)
-        run, mine = self._start(key, call, args, kwargs)
-        if run is not None and (mine or run.done.is_set()):
+        run, is_ours = self._start(key, call, args, kwargs)
+        if run is not None and (is_ours or run.done.is_set()):
             run.done.wait(self._seconds)
             if run.done.is_set():
                 return self._finish(key, run, call)
@@ -89,7 +89,8 @@ class TimeBoxed:
             raise run.error
         if run.call is call:
             return run.result
-        # Of another call, for which it took too long: what is compiled by now is run for this one.
+        # The run was another call's, which stopped waiting. The kernel is compiled by now, so run
+        # it for this call.
         return self._override.impl(*run.leading, *call.args, **call.kwargs)
 
     def _warn(self) -> None:
@@ -97,18 +98,18 @@ class TimeBoxed:
             return
         self._warned = True
         warn_caller(
-            f"{contract.who(self._override)} is still compiling after {self._seconds:g} s "
+            f"{contract.display_name(self._override)} is still compiling after {self._seconds:g} s "
             "(OPGRAFT_COMPILE_TIMEOUT); the native kernel runs until it is done"
         )
 
 
 class _Run(threading.Thread):
-    """One run of an impl, under the conditions of the thread that called it."""
+    """One run of an impl on a thread of its own, with the state of the calling thread."""
 
     def __init__(
         self, override: Override, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        # A daemon: what hangs must not keep the process from ending.
+        # A daemon, so that a hanging compiler does not keep the process from ending.
         super().__init__(name=f"opgraft: {override.name} compiles", daemon=True)
         self.call = call
         self.leading = args[:1] if override.takes_keyset else ()
@@ -133,7 +134,7 @@ class _Run(threading.Thread):
 
 
 def _contexts(override: Override, call: Call) -> list[Callable[[], AbstractContextManager[object]]]:
-    """What makes another thread do what this one would: it knows nothing of this one's modes."""
+    """Contexts that give another thread the state of this one."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     contexts: list[Callable[[], AbstractContextManager[object]]] = [
         lambda: torch.inference_mode(inference),
@@ -143,16 +144,19 @@ def _contexts(override: Override, call: Call) -> list[Callable[[], AbstractConte
     ]
     for selector in threads.scopes():
         contexts.append(lambda selector=selector: threads.scope(selector))  # type: ignore[misc]
-    where = device.of(call)
-    if where is not None and torch.is_autocast_enabled(where.type):  # as an impl sees it
-        dtype = torch.get_autocast_dtype(where.type)
-        contexts.append(lambda: torch.autocast(where.type, dtype, cache_enabled=False))
-    if where is not None and where.type == "cuda":
-        stream = torch.cuda.current_stream(where)
-        contexts += [lambda: device.guard(where), lambda: torch.cuda.stream(stream)]
+    call_device = device.of_tensors(call)
+    if call_device is not None and torch.is_autocast_enabled(
+        call_device.type
+    ):  # as an impl sees it
+        dtype = torch.get_autocast_dtype(call_device.type)
+        contexts.append(lambda: torch.autocast(call_device.type, dtype, cache_enabled=False))
+    if call_device is not None and call_device.type == "cuda":
+        stream = torch.cuda.current_stream(call_device)
+        contexts += [lambda: device.guard(call_device), lambda: torch.cuda.stream(stream)]
     return contexts
 
 
 def _native(call: Call) -> Any:
-    # Inside an impl, the same op is the native kernel; the router sees what it returned handed on.
+    # Inside an impl, the same op is the native kernel. The router notices that its result is
+    # returned.
     return call.op.overload(*call.args, **call.kwargs)

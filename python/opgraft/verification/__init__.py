@@ -1,7 +1,7 @@
-"""Is an override right? Samples on both sides of its condition, against the native kernel.
+"""Verifies overrides against the native kernel, on samples on both sides of their conditions.
 
-`opgraft.verify(...)` on any machine, `opgraft verify` in a pack's CI. Nothing here is imported
-before a verification asks for it.
+Use `opgraft.verify(...)` on any machine, and `opgraft verify` in a pack's CI. Nothing here is
+imported before the first verification.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from opgraft.errors import RegistrationError
 from opgraft.registry import Override, registry
 
 if TYPE_CHECKING:
-    from opgraft.verification.report import Report
     from opgraft.verification.reproduction import Reproduction
+    from opgraft.verification.verification_report import VerificationReport
 
 __all__ = ["sample", "verify"]
 
@@ -37,30 +37,33 @@ def verify(
     opinfo: bool = True,
     compile: bool = False,
     progress: bool = False,
-) -> Report:
-    """Verify overrides against the native kernels that they stand in for.
+) -> VerificationReport:
+    """Verify overrides against the native kernels that they replace.
 
-    For each override: samples from PyTorch's own tests (OpInfo) that reach its op, samples that it
-    was registered with, and samples made from its condition, on both sides of every boundary; of
-    every dtype that it claims, in every memory layout. On each: it runs where its condition holds
-    and only there; values (error at most `k` times native's own against a float64 reference),
-    dtype, shape, strides, aliasing, arguments left alone. On some: `out=`, gradients, gradcheck,
-    determinism, uninitialised memory, FakeTensors, `torch.library.opcheck`, autocast, threads,
-    what users call (`F.softmax`); on CUDA side streams, graphs, other devices.
+    The samples of an override are those of PyTorch's own tests (OpInfo) that reach its op, those
+    that it was registered with, and those made from its condition, on both sides of every boundary.
+    They have every dtype of the condition and every memory layout.
+
+    On each sample the override must run if its condition holds, and only then. Values (an error of
+    at most `k` times native's own, against a float64 reference), dtype, shape, strides and aliasing
+    are checked, and that arguments do not change. On some samples `out=`, gradients, gradcheck,
+    determinism, uninitialised memory, FakeTensors, `torch.library.opcheck`, autocast, threads and
+    the functions that users call (`F.softmax`) are checked; on CUDA also side streams, graphs and
+    other devices.
 
     Args:
-        what: an op (`"aten::_softmax"`), a pack (`"opgraft-kernels"`, loaded if it is not), an
-            :class:`Override`, or None for all that the keywords match.
+        what: an op (`"aten::_softmax"`), a pack (`"opgraft-kernels"`, which is loaded if needed),
+            an :class:`Override`, or None for all that the keywords match.
         dsl, op, dispatch_key, pack, name: only overrides that match every keyword given.
-        checks: only these, by name; default: all but the slow ones.
+        checks: the names of the checks to run; default: all but the slow ones.
         k: an output's largest error may be `k` times native's largest.
-        seed: of all values; the same seed makes the same samples.
-        max_samples: for each override.
-        max_seconds: for each override, on which no new sample is begun. Samples come in an order of
-            worth; what is checked on a few of them is checked after that.
-        max_bytes: no sample has a tensor of about more than this.
-        opinfo: use PyTorch's own samples where `torch.testing._internal` can be imported.
-        compile: also under `torch.compile`, which takes seconds for each override.
+        seed: the seed of all values; the same seed makes the same samples.
+        max_samples: the most samples for each override.
+        max_seconds: after this time no new sample of an override is begun. The most useful samples
+            come first. Checks on a few samples run after that.
+        max_bytes: no sample has a tensor that is much larger than this.
+        opinfo: use PyTorch's own samples, if `torch.testing._internal` can be imported.
+        compile: also verify under `torch.compile`, which takes seconds for each override.
         progress: show a bar on the terminal.
 
     Returns:
@@ -108,12 +111,12 @@ def sample(
     seed: int = 0,
     k: float = 2.0,
 ) -> Reproduction:
-    """A sample of a verification, made again: what the reproducers in a report call.
+    """Make a sample of a verification again; the reproducers in a report call this.
 
     Args:
-        sample_id: as the report prints it.
-        op, dispatch_key, name, pack: of the override, which must be registered.
-        seed, k: as they were.
+        sample_id: the sample's id, as the report prints it.
+        op, dispatch_key, name, pack: the keywords of the override, which must be registered.
+        seed, k: the arguments of the verification.
 
     Returns:
         The call: `.args`, `.kwargs`, `.run()`, `.native()`, `.check(name)`.
@@ -134,7 +137,7 @@ def sample(
 
 
 def check_names(checks: Collection[str]) -> None:
-    """Raise for a name that is no check's."""
+    """Raise an error for a name that no check has."""
     from opgraft.verification.checks import CHECKS
 
     unknown = sorted(set(checks) - set(CHECKS))
@@ -145,7 +148,7 @@ def check_names(checks: Collection[str]) -> None:
 
 
 def select(what: Any, **keywords: Any) -> list[Override]:
-    """The overrides that :func:`verify` is asked for; a pack that is named is loaded."""
+    """The overrides that :func:`verify` is to verify; a named pack is loaded."""
     from opgraft import packs
     from opgraft.control import overrides
 
@@ -157,21 +160,21 @@ def select(what: Any, **keywords: Any) -> list[Override]:
         keywords["pack"] = what
     elif what is not None:
         keywords["op"] = what
-    _check_word("op", keywords["op"])
+    _check_selector_value("op", keywords["op"])
     pack = keywords.get("pack")
     if pack is not None and not overrides(pack=pack):
         packs.load(pack)
     found = overrides(**keywords)
-    for key, word in keywords.items() if not found else ():
-        _check_word(key, word)
+    for key, value in keywords.items() if not found else ():
+        _check_selector_value(key, value)
     return found
 
 
-def _check_word(key: str, word: Any) -> None:
+def _check_selector_value(key: str, value: Any) -> None:
     from opgraft import spelling
 
-    if isinstance(word, str) and (problem := spelling.misspelt(key, word)):
-        raise RegistrationError(f"no override matches {key}={word!r}: {problem}")
+    if isinstance(value, str) and (problem := spelling.problem_with(key, value)):
+        raise RegistrationError(f"no override matches {key}={value!r}: {problem}")
 
 
 def _everything() -> Any:

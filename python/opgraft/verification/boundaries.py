@@ -1,8 +1,8 @@
-"""Samples on both sides of every boundary of a condition.
+"""Makes samples on both sides of every boundary of a condition.
 
-A condition is data, so its comparisons can be looked at: for each, the number that a call must have
-to be just inside or just outside is found by changing one size (with the other places that must
-change with it) and looking at what the comparison then sees.
+A condition is data, so its comparisons are known. For each, a search finds the size at which the
+comparison changes: it changes one size of a call (with the other numbers that must change with it)
+and evaluates both sides of the comparison.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from opgraft.verification.samples import (
     Base,
     CannotMake,
     Edits,
-    Place,
+    Position,
     Sample,
     is_internal,
     run,
 )
 from opgraft.when import nodes
 
-#: Tried where a condition names others.
+#: dtypes that are tried to make a condition on dtypes fail.
 _OTHER_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Steps of a search for the size at which a comparison changes.
 _STEPS = 8
-#: Parts of a condition that are repaired, one after another, to make a call that it wants.
+#: How many parts of a condition are made to hold, one after another, to make the call a hit.
 _REPAIRS = 12
 
 
-def parts(condition: nodes.Expression) -> list[nodes.Condition]:
-    """What a condition is made of: comparisons and predicates, without `& | ~`.
+def predicates(condition: nodes.Expression) -> list[nodes.Condition]:
+    """The predicates that a condition joins: comparisons and tests, without `& | ~`.
 
     >>> from opgraft import when
-    >>> parts((when.ndim("x") == 2) & ~when.is_none("w"))
+    >>> predicates((when.ndim("x") == 2) & ~when.is_none("w"))
     [when.ndim('x') == 2, when.is_none('w')]
     """
     if isinstance(condition, nodes.Joined):
-        return [leaf for part in condition.parts for leaf in parts(part)]
+        return [predicate for part in condition.parts for predicate in predicates(part)]
     if isinstance(condition, nodes.Not):
-        return parts(condition.part)
+        return predicates(condition.part)
     return [condition] if isinstance(condition, nodes.Condition) else []
 
 
@@ -58,56 +58,56 @@ def claimed_dtypes(condition: object) -> list[torch.dtype]:
         return []
     named = [
         dtype
-        for leaf in parts(condition)
-        if isinstance(leaf, nodes.TensorCondition) and leaf.function == "dtype"
-        for dtype in leaf.options
+        for predicate in predicates(condition)
+        if isinstance(predicate, nodes.TensorCondition) and predicate.function == "dtype"
+        for dtype in predicate.options
     ]
     return list(dict.fromkeys(named))
 
 
 @dataclass
 class Coverage:
-    """On which sides of each part of a condition the samples of a run were."""
+    """Which sides of each predicate of a condition the samples of a run have covered."""
 
-    leaves: list[nodes.Condition]
+    predicates: list[nodes.Condition]
     seen: dict[int, set[bool]] = field(default_factory=dict)
     #: Why a side could not be reached.
     reasons: dict[int, str] = field(default_factory=dict)
 
     def add(self, call: Call) -> None:
-        for index, leaf in enumerate(self.leaves):
-            value = leaf.evaluate(call.named)
+        for index, predicate in enumerate(self.predicates):
+            value = predicate.evaluate(call.named)
             if not isinstance(value, nodes.Undefined):
                 self.seen.setdefault(index, set()).add(bool(value))
 
     def missing(self) -> list[str]:
-        """The sides that no sample was on."""
+        """A text for each side that no sample has covered."""
         lines = []
-        for index, leaf in enumerate(self.leaves):
+        for index, predicate in enumerate(self.predicates):
             sides = {True, False} - self.seen.get(index, set())
             for side in sorted(sides, reverse=True):
-                reason = self.reasons.get(index) or _why_not(leaf)
-                lines.append(f"{leaf!r} {'holds' if side else 'fails'}: {reason}")
+                reason = self.reasons.get(index) or _why_not(predicate)
+                lines.append(f"{predicate!r} {'holds' if side else 'fails'}: {reason}")
         return lines
 
 
-def _why_not(leaf: nodes.Condition) -> str:
-    if isinstance(leaf, nodes.Same) and leaf.attribute == "device":
+def _why_not(predicate: nodes.Condition) -> str:
+    if isinstance(predicate, nodes.Same) and predicate.attribute == "device":
         return "it needs a second device"
-    if "device_capability" in repr(leaf):
+    if "device_capability" in repr(predicate):
         return "there is one kind of device here"
     return "no call of that kind was found"
 
 
 class Explorer:
-    """Makes calls of an op from a base, and looks at what a condition makes of them."""
+    """Makes calls of an op from a base, and evaluates a condition on them."""
 
     def __init__(self, base: Base, seed: int, max_bytes: int) -> None:
         self.base = base
         self._seed = seed
         self._max_bytes = max_bytes
         self._valid: dict[str, bool] = {}
-        self._groups: dict[Place, list[Place]] = {}
+        self._groups: dict[Position, list[Position]] = {}
         self.refusal = ""
         self.is_internal = is_internal((base.source or base).op)
 
@@ -115,7 +115,7 @@ class Explorer:
         return Sample(self.base, dict(edits), {}, self._seed)
 
     def call(self, edits: Edits) -> Call | None:
-        """The call after edits; None where the op has no such call, or it is too large."""
+        """The call after edits; None where the op refuses it, or it is too large."""
         sample = self.sample(edits)
         if self._valid.get(sample.id) is False:
             return None
@@ -124,7 +124,7 @@ class Explorer:
             call = sample.call()
             if sample.id not in self._valid:
                 self._run(sample)
-        except Exception as error:  # what the native kernel refuses is no call
+        except Exception as error:  # the native kernel refuses the call
             self.refusal = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._valid[sample.id] = False
             return None
@@ -133,9 +133,9 @@ class Explorer:
 
     def _check_size(self, edits: Edits) -> None:
         sizes: dict[tuple[str, int | None], int] = {}
-        for place, value in {**self.base.places, **edits}.items():
-            if place.dim is not None:
-                key = (place.argument, place.item)
+        for position, value in {**self.base.positions, **edits}.items():
+            if position.dim is not None:
+                key = (position.argument, position.item)
                 sizes[key] = sizes.get(key, 1) * value
         if edits and self.is_internal and 0 in sizes.values():
             raise CannotMake(
@@ -151,69 +151,81 @@ class Explorer:
 
     def _run(self, sample: Sample) -> None:
         with torch.no_grad(), threads.scope(threads.EVERYTHING):
-            # The shape function first: kernels of internal ops trust what their callers pass, and
-            # crash on what is not right.
+            # The meta function runs first: kernels of internal ops trust their callers, and crash
+            # on invalid arguments.
             with suppress(NotImplementedError):
                 run(_on_meta(sample.call()))
             with suppress(NotImplementedError):  # no native kernel at this backend
                 run(sample.call())
 
-    def together(self, place: Place, value: int, edits: Edits) -> dict[Place, Any] | None:
-        """Edits that give a size a value, along with the places that change with it.
+    def resize(self, position: Position, value: int, edits: Edits) -> dict[Position, Any] | None:
+        """Edits that give a size a value, and change the other numbers that must be the same.
 
-        The fewest places that the op accepts: a size of one argument is often one of another's,
-        and in sizes that are equal by chance only the op itself can tell.
+        It changes the fewest that the op accepts. A size of one argument is often also one of
+        another. Only the op itself knows which sizes are equal by chance.
         """
-        now = {**self.base.places, **edits}
-        groups = [self._groups[place]] if place in self._groups else self._candidates(place, now)
+        now = {**self.base.positions, **edits}
+        groups = (
+            [self._groups[position]]
+            if position in self._groups
+            else self._candidates(position, now)
+        )
         for group in groups:
             tried = {**edits, **dict.fromkeys(group, value)}
             if self.call(tried) is not None:
-                self._groups.setdefault(place, group)
+                self._groups.setdefault(position, group)
                 return tried
         return None
 
-    def _candidates(self, place: Place, now: Edits) -> Iterator[list[Place]]:
-        value = now[place]
+    def _candidates(self, position: Position, now: Edits) -> Iterator[list[Position]]:
+        value = now[position]
         same = [p for p, v in now.items() if type(v) is int and v == value and _is_size(p)]
-        if place.dim is None and place.item is None:
-            yield [place]
+        if position.dim is None and position.item is None:
+            yield [position]
             return
-        from_end = self._from_end(place)
+        from_end = self._from_end(position)
         yield [p for p in same if self._from_end(p) == from_end]
-        yield [p for p in same if (p.dim or 0) == (place.dim or 0)]
+        yield [p for p in same if (p.dim or 0) == (position.dim or 0)]
         yield same
-        yield [place]
+        yield [position]
 
-    def _from_end(self, place: Place) -> int:
+    def _from_end(self, position: Position) -> int:
         """How far a size is from its tensor's (or an item from its list's) last."""
-        key = (place.argument, place.item) if place.dim is not None else (place.argument, None)
-        index = place.dim if place.dim is not None else place.item
+        key = (
+            (position.argument, position.item)
+            if position.dim is not None
+            else (position.argument, None)
+        )
+        index = position.dim if position.dim is not None else position.item
         others = [
-            p.dim if place.dim is not None else p.item
-            for p in self.base.places
+            p.dim if position.dim is not None else p.item
+            for p in self.base.positions
             if ((p.argument, p.item) if p.dim is not None else (p.argument, None)) == key
         ]
         return max(each for each in others if each is not None) - (index or 0)
 
     # ------------------------------------------------------------------ comparisons
 
-    def crossings(self, leaf: nodes.Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
-        """Edits that put a comparison just inside and just outside, by one place each."""
-        yield from self._scalars(leaf, edits)
+    def boundary_edits(
+        self, predicate: nodes.Comparison, edits: Edits
+    ) -> Iterator[dict[Position, Any]]:
+        """Edits that put a comparison just inside and just outside, each by one number."""
+        yield from self._scalars(predicate, edits)
         found = 0
-        for place, value in {**self.base.places, **edits}.items():
-            if type(value) is not int or not _is_number(place) or found == 2:
+        for position, value in {**self.base.positions, **edits}.items():
+            if type(value) is not int or not _is_number(position) or found == 2:
                 continue
-            near = list(self._around(leaf, place, edits))
+            near = list(self._around(predicate, position, edits))
             found += bool(near)
             yield from near
 
-    def _scalars(self, leaf: nodes.Comparison, edits: Edits) -> Iterator[dict[Place, Any]]:
+    def _scalars(self, predicate: nodes.Comparison, edits: Edits) -> Iterator[dict[Position, Any]]:
         """Floats and bools that are compared with a constant themselves."""
-        if not isinstance(leaf.left, nodes.Value) or not isinstance(leaf.right, nodes.Constant):
+        if not isinstance(predicate.left, nodes.Value) or not isinstance(
+            predicate.right, nodes.Constant
+        ):
             return
-        place, constant = Place(leaf.left.name), leaf.right.constant
+        position, constant = Position(predicate.left.name), predicate.right.constant
         if isinstance(constant, bool):
             values: list[Any] = [True, False]
         elif isinstance(constant, float) and math.isfinite(constant):
@@ -222,43 +234,43 @@ class Explorer:
         else:
             return
         for value in values:
-            tried = {**edits, place: value}
+            tried = {**edits, position: value}
             if self.call(tried) is not None:
                 yield tried
 
     def _around(
-        self, leaf: nodes.Comparison, place: Place, edits: Edits
-    ) -> Iterator[dict[Place, Any]]:
-        root = self._root(leaf, place, edits)
+        self, predicate: nodes.Comparison, position: Position, edits: Edits
+    ) -> Iterator[dict[Position, Any]]:
+        root = self._root(predicate, position, edits)
         if root is None:
             return
         for value in dict.fromkeys((math.floor(root), math.ceil(root))):
             for near in (value - 1, value, value + 1):
-                legal = near >= 0 or not _is_size(place)
-                if legal and (tried := self.together(place, near, edits)) is not None:
+                legal = near >= 0 or not _is_size(position)
+                if legal and (tried := self.resize(position, near, edits)) is not None:
                     yield tried
 
-    def _root(self, leaf: nodes.Comparison, place: Place, edits: Edits) -> float | None:
-        """Where the two sides are equal, as a size; None where this size does not matter."""
-        start = {**self.base.places, **edits}[place]
-        here = self._difference(leaf, edits)
-        step = self.together(place, start + 1, edits) or self.together(place, start * 2, edits)
-        there = None if step is None else self._difference(leaf, step)
+    def _root(self, predicate: nodes.Comparison, position: Position, edits: Edits) -> float | None:
+        """The size at which both sides are equal; None where this size does not matter."""
+        start = {**self.base.positions, **edits}[position]
+        here = self._difference(predicate, edits)
+        step = self.resize(position, start + 1, edits) or self.resize(position, start * 2, edits)
+        there = None if step is None else self._difference(predicate, step)
         if here is None or there is None or step is None or here == there:
             return None
-        points = [(float(start), here), (float(step[place]), there)]
+        points = [(float(start), here), (float(step[position]), there)]
         for _ in range(_STEPS):
             (x0, y0), (x1, y1) = points[-2:]
             if y1 == y0:
                 return None
             root = x1 - y1 * (x1 - x0) / (y1 - y0)
             value = round(root)
-            if value < 0 and _is_size(place):
+            if value < 0 and _is_size(position):
                 return None
-            tried = self.together(place, value, edits)
+            tried = self.resize(position, value, edits)
             if tried is None:
                 return None
-            difference = self._difference(leaf, tried)
+            difference = self._difference(predicate, tried)
             if difference is None:
                 return None
             if difference == 0 or value == round(x1):
@@ -266,37 +278,39 @@ class Explorer:
             points.append((float(value), difference))
         return None
 
-    def _difference(self, leaf: nodes.Comparison, edits: Edits) -> float | None:
+    def _difference(self, predicate: nodes.Comparison, edits: Edits) -> float | None:
         call = self.call(edits)
         if call is None:
             return None
-        left, right = leaf.left.evaluate(call.named), leaf.right.evaluate(call.named)
+        left, right = predicate.left.evaluate(call.named), predicate.right.evaluate(call.named)
         if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
             return None
         return float(left - right)
 
-    def beside(self, leaf: nodes.Condition, edits: Edits) -> Iterator[dict[Place, Any]]:
-        """Edits that make a predicate fail, or hold: other dtypes, an argument that is None."""
-        if isinstance(leaf, nodes.IsNone):
-            tries: list[dict[Place, Any]] = [{Place(leaf.name): None}]
-        elif isinstance(leaf, nodes.TensorCondition) and leaf.function == "dtype":
-            others = [each for each in _OTHER_DTYPES if each not in leaf.options]
-            tries = [{Place(EVERY_TENSOR): dtype} for dtype in others]
-        elif isinstance(leaf, nodes.Same) and leaf.attribute == "dtype":
-            names = [tensor for tensor in leaf.tensors if isinstance(tensor, str)]
-            tries = [{Place(name): dtype} for name in names for dtype in _OTHER_DTYPES]
+    def predicate_edits(
+        self, predicate: nodes.Condition, edits: Edits
+    ) -> Iterator[dict[Position, Any]]:
+        """Edits that make a predicate hold or fail: other dtypes, an argument that is None."""
+        if isinstance(predicate, nodes.IsNone):
+            tries: list[dict[Position, Any]] = [{Position(predicate.name): None}]
+        elif isinstance(predicate, nodes.TensorCondition) and predicate.function == "dtype":
+            others = [each for each in _OTHER_DTYPES if each not in predicate.options]
+            tries = [{Position(EVERY_TENSOR): dtype} for dtype in others]
+        elif isinstance(predicate, nodes.Same) and predicate.attribute == "dtype":
+            names = [tensor for tensor in predicate.tensors if isinstance(tensor, str)]
+            tries = [{Position(name): dtype} for name in names for dtype in _OTHER_DTYPES]
         else:
             tries = []
         for tried in ({**edits, **each} for each in tries):
             if self.call(tried) is not None:
                 yield tried
 
-    # ------------------------------------------------------------------ a call that is wanted
+    # ------------------------------------------------------------------ a call that hits
 
-    def wanted(self, condition: nodes.Condition, edits: Edits) -> dict[Place, Any] | None:
-        """Edits after which the condition holds, repaired part by part; None where none are found.
+    def edits_to_hold(self, condition: nodes.Condition, edits: Edits) -> dict[Position, Any] | None:
+        """Edits after which the condition holds, found part by part; None where none are found.
 
-        What fails is changed as little as possible, so that the call stays near its boundaries.
+        A failing part is changed as little as possible, so that the call is near its boundaries.
         """
         edits = dict(edits)
         for _ in range(_REPAIRS):
@@ -313,11 +327,11 @@ class Explorer:
 
     def _repairs(
         self, part: nodes.Condition, wanted: bool, call: Call, edits: Edits
-    ) -> Iterator[dict[Place, Any]]:
+    ) -> Iterator[dict[Position, Any]]:
         if isinstance(part, nodes.Not):
             yield from self._repairs(part.part, not wanted, call, edits)
         elif isinstance(part, nodes.Joined):
-            # All of an `&` (none of an `|`) must become so: the first that is not is repaired.
+            # All parts of an `&` must hold (no part of a `|`): change the first that does not.
             for each in part.parts:
                 value = each.evaluate(call.named)
                 if isinstance(value, nodes.Undefined) or bool(value) is not wanted:
@@ -326,27 +340,27 @@ class Explorer:
             yield from self._repair(part, wanted, edits)
 
     def _repair(
-        self, leaf: nodes.Condition, wanted: bool, edits: Edits
-    ) -> Iterator[dict[Place, Any]]:
-        if isinstance(leaf, nodes.Comparison):
-            tries: Iterable[dict[Place, Any]] = self.crossings(leaf, edits)
-        elif isinstance(leaf, nodes.TensorCondition) and leaf.function == "dtype":
-            tries = [{**edits, Place(EVERY_TENSOR): dtype} for dtype in leaf.options]
-        elif isinstance(leaf, nodes.IsNone) and wanted:
-            tries = [{**edits, Place(leaf.name): None}]
+        self, predicate: nodes.Condition, wanted: bool, edits: Edits
+    ) -> Iterator[dict[Position, Any]]:
+        if isinstance(predicate, nodes.Comparison):
+            tries: Iterable[dict[Position, Any]] = self.boundary_edits(predicate, edits)
+        elif isinstance(predicate, nodes.TensorCondition) and predicate.function == "dtype":
+            tries = [{**edits, Position(EVERY_TENSOR): dtype} for dtype in predicate.options]
+        elif isinstance(predicate, nodes.IsNone) and wanted:
+            tries = [{**edits, Position(predicate.name): None}]
         else:
             tries = []
         for tried in tries:
             call = self.call(tried)
-            value = None if call is None else leaf.evaluate(call.named)
+            value = None if call is None else predicate.evaluate(call.named)
             if isinstance(value, bool) and value is wanted:
                 yield tried
 
 
-def takes_layout(sample: Sample) -> bool:
-    """Whether the native kernel reads the tensors of a sample as they lie.
+def supports_layout(sample: Sample) -> bool:
+    """Whether the native kernel reads the tensors of a sample by their strides.
 
-    Kernels of internal ops may trust that their callers made tensors contiguous.
+    Kernels of internal ops may rely on callers that make tensors contiguous.
     """
     call = sample.call()
     with torch.no_grad():
@@ -363,12 +377,12 @@ def takes_layout(sample: Sample) -> bool:
     return all(torch.allclose(a, b, rtol=0.05, atol=0.05, equal_nan=True) for a, b in pairs)
 
 
-def _is_size(place: Place) -> bool:
-    return place.dim is not None or place.item is not None
+def _is_size(position: Position) -> bool:
+    return position.dim is not None or position.item is not None
 
 
-def _is_number(place: Place) -> bool:
-    return place.argument != EVERY_TENSOR and not place.argument.startswith("*")
+def _is_number(position: Position) -> bool:
+    return position.argument != EVERY_TENSOR and not position.argument.startswith("*")
 
 
 def _on_meta(call: Call) -> Call:

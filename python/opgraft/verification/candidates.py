@@ -1,4 +1,4 @@
-"""Which samples an override is verified on, in an order of worth."""
+"""Chooses the samples on which an override is verified, the most useful first."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from typing import Any
 import torch
 
 from opgraft.registry import Override
-from opgraft.verification import mining, sources
-from opgraft.verification.boundaries import Coverage, Explorer, claimed_dtypes, parts, takes_layout
+from opgraft.verification import code_constants, sources
+from opgraft.verification.boundaries import (
+    Coverage,
+    Explorer,
+    claimed_dtypes,
+    predicates,
+    supports_layout,
+)
 from opgraft.verification.layouts import FINITE, SPECIAL
-from opgraft.verification.samples import Edits, Place, Sample, layouts, reranked, tensors_of
+from opgraft.verification.samples import Edits, Position, Sample, layouts, tensors_of, with_rank
 from opgraft.when import Condition, nodes
 
-#: What samples come in where a condition names no dtypes.
+#: The dtypes of samples where a condition names none.
 _DTYPES = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
     *(torch.int64, torch.complex64, torch.bool),
 )
-#: Sizes to give every size: such as models have, past powers of two, none, one, primes.
+#: Values for every size: those of models, just above powers of two, zero, one, primes.
 _SIZES = (
     *(1000, 4097, 128, 0, 1, 50257, 257, 768, 3, 5120, 31, 1536, 2, 64, 8193),
     *(127, 2048, 320, 1025, 12288, 4096, 511, 11008, 32000),
 )
-#: Sizes that are drawn beside these, as likely small as large, and the largest of them.
-_DRAWN, _LARGEST_DRAWN = 8, 20000
-#: What other sizes are where one is large.
-_FEW = 6
-#: Numbers of the impl's code that are tried as sizes, with those beside them.
-_MINED = 12
-#: Two sizes each, of as many elements in all: what is kept by that number mixes them up.
+#: How many random sizes are added, as likely small as large, and the largest of them.
+_RANDOM_SIZES, _LARGEST_RANDOM_SIZE = 8, 20000
+#: The largest value of the other sizes when one size is large.
+_SMALL_SIZE = 6
+#: How many integers of the impl's code are tried as sizes, with their neighbours.
+_CODE_CONSTANTS = 12
+#: Pairs of sizes with the same number of elements: a cache by that number confuses them.
 _SAME_NUMEL = ((4, 6), (6, 4), (12, 2), (3, 8))
-#: All sizes of a call, where they are the same.
-_SQUARE = 5
-#: Ranks that calls are made in where the condition wants them.
+#: The value of all sizes of a call whose sizes are equal.
+_SQUARE_SIZE = 5
+#: Ranks in which calls are made if the condition holds for them.
 _RANKS = (3, 0, 1, 4)
-#: Calls that a condition wants, around which samples are made: for each dtype, of different ranks.
+#: How many calls for which the condition holds are varied, for each dtype, in different ranks.
 _ANCHORS = 2
-#: Those around which the condition's boundaries are looked for.
-_VARIED = 3
+#: How many of these calls are varied to find the condition's boundaries.
+_MAX_VARIED = 3
 #: Arguments that name dimensions.
 _DIMENSIONS = ("dim", "axis")
-#: Flags without which a result's order is each kernel's own.
-_PROMISES_LESS = ("sorted",)
+#: Flags without which each kernel chooses the order of its results.
+_ORDER_FLAGS = ("sorted",)
 
 Anchor = tuple[Explorer, Sample]
 
@@ -54,12 +60,12 @@ class Candidates:
     """The samples of one override.
 
     Args:
-        override: what is verified.
-        device: where tensors live.
-        seed: of all values.
-        max_bytes: no sample has a tensor of about more than this.
-        use_opinfo: with PyTorch's own samples.
-        coverage: is told why a side of the condition cannot be reached.
+        override: the override that is verified.
+        device: the device of the tensors.
+        seed: the seed of all values.
+        max_bytes: no sample has a tensor that is much larger than this.
+        use_opinfo: whether to use PyTorch's own samples.
+        coverage: gets the reasons why a side of the condition cannot be reached.
     """
 
     def __init__(
@@ -82,45 +88,47 @@ class Candidates:
         self._explorers = [Explorer(base, seed, max_bytes) for base in found]
 
     def __iter__(self) -> Iterator[Sample]:
-        # An author's calls are the ones to look around, if there are any: it takes long to make one
-        # of torch's own into one that the condition wants.
-        given = [explorer for explorer in self._explorers if explorer.base.is_given]
+        # The author's calls are varied, if there are any: it takes long to change one of torch's
+        # own so that the condition holds.
+        given = [explorer for explorer in self._explorers if explorer.base.is_from_author]
         by_dtype = self._wanted_calls(given or self._explorers)
         anchors = list(_ranked(by_dtype))
-        return _in_turn(
+        return _round_robin(
             [
-                # What is there as it is, then around each call that the override wants.
-                (explorer.sample({}) for explorer in _mixed(self._explorers)),
+                # The base calls unchanged, then variations of each call that hits.
+                (explorer.sample({}) for explorer in _alternating_dtypes(self._explorers)),
                 (sample for _, sample in anchors),
                 self._sizes(anchors),
                 self._squares(),
-                *(self._boundaries(*anchor) for anchor in anchors[:_VARIED]),
+                *(self._boundaries(*anchor) for anchor in anchors[:_MAX_VARIED]),
                 self._layouts(anchors),
                 self._values(anchors or self._as_given(given)),
                 self._scalars(by_dtype),
             ]
         )
 
-    # ------------------------------------------------------------------ calls to look around
+    # ------------------------------------------------------------------ calls to vary
 
     def _wanted_calls(self, explorers: Sequence[Explorer]) -> list[dict[int, Anchor]]:
-        """For each dtype calls that the condition wants, by rank."""
+        """For each dtype, calls for which the condition holds, by rank."""
         found: dict[Any, dict[int, Anchor]] = {}
         for explorer in explorers:
             self._add(found, explorer)
         for by_rank in list(found.values()):
-            # From two dimensions most others can be made, from none none.
-            from_here, _ = by_rank[min((r for r in by_rank if r), default=0, key=_oddity)]
+            # Most other ranks can be made from two dimensions, and none from zero.
+            from_here, _ = by_rank[
+                min((r for r in by_rank if r), default=0, key=_distance_from_rank_2)
+            ]
             for rank in _RANKS:
-                base = None if rank in by_rank else reranked(from_here.base, rank)
+                base = None if rank in by_rank else with_rank(from_here.base, rank)
                 if base is not None:
                     self._add(found, Explorer(base, self._seed, self._max_bytes))
         return list(found.values())
 
     def _add(self, found: dict[Any, dict[int, Anchor]], explorer: Explorer) -> None:
-        # Kernels of internal ops trust what their callers pass, and crash on what is not right:
-        # the author alone knows what else there is.
-        if explorer.base.is_given and explorer.is_internal:
+        # Kernels of internal ops trust their callers, and crash on invalid arguments. Only the
+        # author knows other valid calls.
+        if explorer.base.is_from_author and explorer.is_internal:
             return
         edits = self._wanted(explorer)
         call = None if edits is None else explorer.call(edits)
@@ -130,142 +138,148 @@ class Candidates:
             of_dtype.setdefault(rank, (explorer, explorer.sample(edits)))
 
     def _as_given(self, given: Sequence[Explorer]) -> list[Anchor]:
-        """An author's calls of an internal op: their values may be others, and nothing else."""
+        """The author's calls of an internal op: only their values may be changed."""
         return [
             (explorer, explorer.sample({}))
             for explorer in given
             if explorer.is_internal and self._wanted(explorer) == {}
         ]
 
-    def _wanted(self, explorer: Explorer) -> dict[Place, Any] | None:
+    def _wanted(self, explorer: Explorer) -> dict[Position, Any] | None:
         call = explorer.call({})
         if call is None:
             return None
         if self._condition is not None:
-            if explorer.is_internal and explorer.base.is_given:
+            if explorer.is_internal and explorer.base.is_from_author:
                 return {} if self._condition.holds(call.named) else None
-            return explorer.wanted(self._condition, {})
+            return explorer.edits_to_hold(self._condition, {})
         try:
-            wanted = self._override.wants(call)
-        except Exception:  # a condition in Python: checks say what it raises
+            wanted = self._override.condition_holds(call)
+        except Exception:  # a condition in Python; the checks report its error
             wanted = False
         return {} if wanted else None
 
-    # ------------------------------------------------------------------ what is changed of them
+    # ------------------------------------------------------------------ variations of these calls
 
     def _boundaries(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
         if self._condition is None:
             return
-        for index, leaf in enumerate(parts(self._condition)):
+        for index, predicate in enumerate(predicates(self._condition)):
             explorer.refusal = ""
-            if isinstance(leaf, nodes.Comparison):
-                yield from map(explorer.sample, explorer.crossings(leaf, anchor.edits))
+            if isinstance(predicate, nodes.Comparison):
+                yield from map(explorer.sample, explorer.boundary_edits(predicate, anchor.edits))
             else:
-                yield from map(explorer.sample, explorer.beside(leaf, anchor.edits))
+                yield from map(explorer.sample, explorer.predicate_edits(predicate, anchor.edits))
             if explorer.refusal:
                 self._coverage.reasons.setdefault(
                     index, f"calls beyond it are refused: {explorer.refusal}"
                 )
 
     def _sizes(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
-        """Each size at both ends of a call's first tensor, of one call after another."""
+        """The first and the last size of a call's first tensor, for one call after another."""
         sized = [
             (explorer, self._small(explorer, anchor))
             for explorer, anchor in anchors
             if _sizes_of(explorer, anchor)
         ]
         for number, size in enumerate(self._interesting_sizes()):
-            # The last size is the likeliest to matter: of the first dtype, and of another.
+            # The last size matters most: it is varied in the first dtype, and in another.
             for end, start in ((0, 0), (0, 1 + number), (1, number)):
-                for explorer, anchor in _from(sized, start):
-                    places = _sizes_of(explorer, anchor)
-                    edits = explorer.together(places[min(end, len(places) - 1)], size, anchor.edits)
+                for explorer, anchor in _rotated(sized, start):
+                    positions = _sizes_of(explorer, anchor)
+                    edits = explorer.resize(
+                        positions[min(end, len(positions) - 1)], size, anchor.edits
+                    )
                     if edits is not None:
                         yield explorer.sample(edits)
                         break
             if number == 4:
                 yield from self._of_same_numel(sized)
-        for explorer, anchor in sized:  # and the others of its sizes
-            for place in _sizes_of(explorer, anchor)[2:]:
+        for explorer, anchor in sized:  # then the other sizes
+            for position in _sizes_of(explorer, anchor)[2:]:
                 for size in _SIZES:
-                    edits = explorer.together(place, size, anchor.edits)
+                    edits = explorer.resize(position, size, anchor.edits)
                     if edits is not None:
                         yield explorer.sample(edits)
 
     def _squares(self) -> Iterator[Sample]:
-        """Every size the same: which dimension is which is told by nothing but its place."""
-        for explorer in _mixed(self._explorers):
-            if explorer.base.is_given and explorer.is_internal:
+        """Calls with equal sizes: only the order of dimensions distinguishes them."""
+        for explorer in _alternating_dtypes(self._explorers):
+            if explorer.base.is_from_author and explorer.is_internal:
                 continue
-            sizes = [place for place in explorer.base.places if place.dim is not None]
-            edits = dict.fromkeys(sizes, _SQUARE)
-            # Of one tensor alone there is nothing else to take a dimension of.
+            sizes = [position for position in explorer.base.positions if position.dim is not None]
+            edits = dict.fromkeys(sizes, _SQUARE_SIZE)
+            # With only one tensor, no dimension can be taken from another one.
             if len({(p.argument, p.item) for p in sizes}) > 1 and explorer.call(edits) is not None:
                 yield explorer.sample(edits)
 
     def _small(self, explorer: Explorer, anchor: Sample) -> Sample:
-        """The call with few elements, if it may have few, so that one size can be large."""
+        """The call with few elements, if it still hits, so that one size can be large."""
         edits = dict(anchor.edits)
-        for place in _sizes_of(explorer, anchor):
-            if {**anchor.base.places, **edits}[place] > _FEW:
-                fewer = explorer.together(place, _FEW, edits)
+        for position in _sizes_of(explorer, anchor):
+            if {**anchor.base.positions, **edits}[position] > _SMALL_SIZE:
+                fewer = explorer.resize(position, _SMALL_SIZE, edits)
                 call = None if fewer is None else explorer.call(fewer)
-                if fewer is not None and call is not None and self._override.wants(call):
+                if fewer is not None and call is not None and self._override.condition_holds(call):
                     edits = fewer
         return explorer.sample(edits)
 
     def _interesting_sizes(self) -> list[int]:
-        mined = mining.numbers(self._override.impl, _MINED)
-        beside = [near for number in mined for near in (number, number + 1, number - 1)]
-        draws = random.Random(self._seed)
-        drawn = [round(_LARGEST_DRAWN ** draws.random()) for _ in range(_DRAWN)]
-        return list(dict.fromkeys([*beside, *_SIZES, *drawn]))
+        constants = code_constants.integer_constants(self._override.impl, _CODE_CONSTANTS)
+        beside = [near for number in constants for near in (number, number + 1, number - 1)]
+        rng = random.Random(self._seed)
+        random_sizes = [round(_LARGEST_RANDOM_SIZE ** rng.random()) for _ in range(_RANDOM_SIZES)]
+        return list(dict.fromkeys([*beside, *_SIZES, *random_sizes]))
 
     def _of_same_numel(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
         having_two = [(e, a) for e, a in anchors if len(_sizes_of(e, a)) > 1]
-        for explorer, anchor in having_two[:_VARIED]:
+        for explorer, anchor in having_two[:_MAX_VARIED]:
             last, first, *_ = _sizes_of(explorer, anchor)
-            along = {p: -1 for p in anchor.base.places if p.argument == "dim" and p.item is None}
+            along = {p: -1 for p in anchor.base.positions if p.argument == "dim" and p.item is None}
             if explorer.call({**anchor.edits, **along}) is None:
                 along = {}
             for rows, columns in _SAME_NUMEL:
-                edits = explorer.together(first, rows, {**anchor.edits, **along})
-                both = None if edits is None else explorer.together(last, columns, edits)
+                edits = explorer.resize(first, rows, {**anchor.edits, **along})
+                both = None if edits is None else explorer.resize(last, columns, edits)
                 if both is not None:
                     yield explorer.sample(both)
         for explorer, anchor in anchors:  # one element in all
             edits = dict(anchor.edits)
-            for place in _sizes_of(explorer, anchor):
-                edits = explorer.together(place, 1, edits) or edits
+            for position in _sizes_of(explorer, anchor):
+                edits = explorer.resize(position, 1, edits) or edits
             yield explorer.sample(edits)
 
     def _layouts(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
         """Each layout of each tensor, of one call after another."""
-        as_they_are = (e.sample({}) for e in _mixed(self._explorers) if not e.base.is_given)
+        as_they_are = (
+            e.sample({}) for e in _alternating_dtypes(self._explorers) if not e.base.is_from_author
+        )
         plain = itertools.chain((anchor for _, anchor in anchors), as_they_are)
         shared = itertools.chain.from_iterable(map(self._shared, plain))
-        yield from itertools.islice(shared, _VARIED)
+        yield from itertools.islice(shared, _MAX_VARIED)
         yield from _diagonally([list(self._layouts_of(*anchor)) for anchor in anchors])
 
     def _layouts_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
         call = anchor.call()
-        for place, tensor in tensors_of(call.op, call.values):
-            for layout in layouts(anchor.base, place, tensor):
-                sample = anchor.with_layout(place, layout)
-                if layout not in SPECIAL and (not explorer.is_internal or takes_layout(sample)):
+        for position, tensor in tensors_of(call.op, call.values):
+            for layout in layouts(anchor.base, position, tensor):
+                sample = anchor.with_layout(position, layout)
+                if layout not in SPECIAL and (not explorer.is_internal or supports_layout(sample)):
                     yield sample
 
     def _shared(self, anchor: Sample) -> Iterator[Sample]:
         """The same tensor given twice."""
         call = anchor.call()
-        places = tensors_of(call.op, call.values)
-        free = [(p, t) for p, t in places if p.item is None and p.argument in anchor.base.free]
+        positions = tensors_of(call.op, call.values)
+        free = [
+            (p, t) for p, t in positions if p.item is None and p.argument in anchor.base.independent
+        ]
         if self._override.operator.mutates or len(free) < 2:
             return
         (first, one), *rest = free
-        for place, other in rest:
+        for position, other in rest:
             if one.ndim and other.shape == one.shape and other.dtype == one.dtype:
-                yield anchor.with_layout(place, f"={first.argument}")
+                yield anchor.with_layout(position, f"={first.argument}")
 
     def _values(self, anchors: Sequence[Anchor]) -> Iterator[Sample]:
         """Values that kernels are often wrong at, of one call after another."""
@@ -273,45 +287,51 @@ class Candidates:
 
     def _values_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
         call = anchor.call()
-        places = list(tensors_of(call.op, call.values))
-        only_given = explorer.is_internal and explorer.base.is_given
+        positions = list(tensors_of(call.op, call.values))
+        only_given = explorer.is_internal and explorer.base.is_from_author
         for layout in SPECIAL:
-            for number, (place, tensor) in enumerate(places):
-                if layout not in layouts(anchor.base, place, tensor):
+            for number, (position, tensor) in enumerate(positions):
+                if layout not in layouts(anchor.base, position, tensor):
                     continue
-                if only_given and (layout not in FINITE or not _may_have_other_values(place, call)):
+                if only_given and (
+                    layout not in FINITE or not _may_have_other_values(position, call)
+                ):
                     continue
                 if layout == "wide" and (number or not _takes_wide_integers(explorer, call)):
                     continue
-                yield anchor.with_layout(place, layout)
+                yield anchor.with_layout(position, layout)
 
     def _scalars(self, by_dtype: Sequence[dict[int, Anchor]]) -> Iterator[Sample]:
         """Other ranks, every dimension of each, and other numbers."""
         for number, rank in enumerate((*_RANKS, 2)):
             having = [by_rank[rank] for by_rank in by_dtype if rank in by_rank]
-            for explorer, anchor in _from(having, number)[:1]:
+            for explorer, anchor in _rotated(having, number)[:1]:
                 yield anchor
                 for edits in _other_scalars(explorer, anchor, rank):
                     if explorer.call(edits) is not None:
                         yield explorer.sample(edits)
 
 
-def _sizes_of(explorer: Explorer, anchor: Sample) -> list[Place]:
+def _sizes_of(explorer: Explorer, anchor: Sample) -> list[Position]:
     """The sizes of a call: the last and the first of its first tensor, then the others."""
-    places = [place for place in {**anchor.base.places, **anchor.edits} if place.dim is not None]
-    if not places:
+    positions = [
+        position
+        for position in {**anchor.base.positions, **anchor.edits}
+        if position.dim is not None
+    ]
+    if not positions:
         return []
-    own = [place for place in places if place.argument == places[0].argument]
-    return list(dict.fromkeys([own[-1], own[0], *places]))
+    own = [position for position in positions if position.argument == positions[0].argument]
+    return list(dict.fromkeys([own[-1], own[0], *positions]))
 
 
 def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Edits]:
-    for place, value in {**anchor.base.places, **anchor.edits}.items():
-        if place.dim is not None:
+    for position, value in {**anchor.base.positions, **anchor.edits}.items():
+        if position.dim is not None:
             continue
-        if place.argument.startswith(_DIMENSIONS) and not isinstance(value, bool):
+        if position.argument.startswith(_DIMENSIONS) and not isinstance(value, bool):
             others: Iterable[Any] = range(-rank, rank)
-        elif explorer.is_internal or place.item is not None or place.argument in _PROMISES_LESS:
+        elif explorer.is_internal or position.item is not None or position.argument in _ORDER_FLAGS:
             continue  # its callers know what goes together
         elif isinstance(value, bool):
             others = (not value,)
@@ -321,16 +341,16 @@ def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Ed
             others = (-1, 0, 1, 2)
         else:
             continue
-        yield from ({**anchor.edits, place: other} for other in others if other != value)
+        yield from ({**anchor.edits, position: other} for other in others if other != value)
 
 
-def _may_have_other_values(place: Place, call: Any) -> bool:
-    """Whether nothing else that the call gets was computed from an argument."""
-    return "backward" not in call.op.name or place.argument.startswith("grad")
+def _may_have_other_values(position: Position, call: Any) -> bool:
+    """Whether no other argument of the call was computed from this one."""
+    return "backward" not in call.op.name or position.argument.startswith("grad")
 
 
 def _takes_wide_integers(explorer: Explorer, call: Any) -> bool:
-    """Whether integers are values here, not places in memory and not sizes."""
+    """Whether integers are values here, not indices and not sizes."""
     integers = all(not t.is_floating_point() and not t.is_complex() for t in call.tensors())
     sized_by_values = torch.Tag.dynamic_output_shape in call.op.overload.tags
     return integers and not sized_by_values and not explorer.is_internal
@@ -338,18 +358,18 @@ def _takes_wide_integers(explorer: Explorer, call: Any) -> bool:
 
 def _ranked(by_dtype: Sequence[dict[int, Anchor]]) -> Iterator[Anchor]:
     """A few calls of each dtype, of different ranks, each dtype in turn."""
-    # Two dimensions first: with fewer there is less to vary, with more less of each.
-    ranked = [[by[rank] for rank in sorted(by, key=_oddity)] for by in by_dtype]
+    # Two dimensions come first: with fewer there is less to vary, with more each is smaller.
+    ranked = [[by[rank] for rank in sorted(by, key=_distance_from_rank_2)] for by in by_dtype]
     for row in itertools.zip_longest(*(each[:_ANCHORS] for each in ranked)):
         yield from (each for each in row if each is not None)
 
 
-def _oddity(rank: int) -> tuple[int, int]:
+def _distance_from_rank_2(rank: int) -> tuple[int, int]:
     return (abs(rank - 2), -rank)
 
 
-def _mixed(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
-    """Those of each dtype in turn."""
+def _alternating_dtypes(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
+    """The explorers, alternating between dtypes."""
     by_dtype: dict[Any, list[Explorer]] = {}
     for explorer in explorers:
         by_dtype.setdefault(explorer.base.dtype, []).append(explorer)
@@ -357,14 +377,14 @@ def _mixed(explorers: Sequence[Explorer]) -> Iterator[Explorer]:
         yield from (each for each in row if each is not None)
 
 
-def _from(anchors: Sequence[Anchor], start: int) -> list[Anchor]:
-    """All of them, beginning at another one each time."""
+def _rotated(anchors: Sequence[Anchor], start: int) -> list[Anchor]:
+    """The anchors, rotated to begin at another one."""
     start %= len(anchors) or 1
     return [*anchors[start:], *anchors[:start]]
 
 
 def _diagonally(lists: Sequence[Sequence[Sample]]) -> Iterator[Sample]:
-    """The first of the first list, the second of the second, ...: soon one of every kind."""
+    """The first of the first list, the second of the second, and so on: soon one of each kind."""
     longest = max(map(len, lists), default=0)
     for shift in range(len(lists)):
         for index in range(longest):
@@ -373,8 +393,8 @@ def _diagonally(lists: Sequence[Sequence[Sample]]) -> Iterator[Sample]:
                 yield chosen[index]
 
 
-def _in_turn(sources_: Iterable[Iterator[Sample]]) -> Iterator[Sample]:
-    """From each source in turn, so that a bound on the whole cuts none of them off."""
+def _round_robin(sources_: Iterable[Iterator[Sample]]) -> Iterator[Sample]:
+    """A sample of each source in turn, so that a limit on the total leaves out no source."""
     live = list(sources_)
     while live:
         for source in list(live):

@@ -1,7 +1,7 @@
-"""Calls that may end the process, or leave its device unusable: each in a process of its own.
+"""Runs calls that may crash the process or its device, in separate processes.
 
-On the CPU a fork of this one, which has the override as it is. A process that has used a CUDA
-device cannot be forked and use it again: there a new one registers the override first.
+On the CPU that is a fork of this process, in which the override is registered. A process that has
+used a CUDA device cannot use it after a fork. There a new process registers the override first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 from opgraft.registry import Override
 from opgraft.verification.samples import Sample
 
-#: Memory that a fork may have beyond what there is, and seconds that all its calls may take.
+#: How much more memory a fork may allocate, and how many seconds all its calls may take.
 _MORE_MEMORY = 2**31
-_SECONDS = 60
-#: Seconds that a new process may take: it imports torch, and initialises the device.
-_SECONDS_ANEW = 180
+_FORK_SECONDS = 60
+#: Seconds that a new process may take; it imports torch and initialises the device.
+_NEW_PROCESS_SECONDS = 180
 
 
 @dataclass(frozen=True)
-class Fate:
+class CallOutcome:
     """What became of one call: `"returned"`, `"raised"`, `"died"`, or `"no process"`."""
 
     what: str
@@ -41,19 +41,19 @@ class Fate:
     message: str = ""
 
 
-def forked(calls: Sequence[Callable[[], Any]]) -> list[Fate]:
-    """Make calls one after the other, in a fork of this process; another one after each death."""
-    fates: list[Fate] = []
-    while len(fates) < len(calls):
-        before = len(fates)
-        fates += _one_fork(calls[before:])
-        if len(fates) == before:
-            return [*fates, *[Fate("no process")] * (len(calls) - before)]
-    return fates
+def run_in_forks(calls: Sequence[Callable[[], Any]]) -> list[CallOutcome]:
+    """Make calls one after another in a fork of this process; after a crash, in a new fork."""
+    outcomes: list[CallOutcome] = []
+    while len(outcomes) < len(calls):
+        before = len(outcomes)
+        outcomes += _run_in_one_fork(calls[before:])
+        if len(outcomes) == before:
+            return [*outcomes, *[CallOutcome("no process")] * (len(calls) - before)]
+    return outcomes
 
 
-def _one_fork(calls: Sequence[Callable[[], Any]]) -> list[Fate]:
-    """Of the calls up to the first that ends the process."""
+def _run_in_one_fork(calls: Sequence[Callable[[], Any]]) -> list[CallOutcome]:
+    """The outcomes of the calls up to the first that ends the process."""
     reading, writing = os.pipe()
     try:
         with warnings.catch_warnings():
@@ -65,44 +65,46 @@ def _one_fork(calls: Sequence[Callable[[], Any]]) -> list[Fate]:
         return []
     if process == 0:
         os.close(reading)
-        _work(calls, writing)
+        _child_main(calls, writing)
     os.close(writing)
-    lines, in_time = _lines(reading)
+    lines, in_time = _read_lines(reading)
     os.close(reading)
     if not in_time:
         os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
-    fates = [Fate(**json.loads(line)) for line in lines]
-    if len(fates) < len(calls):
-        how = "ran for too long" if not in_time else _how(os.waitstatus_to_exitcode(status))
-        fates.append(Fate("died", how))
-    return fates
+    outcomes = [CallOutcome(**json.loads(line)) for line in lines]
+    if len(outcomes) < len(calls):
+        how = (
+            "ran for too long" if not in_time else _describe_exit(os.waitstatus_to_exitcode(status))
+        )
+        outcomes.append(CallOutcome("died", how))
+    return outcomes
 
 
-def _work(calls: Sequence[Callable[[], Any]], writing: int) -> None:
+def _child_main(calls: Sequence[Callable[[], Any]], writing: int) -> None:
     """What the fork does; it never returns."""
     try:
         # A fork has none of OpenMP's threads, and would wait for them.
         torch.set_num_threads(1)
-        faulthandler.disable()  # a death is expected, and told by its signal
+        faulthandler.disable()  # a crash is expected, and reported by its signal
         _limit_memory()
         for call in calls:
-            os.write(writing, json.dumps(asdict(fate_of(call))).encode() + b"\n")
+            os.write(writing, json.dumps(asdict(outcome_of(call))).encode() + b"\n")
     finally:
         os._exit(0)
 
 
 def _limit_memory() -> None:
-    """An index that is a size to the op asks for more than there is."""
+    """Limit the fork's memory: an op may take a wrong index for a size, and allocate it."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + _MORE_MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _lines(reading: int) -> tuple[list[str], bool]:
-    """What is written until the other end is closed; and whether that was in time."""
-    text, end = b"", time.monotonic() + _SECONDS
+def _read_lines(reading: int) -> tuple[list[str], bool]:
+    """The lines until the other end is closed, and whether that was in time."""
+    text, end = b"", time.monotonic() + _FORK_SECONDS
     while True:
         ready, _, _ = select.select([reading], [], [], max(end - time.monotonic(), 0))
         if not ready:
@@ -113,32 +115,32 @@ def _lines(reading: int) -> tuple[list[str], bool]:
         text += part
 
 
-def fate_of(call: Callable[[], Any]) -> Fate:
-    """Make a call, to the end of what it has the device do."""
+def outcome_of(call: Callable[[], Any]) -> CallOutcome:
+    """Make a call, and wait for the device to finish it."""
     try:
         with torch.no_grad():
             call()
             if torch.cuda.is_initialized() and torch.cuda.is_available():
                 torch.cuda.synchronize()
     except Exception as error:
-        return Fate("raised", type(error).__name__, str(error)[:500])
-    return Fate("returned")
+        return CallOutcome("raised", type(error).__name__, str(error)[:500])
+    return CallOutcome("returned")
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 # ------------------------------------------------------------------ a new process
 
 
-def anew(override: Override, sample: Sample, *, natively: bool) -> Fate:
+def run_in_new_process(override: Override, sample: Sample, *, natively: bool) -> CallOutcome:
     """Make a call in a process of its own, which registers the override first.
 
     Args:
         override: of a pack, or of a module whose import registers it.
         sample: the call.
-        natively: with every override off.
+        natively: whether to disable every override.
     """
     module = getattr(override.impl, "__module__", None)
     given = {
@@ -160,19 +162,19 @@ def anew(override: Override, sample: Sample, *, natively: bool) -> Fate:
             input=json.dumps(given),
             capture_output=True,
             text=True,
-            timeout=_SECONDS_ANEW,
+            timeout=_NEW_PROCESS_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return Fate("died", "ran for too long")
+        return CallOutcome("died", "ran for too long")
     for line in done.stdout.splitlines():
         if line.startswith("{"):
-            return Fate(**json.loads(line))
+            return CallOutcome(**json.loads(line))
     if done.returncode < 0:
-        return Fate("died", _how(done.returncode), done.stderr[-500:])
-    return Fate("no process", message=done.stderr[-500:])
+        return CallOutcome("died", _describe_exit(done.returncode), done.stderr[-500:])
+    return CallOutcome("no process", message=done.stderr[-500:])
 
 
-def candidates_of(sizes: Sequence[int]) -> Iterator[int]:
-    """Indices that are out of a range of one of these sizes."""
+def out_of_range_indices(sizes: Sequence[int]) -> Iterator[int]:
+    """Indices that are out of range for one of these sizes."""
     yield from sorted({size for size in sizes if size > 0})
     yield from (-1, -(max(sizes, default=0) + 1), 2**31, 2**32)

@@ -1,4 +1,4 @@
-"""One call in a process of its own: the program that `isolated.anew` starts, told by its input."""
+"""The process that `isolated.run_in_new_process` starts: it makes the call that stdin describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from opgraft import packs, verification
 from opgraft.router import threads
-from opgraft.verification.isolated import fate_of
+from opgraft.verification.isolated import outcome_of
 from opgraft.verification.samples import run
 
 
@@ -32,9 +32,9 @@ def main() -> None:
         else:
             run(call)
 
-    fate = json.dumps(asdict(fate_of(work)))
-    # At once: leaving the process in the ordinary way waits for a device that is lost.
-    os.write(1, fate.encode() + b"\n")
+    outcome = json.dumps(asdict(outcome_of(work)))
+    # Exit at once: an ordinary exit would wait for a lost device.
+    os.write(1, outcome.encode() + b"\n")
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Layouts: the same tensor in other memory, and other values that kernels are often wrong at."""
+"""Layouts: the same tensor in another memory layout, or with values that kernels get wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Layout = Callable[[torch.Tensor], Any]
 
 
 def _poisoned(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Memory around a tensor: reading it by mistake shows, writing to it too."""
+    """Memory around a tensor, in which a wrong read or write shows."""
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.full((count,), float("nan"), dtype=tensor.dtype, device=tensor.device)
     value = True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
@@ -57,7 +57,7 @@ def _special(tensor: torch.Tensor) -> torch.Tensor:
     tiny = torch.finfo(tensor.dtype).smallest_normal / 4
     special = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, tiny]
     flat = tensor.clone().view(-1)
-    # Far from each other, so that most rows have none, some one.
+    # Far from each other, so that most rows have none of them and some have one.
     for value, index in zip(
         special, range(0, flat.numel(), max(flat.numel() // 6, 1)), strict=False
     ):
@@ -98,12 +98,12 @@ def _tiny(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:
-    """One value everywhere: equal ones to choose from, and no variance."""
+    """One value everywhere: no variance, and ties in every comparison."""
     return torch.full_like(tensor, 0.7)
 
 
 def _shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Values far from zero and near each other, whose squares' difference cancels."""
+    """Values far from zero and near each other: the difference of their squares cancels."""
     return _scaled(tensor, 1.0) + 1000.0
 
 
@@ -127,7 +127,7 @@ def _huge_strides(tensor: torch.Tensor) -> torch.Tensor:
     rest = tensor.select(dim, 0).contiguous().stride()
     strides = [*rest[:dim], stride, *rest[dim:]]
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
-    # On the host the pages that nobody touches are never there, so nothing may fill them either.
+    # On the host, untouched pages take no memory, so nothing may fill them.
     settings: Any = torch.utils.deterministic
     filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
@@ -142,7 +142,7 @@ def _has(dims: int) -> Callable[[torch.Tensor], bool]:
 
 
 def _can_span(tensor: torch.Tensor) -> bool:
-    """Whether 2**31 elements fit beside what is there."""
+    """Whether 2**31 elements fit into the free memory."""
     if not 1 < tensor.numel() <= 2**16 or not any(size > 1 for size in tensor.shape):
         return False
     needed = 2**31 * tensor.element_size() * 1.1
@@ -179,18 +179,18 @@ LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], bool], Layout]] = {
     "zeros": (_is_floating, torch.zeros_like),
     "wide": (_is_wide_integer, _wide),
 }
-#: Those whose values are what they are about, with which others say nothing.
+#: Layouts that set special values; new random values would undo them.
 SPECIAL = ("special", "masked", "large", "tiny", "constant", "shifted", "zeros", "wide")
-#: Of these, those without NaN or infinities: such as kernels of internal ops can be given.
+#: The special values without NaN or infinities, which kernels of internal ops accept.
 FINITE = ("large", "tiny", "constant", "shifted", "zeros")
 #: These change the values.
 _OTHER_VALUES = ("expanded", *SPECIAL)
-#: Puts a number into the last place of a tensor of integers.
-_HOLDING = "holding"
+#: The prefix of layouts that put a number into the last element of an integer tensor.
+_INDEX_PREFIX = "holding"
 
 
-def applying(tensor: torch.Tensor, *, other_values: bool) -> list[str]:
-    """The layouts that a tensor can be given, those of the memory first."""
+def applicable_layouts(tensor: torch.Tensor, *, other_values: bool) -> list[str]:
+    """The layouts that a tensor can have, memory layouts first."""
     return [
         name
         for name, (applies, _) in LAYOUTS.items()
@@ -198,27 +198,27 @@ def applying(tensor: torch.Tensor, *, other_values: bool) -> list[str]:
     ]
 
 
-def holding(number: int) -> str:
-    """The layout in which a tensor of integers holds this one, too.
+def layout_with_index(number: int) -> str:
+    """The layout that puts a number into the last element of an integer tensor.
 
-    >>> laid_out(torch.tensor([4, 2]), holding(-1))
+    >>> apply_layout(torch.tensor([4, 2]), layout_with_index(-1))
     tensor([ 4, -1])
     """
-    return f"{_HOLDING}{number}"
+    return f"{_INDEX_PREFIX}{number}"
 
 
-def held(layout: str) -> int | None:
-    """The number of such a layout; None of another."""
-    return int(layout.removeprefix(_HOLDING)) if layout.startswith(_HOLDING) else None
+def index_in_layout(layout: str) -> int | None:
+    """The number in a layout of :func:`layout_with_index`; None for any other layout."""
+    return int(layout.removeprefix(_INDEX_PREFIX)) if layout.startswith(_INDEX_PREFIX) else None
 
 
-def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+def apply_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     """The tensor in a layout.
 
     Raises:
         ValueError: there is no such layout, or the tensor cannot have it.
     """
-    if (number := held(layout)) is not None:
+    if (number := index_in_layout(layout)) is not None:
         flat = tensor.clone(memory_format=torch.contiguous_format).view(-1)
         flat[-1] = number
         return flat.view(tensor.shape)

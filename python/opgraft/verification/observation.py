@@ -1,4 +1,4 @@
-"""What an override and the native kernel make of a sample, and how the two are compared."""
+"""Runs a sample with an override and with the native kernel, and compares the two."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from opgraft.router import outputs
 from opgraft.router.outputs import same_bits
 from opgraft.verification.layouts import SPECIAL
 from opgraft.verification.process_state import ProcessState
-from opgraft.verification.reference import Outcome, native, reference, with_written, written
+from opgraft.verification.reference import (
+    CallResults,
+    native,
+    native_with_written,
+    reference,
+    written,
+)
 from opgraft.verification.samples import Sample, run, tensors_of
 
-#: Runs of the native kernel that have to have the same bits for it to be taken as deterministic.
+#: The native kernel counts as deterministic if so many runs return the same bits.
 _NATIVE_RUNS = 12
-#: Units in the last place of a result's largest value that sums in a changing order may be apart.
+#: Sums in a changing order may differ by so many units in the last place of the largest value.
 _NOISE = 4
-#: Elements of a result so few that it may be drawn alike twice.
-_FEW_DRAWS = 64
+#: With no more elements than this, two random results may be equal by chance.
+_FEW_RANDOM_ELEMENTS = 64
 #: Storages up to this size are compared as a whole, around the tensor too.
 _WHOLE_STORAGE = 2**28
 
@@ -40,7 +46,7 @@ class NotApplicable(Exception):
 
 @dataclass
 class Subject:
-    """The override under test, and the terms of the test."""
+    """The override under test, and the options of the test."""
 
     override: Override
     device: torch.device
@@ -56,7 +62,7 @@ class Subject:
 
 
 @dataclass
-class Ran:
+class Run:
     """One run of a call with the override on."""
 
     call: Call
@@ -66,13 +72,13 @@ class Ran:
     misses: int = 0
     fallbacks: int = 0
     changed: list[str] = field(default_factory=list)
-    #: What is no tensor: settings that are others now, random generators that are further on.
+    #: The settings that changed, and the random generators that advanced.
     settings: list[str] = field(default_factory=list)
     advanced: list[str] = field(default_factory=list)
 
 
 class Observation:
-    """A sample with what the override and the native kernel make of it, each run when asked for."""
+    """A sample with the results of the override and the native kernel; each is run on first use."""
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         self.subject = subject
@@ -84,40 +90,40 @@ class Observation:
         call = self.sample.call()
         if any(tensor.is_conj() or tensor.is_neg() for tensor in call.tensors()):
             return False
-        return self.subject.override.wants(call)
+        return self.subject.override.condition_holds(call)
 
     @cached_property
-    def native(self) -> Outcome:
+    def native(self) -> CallResults:
         with torch.no_grad():
-            return with_written(self.sample.call())
+            return native_with_written(self.sample.call())
 
     @cached_property
-    def mine(self) -> Ran:
+    def override_run(self) -> Run:
         with torch.no_grad():
             return observe(self.subject.override, self.sample.call(), self.subject.device)
 
     @property
     def is_special(self) -> bool:
-        """Whether the sample's values are what it is about, so that others say nothing."""
+        """Whether the sample has special values, which new random ones would undo."""
         return any(layout in SPECIAL for layout in self.sample.layouts.values())
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether the native kernel's own result changes from run to run, by more than the order of
-        its sums: dropout, but not of 0."""
+        """Whether the native kernel's own result is random (dropout, but not with p=0); differences
+        from the order of additions do not count."""
         if not self.subject.op.is_random or self.refused:
             return False
         with torch.no_grad():
             first, second = (native(self.sample.call()).outputs for _ in range(2))
-        if first_unlike(self, first, second, same_but_for_noise) is not None:
+        if first_difference(self, first, second, same_but_for_noise) is not None:
             return True
-        # Of few elements two draws are often the same.
+        # With few elements, two random results are often equal.
         elements = max((t.numel() for t in first if isinstance(t, torch.Tensor)), default=0)
-        return elements <= _FEW_DRAWS and self.native_advances
+        return elements <= _FEW_RANDOM_ELEMENTS and self.native_advances_rng
 
     @cached_property
-    def native_advances(self) -> bool:
-        """Whether the native kernel leaves a random generator further on than it was."""
+    def native_advances_rng(self) -> bool:
+        """Whether the native kernel advances a random generator."""
         device = self.subject.device
         call = self.sample.call()
         before = ProcessState.now(device)
@@ -129,24 +135,26 @@ class Observation:
     def repeats(self) -> bool:
         """Whether the override's own result has the same bits from run to run."""
         return (
-            first_unlike(self, self.mine.outputs, observe_again(self).mine.outputs, same_bits)
+            first_difference(
+                self, self.override_run.outputs, observe_again(self).override_run.outputs, same_bits
+            )
             is None
         )
 
     @cached_property
-    def native_repeats(self) -> bool:
-        """Whether the native kernel's has, in several runs.
+    def native_is_deterministic(self) -> bool:
+        """Whether the native kernel's result has the same bits in several runs.
 
-        Where programs add up in the order in which they come, most runs of a call agree: cuDNN's
-        backward differed from one run to the next on a GPU that other processes used, too.
+        It takes several: if a kernel's programs add in the order in which they finish, most runs
+        agree. cuDNN's backward differed between runs only on a GPU that other processes used, too.
         """
         again = (observe_again(self).native.outputs for _ in range(_NATIVE_RUNS))
         return all(
-            first_unlike(self, self.native.outputs, each, same_bits) is None for each in again
+            first_difference(self, self.native.outputs, each, same_bits) is None for each in again
         )
 
     @cached_property
-    def reference(self) -> Outcome:
+    def reference(self) -> CallResults:
         with torch.no_grad():
             outcome = reference(self.sample.call())
         self.subject.references[outcome.what] = None
@@ -154,7 +162,7 @@ class Observation:
 
     @cached_property
     def refused(self) -> bool:
-        """Whether the native kernel raises: then it is no call that anybody can make."""
+        """Whether the native kernel raises, so that the call is not valid."""
         try:
             return self.native is None
         except Exception:
@@ -162,22 +170,22 @@ class Observation:
 
     @property
     def took(self) -> bool:
-        """Whether the override's own kernel made the result."""
-        ran = self.mine
+        """Whether the override's own impl made the result."""
+        ran = self.override_run
         return ran.error is None and ran.hits > 0 and ran.fallbacks < ran.hits
 
     def describe(self) -> str:
         return describe_call(self.sample.call())
 
 
-def observe(override: Override, call: Call, device: torch.device) -> Ran:
-    """Run a call with the override on, and look at what became of its arguments and of the process.
+def observe(override: Override, call: Call, device: torch.device) -> Run:
+    """Run a call with the override enabled, and note changes of its arguments and of the process.
 
-    What it changed of the process's settings is put back.
+    Changed settings of the process are restored.
     """
     before = (override.hits, override.misses, override.fallbacks)
-    kept = {place: memory_of(tensor) for place, tensor in tensors_of(call.op, call.values)}
-    ran = Ran(call)
+    kept = {position: memory_of(tensor) for position, tensor in tensors_of(call.op, call.values)}
+    ran = Run(call)
     state = ProcessState.now(device)
     try:
         result = run(call)
@@ -194,14 +202,16 @@ def observe(override: Override, call: Call, device: torch.device) -> Ran:
         )
     )
     may_write = {argument.name for argument, _ in call.written()}
-    for place, tensor in tensors_of(call.op, call.values):
-        if place.argument not in may_write and not torch.equal(memory_of(tensor), kept[place]):
-            ran.changed.append(str(place))
+    for position, tensor in tensors_of(call.op, call.values):
+        if position.argument not in may_write and not torch.equal(
+            memory_of(tensor), kept[position]
+        ):
+            ran.changed.append(str(position))
     return ran
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor's memory holds, and what lies around it, as a copy."""
+    """A copy of a tensor's memory, and of the memory around it."""
     storage = tensor.untyped_storage()
     if tensor.layout != torch.strided or storage.nbytes() > _WHOLE_STORAGE:
         return tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
@@ -213,8 +223,8 @@ def observe_again(seen: Observation) -> Observation:
     return Observation(seen.subject, seen.sample)
 
 
-def unless_refused(run_native: Callable[[], Outcome]) -> Outcome:
-    """What native makes of a call: one that it refuses says nothing about the override."""
+def unless_refused(run_native: Callable[[], CallResults]) -> CallResults:
+    """Native's results; a call that it refuses says nothing about the override."""
     try:
         return run_native()
     except Exception as error:
@@ -223,22 +233,22 @@ def unless_refused(run_native: Callable[[], Outcome]) -> Outcome:
 
 def output_pairs(seen: Observation) -> list[tuple[Any, Any]]:
     expected = unless_refused(lambda: seen.native).outputs
-    return list(zip(seen.mine.outputs, expected, strict=True))
+    return list(zip(seen.override_run.outputs, expected, strict=True))
 
 
 def reference_at(outputs: tuple[Any, ...], index: int, expected: Any) -> Any:
-    # A formula that stands in for an op has not all of its outputs.
+    # A formula may not compute all outputs of its op.
     return outputs[index] if index < len(outputs) else expected
 
 
 def needs_run(seen: Observation) -> None:
-    if seen.mine.hits == 0:
+    if seen.override_run.hits == 0:
         raise NotApplicable("it declines the call")
 
 
 def needs_hit(seen: Observation, check: str) -> None:
     needs_run(seen)
-    error = seen.mine.error
+    error = seen.override_run.error
     if error is None:
         return
     if isinstance(error, ContractError) and contract_check(error) == check:
@@ -251,7 +261,7 @@ def needs_plain_hit(seen: Observation) -> None:
         raise NotApplicable("no sample is taken")
 
 
-#: What a contract error speaks of, by a word of its message.
+#: The check that a contract error belongs to, by a word of its message.
 _CONTRACT_CHECKS = (
     ("strides ", "strides"),
     ("dtype ", "dtype"),
@@ -272,25 +282,25 @@ def contract_check(error: ContractError) -> str:
     return next((check for word, check in _CONTRACT_CHECKS if word in message), "hit")
 
 
-def first_unlike(
+def first_difference(
     seen: Observation,
     first: Sequence[Any],
     second: Sequence[Any],
     same: Callable[[torch.Tensor, Any], bool],
 ) -> int | None:
-    """The first output in which two runs of a call differ; random states may."""
+    """The first output in which two runs of a call differ; random states are not compared."""
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if isinstance(one, torch.Tensor) and has_values(seen, index) and not same(one, other):
             return index
     return None
 
 
-def first_unlike_mine(seen: Observation, result: Any) -> int | None:
-    """The first output in which another run's result is not the observed one's, rounding aside."""
+def first_difference_from_run(seen: Observation, result: Any) -> int | None:
+    """The first output in which another run differs from the observed one, except for rounding."""
     results = outputs.as_outputs(seen.subject.op, result)
-    # What the op writes to comes behind its outputs.
-    mine = seen.mine.outputs[: len(results)]
-    return first_unlike(seen, results, mine, partial(agree, seen))
+    # The arguments that the op writes to come after its outputs.
+    mine = seen.override_run.outputs[: len(results)]
+    return first_difference(seen, results, mine, partial(agree, seen))
 
 
 def same_but_for_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -298,8 +308,8 @@ def same_but_for_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def differ_by_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results of one kernel differ by no more than sums in whatever order the terms
-    come: in the last places of the largest value."""
+    """Whether two results of one kernel differ only as sums in another order do: in the last places
+    of the largest value."""
     if not one.is_floating_point():
         return False
     finite = other[other.isfinite()]
@@ -309,7 +319,7 @@ def differ_by_noise(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def agree(seen: Observation, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results of the same call are the same, rounding aside."""
+    """Whether two results of the same call are equal, except for rounding."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
@@ -318,14 +328,14 @@ def agree(seen: Observation, one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def has_values(seen: Observation, index: int) -> bool:
-    """Whether an output is compared by its values; what the call writes to comes behind them."""
+    """Whether an output's values are compared; the arguments that the call writes to come last."""
     op, behind = seen.subject.op, index - len(seen.subject.op.returns)
     if behind < 0:
-        return outputs.has_values(op, index)
-    if not any(each.written and each.name in outputs.USED_UP for each in op.arguments):
+        return outputs.has_comparable_values(op, index)
+    if not any(each.written and each.name in outputs.CONSUMED for each in op.arguments):
         return True
     names = [argument.name for argument, _ in seen.sample.call().written()]
-    return names[behind] not in outputs.USED_UP
+    return names[behind] not in outputs.CONSUMED
 
 
 def output_name(seen: Observation, index: int) -> str:

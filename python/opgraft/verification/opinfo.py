@@ -1,7 +1,7 @@
-"""Calls that PyTorch's own tests make: OpInfo's samples, seen where they reach an op.
+"""Records the calls of an op that PyTorch's own tests make: those of OpInfo's samples.
 
-They are in `torch.testing._internal`, which imports `expecttest` and NumPy. Where it cannot be
-imported a verification that was to use them is not complete, and its verdict is "not run".
+OpInfo is in `torch.testing._internal`, which imports `expecttest` and NumPy. If it cannot be
+imported, a verification that should use it is incomplete, and its verdict is "not run".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Op
 from opgraft.router import threads
-from opgraft.verification.draws import Draws
+from opgraft.verification.random_values import RandomValues
 from opgraft.verification.samples import Values
 
 #: Samples that are run for each OpInfo and dtype.
@@ -29,8 +29,8 @@ MAX_SAMPLES = 40
 
 
 @dataclass(frozen=True)
-class Front:
-    """One sample of an OpInfo: a call of what users call."""
+class FunctionCall:
+    """One sample of an OpInfo: a call of a function that users call, such as `F.softmax`."""
 
     info: Any
     dtype: torch.dtype
@@ -42,23 +42,23 @@ class Front:
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A call of the op that a front made."""
+class OpCall:
+    """A call of the op that a function call made."""
 
-    front: Front
-    number: int  #: of the front's calls of the op, the how manieth
+    function_call: FunctionCall
+    number: int  #: its index among the function call's calls of the op
     values: Values
     differentiated: bool
 
     @property
     def id(self) -> str:
         mode = "opinfo-grad" if self.differentiated else "opinfo"
-        return f"{mode}:{self.front.id}.{self.number}"
+        return f"{mode}:{self.function_call.id}.{self.number}"
 
 
 @cache
 def missing() -> str | None:
-    """Why there are no OpInfos here; None where there are."""
+    """Why OpInfo cannot be imported here; None where it can."""
     try:
         _database()
     except Exception as error:  # whatever an internal module raises
@@ -83,35 +83,35 @@ def label(info: Any) -> str:
     return re.sub(r"\s", "_", f"{info.name}{variant}").replace(":", "_")
 
 
-def candidates(op: Op) -> list[Any]:
-    """The OpInfos whose name has to do with the op's, most alike first."""
-    wanted = _words(op.name.split("::", 1)[1].partition(".")[0])
+def infos_by_name(op: Op) -> list[Any]:
+    """The OpInfos whose name is similar to the op's, the most similar first."""
+    wanted = _name_parts(op.name.split("::", 1)[1].partition(".")[0])
     scored = []
     for info in _database():
         names = [info.name, info.aten_name or "", *(alias.name for alias in info.aliases)]
-        score = max(_likeness(_words(name.rpartition(".")[2]), wanted) for name in names)
+        score = max(_similarity(_name_parts(name.rpartition(".")[2]), wanted) for name in names)
         if score > 0:
             scored.append((-score, label(info), info))
     return [info for _, _, info in sorted(scored, key=lambda each: each[:2])]
 
 
-def _words(name: str) -> frozenset[str]:
+def _name_parts(name: str) -> frozenset[str]:
     return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-def _likeness(one: frozenset[str], other: frozenset[str]) -> float:
+def _similarity(one: frozenset[str], other: frozenset[str]) -> float:
     """The share of words in common, where one name is part of the other."""
     if not one or not other or not (one <= other or other <= one):
         return 0.0
     return len(one & other) / len(one | other)
 
 
-def everything() -> Sequence[Any]:
+def all_infos() -> Sequence[Any]:
     """Every OpInfo there is."""
     return _database()
 
 
-def reached(
+def op_calls(
     op: Op,
     info: Any,
     dtype: torch.dtype,
@@ -120,33 +120,33 @@ def reached(
     *,
     differentiate: bool,
     limit: int = MAX_SAMPLES,
-) -> Iterator[Reached]:
-    """The calls of `op` that an OpInfo's samples make, on their way to the backend.
+) -> Iterator[OpCall]:
+    """The calls of `op` that an OpInfo's samples make, recorded below autograd.
 
     Args:
-        op: what to look for.
+        op: the op.
         info: the OpInfo.
-        dtype: of its samples.
-        device: where they live.
-        seed: of their values.
-        differentiate: in grad mode, with a backward.
+        dtype: the dtype of its samples.
+        device: their device.
+        seed: the seed of their values.
+        differentiate: whether to run them in grad mode, with a backward.
         limit: how many samples to run.
     """
-    samples = fronts(info, dtype, device, seed, requires_grad=differentiate, limit=limit)
-    for front, sample in samples:
+    samples = function_calls(info, dtype, device, seed, requires_grad=differentiate, limit=limit)
+    for function_call, sample in samples:
         with _Recorder(op) as recorder:
             try:
                 with threads.scope(threads.EVERYTHING), torch.set_grad_enabled(differentiate):
                     result = info(sample.input, *sample.args, **sample.kwargs)
                     if differentiate:
-                        gradients(result, leaves(sample), seed)
-            except Exception:  # a sample that this backend does not do
+                        gradients(result, grad_inputs(sample), seed)
+            except Exception:  # this backend does not support the sample
                 continue
         for number, values in enumerate(recorder.calls):
-            yield Reached(front, number, values, differentiate)
+            yield OpCall(function_call, number, values, differentiate)
 
 
-def fronts(
+def function_calls(
     info: Any,
     dtype: torch.dtype,
     device: torch.device,
@@ -154,15 +154,15 @@ def fronts(
     *,
     requires_grad: bool,
     limit: int = MAX_SAMPLES,
-) -> Iterator[tuple[Front, Any]]:
+) -> Iterator[tuple[FunctionCall, Any]]:
     """An OpInfo's samples, the same ones for the same seed."""
     kind = device.type
     supported = info.supported_backward_dtypes(kind) if requires_grad else ()
     if dtype not in (supported if requires_grad else info.supported_dtypes(kind)):
         return
     with seeded(seed):
-        # Not `info.sample_inputs`: that looks for a test's name in the stack, which takes longer
-        # than the samples do.
+        # Not `info.sample_inputs`: it searches the stack for a test's name, which takes longer than
+        # making the samples.
         stream = info.sample_inputs_func(info, str(device), dtype, requires_grad)
         samples = []
         try:
@@ -173,13 +173,13 @@ def fronts(
         except Exception:  # some sample functions need what is not installed
             pass
     for index, sample in enumerate(samples):
-        yield Front(info, dtype, index), sample
+        yield FunctionCall(info, dtype, index), sample
 
 
-def leaves(sample: Any) -> list[torch.Tensor]:
+def grad_inputs(sample: Any) -> list[torch.Tensor]:
     """The tensors of a sample that gradients are asked for."""
-    everything = tree_leaves((sample.input, list(sample.args), sample.kwargs))
-    return [each for each in everything if isinstance(each, torch.Tensor) and each.requires_grad]
+    all_infos = tree_leaves((sample.input, list(sample.args), sample.kwargs))
+    return [each for each in all_infos if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
 def gradients(result: Any, inputs: list[torch.Tensor], seed: int) -> list[torch.Tensor | None]:
@@ -188,14 +188,14 @@ def gradients(result: Any, inputs: list[torch.Tensor], seed: int) -> list[torch.
     outputs = [each for each in outputs if each.requires_grad]
     if not outputs or not inputs:
         return []
-    draws = Draws(seed)
-    seeds = [draws.normal(each) for each in outputs]
+    rng = RandomValues(seed)
+    seeds = [rng.normal(each) for each in outputs]
     return list(torch.autograd.grad(outputs, inputs, seeds, allow_unused=True))
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Every random generator that a sample function may use, seeded, and put back after."""
+    """A scope that seeds every random generator a sample function may use, and restores it."""
     python = random.getstate()
     try:
         import numpy
@@ -227,9 +227,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is self._op.overload:
             call = self._op.bind(args, kwargs)
-            self.calls.append(tree_map_only(torch.Tensor, _kept, call.values))
+            self.calls.append(tree_map_only(torch.Tensor, _copied, call.values))
         return func(*args, **kwargs)
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()

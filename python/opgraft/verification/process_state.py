@@ -1,4 +1,4 @@
-"""What a process has beside tensors: generators, defaults, modes. An impl leaves it as it is."""
+"""The state of a process besides tensors: generators, defaults, modes. Impls must not change it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _flush_denormals(value: bool) -> None:
     torch.set_flush_denormal(value)  # which returns whether this processor can
 
 
-#: A subnormal number; an attribute, so that Python does not know what becomes of it.
+#: A subnormal number, in a list, so that Python does not compute with it at compile time.
 _SUBNORMAL = [5e-324]
 
 
 def _flushes_denormals() -> bool:
-    # Of this thread, as torch's own setting is; torch does not tell.
+    # torch has no function that returns this setting, which is each thread's own.
     return _SUBNORMAL[0] * 1.0 == 0.0
 
 
@@ -40,7 +40,7 @@ def _environ(values: dict[str, str]) -> None:
 
 
 _ENVIRON = "os.environ"
-#: By what it is called in a message: how to read it and how to put it back.
+#: By its name in messages: how to read a setting, and how to restore it.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
@@ -51,7 +51,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     ),
     "torch.use_deterministic_algorithms": (
         torch.are_deterministic_algorithms_enabled,
-        # In a warn-only mode, if that is the one: what is put back is what a check has set itself.
+        # A check may have set warn-only mode itself; keep it.
         lambda value: torch.use_deterministic_algorithms(
             value, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
         ),
@@ -72,10 +72,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 def _settings() -> dict[str, Any]:
-    # A DSL that is imported sets variables for itself, and goes by them: how many modules there are
-    # tells that from what an impl leaves changed.
+    # A DSL sets environment variables for itself when it is imported. The number of modules
+    # distinguishes that from changes that an impl leaves behind.
     settings = {name: read() for name, (read, _) in _SETTINGS.items()}
-    return {**settings, _MODULES: len(sys.modules)}  # afterwards: to read a setting may import
+    return {**settings, _MODULES: len(sys.modules)}  # last: reading a setting may import modules
 
 
 _MODULES = "sys.modules"
@@ -83,7 +83,7 @@ _MODULES = "sys.modules"
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state at one time, to be compared with what it is later."""
+    """The state at one time, to compare with a later one."""
 
     settings: dict[str, Any]
     generators: dict[str, Any]
@@ -93,7 +93,7 @@ class ProcessState:
         """Read it.
 
         Args:
-            device: whose generator counts, beside the CPU's and those of Python and NumPy.
+            device: the device whose generator is read, besides the CPU's, Python's and NumPy's.
         """
         generators = _generators(device)
         settings = _settings()
@@ -103,7 +103,7 @@ class ProcessState:
         return cls(settings, generators)
 
     def advanced(self, later: ProcessState) -> list[str]:
-        """The random generators that are further on."""
+        """The random generators that have advanced."""
         return [
             name
             for name, state in self.generators.items()
@@ -111,18 +111,18 @@ class ProcessState:
         ]
 
     def changed(self, later: ProcessState) -> list[str]:
-        """The settings that are others."""
-        own = _own(self.settings, later.settings)
+        """The settings that have changed."""
+        own = _comparable(self.settings, later.settings)
         return [name for name in own if self.settings[name] != later.settings[name]]
 
     def restore(self) -> None:
-        """Put the settings back, so that what is checked next is checked as a user has it."""
+        """Restore the settings, so that the next check runs with the user's own."""
         _restore(self.settings)
 
 
 @contextmanager
 def keeping_settings() -> Iterator[None]:
-    """Put back at the end what was changed meanwhile."""
+    """A scope that restores changed settings at its end."""
     stated = _settings()
     try:
         yield
@@ -132,13 +132,13 @@ def keeping_settings() -> Iterator[None]:
 
 def _restore(settings: dict[str, Any]) -> None:
     now = _settings()
-    for name in _own(settings, now):
+    for name in _comparable(settings, now):
         if name in _SETTINGS and now[name] != settings[name]:
             _SETTINGS[name][1](settings[name])
 
 
-def _own(before: dict[str, Any], later: dict[str, Any]) -> list[str]:
-    """The settings that no import has changed in between."""
+def _comparable(before: dict[str, Any], later: dict[str, Any]) -> list[str]:
+    """The settings that no import in between can have changed."""
     imported = before[_MODULES] != later[_MODULES]
     return [name for name in before if name != _MODULES and not (imported and name == _ENVIRON)]
 

@@ -1,8 +1,8 @@
-"""What is right: the native kernel in more precision; and how wrong a result is, beside native's.
+"""Computes references, and the errors of results against them.
 
-An override is judged by its error against a reference, relative to the error that the native kernel
-itself makes at the call's own dtype: half precision is as wrong as it is, and an override need not
-be better.
+The reference is the native kernel in higher precision. An override's error against it is compared
+with the native kernel's own error at the call's dtype: an override need not be more accurate than
+native.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op
 from opgraft.router import threads
 from opgraft.router.outputs import as_outputs
-from opgraft.verification.draws import Draws
+from opgraft.verification.random_values import RandomValues
 
 _WIDER = {
     torch.float64: {torch.float32, torch.float16, torch.bfloat16, torch.float64},
@@ -30,14 +30,14 @@ NATIVE = "native"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResults:
     """What a call returned: one value for each output of the op."""
 
     outputs: tuple[Any, ...]
     what: str  #: which kernel in which precision
 
 
-def native(call: Call) -> Outcome:
+def native(call: Call) -> CallResults:
     """The native kernel's results, with every override off.
 
     Where the backend has none (a backward op that only other backends have), torch's own
@@ -48,19 +48,19 @@ def native(call: Call) -> Outcome:
     """
     with threads.scope(threads.EVERYTHING):
         try:
-            return Outcome(as_outputs(call.op, _run(call)), NATIVE)
+            return CallResults(as_outputs(call.op, _run(call)), NATIVE)
         except NotImplementedError:
             decomposed = _decomposition(call.op)
             if decomposed is None:
                 raise
             result = decomposed(*call.args, **call.kwargs)
-            return Outcome(as_outputs(call.op, result), "torch's decomposition")
+            return CallResults(as_outputs(call.op, result), "torch's decomposition")
 
 
-def with_written(call: Call) -> Outcome:
-    """As :func:`native`; what the op writes to comes behind its outputs."""
+def native_with_written(call: Call) -> CallResults:
+    """Like :func:`native`, with the arguments that the op writes to after its outputs."""
     outcome = native(call)
-    return Outcome((*outcome.outputs, *written(call)), outcome.what)
+    return CallResults((*outcome.outputs, *written(call)), outcome.what)
 
 
 def written(call: Call) -> tuple[torch.Tensor, ...]:
@@ -68,26 +68,26 @@ def written(call: Call) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for _, tensor in call.written())
 
 
-def reference(call: Call) -> Outcome:
-    """The results in the most precision that the op has; natively at the call's own if in no other.
+def reference(call: Call) -> CallResults:
+    """The results in the highest precision that the op supports, or else at the call's own.
 
     Args:
-        call: is not changed; ops that write to their arguments get copies.
+        call: the call, which is not changed; ops that write to their arguments get copies.
     """
     if not any(tensor.is_floating_point() for tensor in call.tensors()):
-        return with_written(copied(call))
+        return native_with_written(copied(call))
     known = _REFERENCES.get(call.op.name)
     if known is not None and not call.named.get("dropout_p"):
         with threads.scope(threads.EVERYTHING):
             return known(call)
     for dtype in _WIDER:
         try:
-            wide = with_written(widened(call, dtype))
+            wide = native_with_written(widened(call, dtype))
         except Exception:  # no kernel for that dtype
             continue
-        return Outcome(wide.outputs, f"{wide.what} in {dtype_name(dtype)}")
-    own = with_written(copied(call))
-    return Outcome(own.outputs, f"{own.what} in the call's own precision")
+        return CallResults(wide.outputs, f"{wide.what} in {dtype_name(dtype)}")
+    own = native_with_written(copied(call))
+    return CallResults(own.outputs, f"{own.what} in the call's own precision")
 
 
 def _run(call: Call) -> Any:
@@ -101,7 +101,7 @@ def _decomposition(op: Op) -> Callable[..., Any] | None:
 
 
 def copied(call: Call, *, contiguous: bool = False) -> Call:
-    """The call with tensors of its own, contiguous ones if so asked."""
+    """The call with copies of its tensors; `contiguous` makes them contiguous."""
     layout = torch.contiguous_format if contiguous else torch.preserve_format
 
     def copy(value: Any) -> Any:
@@ -113,11 +113,11 @@ def copied(call: Call, *, contiguous: bool = False) -> Call:
 
 
 def widened(call: Call, dtype: torch.dtype) -> Call:
-    """The call in more precision, with tensors of its own.
+    """The call in higher precision, with copies of its tensors.
 
     Args:
-        call: is not changed.
-        dtype: `torch.float64` or `torch.float32`; what is as wide already stays.
+        call: the call, which is not changed.
+        dtype: `torch.float64` or `torch.float32`; tensors with this precision keep theirs.
     """
     narrow = {t.dtype for t in call.tensors() if t.is_floating_point()}
 
@@ -137,7 +137,7 @@ def widened(call: Call, dtype: torch.dtype) -> Call:
 
 
 def narrowed(call: Call) -> Call:
-    """A call in float64 made in float32."""
+    """A float64 call in float32."""
     narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
     def cast(value: Any) -> Any:
@@ -151,32 +151,32 @@ def narrowed(call: Call) -> Call:
 
 
 def perturbed(call: Call, seed: int) -> Call:
-    """The call in float64, each value moved by up to four units in the last place of float32."""
+    """The call in float64, with values changed by up to four units in the last place of float32."""
     wide = widened(call, torch.float64)
     eps = 4 * torch.finfo(torch.float32).eps
     if all(t.dtype == torch.float64 for t in call.tensors() if t.is_floating_point()):
         eps = 4 * torch.finfo(torch.float64).eps
-    draws = Draws(seed)
+    rng = RandomValues(seed)
 
     def moved(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [moved(each) for each in value]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        shift = draws.uniform(value.shape, value.device, torch.float64) * 2 - 1
+        shift = rng.uniform(value.shape, value.device, torch.float64) * 2 - 1
         return value * (1 + eps * shift)
 
     return Call(wide.op, tuple(map(moved, wide.values)))
 
 
-def _attention(call: Call) -> Outcome:
-    """The output of attention, by its formula; the rest of the outputs is each kernel's own."""
+def _attention(call: Call) -> CallResults:
+    """The output of attention by its formula; each kernel defines the other outputs itself."""
     outs = [_attend(call, where, *_inputs(call, where)) for where in _batches(call)]
     rest = (None,) * (len(call.op.returns) - 1)
-    return Outcome((torch.cat(outs), *rest), _BY_FORMULA)
+    return CallResults((torch.cat(outs), *rest), _BY_FORMULA)
 
 
-def _attention_gradients(call: Call) -> Outcome:
+def _attention_gradients(call: Call) -> CallResults:
     """The gradients of attention's inputs, through its formula."""
     name = "grad_out" if "grad_out" in call.named else "grad_out_"
     found = []
@@ -187,14 +187,14 @@ def _attention_gradients(call: Call) -> Outcome:
         (grad,) = _wide(call, where, name)
         found.append(torch.autograd.grad(out, inputs, grad))
     rest = (None,) * (len(call.op.returns) - 3)
-    return Outcome((*map(torch.cat, zip(*found, strict=True)), *rest), _BY_FORMULA)
+    return CallResults((*map(torch.cat, zip(*found, strict=True)), *rest), _BY_FORMULA)
 
 
 _BY_FORMULA = "attention by its formula in float64"
 
 
 def _batches(call: Call) -> list[slice]:
-    """One after the other: a device may have no room for the scores of all, in float64."""
+    """A slice for each batch: the float64 scores of all may not fit into the device's memory."""
     query = call.named["query"]
     if query.dim() < 4 or query.size(0) == 0:  # sequences laid end to end, or nothing
         return [slice(None)]
@@ -257,7 +257,7 @@ def _attend_heads_first(
     return out
 
 
-#: Those that align causal at the bottom right; the formula does at the top left.
+#: Ops that align the causal mask at the bottom right; the formula aligns it at the top left.
 _BOTTOM_RIGHT = frozenset(
     f"aten::{op}{suffix}"
     for op, suffixes in (
@@ -271,8 +271,8 @@ _DENSE_ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention",
 )
-#: Ops that have no kernel in float64, or whose kernels make zeros of NaN.
-_REFERENCES: dict[str, Callable[[Call], Outcome]] = {
+#: References of ops without a float64 kernel, or whose kernels replace NaN by zero.
+_REFERENCES: dict[str, Callable[[Call], CallResults]] = {
     **{f"aten::{op}": _attention for op in _DENSE_ATTENTION},
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_flash_attention_forward": _attention,
@@ -286,25 +286,25 @@ _REFERENCES: dict[str, Callable[[Call], Outcome]] = {
 
 @dataclass(frozen=True)
 class Error:
-    """How far an output is from the reference, and native's own."""
+    """The errors of an output against the reference: the override's, and native's own."""
 
     mine: float
     native: float
-    #: One unit in the last place of the largest value: nobody need be better than that.
+    #: One unit in the last place of the largest value: no kernel need be more accurate.
     unit: float
-    #: What rounding the arguments does to the output; looked at where it decides.
+    #: The change of the output when arguments are rounded; computed only if the rest fails.
     noise: float = 0.0
 
     @property
     def bound(self) -> float:
-        """What an error is measured in: native's own, unless nobody could do better."""
+        """The error that the override's is compared with: native's own, or rounding if larger."""
         return max(self.native, self.unit, self.noise)
 
     def within(self, k: float) -> bool:
         return self.mine <= k * self.bound
 
     def joined(self, other: Error) -> Error:
-        """The larger of each: what several draws of the same call say together."""
+        """The larger of each error, over several sets of values of the same call."""
         return Error(
             max(self.mine, other.mine),
             max(self.native, other.native),
@@ -334,16 +334,16 @@ def errors(
         exact: the reference's, in any dtype.
 
     Returns:
-        The errors, and None or what is wrong in words: NaN or infinities in other places than the
-        native kernel has them, and the reference (native attention makes zeros of some NaN). An
-        infinity where native has NaN is none, nor the other way round: which of them a sum over an
-        infinity becomes is a matter of the order of its terms (the mean of inf and 1 is NaN by
-        Welford's formula, as in native LayerNorm).
+        The errors, and a problem in words or None. It is a problem if NaN or infinities are at
+        places where neither the native kernel nor the reference has them (native attention replaces
+        some NaN by zero). An infinity where native has NaN is no problem, nor the other way round:
+        a sum over an infinity becomes one or the other by the order of its terms. (The mean of inf
+        and 1 is NaN by Welford's formula, as in native LayerNorm.)
     """
     if mine.numel() == 0:
         return Error(0.0, 0.0, 0.0), None
     mine, native, exact = (_real(each.detach()) for each in (mine, native, exact.to(mine.device)))
-    problem = next(_elsewhere(mine, native, exact), None)
+    problem = next(_misplaced_values(mine, native, exact), None)
     finite = mine.isfinite() & native.isfinite() & exact.isfinite()
     if not bool(finite.any()):
         return Error(0.0, 0.0, 0.0), problem
@@ -359,7 +359,9 @@ def errors(
     return error, problem
 
 
-def _elsewhere(mine: torch.Tensor, native: torch.Tensor, exact: torch.Tensor) -> Iterator[str]:
+def _misplaced_values(
+    mine: torch.Tensor, native: torch.Tensor, exact: torch.Tensor
+) -> Iterator[str]:
     unlike = mine.isfinite() | native.isfinite() | ~(mine.isnan() | native.isnan())
     for name, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         ours, theirs = test(mine), test(native)

@@ -1,4 +1,4 @@
-"""A failing sample, made again from its id."""
+"""Makes a failing sample again, from its id."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.verification import sources
-from opgraft.verification.alone import alone
 from opgraft.verification.checks import CHECKS
 from opgraft.verification.observation import (
     Failed,
@@ -21,6 +20,7 @@ from opgraft.verification.observation import (
 from opgraft.verification.reference import native
 from opgraft.verification.runner import device_of
 from opgraft.verification.samples import Sample, parse
+from opgraft.verification.single_override import only
 
 
 class Reproduction:
@@ -33,7 +33,7 @@ class Reproduction:
 
     @property
     def call(self) -> Call:
-        """The call, with tensors of its own each time."""
+        """The call, with new tensors each time."""
         return self.sample.call()
 
     @property
@@ -47,7 +47,7 @@ class Reproduction:
     def run(self) -> Any:
         """What the op returns with the override on."""
         call = self.call
-        with torch.no_grad(), alone(self.override):
+        with torch.no_grad(), only(self.override):
             return call.op.overload(*call.args, **call.kwargs)
 
     def native(self) -> Any:
@@ -65,7 +65,7 @@ class Reproduction:
             self.override, device_of(self.override.dispatch_key), self._k, self.sample.seed
         )
         try:
-            with alone(self.override):
+            with only(self.override):
                 CHECKS[name](Observation(subject, self.sample))
         except NotApplicable:
             return

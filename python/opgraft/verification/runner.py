@@ -1,4 +1,4 @@
-"""One verification: which samples, which checks, and the report of both."""
+"""Runs a verification: makes samples, runs checks on them, and reports the results."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ import torch
 from opgraft.registry import Override
 from opgraft.router import device
 from opgraft.verification import opinfo, sources
-from opgraft.verification.alone import alone
-from opgraft.verification.boundaries import Coverage, parts
+from opgraft.verification.boundaries import Coverage, predicates
 from opgraft.verification.candidates import Candidates, main_dtype
 from opgraft.verification.checks import CHECKS
 from opgraft.verification.observation import Failed, NotApplicable, Observation, Subject
 from opgraft.verification.process_state import keeping_settings
-from opgraft.verification.report import Check, Failure, OverrideReport, Report
 from opgraft.verification.samples import Sample
+from opgraft.verification.single_override import only
+from opgraft.verification.verification_report import (
+    Check,
+    Failure,
+    OverrideReport,
+    VerificationReport,
+)
 from opgraft.when import Condition
 
-#: Failures of a check after which it is not run any more: to be sure of one takes many runs.
-_ENOUGH = 3
+#: After so many failures a check is not run any more, because a failure may take many runs.
+_MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """The terms of a verification; see :func:`opgraft.verify`."""
+    """The options of a verification; see :func:`opgraft.verify`."""
 
     k: float = 2.0
     seed: int = 0
@@ -59,9 +64,9 @@ def verify_override(
     """Verify one override.
 
     Args:
-        override: what to verify; others are off meanwhile, on this thread.
-        options: the terms.
-        progress: told of each step.
+        override: the override to verify; all others are disabled meanwhile, on this thread.
+        options: the options.
+        progress: called with a text for each step.
     """
     report = OverrideReport(
         override.name, override.op, override.dispatch_key, override.dsl, override.pack
@@ -73,12 +78,12 @@ def verify_override(
         return report
     device = device_of(override.dispatch_key)
     subject = Subject(override, device, options.k, options.seed)
-    run = _Run(subject, options, report, progress)
+    run = _Verification(subject, options, report, progress)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what samples of odd dtypes make torch say
+        warnings.simplefilter("ignore")  # torch warns of unusual dtypes
         try:
-            with keeping_settings(), alone(override):
-                run.go()
+            with keeping_settings(), only(override):
+                run.run_checks()
         except Failed as failed:
             report.failures.append(Failure("hit", "", str(failed), ""))
     report.worst_error = subject.worst_error
@@ -97,13 +102,13 @@ def device_of(dispatch_key: str) -> torch.device:
 
 def _no_device(dispatch_key: str) -> str | None:
     kind = "cuda" if dispatch_key == "HIP" else dispatch_key.lower()
-    if device.is_there(kind):
+    if device.is_available(kind):
         return None
     mend = "; TRITON_INTERPRET=1 runs Triton kernels on the CPU" if kind == "cuda" else ""
     return f"there is no {kind} device here{mend}"
 
 
-class _Run:
+class _Verification:
     """The samples of one override, and the checks on each."""
 
     def __init__(
@@ -119,10 +124,10 @@ class _Run:
         self._progress = progress
         override = subject.override
         condition = override.cond if isinstance(override.cond, Condition) else None
-        self._coverage = Coverage([] if condition is None else parts(condition))
-        self._taken: list[Observation] = []
+        self._coverage = Coverage([] if condition is None else predicates(condition))
+        self._hits: list[Observation] = []
 
-    def go(self) -> None:
+    def run_checks(self) -> None:
         self._progress("collecting samples")
         seen: set[str] = set()
         start = math.inf
@@ -132,7 +137,7 @@ class _Run:
             bound = "max_samples=" if len(seen) == self._options.max_samples else ""
             if time.perf_counter() - start > self._options.max_seconds:
                 bound = "max_seconds="
-            # What it takes to find the first one does not count.
+            # The time to find the first sample does not count.
             start = min(start, time.perf_counter())
             if bound:
                 self._report.notes.append(
@@ -143,10 +148,10 @@ class _Run:
             self._progress(sample.id)
             self._check_each(sample)
         self._check_hits(len(seen))
-        if self._taken:
+        if self._hits:
             self._check_some()
         self._report.not_generated += self._coverage.missing()
-        # Of other libraries' ops PyTorch's own tests know nothing, and nothing is missed.
+        # PyTorch's own tests have no samples of other libraries' ops, so none is missing.
         is_torchs = self._subject.op.name.startswith("aten::")
         if is_torchs and self._options.use_opinfo and (reason := opinfo.missing()):
             self._report.incomplete = f"there are none of PyTorch's own samples: {reason}"
@@ -166,7 +171,7 @@ class _Run:
     def _check_each(self, sample: Sample) -> None:
         try:
             call = sample.call()
-        except Exception:  # a layout that such a tensor cannot have
+        except Exception:  # the tensor cannot have such a layout
             return
         seen = Observation(self._subject, sample)
         self._count(seen, sample)
@@ -177,18 +182,18 @@ class _Run:
                 self._apply(
                     name, seen, as_check="special" if special and name == "values" else name
                 )
-        # Nor is what takes gigabytes kept.
+        # Samples that take gigabytes are not kept for later checks.
         if seen.took and not special and "huge-strides" not in sample.layouts.values():
-            self._taken.append(seen)
+            self._hits.append(seen)
 
     def _count(self, seen: Observation, sample: Sample) -> None:
-        source = sources.kind(sample.base.id)
-        changed = sample.edits or sample.layouts or sources.is_reranked(sample.base.id)
+        source = sources.source_kind(sample.base.id)
+        changed = sample.edits or sample.layouts or sources.has_other_rank(sample.base.id)
         made = " + changes" if changed else ""
         key = f"{source}{made}"
         self._report.samples[key] = self._report.samples.get(key, 0) + 1
         self._report.hits += seen.took
-        self._report.misses += seen.mine.hits == 0
+        self._report.misses += seen.override_run.hits == 0
 
     def _check_hits(self, samples: int) -> None:
         if self._report.hits or (self._options.only and "hit" not in self._options.only):
@@ -220,23 +225,23 @@ class _Run:
                 self._apply(name, seen)
 
     def _for_check(self, name: str, chosen: list[Observation]) -> Iterable[Observation]:
-        """On what a check says most: on these of the representatives, or of all that it takes."""
+        """The samples for a check: those that suit it, of the representatives or of all hits."""
         suits = CHECKS[name].suits
         if suits is None:
             return chosen
-        suited = [seen for seen in dict.fromkeys((*chosen, *self._taken)) if suits(seen)]
-        return _of_each_scalars(suited) or chosen
+        suited = [seen for seen in dict.fromkeys((*chosen, *self._hits)) if suits(seen)]
+        return _distinct_scalars_first(suited) or chosen
 
     def _representatives(self) -> list[Observation]:
-        """For each dtype the middling one of the hits: not empty, not the largest."""
+        """For each dtype the hit of median size: not empty, not the largest."""
         by_dtype: dict[Any, list[Observation]] = {}
-        for seen in self._taken:
-            call = seen.mine.call
-            usable = seen.mine.error is None and not seen.refused
+        for seen in self._hits:
+            call = seen.override_run.call
+            usable = seen.override_run.error is None and not seen.refused
             if usable and all(t.numel() for t in call.tensors()):
-                by_dtype.setdefault(main_dtype(seen.mine.call), []).append(seen)
+                by_dtype.setdefault(main_dtype(seen.override_run.call), []).append(seen)
         return [
-            sorted(each, key=lambda seen: sum(t.numel() for t in seen.mine.call.tensors()))[
+            sorted(each, key=lambda seen: sum(t.numel() for t in seen.override_run.call.tensors()))[
                 len(each) // 2
             ]
             for each in by_dtype.values()
@@ -245,10 +250,10 @@ class _Run:
     def _apply(self, name: str, seen: Observation, as_check: str = "") -> None:
         as_check = as_check or name
         check = self._report.checks.setdefault(as_check, Check(as_check))
-        if check.failures == _ENOUGH:
+        if check.failures == _MAX_FAILURES:
             return
         try:
-            with keeping_settings():  # what an impl leaves changed is no other check's concern
+            with keeping_settings():  # an impl's changes must not affect other checks
                 CHECKS[name](seen)
         except NotApplicable as reason:
             check.reason = check.reason or str(reason)
@@ -258,30 +263,30 @@ class _Run:
             return
         except Failed as failed:
             self._fail(check, name, seen, str(failed))
-        except Exception as error:  # neither the override nor native: tell, and go on
+        except Exception as error:  # neither the override nor native raised: report it, and go on
             self._fail(check, name, seen, f"the check itself raised {error!r}")
         check.samples += 1
 
     def _fail(self, check: Check, name: str, seen: Observation, message: str) -> None:
         check.failures += 1
-        # One of each check is enough to mend it; what else fails is counted.
+        # One failure of each check is enough to mend it; the others are counted.
         if check.failures == 1:
             self._report.failures.append(
                 Failure(check.name, seen.sample.id, message, reproducer(seen, name, self._options))
             )
 
 
-def _of_each_scalars(those: list[Observation]) -> list[Observation]:
-    """Those of other numbers first: of a probability of one half alone little can be told."""
+def _distinct_scalars_first(observations: list[Observation]) -> list[Observation]:
+    """The observations with distinct numbers first: a dropout of one half alone shows little."""
     firsts: dict[Any, Observation] = {}
-    for seen in those:
-        numbers = (v for v in seen.mine.call.values if isinstance(v, (bool, int, float)))
+    for seen in observations:
+        numbers = (v for v in seen.override_run.call.values if isinstance(v, (bool, int, float)))
         firsts.setdefault(tuple(numbers), seen)
-    return list(dict.fromkeys((*firsts.values(), *those)))
+    return list(dict.fromkeys((*firsts.values(), *observations)))
 
 
 def reproducer(seen: Observation, check: str, options: Options) -> str:
-    """Five lines that make a failure happen again."""
+    """Five lines of Python that reproduce a failure."""
     override = seen.subject.override
     terms = f", seed={options.seed}" + (f", k={options.k:g}" if options.k != 2 else "")
     where = f"op={override.op!r}, dispatch_key={override.dispatch_key!r}, name={override.name!r}"
@@ -308,8 +313,8 @@ def _registering(override: Override) -> str:
 def verify_all(
     overrides: Sequence[Override], options: Options, *, progress: bool
 ) -> list[OverrideReport]:
-    """Verify one override after another, with a bar on the terminal if so asked."""
-    with bar(progress) as tell:
+    """Verify one override after another, with a bar on the terminal if `progress`."""
+    with progress_bar(progress) as tell:
         return [
             verify_override(override, options, partial(tell, override.name))
             for override in overrides
@@ -317,8 +322,8 @@ def verify_all(
 
 
 @contextmanager
-def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
-    """A progress bar where there is a terminal; yields what is told of each step."""
+def progress_bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
+    """A progress bar, if stderr is a terminal; yields a function to call for each step."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -342,10 +347,10 @@ def bar(wanted: bool) -> Iterator[Callable[[str, str], None]]:
         yield lambda name, step: shown.update(task, advance=1, override=name, description=step)
 
 
-def report_of(overrides: list[OverrideReport], k: float, seed: int) -> Report:
-    """The report of a verification that ran here."""
+def report_of(overrides: list[OverrideReport], k: float, seed: int) -> VerificationReport:
+    """The report of a verification in this process."""
     nothing = "" if overrides else "no override is registered that matches"
-    return Report(overrides, k, seed, environment(), nothing)
+    return VerificationReport(overrides, k, seed, environment(), nothing)
 
 
 def environment() -> dict[str, str]:

@@ -1,12 +1,12 @@
-"""Samples: calls of an op that can be made again, fresh, from a line of text.
+"""Samples: calls of an op that can be made again from a line of text.
 
 A sample is a *base* call (from PyTorch's own OpInfo, from a pack, or guessed from the schema), with
-*edits* that change sizes, numbers and dtypes, and *layouts* that change how a tensor lies in
-memory but not its values. Its `id` says all three:
+*edits* that change sizes, numbers and dtypes, and *layouts* that change a tensor's memory layout,
+or give it special values. Its `id` contains all three:
 
     opinfo:softmax:float32:3.0 self[1]=8 @self:transposed
 
-so that a failure is reproduced by that line and the seed.
+So that line and the seed reproduce a failure.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import threads
-from opgraft.verification.draws import Draws
-from opgraft.verification.layouts import applying, laid_out
+from opgraft.verification.layouts import applicable_layouts, apply_layout
+from opgraft.verification.random_values import RandomValues
 
 #: Edits cast every floating-point (and complex) tensor by this pseudo-argument ...
 EVERY_TENSOR = "*"
-#: ... and by this one draw new values for them: how often, so that each draw is another.
+#: ... and by this one give them new random values; its value distinguishes several such sets.
 EVERY_VALUE = "**"
 
 Values = tuple[Any, ...]
@@ -38,8 +38,8 @@ class CannotMake(Exception):
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """A number of a call: a tensor's size, an item of a list, or a scalar argument."""
+class Position:
+    """The position of a number in a call: a tensor's size, a list's item, or a scalar argument."""
 
     argument: str
     item: int | None = None  #: of a list argument
@@ -52,41 +52,41 @@ class Place:
 
 
 _EDIT = re.compile(r"(?P<argument>[*\w]+)(?:\.(?P<item>\d+))?(?:\[(?P<dim>\d+)\])?=(?P<value>.+)")
-_WORDS = {"None": None, "True": True, "False": False}
+_LITERALS = {"None": None, "True": True, "False": False}
 
-Edits = Mapping[Place, Any]
+Edits = Mapping[Position, Any]
 #: Layouts by place; the place names a tensor (its `dim` is None).
-Layouts = Mapping[Place, str]
+Layouts = Mapping[Position, str]
 
 
 @dataclass(frozen=True)
 class Base:
-    """A call that others are made from.
+    """A call from which samples are made.
 
-    `make` builds the op's arguments after edits; for most ops it edits the arguments themselves,
-    for a backward op those of the forward op, which then runs to make what the backward gets.
+    `make` returns the op's arguments after edits. For most ops it edits the arguments themselves.
+    For a backward op it edits those of the forward op, and runs that to make the backward's.
     """
 
     id: str
     op: Op
     make: Callable[[Edits, int], Values]
-    #: What edits may change, with the value that each has now.
-    places: Mapping[Place, Any]
-    #: Tensors whose values no other argument depends on: these can be given other values.
-    free: frozenset[str]
-    #: Of its first tensor.
+    #: The positions that edits may change, with their values.
+    positions: Mapping[Position, Any]
+    #: Tensors whose values no other argument depends on, so that they may have other values.
+    independent: frozenset[str]
+    #: The dtype of its first tensor.
     dtype: torch.dtype | None
     #: The call of the other op that this one's arguments come from.
     source: Base | None = None
-    #: The call of what users call that made it.
-    front: Any = None
-    #: Whether its author gave it, or the call that it comes from.
-    is_given: bool = False
+    #: The call of a function, such as `F.softmax`, that made it.
+    function_call: Any = None
+    #: Whether the override's author gave it, or the call that it comes from.
+    is_from_author: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A call of an op that can be made anew as often as it is needed."""
+    """A call of an op that can be made again as often as needed."""
 
     base: Base
     edits: Edits
@@ -95,8 +95,8 @@ class Sample:
 
     @property
     def id(self) -> str:
-        edits = [f"{place}={_written(value)}" for place, value in self.edits.items()]
-        layouts = [f"@{place}:{layout}" for place, layout in self.layouts.items()]
+        edits = [f"{position}={_written(value)}" for position, value in self.edits.items()]
+        layouts = [f"@{position}:{layout}" for position, layout in self.layouts.items()]
         return " ".join([self.base.id, *edits, *layouts])
 
     @property
@@ -104,54 +104,54 @@ class Sample:
         return self.base.op
 
     def call(self) -> Call:
-        """The call, with tensors of its own.
+        """The call, with new tensors.
 
         Raises:
             CannotMake: there is no such call.
         """
-        values = list(self.base.make(self.edits, _mix(self.seed, self.id)))
-        for place, layout in self.layouts.items():
-            _lay_out(self.op, values, place, layout)
+        values = list(self.base.make(self.edits, _sample_seed(self.seed, self.id)))
+        for position, layout in self.layouts.items():
+            _lay_out(self.op, values, position, layout)
         return Call(self.op, tuple(values))
 
     def with_edits(self, edits: Edits) -> Sample:
         return replace(self, edits={**self.edits, **edits})
 
-    def with_layout(self, place: Place, layout: str) -> Sample:
-        return replace(self, layouts={**self.layouts, place: layout})
+    def with_layout(self, position: Position, layout: str) -> Sample:
+        return replace(self, layouts={**self.layouts, position: layout})
 
-    def redrawn(self, draw: int) -> Sample:
+    def with_new_values(self, draw: int) -> Sample:
         """The same call with other floating-point values."""
-        return self.with_edits({Place(EVERY_VALUE): draw})
+        return self.with_edits({Position(EVERY_VALUE): draw})
 
 
-def parse(sample_id: str) -> tuple[str, dict[Place, Any], dict[Place, str]]:
+def parse(sample_id: str) -> tuple[str, dict[Position, Any], dict[Position, str]]:
     """A sample's id as base, edits and layouts.
 
     Raises:
         ValueError: it is no such id.
 
-    >>> parse("opinfo:softmax:float32:3.0 self[1]=8 dim=-1 @self:transposed")[1]
-    {Place(argument='self', item=None, dim=1): 8, Place(argument='dim', item=None, dim=None): -1}
+    >>> parse("opinfo:softmax:float32:3.0 self[1]=8 @self:transposed")[1]
+    {Position(argument='self', item=None, dim=1): 8}
     """
-    base, *words = sample_id.split()
-    edits: dict[Place, Any] = {}
-    layouts: dict[Place, str] = {}
-    for word in words:
-        name, _, layout = word.removeprefix("@").partition(":")
-        match = _EDIT.fullmatch(f"{name}=0" if word.startswith("@") else word)
+    base, *tokens = sample_id.split()
+    edits: dict[Position, Any] = {}
+    layouts: dict[Position, str] = {}
+    for token in tokens:
+        name, _, layout = token.removeprefix("@").partition(":")
+        match = _EDIT.fullmatch(f"{name}=0" if token.startswith("@") else token)
         if match is None:
-            raise ValueError(f"{word!r} in {sample_id!r} is neither name=value nor @name:layout")
+            raise ValueError(f"{token!r} in {sample_id!r} is neither name=value nor @name:layout")
         item, dim = match["item"], match["dim"]
-        place = Place(
+        position = Position(
             match["argument"],
             None if item is None else int(item),
             None if dim is None else int(dim),
         )
-        if word.startswith("@"):
-            layouts[place] = layout
+        if token.startswith("@"):
+            layouts[position] = layout
         else:
-            edits[place] = _read(match["value"])
+            edits[position] = _read(match["value"])
     return base, edits, layouts
 
 
@@ -160,8 +160,8 @@ def _written(value: Any) -> str:
 
 
 def _read(text: str) -> Any:
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _LITERALS:
+        return _LITERALS[text]
     if isinstance(dtype := getattr(torch, text, None), torch.dtype):
         return dtype
     try:
@@ -170,65 +170,72 @@ def _read(text: str) -> Any:
         return float(text)
 
 
-def _mix(seed: int, text: str) -> int:
+def _sample_seed(seed: int, text: str) -> int:
     return zlib.crc32(text.encode(), seed & 0xFFFFFFFF)
 
 
 # ------------------------------------------------------------------ bases
 
 
-def direct(base_id: str, op: Op, values: Values, *, front: Any = None, fixed: bool = False) -> Base:
+def base_from_arguments(
+    base_id: str, op: Op, values: Values, *, function_call: Any = None, fixed: bool = False
+) -> Base:
     """A base whose edits change the op's own arguments.
 
     Args:
         base_id: what to call it.
         op: the op.
         values: its arguments, all of them in the schema's order.
-        front: the call of what users call that made it.
-        fixed: only dtypes may be edited: the arguments belong together in a way that is not known.
+        front: the call of a function, such as `F.softmax`, that made it.
+        fixed: whether only dtypes may be edited, because arguments depend on each other in an
+            unknown way.
     """
 
     def make(edits: Edits, seed: int) -> Values:
         return edited(op, values, edits, seed)
 
-    free = frozenset(a.name for a in op.arguments if "Tensor" in a.kind and not a.is_declared)
+    independent = frozenset(
+        a.name for a in op.arguments if "Tensor" in a.kind and not a.declares_write
+    )
     dtype = next((tensor.dtype for _, tensor in tensors_of(op, values)), None)
     if fixed:
-        return Base(base_id, op, make, {}, frozenset(), dtype, None, front)
-    return Base(base_id, op, make, dict(places(op, values)), free, dtype, None, front)
+        return Base(base_id, op, make, {}, frozenset(), dtype, None, function_call)
+    return Base(
+        base_id, op, make, dict(positions(op, values)), independent, dtype, None, function_call
+    )
 
 
-def reranked(base: Base, rank: int) -> Base | None:
-    """A base whose tensors of the first one's rank have another; None where that cannot be.
+def with_rank(base: Base, rank: int) -> Base | None:
+    """A base whose tensors have another rank, as far as they have that of the first; or None.
 
-    Dimensions are left out, or put in, in front: what belongs to the last ones goes on fitting.
+    Dimensions are removed or added in front, so arguments for the last dimensions still fit.
     """
     prefix = f"rank{rank}:"
     if base.source is not None:
-        source = reranked(base.source, rank)
-        return None if source is None else paired(base.op, source)
+        source = with_rank(base.source, rank)
+        return None if source is None else base_from_other_op(base.op, source)
     values = base.make({}, 0)
-    own = next((tensor.ndim for _, tensor in tensors_of(base.op, values)), 0)
-    if not base.places or own in (0, rank):
+    first_rank = next((tensor.ndim for _, tensor in tensors_of(base.op, values)), 0)
+    if not base.positions or first_rank in (0, rank):
         return None
-    draws = Draws(rank)
+    rng = RandomValues(rank)
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [changed(each) for each in value]
-        if not isinstance(value, torch.Tensor) or value.ndim != own:
+        if not isinstance(value, torch.Tensor) or value.ndim != first_rank:
             return value
-        kept = list(value.shape[max(own - rank, 0) :])
-        return _alike(value, [3, 2, 3, 2][: rank - len(kept)] + kept, draws)
+        kept = list(value.shape[max(first_rank - rank, 0) :])
+        return _similar_values(value, [3, 2, 3, 2][: rank - len(kept)] + kept, rng)
 
-    return direct(prefix + base.id, base.op, tuple(map(changed, values)))
+    return base_from_arguments(prefix + base.id, base.op, tuple(map(changed, values)))
 
 
-def paired(op: Op, source: Base) -> Base | None:
+def base_from_other_op(op: Op, source: Base) -> Base | None:
     """A base of an op whose arguments come from a run of another: a backward's from its forward's,
     an `out=` variant's or an in-place one's from the functional op's.
 
-    Edits change the other op's arguments, so that what this one gets always belongs together.
+    Edits change the other op's arguments, so this op's arguments always fit together.
 
     Args:
         base_id: what to call it.
@@ -238,8 +245,8 @@ def paired(op: Op, source: Base) -> Base | None:
     Returns:
         The base; None where the two ops' arguments cannot be matched.
     """
-    plan = _pairing(op, source.op)
-    if plan is None:
+    makers = _argument_makers(op, source.op)
+    if makers is None:
         return None
 
     def make(edits: Edits, seed: int) -> Values:
@@ -248,91 +255,95 @@ def paired(op: Op, source: Base) -> Base | None:
             call = Call(source.op, values)
             result = run(call)
         outputs = result if isinstance(result, tuple) else (result,)
-        draws = Draws(seed)
-        return tuple(each(call, outputs, draws) for each in plan)
+        rng = RandomValues(seed)
+        return tuple(each(call, outputs, rng) for each in makers)
 
-    own = _is_gradient if forward_of(op) else source.free.__contains__
-    free = frozenset(a.name for a in op.arguments if not a.is_declared and own(a.name))
-    return replace(source, id=f"for:{source.id}", op=op, make=make, free=free, source=source)
+    is_independent = _is_gradient if forward_of(op) else source.independent.__contains__
+    independent = frozenset(
+        a.name for a in op.arguments if not a.declares_write and is_independent(a.name)
+    )
+    return replace(
+        source, id=f"for:{source.id}", op=op, make=make, independent=independent, source=source
+    )
 
 
-_Part = Callable[[Call, tuple[Any, ...], Draws], Any]
+_ArgumentMaker = Callable[[Call, tuple[Any, ...], RandomValues], Any]
 
 
-def _pairing(op: Op, forward: Op) -> list[_Part] | None:
+def _argument_makers(op: Op, forward: Op) -> list[_ArgumentMaker] | None:
     names = {argument.name for argument in forward.arguments}
     returned = [declared.name or "" for declared in forward.returns]
-    # Output 0 goes by these names; the others, unless they say theirs, come in order.
+    # Output 0 has a usual name; other outputs without a name are used in their order.
     rest = [index for index, name in enumerate(returned) if index > 0]
     written = 0
-    parts: list[_Part] = []
+    makers: list[_ArgumentMaker] = []
     for argument in op.arguments:
         if argument.written and argument.keyword_only:
-            parts.append(_empty_output(written))
+            makers.append(_empty_output(written))
             written += 1
         elif argument.name in names:
-            parts.append(_same_argument(argument.name))
+            makers.append(_same_argument(argument.name))
         elif _is_gradient(argument.name):
             if not argument.is_tensor:
                 return None
-            parts.append(_gradient)
+            makers.append(_gradient)
         elif argument.name in returned:
             found = returned.index(argument.name)
             rest = [each for each in rest if each != found]
-            parts.append(_output(found))
+            makers.append(_output(found))
         elif argument.name in ("output", "out", "result"):
-            parts.append(_output(0))
+            makers.append(_output(0))
         elif argument.name == "input_dtype":
-            parts.append(_first_dtype)
+            makers.append(_first_dtype)
         elif argument.kind == "List[bool]":
-            parts.append(_mask_of_given(forward, max(argument.list_size, 1)))
+            makers.append(_mask_of_given(forward, max(argument.list_size, 1)))
         elif argument.is_tensor and rest:
-            parts.append(_output(rest.pop(0)))
+            makers.append(_output(rest.pop(0)))
         elif not argument.required:
-            parts.append(_constant(argument.default))
+            makers.append(_constant(argument.default))
         else:
             return None
-    return parts
+    return makers
 
 
 def _is_gradient(name: str) -> bool:
     return name.startswith("grad") and "mask" not in name
 
 
-def _same_argument(name: str) -> _Part:
-    return lambda call, outputs, draws: call.named[name]
+def _same_argument(name: str) -> _ArgumentMaker:
+    return lambda call, outputs, rng: call.named[name]
 
 
-def _output(index: int) -> _Part:
-    return lambda call, outputs, draws: outputs[index]
+def _output(index: int) -> _ArgumentMaker:
+    return lambda call, outputs, rng: outputs[index]
 
 
-def _empty_output(index: int) -> _Part:
-    return lambda call, outputs, draws: torch.empty_like(outputs[index])
+def _empty_output(index: int) -> _ArgumentMaker:
+    return lambda call, outputs, rng: torch.empty_like(outputs[index])
 
 
-def _constant(value: Any) -> _Part:
-    return lambda call, outputs, draws: list(value) if isinstance(value, list) else value
+def _constant(value: Any) -> _ArgumentMaker:
+    return lambda call, outputs, rng: list(value) if isinstance(value, list) else value
 
 
-def _mask_of_given(forward: Op, size: int) -> _Part:
-    """Gradients of the forward's first tensors: only of those that are there."""
+def _mask_of_given(forward: Op, size: int) -> _ArgumentMaker:
+    """A mask of gradients for the forward's first tensors: true for those that are not None."""
     tensors = [argument.name for argument in forward.arguments if "Tensor" in argument.kind]
     names = tensors[:size]
 
-    def mask(call: Call, outputs: tuple[Any, ...], draws: Draws) -> list[bool]:
+    def mask(call: Call, outputs: tuple[Any, ...], rng: RandomValues) -> list[bool]:
         given = [call.named[name] is not None for name in names]
         return given + [True] * (size - len(given))
 
     return mask
 
 
-def _first_dtype(call: Call, outputs: tuple[Any, ...], draws: Draws) -> Any:
+def _first_dtype(call: Call, outputs: tuple[Any, ...], rng: RandomValues) -> Any:
     return next(call.tensors()).dtype
 
 
-def _gradient(call: Call, outputs: tuple[Any, ...], draws: Draws) -> Any:
-    return draws.normal(outputs[0])
+def _gradient(call: Call, outputs: tuple[Any, ...], rng: RandomValues) -> Any:
+    return rng.normal(outputs[0])
 
 
 def forward_of(op: Op) -> Op | None:
@@ -361,7 +372,7 @@ def functional_of(op: Op) -> Op | None:
     """
     if not op.mutates:
         return None
-    wanted = [(a.name, a.kind) for a in op.arguments if not (a.is_declared and a.keyword_only)]
+    wanted = [(a.name, a.kind) for a in op.arguments if not (a.declares_write and a.keyword_only)]
     stem = op.name.partition(".")[0]
     for name in (stem, stem.removesuffix("_")):
         namespace, _, symbol = name.partition("::")
@@ -390,120 +401,122 @@ def run(call: Call) -> Any:
 # ------------------------------------------------------------------ edits
 
 
-def tensors_of(op: Op, values: Values) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Every tensor of a call with where it is."""
+def tensors_of(op: Op, values: Values) -> Iterator[tuple[Position, torch.Tensor]]:
+    """Every tensor of a call, with its position."""
     for argument, value in zip(op.arguments, values, strict=True):
         if isinstance(value, torch.Tensor):
-            yield Place(argument.name), value
+            yield Position(argument.name), value
         elif isinstance(value, (list, tuple)):
             for item, each in enumerate(value):
                 if isinstance(each, torch.Tensor):
-                    yield Place(argument.name, item), each
+                    yield Position(argument.name, item), each
 
 
-def places(op: Op, values: Values) -> Iterator[tuple[Place, Any]]:
+def positions(op: Op, values: Values) -> Iterator[tuple[Position, Any]]:
     """Every number of a call that an edit can change, with its value."""
-    for place, tensor in tensors_of(op, values):
+    for position, tensor in tensors_of(op, values):
         for dim, size in enumerate(tensor.shape):
-            yield replace(place, dim=dim), size
+            yield replace(position, dim=dim), size
     for argument, value in zip(op.arguments, values, strict=True):
         if isinstance(value, (bool, int, float)):
-            yield Place(argument.name), value
+            yield Position(argument.name), value
         elif isinstance(value, (list, tuple)):
             for item, each in enumerate(value):
                 if isinstance(each, (bool, int, float)):
-                    yield Place(argument.name, item), each
+                    yield Position(argument.name, item), each
         elif value is None or argument.kind.startswith("Optional["):
-            yield Place(argument.name), value
+            yield Position(argument.name), value
 
 
 def edited(op: Op, values: Values, edits: Edits, seed: int) -> Values:
-    """The arguments with sizes, numbers and dtypes changed, and tensors of their own.
+    """New arguments with changed sizes, numbers and dtypes.
 
-    A tensor of another size gets new values that look like those it had.
+    A tensor of another size gets new values that are similar to its old ones.
     """
-    draws = Draws(seed)
-    dtype = edits.get(Place(EVERY_TENSOR))
+    rng = RandomValues(seed)
+    dtype = edits.get(Position(EVERY_TENSOR))
     result = []
     for argument, value in zip(op.arguments, values, strict=True):
-        whole = Place(argument.name)
+        whole = Position(argument.name)
         if whole in edits and not isinstance(value, torch.Tensor):
             value = edits[whole]
         elif isinstance(value, (list, tuple)):
             value = [
-                _edit(Place(argument.name, item), each, edits, dtype, draws)
+                _edit(Position(argument.name, item), each, edits, dtype, rng)
                 for item, each in enumerate(value)
             ]
         else:
-            value = _edit(whole, value, edits, dtype, draws)
+            value = _edit(whole, value, edits, dtype, rng)
         result.append(value)
     return tuple(result)
 
 
-def _edit(place: Place, value: Any, edits: Edits, dtype: torch.dtype | None, draws: Draws) -> Any:
+def _edit(
+    position: Position, value: Any, edits: Edits, dtype: torch.dtype | None, rng: RandomValues
+) -> Any:
     if not isinstance(value, torch.Tensor):
-        return edits.get(place, value)
-    if place in edits:  # another dtype for this tensor alone, or None instead of it
-        dtype = edits[place]
+        return edits.get(position, value)
+    if position in edits:  # another dtype for this tensor alone, or None instead of it
+        dtype = edits[position]
         if dtype is None:
             return None
-    shape = [edits.get(replace(place, dim=dim), size) for dim, size in enumerate(value.shape)]
+    shape = [edits.get(replace(position, dim=dim), size) for dim, size in enumerate(value.shape)]
     if any(size < 0 for size in shape):
-        raise CannotMake(f"{place} cannot have the sizes {shape}")
+        raise CannotMake(f"{position} cannot have the sizes {shape}")
     fresh = value.detach().clone()
-    redrawn = Place(EVERY_VALUE) in edits and value.is_floating_point()
-    if redrawn or shape != list(value.shape):
-        fresh = _alike(value, shape, draws)
+    with_new_values = Position(EVERY_VALUE) in edits and value.is_floating_point()
+    if with_new_values or shape != list(value.shape):
+        fresh = _similar_values(value, shape, rng)
     if dtype is not None and (fresh.is_floating_point() or fresh.is_complex()):
         fresh = fresh.to(dtype)
     return fresh
 
 
-def _alike(tensor: torch.Tensor, shape: list[int], draws: Draws) -> torch.Tensor:
-    """New values of the same kind: integers and bools are drawn from those that are there."""
+def _similar_values(tensor: torch.Tensor, shape: list[int], rng: RandomValues) -> torch.Tensor:
+    """New random values in the range of the old ones; integers and bools are chosen among them."""
     if not tensor.is_floating_point():
         flat = tensor.detach().reshape(-1)
         if flat.numel() == 0:
             return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         count = torch.Size(shape).numel()
-        return flat[draws.integers(flat.numel(), count, tensor.device)].reshape(shape)
+        return flat[rng.integers(flat.numel(), count, tensor.device)].reshape(shape)
     finite = tensor.detach().double()
     finite = finite[finite.isfinite()]
     low, high = (-1.0, 1.0) if finite.numel() == 0 else map(float, finite.aminmax())
     if low < 0 < high or low == high:
         bound = max(abs(low), abs(high)) or 1.0
         low, high = (-bound, bound) if low < 0 or high == 0 else (bound / 2, bound)
-    return (draws.uniform(shape, tensor.device) * (high - low) + low).to(tensor.dtype)
+    return (rng.uniform(shape, tensor.device) * (high - low) + low).to(tensor.dtype)
 
 
 # ------------------------------------------------------------------ layouts
 
 
-def layouts(base: Base, place: Place, tensor: torch.Tensor) -> list[str]:
+def layouts(base: Base, position: Position, tensor: torch.Tensor) -> list[str]:
     """The layouts that a tensor of a call can be given."""
-    return applying(tensor, other_values=place.argument in base.free)
+    return applicable_layouts(tensor, other_values=position.argument in base.independent)
 
 
-def _lay_out(op: Op, values: list[Any], place: Place, layout: str) -> None:
-    index = next((i for i, a in enumerate(op.arguments) if a.name == place.argument), None)
+def _lay_out(op: Op, values: list[Any], position: Position, layout: str) -> None:
+    index = next((i for i, a in enumerate(op.arguments) if a.name == position.argument), None)
     if index is None:
-        raise CannotMake(f"{op.name} has no argument {place.argument!r}")
-    tensor = values[index] if place.item is None else values[index][place.item]
+        raise CannotMake(f"{op.name} has no argument {position.argument!r}")
+    tensor = values[index] if position.item is None else values[index][position.item]
     if not isinstance(tensor, torch.Tensor):
-        raise CannotMake(f"{place} is {tensor!r}, not a tensor")
+        raise CannotMake(f"{position} is {tensor!r}, not a tensor")
     relaid = _relaid(op, values, tensor, layout)
-    if place.item is None:
+    if position.item is None:
         values[index] = relaid
     else:
         values[index] = [*values[index]]
-        values[index][place.item] = relaid
+        values[index][position.item] = relaid
 
 
 def _relaid(op: Op, values: list[Any], tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout.startswith("="):  # the very tensor of another argument
+    if layout.startswith("="):  # the same tensor as another argument
         named = dict(zip((a.name for a in op.arguments), values, strict=True))
         return named[layout[1:]]  # type: ignore[no-any-return]
     try:
-        return laid_out(tensor, layout)
+        return apply_layout(tensor, layout)
     except ValueError as error:
         raise CannotMake(str(error)) from None

@@ -1,7 +1,7 @@
-"""Scans (`cumsum`) as kernels compute them: by blocks, each element added to those before it.
+"""Computes scans (`cumsum`) by blocks, as kernels do, to estimate their rounding errors.
 
-Native adds up float32 in float64 on the CPU: its error is the last rounding's, whatever the number
-of terms, and no measure of what a kernel may do that adds up in float32, as native's own on a GPU.
+On the CPU, native adds float32 values in float64. Its error is only that of the last rounding. So
+it is no measure for a kernel that adds in float32, as native's own on a GPU does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEPS: dict[str, Step] = {
 
 
 def is_scan(op: Op) -> bool:
-    """Whether each element of an op's result joins those before it, in a dimension.
+    """Whether an op is a scan: each element of its result combines those before it.
 
     >>> from opgraft.ops.schema import resolve
     >>> is_scan(resolve("aten::cumsum_")), is_scan(resolve("aten::sum"))
@@ -36,16 +36,16 @@ def is_scan(op: Op) -> bool:
 
 
 def by_blocks(call: Call) -> torch.Tensor:
-    """What a scan is where it is computed by blocks, in float32 or the wider dtype of the call.
+    """The result of a scan that is computed by blocks, in float32 or the call's wider dtype.
 
-    There are as many blocks as a block has elements: each result is rounded about twice the square
-    root of the number of its terms.
+    There are as many blocks as elements in a block. So the number of roundings of each result is
+    about twice the square root of the number of its terms.
 
     Args:
-        call: of a scan; it is not changed.
+        call: a call of a scan, which is not changed.
 
     Returns:
-        The result in the dtype of the call's.
+        The result in the dtype of the call's result.
 
     >>> from opgraft.ops.schema import resolve
     >>> by_blocks(resolve("aten::cumsum").bind((torch.ones(5), 0), {}))

@@ -1,4 +1,4 @@
-"""Where base calls come from: PyTorch's OpInfo, the pack itself, the op's schema."""
+"""Makes base calls: from PyTorch's OpInfo, from the pack itself, or from the op's schema."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from opgraft.verification import opinfo
 from opgraft.verification.samples import (
     Base,
     Values,
-    direct,
+    base_from_arguments,
+    base_from_other_op,
     forward_of,
     functional_of,
-    paired,
-    reranked,
     run,
+    with_rank,
 )
 
-#: Bases that are kept for each dtype and source.
+#: How many bases are used for each dtype and source.
 MAX_BASES = 12
-#: OpInfos that are run in search of one that reaches an op; more of them are only less alike.
+#: How many OpInfos are run to find one that reaches an op; others have less similar names.
 _MAX_INFOS = 6
-#: Combinations of arguments that are tried for an op of which only the schema is known.
+#: How many combinations of arguments are tried for an op of which only the schema is known.
 _MAX_GUESSES = 200
 
 
@@ -56,23 +56,25 @@ def bases(
     found = list(pack_bases(override, device, seed))
     other = functional_of(op) or forward_of(op)
     if other is not None:
-        found += _others(other, override, dtypes, device, seed, use_opinfo)
+        found += _bases_from_other_op(other, override, dtypes, device, seed, use_opinfo)
     if use_opinfo and opinfo.missing() is None:
         differentiate = "backward" in op.name
-        found += _reaching(op, dtypes, device, seed, differentiate=differentiate, far=not found)
+        found += _reaching_bases(
+            op, dtypes, device, seed, differentiate=differentiate, any_name=not found
+        )
     yield from found or guessed_bases(op, dtypes, device)
 
 
-def kind(base_id: str) -> str:
-    """Where a base is from, in one word: of its id, without what was made of it.
+def source_kind(base_id: str) -> str:
+    """The source of a base, in one word, from its id.
 
-    >>> kind("for:rank3:opinfo-grad:softmax:float32:3.0")
+    >>> source_kind("for:rank3:opinfo-grad:softmax:float32:3.0")
     'opinfo'
     """
     return re.sub(r"^(for:|rank\d+:)*", "", base_id).partition(":")[0].partition("-")[0]
 
 
-def is_reranked(base_id: str) -> bool:
+def has_other_rank(base_id: str) -> bool:
     return re.match(r"(for:)?rank\d+:", base_id) is not None
 
 
@@ -92,16 +94,16 @@ def _find(
     op: Op, override: Override | None, base_id: str, device: torch.device, seed: int
 ) -> Base | None:
     source, _, rest = base_id.partition(":")
-    if is_reranked(base_id) and source != "for":
+    if has_other_rank(base_id) and source != "for":
         base = _find(op, override, rest, device, seed)
-        return None if base is None else reranked(base, int(source.removeprefix("rank")))
+        return None if base is None else with_rank(base, int(source.removeprefix("rank")))
     if source == "for":
         other = functional_of(op) or forward_of(op)
         if other is None:
             return None
         relative = None if override is None else _with_samples(other, override)
         base = _find(other, relative, rest, device, seed)
-        return None if base is None else paired(op, base)
+        return None if base is None else base_from_other_op(op, base)
     if source == "pack" and override is not None:
         found: Iterable[Base] = pack_bases(override, device, seed)
     elif source == "schema":
@@ -118,9 +120,9 @@ def _from_opinfo(
 ) -> Iterator[Base]:
     label, dtype, number = rest.rsplit(":", 2)
     limit = int(number.partition(".")[0]) + 1
-    for info in opinfo.everything():
+    for info in opinfo.all_infos():
         if opinfo.label(info) == label:
-            yield from _reached(
+            yield from _op_call_bases(
                 op,
                 info,
                 getattr(torch, dtype),
@@ -135,7 +137,7 @@ def _from_opinfo(
 
 
 def pack_bases(override: Override, device: torch.device, seed: int) -> Iterator[Base]:
-    """The samples that came with the override, by `register_op_override(..., samples=...)`.
+    """The samples of the override, given by `register_op_override(..., samples=...)`.
 
     Raises:
         TypeError: one of them does not fit the op.
@@ -157,43 +159,45 @@ def pack_bases(override: Override, device: torch.device, seed: int) -> Iterator[
                 f"sample {index} of override {override.name!r} is a {type(sample).__name__}: give "
                 "the op's arguments as a tuple, or by name as a dict"
             )
-        base = direct(f"pack:{index}", override.operator, call.values)
-        yield replace(base, is_given=True)
+        base = base_from_arguments(f"pack:{index}", override.operator, call.values)
+        yield replace(base, is_from_author=True)
 
 
 # ------------------------------------------------------------------ of OpInfo
 
 
-def _reaching(
+def _reaching_bases(
     op: Op,
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     seed: int,
     *,
     differentiate: bool,
-    far: bool = True,
+    any_name: bool = True,
 ) -> Iterator[Base]:
     """Calls of the op that OpInfo's samples make; `far`: of OpInfos of any name, if need be."""
     infos = [
         info
-        for info in opinfo.candidates(op)[:_MAX_INFOS]
+        for info in opinfo.infos_by_name(op)[:_MAX_INFOS]
         if _reaches(op, info, dtypes, device, seed, differentiate, opinfo.MAX_SAMPLES)
     ]
     if (
-        not infos and far and op.name.startswith("aten::")
-    ):  # under another name, then: everything is tried, with few samples each
+        not infos and any_name and op.name.startswith("aten::")
+    ):  # the OpInfo has another name: all are tried, with few samples each
         infos = [
             info
-            for info in opinfo.everything()
+            for info in opinfo.all_infos()
             if _reaches(op, info, dtypes[:1], device, seed, differentiate, 2)
         ][:_MAX_INFOS]
     for dtype in dtypes:
         found = [
-            list(_reached(op, info, dtype, device, seed, differentiate=differentiate))
+            list(_op_call_bases(op, info, dtype, device, seed, differentiate=differentiate))
             for info in infos
         ]
-        # From each in turn, so that the first one's samples are not all there is.
-        interleaved = itertools.chain.from_iterable(itertools.zip_longest(*map(_varied, found)))
+        # From each in turn, so that not all samples are the first one's.
+        interleaved = itertools.chain.from_iterable(
+            itertools.zip_longest(*map(_varied_kinds_first, found))
+        )
         yield from itertools.islice((base for base in interleaved if base), MAX_BASES)
 
 
@@ -209,11 +213,13 @@ def _reaches(
     return any(
         True
         for dtype in dtypes
-        for _ in _reached(op, info, dtype, device, seed, differentiate=differentiate, limit=limit)
+        for _ in _op_call_bases(
+            op, info, dtype, device, seed, differentiate=differentiate, limit=limit
+        )
     )
 
 
-def _reached(
+def _op_call_bases(
     op: Op,
     info: Any,
     dtype: torch.dtype,
@@ -223,22 +229,24 @@ def _reached(
     differentiate: bool,
     limit: int = opinfo.MAX_SAMPLES,
 ) -> Iterator[Base]:
-    calls = opinfo.reached(op, info, dtype, device, seed, differentiate=differentiate, limit=limit)
-    # What a backward op gets belongs together: its sizes cannot be edited one by one.
+    calls = opinfo.op_calls(op, info, dtype, device, seed, differentiate=differentiate, limit=limit)
+    # The arguments of a backward op depend on each other: their sizes cannot be edited one by one.
     fixed = "backward" in op.name
     for each in calls:
-        yield direct(each.id, op, each.values, front=each.front, fixed=fixed)
+        yield base_from_arguments(
+            each.id, op, each.values, function_call=each.function_call, fixed=fixed
+        )
 
 
-def _varied(found: list[Base]) -> list[Base]:
-    """One call of each kind first: ranks, which arguments are there, scalars."""
+def _varied_kinds_first(found: list[Base]) -> list[Base]:
+    """The bases with distinct ranks, given arguments and scalars first."""
     kinds: dict[Any, list[Base]] = {}
     for base in found:
-        kind = tuple(
-            (place, value if place.dim is None and place.item is None else None)
-            for place, value in base.places.items()
+        source_kind = tuple(
+            (position, value if position.dim is None and position.item is None else None)
+            for position, value in base.positions.items()
         )
-        kinds.setdefault(kind, []).append(base)
+        kinds.setdefault(source_kind, []).append(base)
     return [base for row in itertools.zip_longest(*kinds.values()) for base in row if base]
 
 
@@ -253,7 +261,7 @@ def _with_samples(other: Op, override: Override) -> Override | None:
     return None
 
 
-def _others(
+def _bases_from_other_op(
     other: Op,
     override: Override,
     dtypes: Sequence[torch.dtype],
@@ -261,12 +269,12 @@ def _others(
     seed: int,
     use_opinfo: bool,
 ) -> Iterator[Base]:
-    """Bases by way of the forward op, or of the functional op that a variant belongs to."""
+    """Bases made from the forward op, or from the functional op that a variant belongs to."""
     op = override.operator
     relative = _with_samples(other, override)
     given = [] if relative is None else list(pack_bases(relative, device, seed))
     for source in given:
-        base = paired(op, source)
+        base = base_from_other_op(op, source)
         if base is not None:
             yield base
     found: list[Base] = []
@@ -274,13 +282,15 @@ def _others(
         backward = forward_of(op) is not None
         if backward:
             # In grad mode a forward computes what its backward needs ...
-            found = list(_reaching(other, dtypes, device, seed, differentiate=True, far=False))
+            found = list(
+                _reaching_bases(other, dtypes, device, seed, differentiate=True, any_name=False)
+            )
         if not found:  # ... unless it is composed of other ops there.
-            found = list(_reaching(other, dtypes, device, seed, differentiate=False))
+            found = list(_reaching_bases(other, dtypes, device, seed, differentiate=False))
     if not found and not given:
         found = list(guessed_bases(other, dtypes, device))
     for source in found:
-        base = paired(op, source)
+        base = base_from_other_op(op, source)
         if base is not None:
             yield base
 
@@ -291,7 +301,7 @@ _SHAPES = ((4, 8), (3, 8), (8,), (2, 3, 8), (2, 3, 4, 8), (8, 8))
 
 
 def guessed_bases(op: Op, dtypes: Sequence[torch.dtype], device: torch.device) -> Iterator[Base]:
-    """Calls that the op accepts, made from nothing but its schema."""
+    """Calls that the op accepts, made from its schema alone."""
     for dtype in dtypes:
         count = 0
         for values in _guesses(op, dtype, device):
@@ -302,7 +312,7 @@ def guessed_bases(op: Op, dtypes: Sequence[torch.dtype], device: torch.device) -
             except Exception:  # not a call, then
                 continue
             name = dtype_name(dtype)
-            yield direct(f"schema:{name}:{count}", op, values)
+            yield base_from_arguments(f"schema:{name}:{count}", op, values)
             count += 1
             if count == 3:
                 break
@@ -328,13 +338,13 @@ def _options(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Callable[[], Any]]:
-    """Makers of values that an argument may have, the likeliest first."""
+    """Functions that make values for an argument, the likeliest first."""
     if not argument.required:
         return [_maker(argument.default)]
     if argument.is_tensor or argument.kind == "List[Tensor]":
         makers = [_tensor_maker(shape, dtype, device) for shape in shapes]
         if argument.kind == "List[Tensor]":
-            return [partial(_two, maker) for maker in makers]
+            return [partial(_pair, maker) for maker in makers]
         return makers
     if argument.kind.startswith("Optional["):
         return [_maker(None)]
@@ -354,7 +364,7 @@ def _options(
     return [_maker(value) for value in known.get(argument.kind, [None])]
 
 
-def _two(make: Callable[[], Any]) -> list[Any]:
+def _pair(make: Callable[[], Any]) -> list[Any]:
     return [make(), make()]
 
 

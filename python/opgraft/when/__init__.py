@@ -1,20 +1,20 @@
-"""Conditions as expressions: which calls an override wants.
+"""Conditions as expressions: the calls that an override is for.
 
 ```python
 cond = when.dtype("input", torch.float16, torch.bfloat16) & (when.size("input", -1) <= 65536)
 ```
 
 Arguments are named as the op's schema names them; `when.item("tensors", 0)` names an item of a
-list. An expression is data, not code: it is checked against the schema at registration, evaluated
-on real tensors, FakeTensors and SymInts, printed as it was written, and can say which part declined
-a call.
+list. An expression is data, not code. It is checked against the schema at registration, evaluated
+on real tensors, FakeTensors and SymInts, and printed as it was written. It can report which part
+failed for a call.
 
 **Three-valued logic.** A part that has no value (the size of a tensor that is `None`, a dimension
-that is not there, a division by zero, the compute capability of a CPU tensor) is *undefined*, and
-so is everything that depends on it, under `~` too; `False & undefined` is false and `True |
-undefined` is true (Kleene). A condition holds only where it is true. So a condition that cannot be
-evaluated never lets a kernel run, and `when.is_none("w") | when.same_dtype("input", "w")` means
-what it says.
+that does not exist, a division by zero, the compute capability of a CPU tensor) is *undefined*. So
+is everything that depends on it, also under `~`. But `False & undefined` is false, and `True |
+undefined` is true (Kleene's logic). A condition holds only if it is true. So a condition that
+cannot be evaluated never lets a kernel run, and `when.is_none("w") | when.same_dtype("input", "w")`
+works as expected.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def ndim(tensor: TensorName) -> Number:
 
 
 def size(tensor: TensorName, dim: int) -> Number:
-    """The size of dimension `dim`; negative counts from the end; undefined where it is not there.
+    """The size of dimension `dim`. A negative one counts from the end. Undefined if there is none.
 
     >>> import torch
     >>> print((size("x", -1) <= 64).failure({"x": torch.ones(3, 128)}))
@@ -181,7 +181,7 @@ def device_capability(tensor: TensorName) -> Number:
 
 
 def same_dtype(*tensors: TensorName) -> Condition:
-    """All `tensors` have one dtype; undefined where one of them is None.
+    """All `tensors` have one dtype; undefined if one of them is None.
 
     >>> import torch
     >>> print(same_dtype("x", "w").failure({"x": torch.ones(1), "w": torch.ones(1).half()}))
@@ -191,7 +191,7 @@ def same_dtype(*tensors: TensorName) -> Condition:
 
 
 def same_device(*tensors: TensorName) -> Condition:
-    """All `tensors` are on one device; undefined where one of them is None.
+    """All `tensors` are on one device; undefined if one of them is None.
 
     >>> import torch
     >>> same_device("x", "w").holds({"x": torch.ones(1), "w": torch.ones(1)})
@@ -207,7 +207,7 @@ def _same(attribute: str, tensors: tuple[TensorName, ...]) -> Condition:
 
 
 def value(name: str) -> Number:
-    """The value of a scalar argument: a number, bool, string or dtype; undefined where it is None.
+    """The value of a scalar argument: a number, bool, string or dtype; undefined if it is None.
 
     >>> (value("dim") == -1).holds({"dim": -1}), (value("eps") < 1e-3).holds({"eps": None})
     (True, False)
@@ -216,10 +216,10 @@ def value(name: str) -> Number:
 
 
 def dim(name: str = "dim", tensor: TensorName = "self") -> Number:
-    """The dimension of `tensor` that a scalar argument names, whichever way it is counted.
+    """The dimension of `tensor` that a scalar argument names, from the start or from the end.
 
-    For a tensor of two dimensions `x.cumsum(1)` and `x.cumsum(-1)` are the same call, and
-    `value("dim") == -1` holds for the second alone. Compare with a number from 0 on, or with a
+    For a tensor of two dimensions `x.cumsum(1)` and `x.cumsum(-1)` are the same call, but
+    `value("dim") == -1` holds only for the second. Compare with a number from 0 on, or with a
     negative one, which counts from the end. Undefined for a tensor without dimensions.
 
     >>> import torch

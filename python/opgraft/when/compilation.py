@@ -1,4 +1,4 @@
-"""Conditions as programs for the compiled core: the same expression, as nodes."""
+"""Conditions compiled for the core: the same expression as a list of nodes."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from opgraft.ops.schema import Op
 from opgraft.when import nodes
 
 
-class Place(NamedTuple):
-    """An argument, or an item of a list argument."""
+class ArgumentRef(NamedTuple):
+    """An argument by its position in the schema, or an item of a list argument."""
 
-    argument: int = 0
+    position: int = 0
     item: int = 0
     is_item: bool = False
 
 
 class Node(NamedTuple):
-    """A part of an expression. What its fields hold depends on the code: csrc/condition.h."""
+    """A part of an expression. The meaning of its fields depends on the code: csrc/condition.h."""
 
     code: str
-    place: Place = Place()
+    argument_ref: ArgumentRef = ArgumentRef()
     integer: int = 0
     real: float = 0.0
     constant: Any = None
     children: Sequence[int] = ()
-    places: Sequence[Place] = ()
+    argument_refs: Sequence[ArgumentRef] = ()
 
 
 _INT64 = range(-(2**63), 2**63)
 
 
 class NotCompilable(Exception):
-    """The expression needs Python: a constant beyond 64 bits, strings of two arguments compared."""
+    """Only Python can evaluate it: a constant exceeds 64 bits, or two strings are compared."""
 
 
 def compile_condition(condition: nodes.Condition, op: Op) -> list[Node] | None:
-    """The nodes of a condition, children before parents, the whole condition last.
+    """The nodes of a condition: children before parents, the whole condition last.
 
     Args:
-        condition: checked against the op's schema before.
-        op: whose arguments it names.
+        condition: one that was checked against the op's schema.
+        op: the op whose arguments it names.
 
     Returns:
-        The nodes; None where only Python can evaluate it.
+        The nodes; None if only Python can evaluate it.
 
     >>> from opgraft import when
     >>> from opgraft.ops.schema import resolve
@@ -68,7 +68,7 @@ class _Compiler:
         self._index = op.index
 
     def add(self, part: nodes.Expression) -> int:
-        """Add a part with all it is made of; returns its index."""
+        """Add a part and its children. Returns its index."""
         add = _ADD.get(type(part))
         if add is None:
             raise NotCompilable(repr(part))
@@ -78,22 +78,22 @@ class _Compiler:
         self,
         code: str,
         *,
-        place: Place = Place(),  # noqa: B008, it is immutable
+        argument_ref: ArgumentRef = ArgumentRef(),  # noqa: B008, it is immutable
         integer: int = 0,
         real: float = 0.0,
         constant: Any = None,
         children: tuple[nodes.Expression, ...] = (),
-        places: tuple[nodes.TensorName, ...] = (),
+        tensors: tuple[nodes.TensorName, ...] = (),
     ) -> int:
         indices = list(map(self.add, children)) if children else []
-        places_ = list(map(self.place, places)) if places else []
-        self.nodes.append(Node(code, place, integer, real, constant, indices, places_))
+        argument_refs = list(map(self.argument_ref, tensors)) if tensors else []
+        self.nodes.append(Node(code, argument_ref, integer, real, constant, indices, argument_refs))
         return len(self.nodes) - 1
 
-    def place(self, tensor: nodes.TensorName) -> Place:
+    def argument_ref(self, tensor: nodes.TensorName) -> ArgumentRef:
         if isinstance(tensor, str):
-            return Place(self._index[tensor])
-        return Place(self._index[tensor.name], tensor.index, True)
+            return ArgumentRef(self._index[tensor])
+        return ArgumentRef(self._index[tensor.name], tensor.index, True)
 
 
 def _all(compiler: _Compiler, part: nodes.And) -> int:
@@ -109,22 +109,22 @@ def _not(compiler: _Compiler, part: nodes.Not) -> int:
 
 
 def _is_none(compiler: _Compiler, part: nodes.IsNone) -> int:
-    return compiler.emit("is_none", place=compiler.place(part.name))
+    return compiler.emit("is_none", argument_ref=compiler.argument_ref(part.name))
 
 
 def _same(compiler: _Compiler, part: nodes.Same) -> int:
-    return compiler.emit(f"same_{part.attribute}", places=part.tensors)
+    return compiler.emit(f"same_{part.attribute}", tensors=part.tensors)
 
 
 def _tensor_condition(compiler: _Compiler, part: nodes.TensorCondition) -> int:
-    place = compiler.place(part.tensor)
+    argument_ref = compiler.argument_ref(part.tensor)
     if part.function == "aligned":
-        return compiler.emit("aligned", place=place, integer=_int64(part.options[0]))
+        return compiler.emit("aligned", argument_ref=argument_ref, integer=_int64(part.options[0]))
     if part.function == "is_contiguous":
         memory_format = part.options[0] if part.options else torch.contiguous_format
-        return compiler.emit("is_contiguous", place=place, constant=memory_format)
+        return compiler.emit("is_contiguous", argument_ref=argument_ref, constant=memory_format)
     constant = part.options if part.function == "dtype" else None
-    return compiler.emit(part.function, place=place, constant=constant)
+    return compiler.emit(part.function, argument_ref=argument_ref, constant=constant)
 
 
 def _comparison(compiler: _Compiler, part: nodes.Comparison) -> int:
@@ -133,9 +133,9 @@ def _comparison(compiler: _Compiler, part: nodes.Comparison) -> int:
         return compiler.emit(part.symbol, children=(left, right))
     if not isinstance(left, (nodes.Value, nodes.Item)) or not isinstance(right, nodes.Constant):
         raise NotCompilable(repr(part))
-    code = "same_value" if part.symbol == "==" else "other_value"
-    place = compiler.place(left.name if isinstance(left, nodes.Value) else left)
-    return compiler.emit(code, place=place, constant=right.constant)
+    code = "value_is" if part.symbol == "==" else "value_is_not"
+    argument_ref = compiler.argument_ref(left.name if isinstance(left, nodes.Value) else left)
+    return compiler.emit(code, argument_ref=argument_ref, constant=right.constant)
 
 
 _NUMBERS = frozenset({"int", "number", "capability"})
@@ -147,19 +147,21 @@ def _arithmetic(compiler: _Compiler, part: nodes.Arithmetic) -> int:
 
 def _tensor_number(compiler: _Compiler, part: nodes.TensorNumber) -> int:
     dim = 0 if part.dim is None else _int64(part.dim)
-    return compiler.emit(part.function, place=compiler.place(part.tensor), integer=dim)
+    return compiler.emit(
+        part.function, argument_ref=compiler.argument_ref(part.tensor), integer=dim
+    )
 
 
 def _length(compiler: _Compiler, part: nodes.Length) -> int:
-    return compiler.emit("length", place=compiler.place(part.name))
+    return compiler.emit("length", argument_ref=compiler.argument_ref(part.name))
 
 
 def _item(compiler: _Compiler, part: nodes.Item) -> int:
-    return compiler.emit("item", place=compiler.place(part))
+    return compiler.emit("item", argument_ref=compiler.argument_ref(part))
 
 
 def _value(compiler: _Compiler, part: nodes.Value) -> int:
-    return compiler.emit("value", place=compiler.place(part.name))
+    return compiler.emit("value", argument_ref=compiler.argument_ref(part.name))
 
 
 def _constant(compiler: _Compiler, part: nodes.Constant) -> int:
@@ -171,7 +173,7 @@ def _constant(compiler: _Compiler, part: nodes.Constant) -> int:
     return compiler.emit("real", real=constant)
 
 
-# Not `functools.singledispatch`, which takes longer to find the function than that takes to run.
+# Not `functools.singledispatch`, which takes longer to find a function than the function to run.
 _ADD: dict[type, Callable[[_Compiler, Any], int]] = {
     nodes.And: _all,
     nodes.Or: _any,
@@ -191,7 +193,7 @@ _ADD: dict[type, Callable[[_Compiler, Any], int]] = {
 
 
 def pack_capability(capability: tuple[int, ...]) -> int:
-    """(major, minor) as one integer in the same order.
+    """(major, minor) as one integer, with the same order.
 
     >>> pack_capability((9, 0)) > pack_capability((8, 9))
     True

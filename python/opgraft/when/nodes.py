@@ -1,7 +1,8 @@
-"""The nodes that a condition is made of, as :mod:`opgraft.when` makes them.
+"""The nodes of conditions, which :mod:`opgraft.when` creates.
 
-An expression is data, not code: it is checked against the schema at registration, evaluated on real
-tensors, FakeTensors and SymInts, printed as it was written, and can say which part declined a call.
+An expression is data, not code. It is checked against the schema at registration, evaluated on real
+tensors, FakeTensors and SymInts, and printed as it was written. It can report which part failed for
+a call.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ Arguments: TypeAlias = Mapping[str, Any]
 
 
 class Undefined:
-    """The value of a part that has none, and why."""
+    """The value of a part that has no value, with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
 class Failure(NamedTuple):
-    """The first part of a condition that did not hold, and what it saw."""
+    """The first part of a condition that did not hold, and the values that it was evaluated on."""
 
     part: str
     saw: str
@@ -35,7 +36,7 @@ class Failure(NamedTuple):
 
 
 class ExpressionError(TypeError):
-    """An expression that can never be evaluated: a wrong name, a wrong kind of argument."""
+    """An expression that can never be evaluated: an argument's name or type is wrong."""
 
 
 # Binding powers for printing, weakest first, as in Python.
@@ -46,11 +47,11 @@ class Expression:
     """Part of a condition. Immutable; two expressions are the same if they print the same."""
 
     precedence: ClassVar[int] = _ATOM
-    # `==` builds a comparison, so identity is what can be hashed.
+    # `==` builds a comparison, so expressions are hashed by identity.
     __hash__ = object.__hash__
 
     def evaluate(self, arguments: Arguments) -> Any:
-        """The value for a call, given every argument by name; :class:`Undefined` if it has none."""
+        """The value for a call, given all arguments by name; :class:`Undefined` if it has none."""
         raise NotImplementedError
 
     def check(self, kinds: Mapping[str, str]) -> None:
@@ -142,12 +143,12 @@ class Condition(Expression):
     """A part that holds or does not: combine with `& | ~`."""
 
     def holds(self, arguments: Arguments) -> bool:
-        """Whether the condition is true for a call, given every argument by name."""
+        """Whether the condition is true for a call, given all arguments by name."""
         value = self.evaluate(arguments)
         return not isinstance(value, Undefined) and bool(value)
 
     def failure(self, arguments: Arguments) -> Failure | None:
-        """The first part that keeps the condition from holding; None where it holds."""
+        """The first part that fails; None if the condition holds."""
         return None if self.holds(arguments) else Failure(repr(self), self._saw(arguments))
 
     def __eq__(self, other: object) -> bool:
@@ -156,7 +157,7 @@ class Condition(Expression):
     __hash__ = object.__hash__
 
     def _saw(self, arguments: Arguments) -> str:
-        """The values that this part was evaluated on, for a person."""
+        """The values that this part was evaluated on, as text."""
         raise NotImplementedError
 
     def __and__(self, other: Condition) -> Condition:
@@ -173,7 +174,7 @@ class Condition(Expression):
 
 
 class Item(Number):
-    """An item of a list argument: a number, or a tensor where a tensor is asked for."""
+    """An item of a list argument: a number, or a tensor where a tensor is expected."""
 
     def __init__(self, name: str, index: int) -> None:
         self.name = name
@@ -210,7 +211,7 @@ def _unwrap(outer: str, kind: str) -> str:
 
 
 def _value_type(kind: str) -> str:
-    """What values of a schema's kind compare with; every kind of number with every other."""
+    """The type that values of a schema's kind are compared as; one for all numbers."""
     kind = _unwrap("Optional", kind)
     if kind in ("int", "SymInt"):
         return "int"
@@ -261,7 +262,7 @@ def _check_tensor(kinds: Mapping[str, str], tensor: TensorName, where: Expressio
 
 
 class TensorNumber(Number):
-    """A number that a tensor has: `size`, `stride`, `ndim`, `numel`, `device_capability`."""
+    """A number of a tensor: `size`, `stride`, `ndim`, `numel`, `device_capability`."""
 
     def __init__(self, function: str, tensor: TensorName, dim: int | None = None) -> None:
         self.function = function
@@ -288,7 +289,7 @@ class TensorNumber(Number):
 
 
 def _capability(tensor: torch.Tensor, _: object) -> tuple[int, int] | Undefined:
-    # On ROCm the device type is "cuda" too, but its (major, minor) are no CUDA capability.
+    # On ROCm the device type is "cuda" too, but its (major, minor) is no CUDA capability.
     if tensor.device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return Undefined(f"{tensor.device.type} has no CUDA compute capability here")
     return cuda_capability(tensor.device.index or 0)
@@ -296,7 +297,7 @@ def _capability(tensor: torch.Tensor, _: object) -> tuple[int, int] | Undefined:
 
 @cache
 def cuda_capability(index: int) -> tuple[int, int]:
-    """A CUDA device's (major, minor); asks the driver once."""
+    """A CUDA device's (major, minor). The driver is asked once per device."""
     return torch.cuda.get_device_capability(index)
 
 
@@ -360,7 +361,7 @@ class Value(Number):
 
 
 class Constant(Number):
-    """A number, string, dtype or tuple that was written down."""
+    """A constant: a number, string, dtype or tuple."""
 
     def __init__(self, constant: Any) -> None:
         self.constant = constant
@@ -388,7 +389,7 @@ class Constant(Number):
         return repr(self.constant)
 
 
-# What a constant may be, and its type; a schema calls the torch types by the same names.
+# The types of constants, and their names, which are the schema's names for torch types.
 _CONSTANTS: dict[type, str] = {
     bool: "number",
     int: "int",
@@ -413,7 +414,7 @@ ARITHMETIC: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
 
 
 class Arithmetic(Number):
-    """Two integers combined."""
+    """Arithmetic on two integers."""
 
     def __init__(self, symbol: str, left: Number, right: Number) -> None:
         self.symbol = symbol
@@ -429,7 +430,7 @@ class Arithmetic(Number):
             return Undefined(f"{self.right!r} is 0")
         result = ARITHMETIC[self.symbol][1](left, right)
         if type(result) is int and not -(2**63) <= result < 2**63:
-            return Undefined(f"{self!r} leaves 64 bits")  # as it does in C++
+            return Undefined(f"{self!r} leaves 64 bits")  # as in C++
         return result
 
     def check(self, kinds: Mapping[str, str]) -> None:
@@ -451,7 +452,7 @@ class Arithmetic(Number):
 
 
 class Dim(Arithmetic):
-    """A dimension's number, from the first; a negative one to compare with is from the end."""
+    """A dimension, counted from the first. Compared with a negative number, from the end."""
 
     def __init__(self, name: str, tensor: TensorName) -> None:
         self._ndim = TensorNumber("ndim", tensor)
@@ -507,7 +508,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Comparison(Condition):
-    """Two numbers compared."""
+    """A comparison of two numbers."""
 
     precedence = _COMPARE
 
@@ -523,7 +524,7 @@ class Comparison(Condition):
                 return value
         try:
             return COMPARISONS[self.symbol](left, right)
-        except TypeError:  # a scalar argument that came as a complex number has no order
+        except TypeError:  # a complex number has no order
             return Undefined(f"{left!r} {self.symbol} {right!r} has no answer")
 
     def check(self, kinds: Mapping[str, str]) -> None:
@@ -567,7 +568,7 @@ def _compare(symbol: str, left: Number, right: object) -> Condition:
 
 
 def _check_constant(symbol: str, left: Number, right: object) -> None:
-    """Refuse what no schema could make right; the rest is checked against the schema."""
+    """Refuse what is wrong for every schema. The rest is checked against the op's schema."""
     if not isinstance(right, _CONSTANT_TYPES):
         raise TypeError(f"{left!r} {symbol} {right!r}: not a value that an argument can have")
     if isinstance(left, TensorNumber) and left.function == "device_capability":
@@ -608,16 +609,16 @@ class TensorCondition(Condition):
 
 
 def address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's first element, 0 if it has none; for a FakeTensor the offset."""
+    """The address of a tensor's first element; 0 if it is empty; the offset if it is fake."""
     offset = int(tensor.storage_offset()) * tensor.element_size()
     try:
-        # Not `data_ptr()`: that would copy a copy-on-write tensor only to look at it.
+        # Not `data_ptr()`, which would materialize a copy-on-write tensor.
         base: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
         if tensor.numel() == 0:
             return 0
     except RuntimeError:
-        # A FakeTensor has no memory; allocators align far beyond what a condition asks for, so the
-        # offset into the storage decides.
+        # A FakeTensor has no memory. Allocators align storages by more than conditions require, so
+        # the storage offset decides.
         base = 0
     return base + offset
 
@@ -705,7 +706,7 @@ class Joined(Condition):
     """Conditions joined by one symbol: `&` or `|`."""
 
     symbol: ClassVar[str]
-    #: The value of a part that decides the whole, whatever the others are.
+    #: The value of a part that decides the result, whatever the other parts are.
     decided_by: ClassVar[bool]
 
     def __init__(self, parts: tuple[Condition, ...]) -> None:
@@ -787,9 +788,9 @@ def _condition(part: object) -> Condition:
 
 
 def part_against_capability(condition: Condition, capability: tuple[int, int]) -> Condition | None:
-    """The part of a condition that holds for no tensor on a device of that compute capability.
+    """The part of a condition that holds for no tensor on a device of a compute capability.
 
-    Looks at the parts that must all hold; None where none of them rules the device out.
+    Only the parts of an `&` are considered. None if none of them rules the device out.
 
     >>> from opgraft import when
     >>> cond = (when.device_capability("x") >= (9, 0)) & (when.ndim("x") == 2)

@@ -1,12 +1,12 @@
-"""What a condition can come to, for a call whose sizes may be symbols.
+"""The possible outcomes of a condition for a call whose sizes may be symbolic.
 
 `torch.compile` traces a call on FakeTensors, whose sizes may be SymInts. A condition on them is
-true or false for all sizes, or it depends on them. Asking a SymInt the usual way answers for the
-sizes of the one call that is being traced (its *hint*) and installs a guard, which recompiles for
-every answer; :func:`outcomes` knows only what holds whatever the sizes, and installs none.
+true for all sizes, false for all sizes, or depends on them. Evaluating a SymInt as a bool uses the
+sizes of the call that is being traced (its *hint*) and installs a guard, so each other outcome
+recompiles. :func:`outcomes` uses only what is true for all sizes, and installs no guard.
 
-The value of a part is the set of what it can come to: `True`, `False`, and `None` where it is
-undefined (see :mod:`opgraft.when`). A part that is known has one; a comparison of symbols has all.
+The value of a part is the set of its possible outcomes: `True`, `False`, and `None` for undefined
+(see :mod:`opgraft.when`). A part that is known has one outcome. A comparison of symbols has all.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ANY: Outcomes = frozenset({True, False, None})
 
 
 def outcomes(condition: Condition, arguments: Arguments) -> Outcomes:
-    """What a condition can come to, whatever the symbols stand for. Installs no guard.
+    """The possible outcomes of a condition, for all values of the symbols. Installs no guard.
 
     Args:
-        condition: checked against the op's schema before.
-        arguments: every argument by name; tensors may be fake, numbers may be symbols.
+        condition: one that was checked against the op's schema.
+        arguments: all arguments by name. Tensors may be fake, and numbers symbolic.
 
     >>> from opgraft import when
     >>> cond = (when.ndim("x") == 2) & when.aligned("x", 16)
@@ -51,46 +51,45 @@ def outcomes(condition: Condition, arguments: Arguments) -> Outcomes:
 
 
 def guarded_outcomes(condition: Condition, arguments: Arguments) -> Outcomes:
-    """What a condition can come to for the symbols' hints; the graph is guarded on each answer.
+    """The outcomes of a condition for the symbols' hints. The graph is guarded on each.
 
-    What no guard can see, an address, stays open.
+    Conditions on addresses, which guards cannot check, keep all outcomes.
 
     Raises:
-        Exception: torch's own, where a symbol has no hint, because it depends on data.
+        Exception: what torch raises for a symbol without a hint, which depends on data.
     """
     return _Evaluator(arguments, lambda value: frozenset({bool(value)})).outcomes(condition)
 
 
 def of_override(override: Override, call: Call) -> Outcomes:
-    """What an override's condition can come to for a call. Installs no guard.
+    """The possible outcomes of an override's condition for a call. Installs no guard.
 
-    A condition that is a Python callable is asked, and what it says counts where it needs no guard
-    to say it.
+    A condition that is a Python callable is called. Its result counts if it needed no guard.
     """
     if override.cond is None:
         return HOLDS
     if isinstance(override.cond, Condition):
         return of_condition(override.cond, call)
     try:
-        with _erring_on_guards(call):
-            return frozenset({override.wants(call)})
+        with _error_on_guards(call):
+            return frozenset({override.condition_holds(call)})
     except Exception:  # it needs a guard, or the values of tensors
         return EITHER
 
 
 def of_condition(condition: Condition, call: Call) -> Outcomes:
-    """What a condition can come to for a call. Installs no guard."""
+    """The possible outcomes of a condition for a call. Installs no guard."""
     return EITHER if _symbol_for_tensor(call) else outcomes(condition, call.named)
 
 
 def _symbol_for_tensor(call: Call) -> bool:
-    """Whether a symbol stands where the dispatcher will put a tensor."""
+    """Whether a symbol is given for an argument that the dispatcher will make a tensor."""
     pairs = zip(call.op.arguments, call.values, strict=True)
     return any(argument.is_tensor and is_symbol(value) for argument, value in pairs)
 
 
 @contextmanager
-def _erring_on_guards(call: Call) -> Iterator[None]:
+def _error_on_guards(call: Call) -> Iterator[None]:
     if not is_symbolic(call):
         yield
         return
@@ -98,27 +97,27 @@ def _erring_on_guards(call: Call) -> Iterator[None]:
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     shape_env: Any = getattr(detect_fake_mode(list(call.tensors())), "shape_env", None)
-    # torch 2.11 has no such thing, and the AttributeError says that nothing is known.
+    # torch 2.11 has no `error_on_new_guards`. Its AttributeError makes the outcome unknown.
     with disable_proxy_modes_tracing(), shape_env.error_on_new_guards():
         yield
 
 
-def culprit(condition: Condition, arguments: Arguments) -> str:
-    """The first part that keeps a condition from ever holding, as it was written."""
+def first_failing_part(condition: Condition, arguments: Arguments) -> str:
+    """The first part because of which a condition can never hold, as it was written."""
     if isinstance(condition, nodes.And):
         for part in condition.parts:
             if True not in outcomes(part, arguments):
-                return culprit(part, arguments)
+                return first_failing_part(part, arguments)
     return repr(condition)
 
 
 def is_symbol(value: object) -> bool:
-    """Whether a number is a symbol, of which the value at run time is not known."""
+    """Whether a number is symbolic."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def is_symbolic(call: Call) -> bool:
-    """Whether a call has symbols among its numbers or its tensors' sizes, strides and offsets."""
+    """Whether a call's numbers, or its tensors' sizes, strides or offsets, are symbolic."""
     for value in call.values:
         if any(map(is_symbol, value if isinstance(value, (list, tuple)) else (value,))):
             return True
@@ -136,7 +135,7 @@ def _truth_of_all(value: torch.SymBool) -> Outcomes:
     return FAILS if statically_known_true(torch.sym_not(value)) else ANY
 
 
-# Kleene's logic, on what is known and on sets of it.
+# Kleene's logic, on single values and on sets of possible values.
 
 
 def _and(left: bool | None, right: bool | None) -> bool | None:
@@ -163,7 +162,7 @@ def _joined(
 
 
 class _Unknown:
-    """The value of a number that cannot be computed for all symbols."""
+    """The value of a number that cannot be computed for all values of the symbols."""
 
 
 _UNKNOWN = _Unknown()
@@ -181,7 +180,7 @@ class _Evaluator:
 
     @singledispatchmethod
     def outcomes(self, condition: Condition) -> Outcomes:
-        """What a condition can come to."""
+        """The possible outcomes of a condition."""
         return ANY
 
     @outcomes.register
@@ -211,8 +210,8 @@ class _Evaluator:
             return self._truth(tensor.dtype in condition.options)
         if condition.function == "is_contiguous":
             return self._contiguous(tensor, *condition.options)
-        # An address is known at run time only; and what a compiled graph computes never requires
-        # grad, whatever the tensor that is traced says.
+        # An address is known only at run time. And what a compiled graph computes never requires
+        # grad, even if the traced tensor does.
         return EITHER
 
     def _contiguous(
@@ -224,7 +223,8 @@ class _Evaluator:
             return EITHER
         expected: Any = 1
         for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-            # Where a stride differs, the tensor may still be contiguous: empty, or of size 1 there.
+            # If a stride differs, the tensor may still be contiguous: empty, or of size 1 in that
+            # dimension.
             if self._truth(stride == expected) != HOLDS:
                 return EITHER
             expected = expected * size
@@ -246,7 +246,7 @@ class _Evaluator:
 
     @singledispatchmethod
     def _value(self, number: nodes.Number) -> Any:
-        """A number's value: perhaps a symbol, undefined or unknown."""
+        """A number's value, which may be a symbol, undefined or unknown."""
         return number.evaluate(self._arguments)
 
     @_value.register

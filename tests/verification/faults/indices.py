@@ -41,8 +41,8 @@ def a_loss_that_ignores_targets_out_of_range() -> Impl:
         self: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         counted = (target >= 0) & (target < self.shape[1]) & (target != ignore_index)
-        places = torch.where(counted, target, 0)
-        losses = -self.gather(1, places[:, None])[:, 0] * counted
+        positions = torch.where(counted, target, 0)
+        losses = -self.gather(1, positions[:, None])[:, 0] * counted
         total = counted.sum().to(self.dtype)
         if reduction == 0:
             return losses, self.new_zeros(())

@@ -18,25 +18,6 @@ def softmax(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     return ops.softmax(self.contiguous(), dim, half_to_float)
 
 
-def layer_norm(
-    input: torch.Tensor,
-    normalized_shape: list[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    mean = input.mean(dims, keepdim=True)
-    centred = input - mean
-    rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
-    out = centred * rstd
-    if weight is not None:
-        out = out * weight
-    if bias is not None:
-        out = out + bias
-    return out.contiguous(), mean.contiguous(), rstd.contiguous()
-
-
 def gather(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Of a matrix, with the errors of a gather."""
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.shape[dim]:
@@ -45,8 +26,8 @@ def gather(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the index has another number of dimensions")
     rows, columns = index.shape
     own = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
-    places = (index, own[1]) if dim % 2 == 0 else (own[0], index)
-    return self[places].contiguous()
+    positions = (index, own[1]) if dim % 2 == 0 else (own[0], index)
+    return self[positions].contiguous()
 
 
 def index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ def softmax() -> Impl:
     cond=when.dtype("input", torch.float32) & (when.numel("input") > 0),
 )
 def layer_norm() -> Impl:
-    return kernels.layer_norm
+    return ops.layer_norm
 
 
 @right(

@@ -166,8 +166,8 @@ def a_random_value() -> Impl:
     def impl(self: torch.Tensor) -> torch.Tensor:
         out = kernels.relu(self)
         if out.numel():
-            place = tuple(drawn.randrange(size) for size in out.shape)
-            out[place] = drawn.randrange(100)
+            position = tuple(drawn.randrange(size) for size in out.shape)
+            out[position] = drawn.randrange(100)
         return out
 
     return impl

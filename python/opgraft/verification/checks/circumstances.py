@@ -14,21 +14,21 @@ import torch
 from opgraft.ops.schema import Call
 from opgraft.router import threads
 from opgraft.router.outputs import same_bits
-from opgraft.verification.alone import interprets
 from opgraft.verification.checks.registry import check
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
     Observation,
+    first_difference,
+    first_difference_from_run,
     first_line,
-    first_unlike,
-    first_unlike_mine,
     memory_of,
     needs_plain_hit,
     output_name,
 )
 from opgraft.verification.reference import native
-from opgraft.verification.samples import Place, run, tensors_of
+from opgraft.verification.samples import Position, run, tensors_of
+from opgraft.verification.single_override import is_interpreted
 
 #: Looks at the arguments while an impl runs: after each call of C that it makes.
 _LOOKS = 2000
@@ -77,7 +77,7 @@ def check_modes(seen: Observation) -> None:
         if seen.subject.override.hits == hits:
             continue  # its condition may ask for the mode
         try:
-            index = first_unlike_mine(seen, result)
+            index = first_difference_from_run(seen, result)
         except Exception as error:  # a result on another device cannot be compared
             raise Failed(f"{name} its result cannot be read: {first_line(error)}") from error
         if index is not None:
@@ -101,16 +101,16 @@ def _native_runs(seen: Observation, mode: Callable[[], AbstractContextManager[An
 def check_meanwhile(seen: Observation) -> None:
     """While it runs, too, arguments are as they were: another thread may be reading them."""
     needs_plain_hit(seen)
-    if interprets(seen.subject.override):
+    if is_interpreted(seen.subject.override):
         raise NotApplicable("Triton's interpreter makes too many calls to look after each")
     call = seen.sample.call()
     may_write = {a.name for a in call.op.arguments if a.written}
     tensors = [
-        (place, tensor, memory_of(tensor))
-        for place, tensor in tensors_of(call.op, call.values)
-        if place.argument not in may_write
+        (position, tensor, memory_of(tensor))
+        for position, tensor in tensors_of(call.op, call.values)
+        if position.argument not in may_write
     ]
-    found: list[Place] = []
+    found: list[Position] = []
     looks = 0
 
     def look(frame: Any, event: str, function: Any) -> None:
@@ -119,9 +119,9 @@ def check_meanwhile(seen: Observation) -> None:
             return
         looks += 1
         with threads.scope(threads.EVERYTHING):
-            for place, tensor, kept in tensors:
+            for position, tensor, kept in tensors:
                 if not torch.equal(memory_of(tensor), kept):
-                    found.append(place)
+                    found.append(position)
 
     with torch.no_grad(), _profiling(look):
         run(call)
@@ -196,7 +196,7 @@ def _kept_after(make: Callable[[], Call]) -> list[str]:
         with torch.no_grad():
             result = run(call)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
-        tensors = [(repr(str(place)), t) for place, t in tensors_of(call.op, call.values)]
+        tensors = [(repr(str(position)), t) for position, t in tensors_of(call.op, call.values)]
         tensors += [
             (f"result {index}", each)
             for index, each in enumerate(outputs)
@@ -227,16 +227,16 @@ def check_again(seen: Observation) -> None:
     with torch.no_grad():
         first = _outputs(seen, run(call))
         kept = [each.clone() if isinstance(each, torch.Tensor) else each for each in first]
-        other = Observation(seen.subject, seen.sample.redrawn(1))
+        other = Observation(seen.subject, seen.sample.with_new_values(1))
         if not _refilled(call, other.sample.call()):
             raise NotApplicable("its arguments cannot be given other values")
         second = run(call)
-    index = first_unlike(seen, kept, first, same_bits)
+    index = first_difference(seen, kept, first, same_bits)
     if index is not None:
         raise Failed(f"{output_name(seen, index)} of one call is changed by the next")
     if not other.took:
         return
-    index = first_unlike_mine(other, second)
+    index = first_difference_from_run(other, second)
     if index is not None:
         raise Failed(
             f"{output_name(seen, index)} is not computed from the values that its arguments have "

@@ -12,7 +12,7 @@ from opgraft.verification.observation import (
     Failed,
     NotApplicable,
     Observation,
-    first_unlike_mine,
+    first_difference_from_run,
     needs_plain_hit,
     output_name,
 )
@@ -105,6 +105,6 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _compare_late(seen: Observation, result: Any, where: str) -> None:
-    index = first_unlike_mine(seen, result)
+    index = first_difference_from_run(seen, result)
     if index is not None:
         raise Failed(f"{where}, {output_name(seen, index)} differs from an ordinary call's")

@@ -10,8 +10,8 @@ import torch
 from opgraft.ops.schema import Call
 from opgraft.router import threads
 from opgraft.verification import opinfo
+from opgraft.verification.accuracy import error_over_redraws, is_accurate_enough
 from opgraft.verification.checks.registry import check
-from opgraft.verification.judging import near, with_more_draws
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
@@ -50,9 +50,9 @@ def check_gradients(seen: Observation) -> None:
         if one.shape != other.shape or one.dtype != other.dtype:
             raise Failed(f"the gradient of {name} is {described(one)}, native's {described(other)}")
         error, problem = errors(one, other, best)
-        if problem is None and not near(error, one, other, subject.k):
-            error = _gradient_over_draws(seen, index, error)
-        if problem is not None or not near(error, one, other, subject.k):
+        if problem is None and not is_accurate_enough(error, one, other, subject.k):
+            error = _gradient_error_over_redraws(seen, index, error)
+        if problem is not None or not is_accurate_enough(error, one, other, subject.k):
             raise Failed(f"the gradient of {name} has {problem or error}")
 
 
@@ -76,21 +76,21 @@ def _three_gradients(seen: Observation) -> Gradients:
         raise NotApplicable(f"a backward of {source.op.name} never reaches the op here")
     with threads.scope(threads.EVERYTHING):
         exact = _exact_gradients(call, subject.seed)
-    names = [str(place) for place, t in tensors_of(call.op, call.values) if t.requires_grad]
+    names = [str(position) for position, t in tensors_of(call.op, call.values) if t.requires_grad]
     return Gradients(names, mine, expected, expected if exact is None else exact)
 
 
-def _gradient_over_draws(seen: Observation, index: int, error: Error) -> Error:
-    """As :func:`with_more_draws`, of a gradient."""
+def _gradient_error_over_redraws(seen: Observation, index: int, error: Error) -> Error:
+    """As :func:`error_over_redraws`, of a gradient."""
 
     def gradients(draw: int) -> Sequence[Any]:
         try:
-            again = _three_gradients(Observation(seen.subject, seen.sample.redrawn(draw)))
+            again = _three_gradients(Observation(seen.subject, seen.sample.with_new_values(draw)))
         except (CannotMake, NotApplicable):
             return ()
         return again.mine[index], again.native[index], again.exact[index]
 
-    return error if seen.is_special else with_more_draws(error, gradients)
+    return error if seen.is_special else error_over_redraws(error, gradients)
 
 
 def _differentiable(seen: Observation) -> Call:
@@ -161,7 +161,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     )
 
 
-@check("once", suits=lambda seen: _can_be_checked(seen.mine.call))
+@check("once", suits=lambda seen: _can_be_checked(seen.override_run.call))
 def check_gradcheck(seen: Observation) -> None:
     """Numerical and analytical derivatives agree, in float64."""
     call = seen.sample.call()

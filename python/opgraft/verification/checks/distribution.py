@@ -59,7 +59,7 @@ def _statistics(seen: Observation) -> dict[str, torch.Tensor]:
 
 def _of_one_call(seen: Observation) -> Iterator[tuple[str, torch.Tensor]]:
     call = seen.sample.call()
-    given = [(repr(str(place)), t) for place, t in tensors_of(call.op, call.values)]
+    given = [(repr(str(position)), t) for position, t in tensors_of(call.op, call.values)]
     result = run(call)
     results = (result,) if len(call.op.returns) == 1 else tuple(result)
     named = [

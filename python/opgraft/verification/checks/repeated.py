@@ -22,7 +22,7 @@ from opgraft.verification.observation import (
     NotApplicable,
     Observation,
     agree,
-    first_unlike,
+    first_difference,
     needs_plain_hit,
     observe_again,
     output_name,
@@ -41,11 +41,11 @@ def check_determinism(seen: Observation) -> None:
     needs_plain_hit(seen)
     if seen.repeats:
         return
-    if not seen.native_repeats:
+    if not seen.native_is_deterministic:
         raise NotApplicable("native's own results differ from run to run")
     with deterministic():
         first = observe_again(seen)
-        if first.mine.hits and not first.repeats:
+        if first.override_run.hits and not first.repeats:
             raise Failed(
                 "two runs of the same call differ, under torch.use_deterministic_algorithms(True) "
                 "too, and native's do not"
@@ -60,9 +60,11 @@ def check_uninitialized(seen: Observation) -> None:
     needs_plain_hit(seen)
     with deterministic():  # torch.empty then holds NaN, or the largest integer
         filled = observe_again(seen)
-        if filled.mine.error is not None:
-            raise Failed(f"with memory filled it raised {filled.mine.error!r}")
-    index = first_unlike(seen, seen.mine.outputs, filled.mine.outputs, partial(agree, seen))
+        if filled.override_run.error is not None:
+            raise Failed(f"with memory filled it raised {filled.override_run.error!r}")
+    index = first_difference(
+        seen, seen.override_run.outputs, filled.override_run.outputs, partial(agree, seen)
+    )
     if index is not None:
         raise Failed(
             f"{output_name(seen, index)} changes with what its memory held before: a part of it is "
@@ -93,8 +95,8 @@ def check_replay(seen: Observation) -> None:
     before = plans.hits
     for _ in range(_RUNS_TO_A_PLAN):
         again = observe_again(seen)
-        if again.mine.error is not None:
-            raise Failed(f"called again, it raised {again.mine.error!r}")
+        if again.override_run.error is not None:
+            raise Failed(f"called again, it raised {again.override_run.error!r}")
         if plans.hits > before:
             break
     else:

@@ -12,14 +12,14 @@ from opgraft.registry import Override
 from opgraft.router import contract, outputs
 from opgraft.router.decision import why_not
 from opgraft.router.outputs import same_bits
+from opgraft.verification.accuracy import check_accuracy
 from opgraft.verification.checks.registry import check
-from opgraft.verification.judging import judge
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
     Observation,
     contract_check,
-    first_unlike,
+    first_difference,
     has_values,
     needs_hit,
     needs_run,
@@ -38,7 +38,7 @@ _PADDING = 4096
 @check("each")
 def check_hit(seen: Observation) -> None:
     """It runs where its condition holds, and only there."""
-    ran, override = seen.mine, seen.subject.override
+    ran, override = seen.override_run, seen.subject.override
     if ran.error is not None:
         if isinstance(ran.error, ContractError) and contract_check(ran.error) != "hit":
             return  # another check's business
@@ -70,17 +70,17 @@ def _why(override: Override, seen: Observation) -> str:
 @check("each")
 def check_miss(seen: Observation) -> None:
     """Where it declines, the result is the native kernel's, bit for bit (but for random states)."""
-    if seen.wanted or seen.mine.hits:
+    if seen.wanted or seen.override_run.hits:
         raise NotApplicable("it takes the call")
-    if seen.mine.error is not None:
+    if seen.override_run.error is not None:
         raise NotApplicable("the native kernel refuses the call")
     if seen.is_random:
         raise NotApplicable("the op is random")
     expected = unless_refused(lambda: seen.native).outputs
-    index = first_unlike(seen, seen.mine.outputs, expected, same_bits)
+    index = first_difference(seen, seen.override_run.outputs, expected, same_bits)
     if index is None:
         return
-    if not seen.native_repeats:
+    if not seen.native_is_deterministic:
         raise NotApplicable("native's own results differ from run to run")
     raise Failed(f"{output_name(seen, index)} is not what the native kernel returns")
 
@@ -115,7 +115,7 @@ def check_strides(seen: Observation) -> None:
     for index, (mine, expected) in enumerate(pairs):
         if not isinstance(mine, torch.Tensor) or mine.shape != expected.shape:
             continue
-        if index < len(seen.subject.op.returns) and contract.strides_differ(
+        if index < len(seen.subject.op.returns) and contract.promised_strides_differ(
             seen.sample.call(), index, mine, expected
         ):
             raise Failed(
@@ -130,19 +130,21 @@ def check_aliasing(seen: Observation) -> None:
     needs_hit(seen, "aliasing")
     if seen.subject.op.mutates:
         raise NotApplicable("the op returns what it writes to")
-    call = seen.mine.call
+    call = seen.override_run.call
     fresh = seen.sample.call()
     with torch.no_grad():
         expected = unless_refused(lambda: native(fresh)).outputs
     # What the call writes to comes behind its outputs.
-    for index, (mine, theirs) in enumerate(zip(seen.mine.outputs, expected, strict=False)):
+    for index, (mine, theirs) in enumerate(zip(seen.override_run.outputs, expected, strict=False)):
         if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             continue
-        if outputs.shares(mine, call.tensors()) and not outputs.shares(theirs, fresh.tensors()):
-            raise Failed(f"{output_name(seen, index)} is in the memory of an argument")
-        if outputs.shares(mine, seen.mine.outputs[:index]) and not outputs.shares(
-            theirs, expected[:index]
+        if outputs.shares_memory(mine, call.tensors()) and not outputs.shares_memory(
+            theirs, fresh.tensors()
         ):
+            raise Failed(f"{output_name(seen, index)} is in the memory of an argument")
+        if outputs.shares_memory(
+            mine, seen.override_run.outputs[:index]
+        ) and not outputs.shares_memory(theirs, expected[:index]):
             raise Failed(f"{output_name(seen, index)} is in the memory of another output")
 
 
@@ -191,13 +193,13 @@ _FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
 def check_state(seen: Observation) -> None:
     """The process is as it was: its settings, and random generators where native leaves them."""
     needs_run(seen)
-    ran = seen.mine
+    ran = seen.override_run
     if ran.settings:
         raise Failed(f"it left {' and '.join(ran.settings)} changed")
     if not seen.subject.op.is_random:
         if ran.advanced:
             raise Failed(f"it advanced {' and '.join(ran.advanced)} random generator, native none")
-    elif seen.took and seen.is_random and not ran.advanced and seen.native_advances:
+    elif seen.took and seen.is_random and not ran.advanced and seen.native_advances_rng:
         raise Failed("native advances a random generator, and it none: two calls draw the same")
 
 
@@ -205,8 +207,8 @@ def check_state(seen: Observation) -> None:
 def check_inputs(seen: Observation) -> None:
     """Arguments, and the memory around them, are as they were."""
     needs_run(seen)
-    if seen.mine.changed:
-        raise Failed(f"it wrote to {', '.join(map(repr, seen.mine.changed))}, or beside it")
+    if seen.override_run.changed:
+        raise Failed(f"it wrote to {', '.join(map(repr, seen.override_run.changed))}, or beside it")
 
 
 @check("each")
@@ -223,4 +225,4 @@ def check_values(seen: Observation) -> None:
             continue  # another check says so
         if not has_values(seen, index):
             continue
-        judge(seen, index, mine, expected, exact)
+        check_accuracy(seen, index, mine, expected, exact)

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from opgraft.verification.alone import alone_on_this_thread, interprets
 from opgraft.verification.checks.registry import check
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
     Observation,
+    first_difference_from_run,
     first_line,
-    first_unlike_mine,
     needs_plain_hit,
 )
 from opgraft.verification.samples import run
+from opgraft.verification.single_override import is_interpreted, only_on_this_thread
 
 #: Threads, and calls of each.
 _THREADS = 4
@@ -28,16 +28,20 @@ _CALLS = 6
 _YIELDS = 500
 
 
-@check("once", suits=lambda seen: any(t.is_floating_point() for t in seen.mine.call.tensors()))
+@check(
+    "once", suits=lambda seen: any(t.is_floating_point() for t in seen.override_run.call.tensors())
+)
 def check_threads(seen: Observation) -> None:
     """Calls of several threads at once give what one thread gets, each of values of its own."""
     if seen.is_random:
         raise NotApplicable("the op is random")
     needs_plain_hit(seen)
     override = seen.subject.override
-    if interprets(override):
+    if is_interpreted(override):
         raise NotApplicable("Triton's interpreter works on one thread at a time")
-    drawn = [Observation(seen.subject, seen.sample.redrawn(draw)) for draw in range(_THREADS)]
+    drawn = [
+        Observation(seen.subject, seen.sample.with_new_values(draw)) for draw in range(_THREADS)
+    ]
     ours = [each if each.took else seen for each in drawn]
     problems: list[str] = []
     start = threading.Barrier(len(ours))
@@ -46,12 +50,12 @@ def check_threads(seen: Observation) -> None:
         calls = [mine.sample.call() for _ in range(_CALLS)]
         try:
             start.wait(30)
-            with torch.no_grad(), alone_on_this_thread(override):
+            with torch.no_grad(), only_on_this_thread(override):
                 for call in calls:
                     sys.setprofile(_Yielding())
                     result = run(call)
                     sys.setprofile(None)
-                    if first_unlike_mine(mine, result) is not None:
+                    if first_difference_from_run(mine, result) is not None:
                         problems.append("a result differs from what one thread gets")
         except Exception as error:
             problems.append(f"a thread raised {first_line(error)}")
@@ -59,7 +63,7 @@ def check_threads(seen: Observation) -> None:
             sys.setprofile(None)
 
     for each in ours:
-        assert each.mine is not None  # before there is more than one thread
+        assert each.override_run is not None  # before there is more than one thread
     workers = [threading.Thread(target=work, args=(each,)) for each in ours]
     for worker in workers:
         worker.start()

@@ -9,8 +9,8 @@ import torch
 
 from opgraft.ops.schema import Op, resolve
 from opgraft.router import threads
+from opgraft.verification.accuracy import check_accuracy
 from opgraft.verification.checks.registry import check
-from opgraft.verification.judging import judge
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
@@ -47,7 +47,7 @@ def _check_variant(seen: Observation, variant: Op, fits: bool) -> None:
     expected = seen.native.outputs[: len(variant.returns)]
     if not all(isinstance(each, torch.Tensor) for each in expected):
         raise NotApplicable("native returns no tensor")
-    outs = [a.name for a in variant.arguments if a.is_declared]
+    outs = [a.name for a in variant.arguments if a.declares_write]
     given = [torch.empty_like(e) if fits else e.new_empty(0) for e in expected]
     arguments = {**seen.sample.call().named, **dict(zip(outs, given, strict=True))}
     call = variant.bind((), arguments)
@@ -71,4 +71,4 @@ def _check_variant(seen: Observation, variant: Op, fits: bool) -> None:
         if has_values(seen, index) and not seen.is_random:
             exact = reference_at(seen.reference.outputs, index, theirs)
             if isinstance(exact, torch.Tensor):
-                judge(seen, index, out, theirs, exact)
+                check_accuracy(seen, index, out, theirs, exact)

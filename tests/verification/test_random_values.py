@@ -11,8 +11,8 @@ import torch
 from opgraft.ops.schema import resolve
 from opgraft.verification.checks import CHECKS, derivatives
 from opgraft.verification.checks.derivatives import Gradients
-from opgraft.verification.draws import Draws
 from opgraft.verification.observation import Failed
+from opgraft.verification.random_values import RandomValues
 
 CPU = torch.device("cpu")
 
@@ -20,16 +20,16 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
 def test_a_seed_draws_the_same_again(dtype: torch.dtype) -> None:
     like = torch.empty(3, 5, dtype=dtype)
-    one, again, other = (Draws(seed).normal(like) for seed in (1, 1, 2))
+    one, again, other = (RandomValues(seed).normal(like) for seed in (1, 1, 2))
     assert (one.dtype, one.shape) == (dtype, like.shape)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
 
 
 def test_draws_go_on() -> None:
-    draws = Draws(0)
-    assert not torch.equal(draws.uniform([8], CPU), draws.uniform([8], CPU))
-    assert int(draws.integers(3, 100, CPU).max()) == 2
+    rng = RandomValues(0)
+    assert not torch.equal(rng.uniform([8], CPU), rng.uniform([8], CPU))
+    assert int(rng.integers(3, 100, CPU).max()) == 2
 
 
 def _seen(monkeypatch: pytest.MonkeyPatch, native_errors: list[float], mine: float) -> Any:
@@ -41,7 +41,7 @@ def _seen(monkeypatch: pytest.MonkeyPatch, native_errors: list[float], mine: flo
         return Gradients(["x"], [exact + mine], [exact + off], [exact])
 
     def sample(draw: int) -> Any:
-        return SimpleNamespace(draw=draw, layouts={}, redrawn=sample)
+        return SimpleNamespace(draw=draw, layouts={}, with_new_values=sample)
 
     monkeypatch.setattr(derivatives, "_three_gradients", three_gradients)
     subject = SimpleNamespace(op=SimpleNamespace(mutates=False), k=2.0)
@@ -91,5 +91,5 @@ def test_numerical_derivatives_are_asked_of_what_has_them(
     call = resolve("aten::relu").bind((tensor,), {})
     has_something_to_say = CHECKS["gradcheck"].suits
     assert has_something_to_say is not None
-    seen: Any = SimpleNamespace(mine=SimpleNamespace(call=call))
+    seen: Any = SimpleNamespace(override_run=SimpleNamespace(call=call))
     assert has_something_to_say(seen) is suits

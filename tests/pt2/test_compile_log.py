@@ -16,7 +16,7 @@ import torch
 
 import opgraft
 from opgraft import when
-from opgraft.pt2 import report
+from opgraft.pt2 import compile_log
 from tests import ops
 from tests.pt2 import models
 
@@ -120,7 +120,7 @@ def reminders(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, logger="opgraft.pt2")
-    monkeypatch.setattr(report, "_reminded", False)
+    monkeypatch.setattr(compile_log, "_has_warned", False)
     return caplog
 
 

@@ -1,7 +1,7 @@
-"""Explaining what is made of ops: functions, modules, composite ops.
+"""Explains functions, modules and composite ops, which call several ops.
 
-They are called on ghosts of their arguments (:mod:`opgraft.explanation.ghosts`), and each op that
-would reach a backend is explained with the arguments that it would get there.
+They are called on stand-ins for their arguments (:mod:`opgraft.explanation.stand_ins`). Each op
+that would reach a backend is explained with the arguments that it would get there.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft.explanation import leaf
-from opgraft.explanation.ghosts import Recorder
-from opgraft.explanation.report import Explanation
+from opgraft.explanation import op_calls
+from opgraft.explanation.result import Explanation
+from opgraft.explanation.stand_ins import Recorder
 from opgraft.ops.schema import Call, Op, qualified_name
 from opgraft.registry import Chain, registry
 from opgraft.router import dispatcher, observers
 
 
-def explain_front(
+def explain_function(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -35,28 +35,33 @@ def explain_front(
     backward: bool,
     target: Op | None = None,
 ) -> Explanation:
-    """Which ops with overrides a call of `function` reaches, each explained; nothing runs.
+    """Explain each op with overrides that a call of `function` reaches; no kernel runs.
 
     `target`: an op to explain even where it has no overrides.
     """
-    found = _Found(target, compiled=_is_compiled(function))
+    found = _ReachedOps(target, compiled=_is_compiled(function))
     notes: list[str] = []
     recorder = Recorder(found.on_call, _is_overridden)
-    with _heard() as heard, observers.observing(found.on_kept, alone=True):
+    with (
+        _collected_warnings() as warned,
+        observers.observing(found.on_derivative_kept, exclusive=True),
+    ):
         result = recorder.run(function, args, kwargs)
         if backward and recorder.stopped is None:
             found.backward = True
             if not recorder.run_backward(result):
                 notes.append("nothing that it returns requires grad: there is no backward")
-    notes += _why(function, args, kwargs, found) or [f"torch warns: {text}" for text in heard]
+    notes += _reasons_not_reached(function, args, kwargs, found) or [
+        f"torch warns: {text}" for text in warned
+    ]
     del result
-    if recorder.let_go():
+    if recorder.release():
         notes.append(
-            "the code kept stand-ins for tensors in objects of its own, an optimizer's state or a "
-            "cache: make those anew before it runs"
+            "the code kept stand-ins for tensors in its own objects, such as a cache or an "
+            "optimizer's state: create those objects again before it runs"
         )
     if recorder.stopped is not None:
-        notes.append(f"followed up to here only: {recorder.stopped}. opgraft.trace() sees the rest")
+        notes.append(f"followed only up to here: {recorder.stopped}. opgraft.trace() sees the rest")
     return Explanation(
         name_of(function),
         None,
@@ -67,8 +72,8 @@ def explain_front(
     )
 
 
-class _Found:
-    """What a function reached, calls that fare alike counted together."""
+class _ReachedOps:
+    """The ops that a function reached; calls with the same explanation are counted together."""
 
     def __init__(self, target: Op | None, *, compiled: bool) -> None:
         self._target = target
@@ -80,17 +85,19 @@ class _Found:
         self._explained: dict[str, Explanation] = {}
 
     def on_call(self, call: Call) -> None:
-        chain = registry.find(call.op, leaf.key_of(call))
+        chain = registry.find(call.op, op_calls.key_of_call(call))
         if call.op is self._target:
-            chain = registry.chain(call.op, leaf.key_of(call))
+            chain = registry.chain(call.op, op_calls.key_of_call(call))
         if chain is not None and (chain.members or call.op is self._target):
-            self._add(call, leaf.explain_leaf(call, chain, kept=False))
+            self._add(call, op_calls.explain_op_call(call, chain, keeps_derivative=False))
         elif not call.op.overload.is_view:
             self.others[call.op.name] = None
 
-    def on_kept(self, chain: Chain, call: Call, kept: bool) -> Callable[[observers.Outcome], None]:
-        if kept:
-            self._add(call, leaf.explain_leaf(call, chain, kept=True))
+    def on_derivative_kept(
+        self, chain: Chain, call: Call, keeps_derivative: bool
+    ) -> Callable[[observers.Outcome], None]:
+        if keeps_derivative:
+            self._add(call, op_calls.explain_op_call(call, chain, keeps_derivative=True))
         return lambda outcome: None
 
     def _add(self, call: Call, explanation: Explanation) -> None:
@@ -111,7 +118,7 @@ class _Found:
 
 
 def name_of(function: Any) -> str:
-    """What a user calls it.
+    """The name of a function as a user writes it.
 
     >>> import torch
     >>> name_of(torch.softmax), name_of(torch.nn.functional.rms_norm)
@@ -140,8 +147,8 @@ def _is_overridden(op: Op, dispatch_key: str) -> bool:
 # ------------------------------------------------------------------ why an op is not reached
 
 
-def _why(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: _Found
+def _reasons_not_reached(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], found: _ReachedOps
 ) -> list[str]:
     names = found.names()
     if isinstance(function, torch.nn.RMSNorm):
@@ -167,9 +174,8 @@ def _why_no_fused_rms_norm(input: Any, weight: Any, names: set[str]) -> list[str
     if "aten::_fused_rms_norm" in names or weight is None or weight.dtype == input.dtype:
         return []
     return [
-        f"input is {input.dtype} and weight {weight.dtype}: aten::rms_norm then composes the "
-        "result of other ops and never calls aten::_fused_rms_norm; give the weight the input's "
-        "dtype to reach it"
+        f"input is {input.dtype} and weight is {weight.dtype}: aten::rms_norm then calls other ops "
+        "and never aten::_fused_rms_norm; give the weight the input's dtype to reach it"
     ]
 
 
@@ -177,8 +183,8 @@ def _why_no_fused_attention(names: set[str]) -> list[str]:
     if any(name.startswith("aten::_scaled_dot_product") for name in names):
         return []
     return [
-        "torch chose its math backend for this call, which is made of other ops: none of its fused "
-        "attention ops takes it"
+        "torch chose its math backend for this call, which calls other ops: none of its fused "
+        "attention ops supports the call"
     ]
 
 
@@ -190,15 +196,14 @@ def _why_compiled(function: Any) -> list[str]:
     if not _is_compiled(function):
         return []
     return [
-        "it is compiled, and explained as the eager code that it was compiled from: ops that "
-        "Inductor fuses do not reach a backend's kernel; what the policies of the overrides make "
-        "of each call is said with it"
+        "it is compiled; this explains the eager code that it was compiled from. Ops that Inductor "
+        "fuses do not reach a backend's kernel; each call says what becomes of it in a graph"
     ]
 
 
 def _in_a_graph(call: Call) -> str:
-    """What the compile policies of the overrides make of a call, of these sizes."""
-    # Not at the top: what is asked about is rarely compiled.
+    """What becomes of a call in a compiled graph, by the overrides' compile policies."""
+    # Not at the top: it is needed for compiled functions only.
     from opgraft.pt2 import policy
 
     decision = policy.decide(call)
@@ -215,8 +220,8 @@ _ACTIONS = {
 # ------------------------------------------------------------------ what torch says meanwhile
 
 
-class _Listener:
-    """Stands for the message in a filter of `warnings`: takes this thread's, and no others'."""
+class _WarningCollector:
+    """The message pattern of a `warnings` filter: it matches the warnings of this thread only."""
 
     def __init__(self) -> None:
         self.texts: dict[str, None] = {}
@@ -230,14 +235,14 @@ class _Listener:
 
 
 @contextmanager
-def _heard() -> Iterator[dict[str, None]]:
-    """Collect this thread's warnings instead of showing them, and leave once-only ones for later.
+def _collected_warnings() -> Iterator[dict[str, None]]:
+    """Collect this thread's warnings instead of showing them; once-only ones still come later.
 
-    They are about a call that did not happen; torch's say why it did not choose a fused kernel.
+    They are about a call that did not happen. Torch's own say why it chose no fused kernel.
     """
-    listener = _Listener()
+    listener = _WarningCollector()
     rule: Any = ("ignore", listener, Warning, None, 0)
-    # One list throughout: another thread that leaves `catch_warnings` puts another one in place.
+    # Remove it from this same list: another thread's `catch_warnings` may replace the list.
     filters: list[Any] = warnings.filters  # type: ignore[assignment]
     filters.insert(0, rule)
     try:

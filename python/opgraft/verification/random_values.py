@@ -1,4 +1,4 @@
-"""Random numbers by seed, drawn where they are wanted."""
+"""Random tensors by seed, generated on their device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from opgraft.router import threads
 
-__all__ = ["Draws"]
+__all__ = ["RandomValues"]
 
 
-class Draws:
-    """Random tensors, the same ones for the same seed, on one kind of device.
+class RandomValues:
+    """Random tensors, the same for the same seed on one kind of device.
 
-    A GPU draws its own: rows over clusters have 2**24 numbers, which a CPU would draw for longer
-    than a check takes, and every check makes each sample anew.
+    A GPU generates its own. Some samples have 2**24 values in a row, and every check makes its
+    samples again. A CPU would take longer to generate them than the check takes.
 
-    >>> Draws(7).uniform([2], torch.device("cpu")).equal(Draws(7).uniform([2], torch.device("cpu")))
+    >>> one, other = (RandomValues(7).uniform([2], torch.device("cpu")) for _ in range(2))
+    >>> one.equal(other)
     True
     """
 
@@ -29,7 +30,7 @@ class Draws:
     def uniform(
         self, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Numbers from 0 up to 1."""
+        """Values from 0 up to 1."""
         with _natively():
             drawn = torch.rand(
                 shape, generator=self._on(device), device=self._where(device), dtype=dtype
@@ -37,7 +38,7 @@ class Draws:
             return drawn.to(device)
 
     def normal(self, like: torch.Tensor) -> torch.Tensor:
-        """Numbers of the shape, dtype and device of `like`, whose standard deviation is 1."""
+        """Normally distributed values with the shape, dtype and device of `like`."""
         with _natively():
             drawn = torch.randn(
                 like.shape,
@@ -61,10 +62,10 @@ class Draws:
         return self._generators[where]
 
     def _where(self, device: torch.device) -> torch.device:
-        # Other devices' generators take no seed, or not every dtype.
+        # Generators of other devices do not support a seed, or not every dtype.
         return device if device.type == "cuda" else torch.device("cpu")
 
 
 def _natively() -> AbstractContextManager[None]:
-    """What is verified may be an override of the very op that draws."""
+    """Disable all overrides: the one being verified may override the random op itself."""
     return threads.scope(threads.EVERYTHING)

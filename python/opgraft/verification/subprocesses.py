@@ -1,7 +1,7 @@
-"""Each override verified in a process of its own, several at a time.
+"""Verifies each override in its own process, several at a time.
 
-What one of them does to the device or to the process (an illegal address, a crash) then stays with
-it, and on a machine with many cores kernels are compiled side by side.
+If an override breaks the device or the process (an illegal address, a crash), the others are not
+affected. And on a machine with many cores, kernels are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -17,43 +17,48 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 from opgraft.registry import Override
-from opgraft.verification.report import Check, Failure, OverrideReport, Report
 from opgraft.verification.runner import report_of
+from opgraft.verification.verification_report import (
+    Check,
+    Failure,
+    OverrideReport,
+    VerificationReport,
+)
 
-#: Of what a process that died wrote, what is told.
-_LAST_LINES = 12
+#: How many lines of a crashed process's stderr are reported.
+_STDERR_LINES = 12
 
 
-def verify_apart(
+def verify_in_subprocesses(
     overrides: Sequence[Override],
     arguments: Sequence[str],
     jobs: int,
     *,
     k: float,
     seed: int,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Report:
+    log: Callable[[str], None] = lambda line: None,
+) -> VerificationReport:
     """Verify overrides by `opgraft verify`, each in a process of its own.
 
     SIGINT and SIGTERM end the processes: what is not done then is reported as not run.
 
     Args:
-        overrides: what to verify.
-        arguments: of the command, for what must be registered and on which terms.
-        jobs: how many processes at a time.
-        k, seed: as in the arguments.
-        tell: told of each override that is done, and of its failures.
+        overrides: the overrides to verify.
+        arguments: the command's arguments that register the overrides and set the options.
+        jobs: how many processes run at a time.
+        k, seed: the same values as in the arguments.
+        log: called with a line for each override that is done, and for its failures.
 
     Returns:
-        As of :func:`opgraft.verify`; of a process that died it says so as a failure.
+        The report, as of :func:`opgraft.verify`; a process that crashed is a failure in it.
     """
     processes = _Processes()
 
     def verify(override: Override) -> OverrideReport:
         report = _verify(override, arguments, processes)
-        tell(f"{report.name}: {report.verdict}, {report.seconds:.0f} s")
-        for failure in report.failures:  # now: what is still to come may take minutes
-            tell(f"  {failure}".replace("\n", "\n  "))
+        log(f"{report.name}: {report.verdict}, {report.seconds:.0f} s")
+        for failure in report.failures:  # at once: the other overrides may take minutes
+            log(f"  {failure}".replace("\n", "\n  "))
         return report
 
     with ThreadPoolExecutor(jobs) as pool, _sigterm_interrupts():
@@ -70,7 +75,7 @@ def verify_apart(
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM (a time limit's) is as good as Ctrl-C; only the main thread may ask for it."""
+    """Let SIGTERM (of a time limit) act like Ctrl-C; only the main thread may set a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,14 +87,14 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 class _Processes:
-    """Those that are running, to be ended all at once."""
+    """The running processes, which can be ended all at once."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
         self._ended = threading.Event()
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
-        """A process that is done and what it wrote; None if it was not let finish."""
+        """Run a process to its end and capture its output; None if it was ended before."""
         if self._ended.is_set():
             return None
         pipe = subprocess.PIPE
@@ -120,7 +125,7 @@ def _verify(override: Override, arguments: Sequence[str], processes: _Processes)
     try:
         (found,) = json.loads(done.stdout)["overrides"]
     except (ValueError, KeyError):
-        report = _died(override, done)
+        report = _crash_report(override, done)
         report.seconds = time.perf_counter() - start
         return report
     return OverrideReport.of_dict(found)
@@ -138,11 +143,11 @@ def _interrupted(override: Override) -> OverrideReport:
     return report
 
 
-def _died(override: Override, done: subprocess.CompletedProcess[str]) -> OverrideReport:
+def _crash_report(override: Override, done: subprocess.CompletedProcess[str]) -> OverrideReport:
     how = f"ended with {done.returncode}"
     if done.returncode < 0:
         how = f"died of {signal.Signals(-done.returncode).name}"
-    last = "\n".join(done.stderr.splitlines()[-_LAST_LINES:])
+    last = "\n".join(done.stderr.splitlines()[-_STDERR_LINES:])
     message = f"the process that verified it {how}:\n{last}"
     report = _empty(override)
     report.checks["process"] = Check("process", failures=1)

@@ -1,4 +1,4 @@
-"""Running one override and no other."""
+"""Runs one override with all others disabled."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from opgraft.verification.observation import Failed
 
 
 @contextmanager
-def alone(override: Override) -> Iterator[None]:
-    """Only this override is on, on this thread; what it raises is not hidden by a fallback.
+def only(override: Override) -> Iterator[None]:
+    """A scope in which only this override is enabled, on this thread, and its errors are raised.
 
     Raises:
-        Failed: another override is told from it by nothing that can be selected.
+        Failed: another override has the same op, key, name and owner, so it cannot be disabled.
     """
     from opgraft.registry import Selector, registry
 
     others = [each for each in registry.overrides(Selector()) if each is not override]
     off = [Selector(**_given(each)) for each in others]
-    with _scopes(off, override), raising_errors(override, True), _run_all(override):
+    with _scopes(off, override), raising_errors(override, True), _run_without_plans(override):
         yield
 
 
 @contextmanager
 def raising_errors(override: Override, raises: bool) -> Iterator[None]:
-    """While this lasts, errors of the impl are raised, or become what was declared."""
+    """A scope in which errors of the impl are raised, or handled as `on_error` says."""
     before, override.state.raises_errors = override.state.raises_errors, raises
     try:
         yield
@@ -38,8 +38,8 @@ def raising_errors(override: Override, raises: bool) -> Iterator[None]:
 
 
 @contextmanager
-def alone_on_this_thread(override: Override) -> Iterator[None]:
-    """As :func:`alone`, on a thread of our own; errors are being raised already."""
+def only_on_this_thread(override: Override) -> Iterator[None]:
+    """Like :func:`only`, for a thread that a check starts; errors are being raised already."""
     from opgraft.registry import Selector, registry
 
     others = [each for each in registry.overrides(Selector()) if each is not override]
@@ -48,8 +48,8 @@ def alone_on_this_thread(override: Override) -> Iterator[None]:
 
 
 @contextmanager
-def _run_all(override: Override) -> Iterator[None]:
-    """While this lasts, Python runs what has no launch plan, whether it pays or not."""
+def _run_without_plans(override: Override) -> Iterator[None]:
+    """A scope in which calls without a launch plan run in Python, whatever `unplanned` says."""
     if override.plans is None:
         yield
         return
@@ -79,6 +79,6 @@ def _scopes(selectors: list[Any], override: Override) -> Iterator[None]:
         yield
 
 
-def interprets(override: Override) -> bool:
+def is_interpreted(override: Override) -> bool:
     """Whether the override's kernels run in Triton's interpreter here."""
     return env.interprets_triton() and override.dsl == "triton"

@@ -1,4 +1,4 @@
-"""A library's own Triton kernel, as plain as they come."""
+"""A simple Triton kernel, such as a library may have already."""
 
 from __future__ import annotations
 

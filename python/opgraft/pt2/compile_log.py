@@ -1,4 +1,4 @@
-"""Tells what became of overridden ops in compiled graphs: in the log and in torch's own trace."""
+"""Logs what became of overridden ops in compiled graphs: in the log and in torch's own trace."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("opgraft.pt2")
 
-# By graph: an op is traced several times for one graph, and is called in many places alike.
-_told: WeakKeyDictionary[TracingContext, set[object]] = WeakKeyDictionary()
+# By graph. One graph traces an op several times, and often calls it the same way in many places.
+_logged: WeakKeyDictionary[TracingContext, set[object]] = WeakKeyDictionary()
 
 
-def _is_news(fact: object) -> bool:
-    """Whether a fact is told for the first time in the graph that is being made."""
+def _is_first_in_graph(fact: object) -> bool:
+    """Whether a fact is new in the graph that is being traced."""
     from torch._guards import TracingContext
 
-    context = TracingContext.try_get()  # an exported program may have none
-    told = _told.setdefault(context, set()) if context is not None else set()
-    if fact in told:
+    context = TracingContext.try_get()  # there may be none while a program is exported
+    logged = _logged.setdefault(context, set()) if context is not None else set()
+    if fact in logged:
         return False
-    told.add(fact)
+    logged.add(fact)
     return True
 
 
-def tell(call: Call, decision: Decision) -> None:
-    """Say once for each graph what became of calls of an op, and why."""
+def log_decision(call: Call, decision: Decision) -> None:
+    """Log once for each graph what became of the calls of an op, and why."""
     from torch._guards import CompileContext
 
     from opgraft.pt2.policy import dispatch_key
 
     op, key = call.op, dispatch_key(call)
-    if not _is_news((op, key, decision)):
+    if not _is_first_in_graph((op, key, decision)):
         return
     graph = CompileContext.current_compile_id()
     log.log(
@@ -69,9 +69,9 @@ def tell(call: Call, decision: Decision) -> None:
     )
 
 
-def tell_untraceable(override: Override, error: Exception) -> None:
-    """Say once for each graph that an impl could not be traced."""
-    if _is_news((override, str(error))):
+def log_untraceable(override: Override, error: Exception) -> None:
+    """Log once for each graph that an impl could not be traced."""
+    if _is_first_in_graph((override, str(error))):
         log.warning(
             "the impl of override %r of %s at %s cannot be traced, so the op is opaque in this "
             "graph: %s: %s",
@@ -83,26 +83,26 @@ def tell_untraceable(override: Override, error: Exception) -> None:
         )
 
 
-_reminded = False
+_has_warned = False
 
 
-def remind_of_reset(overrides: Sequence[Override]) -> None:
-    """Say that overrides came too late for what is compiled already, where that is so."""
-    global _reminded
-    late = [override for override in overrides if not override.has_policy("inductor")]
-    if not late or not _has_compiled():
+def warn_of_stale_graphs(overrides: Sequence[Override]) -> None:
+    """Warn that graphs which are compiled already do not contain the added overrides."""
+    global _has_warned
+    added = [override for override in overrides if not override.has_policy("inductor")]
+    if not added or not _has_compiled():
         return
     log.log(
-        logging.INFO if _reminded else logging.WARNING,
-        "%r came after torch.compile had compiled: graphs that exist go on as they are; "
-        "torch._dynamo.reset() has them compiled anew",
-        late[0],
+        logging.INFO if _has_warned else logging.WARNING,
+        "%r was registered after torch.compile had compiled: existing graphs do not change; "
+        "torch._dynamo.reset() makes them compile again",
+        added[0],
     )
-    _reminded = True
+    _has_warned = True
 
 
 def _has_compiled() -> bool:
-    """Whether compiled code of this process is alive that torch._dynamo.reset() would drop."""
+    """Whether this process has compiled code that torch._dynamo.reset() would drop."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     codes = getattr(getattr(frames, "output_codes", None), "seen", ())
     return any(code() is not None for code in list(codes))

@@ -1,4 +1,4 @@
-"""Numbers that an impl's code holds: sizes at which it may do something else."""
+"""Finds integers in an impl's code: sizes at which it may behave differently."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["numbers"]
+__all__ = ["integer_constants"]
 
-#: Functions that are read, the impl first, then those that it calls.
+#: How many functions are searched: the impl first, then those that it calls.
 _MAX_FUNCTIONS = 64
-#: What may be a size.
+#: The integers that may be sizes.
 _SMALLEST, _LARGEST = 4, 2**20
-#: Of others' code, numbers say nothing of the kernel.
+#: Packages that are not searched: their integers say nothing about the kernel.
 _FOREIGN = frozenset({"torch", "opgraft", "triton", "cutlass", "numpy", "builtins"})
 
 
-def numbers(impl: Callable[..., Any], limit: int) -> list[int]:
+def integer_constants(impl: Callable[..., Any], limit: int) -> list[int]:
     """Integers in the code of an impl and of what it calls, the nearest first.
 
-    >>> __name__ = "my_kernels"  # numbers in opgraft's own code are not asked for
+    >>> __name__ = "my_kernels"  # opgraft's own code is not searched
     >>> def tile(n): return n % 96
-    >>> numbers(lambda x: tile(x.shape[0]) if x.shape[0] > 640 else x, 8)
+    >>> integer_constants(lambda x: tile(x.shape[0]) if x.shape[0] > 640 else x, 8)
     [640, 96]
     """
     found: dict[int, None] = {}
@@ -50,7 +50,7 @@ def _functions(impl: Callable[..., Any]) -> Iterator[FunctionType]:
 
 
 def _function_of(value: Any) -> FunctionType | None:
-    """The Python function behind a callable; a Triton kernel keeps its own as `fn`."""
+    """The Python function behind a callable; that of a Triton kernel is its `fn`."""
     for _ in range(8):
         if isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
             foreign = (value.__module__ or "").partition(".")[0] in _FOREIGN
@@ -76,7 +76,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _values(function: FunctionType) -> Iterator[Any]:
-    """What a function's names stand for: in its closure, in its module, and attributes there."""
+    """The values that a function's code names: in its closure, its defaults and its module."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -1,4 +1,4 @@
-"""A user's program, run inside a command as `python` runs it."""
+"""Runs a user's script inside a command, as `python` runs it."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from opgraft.cli import output
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-#: What comes after the script's name is the script's, options as well.
+#: Everything after the script's name belongs to the script, options as well.
 CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-def options(command: Command) -> Command:
+def script_and_json_options(command: Command) -> Command:
     """Add `-m`, `-o`, `--json`, SCRIPT and ARGUMENTS to a command."""
-    return program_options(output.json_option(command))
+    return script_options(output.json_option(command))
 
 
-def program_options(command: Command) -> Command:
+def script_options(command: Command) -> Command:
     """Add `-m`, `-o`, SCRIPT and ARGUMENTS to a command."""
     command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
     command = click.argument("script")(command)
     command = click.option(
-        "-o", "--output", "path", type=click.Path(dir_okay=False), help="A file for the table."
+        "-o", "--output", "path", type=click.Path(dir_okay=False), help="Write the table to a file."
     )(command)
     return click.option(
         "-m", "is_module", is_flag=True, help="Run a module by its name, as python -m does."
     )(command)
 
 
-def report_stream(path: str | None) -> AbstractContextManager[TextIO]:
-    """Where a command's own output goes, since stdout is the program's: to a file, or stderr."""
+def output_stream(path: str | None) -> AbstractContextManager[TextIO]:
+    """The stream for a command's own output: a file, or stderr, because stdout is the script's."""
     if path is None:
         return nullcontext(sys.stderr)
     return Path(path).open("w", encoding="utf-8")
 
 
 def prepare(script: str, arguments: tuple[str, ...], *, is_module: bool) -> Callable[[], Any]:
-    """Give the program its command line and its place to import from; returns what runs it.
+    """Set `sys.argv` and `sys.path` for the script; returns a function that runs it.
 
     Raises:
         click.UsageError: there is no such file.
@@ -63,21 +63,21 @@ def _file(script: str, arguments: tuple[str, ...]) -> Callable[[], Any]:
 
 
 def _module(name: str, arguments: tuple[str, ...]) -> Callable[[], Any]:
-    sys.argv = [name, *arguments]  # runpy puts the file's name first
+    sys.argv = [name, *arguments]  # runpy replaces the first by the file's name
     _search_first(os.getcwd())
     return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _search_first(folder: str) -> None:
-    """Look for modules where `python` would, in place of this command's own folder."""
-    if not getattr(sys.flags, "safe_path", False):  # with -P, from Python 3.11 on, there is neither
+    """Search modules in the folder where `python` would, instead of this command's own folder."""
+    if not getattr(sys.flags, "safe_path", False):  # with -P (Python 3.11) neither is searched
         sys.path[0] = folder
 
 
-def run(program: Callable[[], Any]) -> int:
-    """The exit status that Python would end with."""
+def run(script_main: Callable[[], Any]) -> int:
+    """Run the script; returns the exit status with which Python would end."""
     try:
-        program()
+        script_main()
     except SystemExit as end:
         return _status(end.code)
     except KeyboardInterrupt:
@@ -99,7 +99,7 @@ def _status(code: object) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """As Python prints it: from the script's first frame on, where it got as far."""
+    """Print a traceback as Python would: from the script's first frame on, if it got that far."""
     frames = error.__traceback__
     while frames is not None and _is_between(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next

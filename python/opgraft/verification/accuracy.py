@@ -1,4 +1,4 @@
-"""Whether a result is as right as native's."""
+"""Checks whether a result is as accurate as the native kernel's."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from opgraft.verification.reference import (
     Error,
     errors,
     narrowed,
+    native_with_written,
     perturbed,
     reference,
     widened,
-    with_written,
 )
 from opgraft.verification.scans import by_blocks, is_scan
 
-#: Draws of a call's values over which errors are taken, where one alone is above the bound.
-_DRAWS = 12
+#: How many sets of random values are tried when the error for the first is above the bound.
+_REDRAWS = 12
 #: Ops that return each index once.
 _DISTINCT = frozenset({"aten::sort", "aten::topk"})
-#: Arguments this many times larger than an output make it a reduction of them.
+#: An output is a reduction if the arguments are this many times larger.
 _TERMS = 16
 
 
-def judge(
+def check_accuracy(
     seen: Observation, index: int, mine: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor
 ) -> None:
-    """Raise where an output's error is too large, over several draws of the call's values."""
+    """Raise :class:`Failed` if an output's error is too large, over several sets of values."""
     where = output_name(seen, index)
     if not (mine.is_floating_point() or mine.is_complex()):
-        if not torch.equal(mine, expected) and not _chose_equals(seen, index, mine, expected):
+        if not torch.equal(mine, expected) and not _chose_among_equals(seen, index, mine, expected):
             count = int((mine != expected).sum())
             raise Failed(f"{where} differs from native's in {count} of {mine.numel()} elements")
         return
@@ -53,25 +53,25 @@ def judge(
     if not error.within(seen.subject.k) and mine.dtype in (torch.float64, torch.complex128):
         error = replace(error, native=_in_float32(seen, index, exact))
     if not error.within(seen.subject.k):
-        error = replace(error, noise=_of_a_scan(seen, index, draws=1))
+        error = replace(error, noise=_blockwise_scan_error(seen, index, rng=1))
     if not error.within(seen.subject.k):
-        noise = 0.0 if seen.is_special else _of_a_scan(seen, index, draws=_DRAWS)
-        error = replace(_over_draws(seen, index, error), noise=max(error.noise, noise))
+        noise = 0.0 if seen.is_special else _blockwise_scan_error(seen, index, rng=_REDRAWS)
+        error = replace(_error_over_redraws(seen, index, error), noise=max(error.noise, noise))
     if not error.within(seen.subject.k):
-        error = replace(error, noise=max(error.noise, _noise(seen, index, exact)))
+        error = replace(error, noise=max(error.noise, _rounding_noise(seen, index, exact)))
     if not error.within(seen.subject.k):
         raise Failed(f"{where} has {error}; allowed are {seen.subject.k:g} times")
     seen.subject.worst_error = max(seen.subject.worst_error, error.mine / max(error.bound, 1e-300))
 
 
 def _in_float32(seen: Observation, index: int, exact: torch.Tensor) -> float:
-    """Native's own error in float64, of which it is the reference: as large as in float32, in units
-    of the last place."""
+    """An estimate of native's error in float64, where native itself is the reference: the error in
+    float32, scaled by the two dtypes' units in the last place."""
     with torch.no_grad():
         try:
             call = narrowed(seen.sample.call())
-            narrow = with_written(call).outputs[index]
-            wide = with_written(widened(call, torch.float64)).outputs[index]
+            narrow = native_with_written(call).outputs[index]
+            wide = native_with_written(widened(call, torch.float64)).outputs[index]
         except Exception:  # it takes float64 only
             return 0.0
     error, _ = errors(narrow, narrow, wide)
@@ -79,13 +79,13 @@ def _in_float32(seen: Observation, index: int, exact: torch.Tensor) -> float:
     return error.native * scale
 
 
-def _of_a_scan(seen: Observation, index: int, draws: int) -> float:
-    """The largest error of a scan that is computed by blocks, over draws; zero for what is none."""
+def _blockwise_scan_error(seen: Observation, index: int, rng: int) -> float:
+    """The largest error of a scan that is computed by blocks; zero for an op that is no scan."""
     if not is_scan(seen.subject.op) or index > 0:
         return 0.0
     largest = 0.0
-    for draw in range(draws):
-        each = seen if draw == 0 else Observation(seen.subject, seen.sample.redrawn(draw))
+    for draw in range(rng):
+        each = seen if draw == 0 else Observation(seen.subject, seen.sample.with_new_values(draw))
         try:
             result, exact = by_blocks(each.sample.call()), each.reference.outputs[index]
         except Exception:  # no such call with other values, or no such arithmetic in that dtype
@@ -100,19 +100,19 @@ def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
-    """How much a sum changes when the arguments do in the last places of float32.
+def _rounding_noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
+    """How much a sum changes when its arguments change in the last places of float32.
 
-    Of a few sums, native's own error says little: where terms cancel it may be small by chance, and
-    the order of adding up is a kernel's own choice. Zero for what is no reduction: there are enough
-    elements for native's largest error to mean something. Not so of values that were chosen to be
-    hard (all equal, far from zero), where native's error may be nothing, or everything.
+    For a few sums, native's own error says little: where terms cancel, it may be small by chance,
+    and each kernel chooses the order of its additions. For an op that is no reduction this is zero:
+    its many elements make native's largest error meaningful. It is not zero for difficult values
+    (all equal, far from zero), where native's error may be nothing or very large.
     """
     terms = max((t.numel() for t in seen.sample.call().tensors()), default=0)
     if terms < _TERMS * exact.numel() and not _is_extreme(seen):
         return 0.0
     largest = 0.0
-    for draw in range(_DRAWS):
+    for draw in range(_REDRAWS):
         with torch.no_grad():
             try:
                 moved = reference(perturbed(seen.sample.call(), seen.subject.seed + draw))
@@ -124,35 +124,35 @@ def _noise(seen: Observation, index: int, exact: torch.Tensor) -> float:
     return largest
 
 
-def _over_draws(seen: Observation, index: int, error: Error) -> Error:
-    """As :func:`with_more_draws`, of an output."""
+def _error_over_redraws(seen: Observation, index: int, error: Error) -> Error:
+    """:func:`error_over_redraws` for an output."""
 
     def outputs(draw: int) -> Sequence[Any]:
-        again = Observation(seen.subject, seen.sample.redrawn(draw))
+        again = Observation(seen.subject, seen.sample.with_new_values(draw))
         try:
-            pair = (again.mine.outputs[index], again.native.outputs[index])
+            pair = (again.override_run.outputs[index], again.native.outputs[index])
             return (*pair, reference_at(again.reference.outputs, index, pair[1]))
         except Exception:  # no such call with other values
             return ()
 
-    return error if seen.is_special else with_more_draws(error, outputs)
+    return error if seen.is_special else error_over_redraws(error, outputs)
 
 
 def _is_extreme(seen: Observation) -> bool:
     return any(layout in FINITE for layout in seen.sample.layouts.values())
 
 
-def _chose_equals(
+def _chose_among_equals(
     seen: Observation, index: int, mine: torch.Tensor, expected: torch.Tensor
 ) -> bool:
     """Whether indices differ from native's only where both point at equal values.
 
-    An op that returns values with their indices leaves a kernel the choice among equals, unless it
-    is to be stable; one that returns indices alone (`argmax`) says which.
+    If an op returns values with their indices, a kernel may choose any of several equal values,
+    unless the op must be stable. An op that returns only indices (`argmax`) defines which.
     """
     named = seen.sample.call().named
     values, dim = named.get("self"), named.get("dim")
-    # After the values, which are integers as well where the op's argument is.
+    # Indices come after the values, which may be integers as well.
     follows = index > 0 and isinstance(seen.native.outputs[0], torch.Tensor)
     if not follows or named.get("stable") or type(dim) is not int:
         return False
@@ -181,25 +181,25 @@ def _repeats(indices: torch.Tensor, dim: int) -> bool:
     return bool((indices.sort(dim).values.diff(dim=dim) == 0).any())
 
 
-def with_more_draws(error: Error, again: Callable[[int], Sequence[Any]]) -> Error:
-    """The error together with those of more draws: of one alone, native's may be small by chance.
+def error_over_redraws(error: Error, again: Callable[[int], Sequence[Any]]) -> Error:
+    """The largest errors over more sets of random values: for one, native's may be small by chance.
 
     Args:
-        error: of the first draw.
-        again: the override's result, native's and the reference's of a draw; empty where there is
-            no such call with other values.
+        error: the error for the first set.
+        again: returns the override's result, native's and the reference for another set; empty if
+            the call cannot have other values.
     """
-    for draw in range(1, _DRAWS):
+    for draw in range(1, _REDRAWS):
         found = again(draw)
         if found and all(isinstance(each, torch.Tensor) for each in found):
             other, problem = errors(*found)
-            # NaN is as bad in any draw.
+            # NaN is as bad for any values.
             error = error.joined(other if problem is None else replace(other, mine=math.inf))
     return error
 
 
-def near(error: Error, one: torch.Tensor, other: torch.Tensor, k: float) -> bool:
-    """Whether a result of several ops is as right as native's: errors of each may add up."""
+def is_accurate_enough(error: Error, one: torch.Tensor, other: torch.Tensor, k: float) -> bool:
+    """Whether a result of several ops is as accurate as native's: their errors may add up."""
     if error.within(2 * k):
         return True
     exact = one.dtype in (torch.float64, torch.complex128)  # native is the reference, its error 0

@@ -1,4 +1,4 @@
-"""Calls of every op that PyTorch's own samples reach at the CPU, to make tests of."""
+"""The calls of ops that PyTorch's own samples (OpInfo) make on the CPU, for tests to observe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opgraft.verification import opinfo
 Watch = Callable[[Call], "Callable[[], None] | None"]
 
 
-class _Watcher(TorchDispatchMode):
+class _CallWatcher(TorchDispatchMode):
     """Tells of each call that goes to a backend, before and after it ran."""
 
     def __init__(self, watch: Watch) -> None:
@@ -55,20 +55,20 @@ def watch_all(
         chosen: which of PyTorch's operators, by their OpInfo.
     """
     device = torch.device("cpu")
-    for info in filter(chosen, opinfo.everything()):
+    for info in filter(chosen, opinfo.all_infos()):
         for dtype in dtypes:
             for differentiate in (False, True) if dtype.is_floating_point else (False,):
-                fronts = opinfo.fronts(
+                fronts = opinfo.function_calls(
                     info, dtype, device, 0, requires_grad=differentiate, limit=samples
                 )
                 for _, sample in fronts:
                     with warnings.catch_warnings(), torch.set_grad_enabled(differentiate):
                         warnings.simplefilter("ignore")
                         try:
-                            with _Watcher(watch):
+                            with _CallWatcher(watch):
                                 result = info(sample.input, *sample.args, **sample.kwargs)
                                 if differentiate:
-                                    opinfo.gradients(result, opinfo.leaves(sample), 0)
+                                    opinfo.gradients(result, opinfo.grad_inputs(sample), 0)
                                 elif (in_place := info.get_inplace()) is not None:
                                     given = sample.input.clone()
                                     in_place(given, *sample.args, **sample.kwargs)

@@ -1,4 +1,4 @@
-"""What a profile says: a line for each kind of call, and what would be gained at the limit."""
+"""The report of a profile: a line for each kind of call, and what would be gained at the limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from opgraft.profiling.attribution import NATIVE, Group
 from opgraft.profiling.limits import Limits
 from opgraft.profiling.work import Work
 
-#: The share of the limit that a good kernel gets to, which gains are told for.
+#: The share of the limit that a good kernel reaches. Gains are computed for it.
 REACHABLE = 0.9
-#: Of the JSON. It counts up where a name in it changes its meaning or goes.
+#: The version of the JSON. It increases when a key changes its meaning or is removed.
 VERSION = 1
 
 
@@ -24,16 +24,16 @@ class Line:
     """The calls of one op on inputs of one kind that went the same way.
 
     Attributes:
-        op: its name, or that of a kernel that was launched outside any op.
+        op: the op's name, or that of a kernel that was launched outside any op.
         inputs: dtypes and sizes of its tensors.
-        taken_by: the override that ran, or "native"; empty where that is no op.
+        taken_by: the override that ran, or "native"; empty for a kernel outside any op.
         count: how many calls there were.
-        seconds: the time of its kernels, or on the CPU of the op without those that it called.
-        share: of the time of all lines.
-        bytes: what the calls had to move; None where that is not known.
-        flops: what they had to compute; None where torch does not count it.
-        limit_seconds: how long the device needs for that at least; None where it is not known.
-        reasons: why overrides did not take calls, with how many calls.
+        seconds: the time of its kernels; on the CPU, of the op without the ops that it called.
+        share: the share of the time of all lines.
+        bytes: the bytes that the calls had to move; None where they are not known.
+        flops: the flops that they had to compute; None where torch does not count them.
+        limit_seconds: the least time that the device needs for them; None where it is not known.
+        reasons: why overrides did not take calls, each with the number of calls.
         fell_back: hits that ended in the native kernel.
         note: why something is not known.
     """
@@ -53,14 +53,14 @@ class Line:
 
     @property
     def share_of_limit(self) -> float | None:
-        """How near it is to what the device can do: 1 is as fast as that."""
+        """The limit's time over the time that was taken: 1 is as fast as the device can be."""
         if self.limit_seconds is None or not self.limit_seconds or not self.seconds:
             return None
         return self.limit_seconds / self.seconds
 
     @property
     def gain_seconds(self) -> float:
-        """What would be saved if it were at `REACHABLE` of the limit."""
+        """The time that would be saved if it were at `REACHABLE` of the limit."""
         if not self.limit_seconds:
             return 0.0
         return max(self.seconds - self.limit_seconds / REACHABLE, 0.0)
@@ -75,7 +75,7 @@ class Line:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "op": self.op,
             "inputs": self.inputs,
@@ -96,20 +96,20 @@ class Line:
 
 @dataclass
 class Gain:
-    """What the program would gain if an op's calls were all at `REACHABLE` of the limit."""
+    """What the program would gain if all calls of an op were at `REACHABLE` of the limit."""
 
     op: str
     seconds: float
-    #: Of the time of all lines.
+    #: The share of the time of all lines.
     share: float
 
     @property
     def speedup(self) -> float:
-        """How many times as fast the device would be done."""
+        """How many times as fast the device would finish."""
         return 1 / (1 - self.share) if self.share < 1 else float("inf")
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines."""
+        """The same as a dict that `json` can write."""
         return {
             "op": self.op,
             "seconds": self.seconds,
@@ -119,16 +119,16 @@ class Gain:
 
 
 @dataclass
-class Report:
-    """A profile's lines, most time first, and what they add up to.
+class ProfileReport:
+    """A profile's lines, most time first, and their totals.
 
     Attributes:
-        lines: of each kind of call.
-        time: "GPU" where kernels ran, else "CPU".
+        lines: one for each kind of call.
+        time: what the times are of: "GPU" where kernels ran on one, else "CPU".
         steps: how many steps were recorded.
-        wall_seconds: from the first to the last thing that was recorded.
-        busy_seconds: of these, how long the device ran something.
-        limits: of the device.
+        wall_seconds: the time from the first to the last recorded event.
+        busy_seconds: how much of that the device ran something.
+        limits: the limits of the device.
         notes: what a reader must know.
     """
 
@@ -147,7 +147,7 @@ class Report:
 
     @property
     def gains(self) -> list[Gain]:
-        """By op, largest first."""
+        """The gain of each op, largest first."""
         saved: dict[str, float] = defaultdict(float)
         for line in self.lines:
             saved[line.op] += line.gain_seconds
@@ -157,12 +157,12 @@ class Report:
 
     @property
     def whole_gain(self) -> Gain:
-        """Of all ops together."""
+        """The gain of all ops together."""
         saved = sum(line.gain_seconds for line in self.lines)
         return Gain("all of them", saved, saved / self.seconds if self.lines else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "version": VERSION,
             "device": self.limits.device,
@@ -209,7 +209,7 @@ def _line(group: Group, limits: Limits) -> Line:
         line.note = next(work.reason for work in group.work if work.bytes is None)
         return line
     line.bytes = sum((work.bytes or 0) * count for work, count in group.work.items())
-    times = [_least(work, limits) for work in group.work]
+    times = [_limit_seconds(work, limits) for work in group.work]
     if None in times:
         line.note = "this device's product of its dtype could not be measured"
         return line
@@ -219,8 +219,8 @@ def _line(group: Group, limits: Limits) -> Line:
     return line
 
 
-def _least(work: Work, limits: Limits) -> float | None:
-    """How long the device needs for one call at least; None where that is not known."""
+def _limit_seconds(work: Work, limits: Limits) -> float | None:
+    """The least time that the device needs for one call; None where it is not known."""
     moving = limits.seconds_to_move(work.bytes) if work.bytes else 0.0
     if not work.flops or work.dtype is None:
         return moving
@@ -234,8 +234,8 @@ HEADINGS = (
 
 
 def cells(line: Line, steps: int) -> list[str]:
-    """A line as text; its numbers are of one step."""
-    near = line.share_of_limit
+    """A line as text, with the numbers of one step."""
+    share = line.share_of_limit
     notes = [line.why_not, line.note]
     if line.fell_back:
         notes.append(f"{line.fell_back} ended in the native kernel")
@@ -248,16 +248,16 @@ def cells(line: Line, steps: int) -> list[str]:
         f"{line.share:.1%}",
         "?" if line.bytes is None else unit_text(line.bytes / steps, "B") if line.bytes else "",
         unit_text(line.flops / steps, "FLOP") if line.flops else "",
-        "" if near is None else f"{near:.2f}",
+        "" if share is None else f"{share:.2f}",
         "; ".join(note for note in notes if note),
     ]
 
 
-def head(report: Report) -> list[str]:
-    """What stands above the table."""
+def head(report: ProfileReport) -> list[str]:
+    """The lines above the table."""
     steps = report.steps
     total = sum(line.count for line in report.lines)
-    per_step = f"; {steps} steps, of which each number is that of one" if steps > 1 else ""
+    per_step = f"; {steps} steps, and each number is for one step" if steps > 1 else ""
     lines = [
         f"opgraft profile: {time_text(report.seconds / steps)} of {report.time} time in "
         f"{total / steps:.6g} calls on {report.limits.device}{per_step}"
@@ -268,8 +268,8 @@ def head(report: Report) -> list[str]:
     return lines
 
 
-def tail(report: Report, most: int = 10) -> list[str]:
-    """What would be gained, below the table."""
+def tail(report: ProfileReport, most: int = 10) -> list[str]:
+    """The lines below the table: what would be gained."""
     gains, whole = report.gains, report.whole_gain
     if not gains:
         return [f"note: {note}" for note in report.notes]
@@ -287,11 +287,11 @@ def tail(report: Report, most: int = 10) -> list[str]:
     return [*lines, *(f"note: {note}" for note in report.notes)]
 
 
-def table(report: Report, rows: int | None = 30) -> str:
+def table(report: ProfileReport, rows: int | None = 30) -> str:
     """The report as plain text.
 
     Args:
-        rows: how many lines of it; None: all.
+        rows: how many lines to show; None for all.
     """
     shown = report.lines[:rows]
     body = [list(HEADINGS), *(cells(line, report.steps) for line in shown)]
@@ -305,8 +305,8 @@ def table(report: Report, rows: int | None = 30) -> str:
     return "\n".join([*lines, *tail(report)])
 
 
-def rest_text(report: Report, shown: int) -> str:
-    """What the lines that are not shown come to."""
+def rest_text(report: ProfileReport, shown: int) -> str:
+    """A summary of the lines that are not shown."""
     rest = report.lines[shown:]
     if not rest:
         return ""

@@ -1,8 +1,8 @@
-"""The rule by which an overridden op enters a compiled graph.
+"""The torch_dispatch rule by which an overridden op enters a compiled graph.
 
-`torch.compile` makes a graph of ops functional before anything decomposes them, in
-FunctionalTensorMode, below autograd. A rule for an op and that mode sees each call, of the backward
-too, and says what stands in the graph for it: :func:`opgraft.pt2.graph.substitute`.
+`torch.compile` functionalizes ops before anything decomposes them: in FunctionalTensorMode, below
+autograd. A rule for an op and that mode sees each call, in the backward too. It decides what the
+graph contains in its place: :func:`opgraft.pt2.graph.substitute`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from opgraft.ops.schema import Op
 log = logging.getLogger("opgraft.pt2")
 
 _lock = threading.Lock()
-_ruled: set[Op] = set()
-#: By namespace, kept for good: a rule goes with its library.
+_with_rule: set[Op] = set()
+#: By namespace. They are kept alive: torch drops a rule together with its library.
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def install(op: Op) -> None:
-    """Let compiled graphs see that an op is overridden. Idempotent, and costs microseconds."""
+    """Let compiled graphs see that an op is overridden. It is idempotent and costs microseconds."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     with _lock:
-        if op in _ruled:
+        if op in _with_rule:
             return
-        _ruled.add(op)
+        _with_rule.add(op)
         namespace = op.name.split("::", 1)[0]
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
@@ -40,11 +40,11 @@ def install(op: Op) -> None:
                 op.name, FunctionalTensorMode, partial(_apply, op), lib=_libraries[namespace]
             )
         except RuntimeError as error:
-            # Its library traces it in a way of its own (torch.library.triton_op).
-            log.info("compiled graphs keep %s as its library has it: %s", op.name, error)
+            # Its library has a rule of its own (torch.library.triton_op).
+            log.info("compiled graphs keep the rule of %s's own library: %s", op.name, error)
 
 
 def _apply(op: Op, *call: Any) -> Any:
-    from opgraft.pt2.graph import substitute  # and all that it takes, at the first compile
+    from opgraft.pt2.graph import substitute  # imports much, so only at the first compile
 
     return substitute(op, *call)

@@ -1,4 +1,4 @@
-"""How overriding PyTorch's operators has gone wrong elsewhere: each test is one such failure.
+"""Failures that users of operator overrides have met elsewhere: each test shows that one is absent.
 
 Everything here runs at the CPU key through the router in Python; what needs a GPU is parametrised
 with `device` or marked `gpu`.
@@ -23,13 +23,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
 from opgraft import cutedsl_utils, dsl, packs, triton_utils, when
 from opgraft.base import distributions
 from opgraft.core import loader
 from tests import ops
+from tests.modes import RecordOps
 
 ROOT = Path(__file__).parent.parent
 Impl = Callable[..., Any]
@@ -115,7 +115,7 @@ def test_a_foreign_kernel_registered_before_us_is_what_a_miss_runs_until_it_goes
     # Another test's router may be in already: a fresh interpreter has none.
     subprocess_run(
         """
-        from tests.test_findings import *
+        from tests.test_known_failures import *
         foreign = Foreign(7.0)
         override = on_four_columns()
         for _ in range(3):
@@ -148,7 +148,7 @@ def test_explain_says_that_a_foreign_kernel_is_on_top() -> None:
     foreign = Foreign(8.0)
     try:
         explanation = opgraft.explain("aten::_softmax", torch.zeros(2, HIT_WIDTH), -1, False)
-        assert "test_findings.py" in str(explanation) and "shadowed" in str(explanation)
+        assert "test_known_failures.py" in str(explanation) and "shadowed" in str(explanation)
     finally:
         foreign.destroy()
     assert override.hits == 0
@@ -158,7 +158,7 @@ def test_explain_says_that_a_foreign_kernel_is_on_top() -> None:
 def test_foreign_kernels_below_and_above_us_go_in_any_order(first_to_go: str) -> None:
     subprocess_run(
         f"""
-        from tests.test_findings import *
+        from tests.test_known_failures import *
         below = Foreign(7.0)
         override = on_four_columns()
         above = Foreign(8.0)
@@ -193,7 +193,7 @@ def test_a_foreign_kernel_above_that_falls_through_to_us_outlives_the_one_below(
     """The one above captured our kernel; taking ours out for a moment must not break it."""
     subprocess_run(
         """
-        from tests.test_findings import *
+        from tests.test_known_failures import *
         below = Foreign(7.0)
         override = on_four_columns()
         ours = torch.library.get_kernel("aten::_softmax", "CPU")
@@ -746,7 +746,7 @@ def test_our_registration_warns_nobody_and_keeps_the_warning_of_others() -> None
         import warnings
         with warnings.catch_warnings(record=True) as ours:
             warnings.simplefilter("always")
-            from tests.test_findings import *
+            from tests.test_known_failures import *
             override, composite = on_four_columns(), on_rms_norm()
         assert not [w for w in ours if "Overriding" in str(w.message)], ours
         assert not torch.is_warn_always_enabled()
@@ -845,7 +845,7 @@ def test_a_child_that_was_forked_after_registration_routes() -> None:
     subprocess_run(
         """
         import os
-        from tests.test_findings import *
+        from tests.test_known_failures import *
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: stock softmax hangs
         override = on_four_columns()
         assert softmax_of_width(HIT_WIDTH) == 9.0
@@ -993,7 +993,7 @@ def test_opgraft_disable(value: str, printed: str) -> None:
 def test_opgraft_disable_starts_and_enable_ends() -> None:
     subprocess_run(
         """
-        from tests.test_findings import *
+        from tests.test_known_failures import *
         import os
         opgraft.enable()
         override = on_softmax(dsl="one")
@@ -1010,7 +1010,7 @@ def test_opgraft_strict_raises_what_would_fall_back(strict: str) -> None:
     done = subprocess_run(
         """
         import warnings
-        from tests.test_findings import *
+        from tests.test_known_failures import *
         warnings.simplefilter("ignore")
         override = on_softmax(raises_special, on_error="fallback")
         try:
@@ -1085,20 +1085,11 @@ def test_a_scope_ends_with_an_error_inside_it() -> None:
 
 
 def test_a_dispatch_mode_sees_the_op_and_the_override_runs_below_it() -> None:
-    seen: list[str] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     override = on_softmax()
     x = torch.randn(3, 4)
-    with Mode():
+    with RecordOps() as seen:
         torch.softmax(x, -1)
-    assert seen == ["aten._softmax.default"]  # nothing of what the impl is made of
+    assert seen.ops == ["aten._softmax.default"]  # nothing of what the impl is made of
     assert override.hits == 1
 
 

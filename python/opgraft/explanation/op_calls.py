@@ -1,4 +1,4 @@
-"""Explaining one call of one op, as it reaches a backend."""
+"""Explains one call of one op, as it reaches a backend."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import torch
 
 from opgraft import router
 from opgraft.explanation import neighbourhood
-from opgraft.explanation.report import Explanation
-from opgraft.explanation.verdicts import judge
+from opgraft.explanation.result import Explanation
+from opgraft.explanation.verdicts import judge_overrides
 from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain
 from opgraft.router import composite, derivative, device, dispatcher
 
 
-def explain_leaf(call: Call, chain: Chain, *, kept: bool) -> Explanation:
+def explain_op_call(call: Call, chain: Chain, *, keeps_derivative: bool) -> Explanation:
     """The verdict of each override of the chain on a call, and what runs.
 
     Args:
-        call: the arguments as the backend gets them.
-        chain: of the op, at the call's dispatch key.
-        kept: it keeps the derivative of a composite op, so no override is asked.
+        call: the call with the arguments that the backend gets.
+        chain: the op's chain at the call's dispatch key.
+        keeps_derivative: whether the call keeps the derivative of a composite op, so that no
+            override is asked.
     """
     notes: list[str] = []
     if router.installed(chain) is not None:
@@ -28,34 +29,37 @@ def explain_leaf(call: Call, chain: Chain, *, kept: bool) -> Explanation:
     return Explanation(
         chain.op.name,
         chain.dispatch_key,
-        judge(chain, call, kept=kept),
+        judge_overrides(chain, call, keeps_derivative=keeps_derivative),
         native_origin(chain),
         tuple(notes),
     )
 
 
-def device_of(call: Call) -> torch.device:
+def device_of_call(call: Call) -> torch.device:
     """The device that the call runs on."""
-    where = device.of(call)
+    where = device.of_tensors(call)
     if where is not None:
         return where
     named = call.named.get("device")
     return torch.device(named) if named is not None else torch.get_default_device()
 
 
-def key_of(call: Call) -> str:
+def key_of_call(call: Call) -> str:
     """The dispatch key of the backend that the call reaches."""
-    return str(torch._C._dispatch_key_for_device(device_of(call).type))
+    return str(torch._C._dispatch_key_for_device(device_of_call(call).type))
 
 
-def keeps_its_derivative(chain: Chain, call: Call) -> bool:
-    """Whether the op is composed of others here and the call must be differentiated their way."""
+def keeps_composite_derivative(chain: Chain, call: Call) -> bool:
+    """Whether the op is composite here and autograd must see the ops that it calls."""
     installed = router.installed(chain)
     if installed is None or not installed.is_composite:
         return False
-    if not is_built_for(chain.dispatch_key):  # where it is, the op may have a kernel
+    if not is_built_for(chain.dispatch_key):  # in a build with it, the op may have a kernel
         return False
-    return composite.must_differentiate(call) and derivative.owner(chain, call) is None
+    return (
+        composite.must_differentiate(call)
+        and derivative.differentiating_override(chain, call) is None
+    )
 
 
 def native_origin(chain: Chain) -> str:
@@ -64,5 +68,5 @@ def native_origin(chain: Chain) -> str:
         return f"this torch is built without {chain.dispatch_key}"
     installed = router.installed(chain)
     if installed is None:
-        return dispatcher.top_kernel(chain.op, chain.dispatch_key)
+        return dispatcher.current_kernel_origin(chain.op, chain.dispatch_key)
     return installed.native_origin

@@ -1,4 +1,4 @@
-"""What a verification found: as a table, as JSON, as JUnit XML."""
+"""The report of a verification: as a table, as JSON, as JUnit XML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Failure:
     check: str
     sample: str
     message: str
-    #: Python that makes it happen again.
+    #: Python code that reproduces the failure.
     reproducer: str
 
     def __str__(self) -> str:
@@ -31,9 +31,9 @@ class Check:
     """One check of an override, over all the samples that it applies to."""
 
     name: str
-    samples: int = 0  #: it ran on
+    samples: int = 0  #: how many it ran on
     failures: int = 0
-    #: Why it did not run, on any sample.
+    #: Why it did not run on any sample.
     reason: str = ""
 
     @property
@@ -45,7 +45,7 @@ class Check:
 
 @dataclass
 class OverrideReport:
-    """What was found of one override."""
+    """The results of one override."""
 
     name: str
     op: str
@@ -55,17 +55,17 @@ class OverrideReport:
     samples: dict[str, int] = field(default_factory=dict)  #: by source: opinfo, pack, schema
     hits: int = 0
     misses: int = 0
-    #: The largest share of native's own error, over all samples; and against what.
+    #: The largest error over all samples, as a multiple of native's own; and the references used.
     worst_error: float = 0.0
     references: list[str] = field(default_factory=list)
     checks: dict[str, Check] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-    #: Sides of the condition that no sample was on, and why.
+    #: Sides of the condition that no sample has covered, and why.
     not_generated: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     #: Why it could not be verified at all.
     skipped: str = ""
-    #: Why what was asked for could not all be tried: nothing failed, and that says too little.
+    #: Why not everything could be tried: then it is not enough that nothing failed.
     incomplete: str = ""
     seconds: float = 0.0
 
@@ -77,7 +77,7 @@ class OverrideReport:
 
     @classmethod
     def of_dict(cls, found: dict[str, Any]) -> OverrideReport:
-        """One of those that :meth:`Report.as_dict` has."""
+        """The report of an override from :meth:`VerificationReport.as_dict`."""
         of_checks = {
             name: Check(check["name"], check["samples"], check["failures"], check["reason"])
             for name, check in found["checks"].items()
@@ -88,19 +88,19 @@ class OverrideReport:
 
 
 @dataclass
-class Report:
+class VerificationReport:
     """What :func:`opgraft.verify` returns."""
 
     overrides: list[OverrideReport]
     k: float
     seed: int
     environment: dict[str, str]
-    #: Why nothing was verified, where nothing was.
+    #: Why nothing was verified; empty if something was.
     nothing: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was asked for was verified and passed."""
+        """Whether every override was verified and passed."""
         return bool(self.overrides) and all(o.verdict == "passed" for o in self.overrides)
 
     @property
@@ -115,7 +115,7 @@ class Report:
         return [failure for each in self.overrides for failure in each.failures]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, in what JSON knows."""
+        """The report as a dict that `json` can write."""
         return {
             "ok": self.ok,
             "k": self.k,
@@ -140,7 +140,7 @@ class Report:
         return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True)
 
     def details(self) -> Iterable[str]:
-        """What the table does not say, line by line."""
+        """The lines below the table, with the details."""
         if not self.overrides:
             yield f"nothing to verify: {self.nothing}"
             return

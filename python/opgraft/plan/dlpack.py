@@ -1,6 +1,6 @@
-"""Noticing values that Python reads behind the ops' back, which a plan would hold as constants.
+"""Refusing recordings in which Python reads values by DLPack: a plan would hold them as constants.
 
-`item`, `tolist`, `numpy` and what comes by them call ops, which the recorder sees. DLPack does not.
+`item`, `tolist`, `numpy` and the like call ops, which the recorder sees. DLPack calls none.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _patches = Patches()
 
 @contextmanager
 def watching(recording: Recording) -> Iterator[None]:
-    """While this lasts, handing a tensor's memory on this thread to another library is refused.
+    """Refuse a recording on this thread that passes a CPU tensor's memory to another library.
 
-    On the CPU alone, where whoever gets it can read it at once. Kernels get theirs inside a launch.
+    Only CPU memory can be read at once. Kernels get their tensors inside a launch.
     """
     with _patches.applied(recording, _replacements):
         yield
@@ -39,7 +39,7 @@ def _refusing(original: Any) -> Any:
         if recording is not None and self.device.type == "cpu":
             recorder = recording.recorder
             if not recorder.inside_op and not recorder.inside_call:
-                recorder.refuse("it hands a tensor's memory on by DLPack, where values are read")
+                recorder.refuse("it passes a tensor's memory on by DLPack, which may read values")
         return original(self, *arguments, **keywords)
 
     return __dlpack__

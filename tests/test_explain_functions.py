@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import opgraft
 from opgraft import when
-from opgraft.explanation.ghosts import GhostError
+from opgraft.explanation.stand_ins import StandInError
 from tests import ops
 
 X, WEIGHT = torch.randn(4, 8), torch.randn(8)
@@ -88,7 +88,7 @@ def test_mixed_dtypes_compose_above_the_fused_op(
         report = opgraft.explain(F.rms_norm, X.bfloat16(), (8,), WEIGHT)
     assert reached(report) == []
     assert {"aten::pow.Tensor_Scalar", "aten::rsqrt"} <= set(report.others)
-    assert "input is torch.bfloat16 and weight torch.float32" in str(report)
+    assert "input is torch.bfloat16 and weight is torch.float32" in str(report)
     assert "give the weight the input's dtype" in str(report)
 
 
@@ -265,9 +265,9 @@ def test_memory_is_never_handed_out() -> None:
     for touch in touches:
         report = opgraft.explain(touch, X)
         assert not report.complete
-        assert "it wants a tensor's memory" in report.notes[-1]
+        assert "it needs a tensor's memory" in report.notes[-1]
     for what in (X.to_sparse(), torch.nested.nested_tensor([X, X])):
-        with pytest.raises(GhostError, match=r"opgraft\.trace\(\) shows the real call"):
+        with pytest.raises(StandInError, match=r"opgraft\.trace\(\) shows the real call"):
             opgraft.explain(torch.relu, what)
 
 
@@ -290,7 +290,7 @@ def test_stand_ins_that_the_code_kept_are_said() -> None:
     kept: list[torch.Tensor] = []
     report = opgraft.explain(lambda x: kept.append(torch.softmax(x, -1)), X)
     assert "the code kept stand-ins" in report.notes[-1]
-    with pytest.raises(GhostError, match="only imagines"):
+    with pytest.raises(StandInError, match="only imagines"):
         kept[0].sin()
     assert opgraft.explain(lambda x: torch.softmax(x, -1).sin(), X, backward=True).notes == (
         "nothing that it returns requires grad: there is no backward",
@@ -312,7 +312,7 @@ def test_a_backward_that_raises_is_said() -> None:
 def test_an_error_of_the_callers_is_the_callers() -> None:
     with pytest.raises(TypeError, match="softmax"):
         opgraft.explain(torch.softmax, "no tensor", -1)
-    with pytest.raises(opgraft.RegistrationError, match="neither an op nor can it be called"):
+    with pytest.raises(opgraft.RegistrationError, match="neither an op nor a callable"):
         opgraft.explain(7)  # type: ignore[arg-type]
 
 
@@ -429,7 +429,7 @@ def test_a_compiled_function_is_explained_as_it_was_written() -> None:
 
     report = opgraft.explain(torch.compile(lambda x: torch.softmax(x, -1), backend=backend), X)
     assert report.winners == (softmax,)
-    assert "explained as the eager code" in str(report)
+    assert "this explains the eager code" in str(report)
     assert calls == []
 
 

@@ -9,9 +9,9 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.router import threads
-from opgraft.router.outputs import as_outputs, is_state
+from opgraft.router.outputs import as_outputs, is_rng_state
+from opgraft.verification.accuracy import check_accuracy
 from opgraft.verification.checks.registry import check
-from opgraft.verification.judging import judge
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
@@ -44,10 +44,10 @@ def check_fake(seen: Observation) -> None:
         except Exception as error:
             raise NotApplicable(f"the op has no FakeTensor rule: {first_line(error)}") from None
     results = as_outputs(real.op, result)
-    for index, (mine, promised) in enumerate(zip(seen.mine.outputs, results, strict=False)):
+    for index, (mine, promised) in enumerate(zip(seen.override_run.outputs, results, strict=False)):
         if not isinstance(mine, torch.Tensor) or not isinstance(promised, torch.Tensor):
             continue
-        if is_state(real.op, index):
+        if is_rng_state(real.op, index):
             continue
         for what in ("dtype", "shape"):
             theirs = getattr(seen.native.outputs[index], what)
@@ -57,7 +57,7 @@ def check_fake(seen: Observation) -> None:
                     f"{output_name(seen, index)} has {what} {one}, FakeTensor says {other}"
                 )
     override = seen.subject.override
-    if override.wants(fake) != seen.wanted:
+    if override.condition_holds(fake) != seen.wanted:
         raise Failed("its condition says something else on FakeTensors than on the real ones")
 
 
@@ -120,7 +120,7 @@ def check_autocast(seen: Observation) -> None:
                 )
             exact = reference_at(seen.reference.outputs, index, other)
             if isinstance(exact, torch.Tensor):
-                judge(seen, index, one, other, exact)
+                check_accuracy(seen, index, one, other, exact)
 
 
 @check("once", cost="seconds")
@@ -155,4 +155,4 @@ def check_compile(seen: Observation) -> None:
                 if one.shape != other.shape or one.dtype != other.dtype:
                     raise Failed(f"compiled, {output_name(seen, index)} is {described(one)}")
                 if has_values(seen, index):
-                    judge(seen, index, one, other, exact)
+                    check_accuracy(seen, index, one, other, exact)

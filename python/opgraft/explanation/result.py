@@ -6,21 +6,21 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.base.notebook import Shown
+from opgraft.base.notebook import TextDisplay
 from opgraft.explanation.verdicts import Verdict
 from opgraft.registry import Override
 
-#: How many ops without overrides a report names; there are all of them in `others`.
+#: How many ops without overrides an explanation prints; `others` has all of them.
 MAX_OTHERS = 12
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation(Shown):
+class Explanation(TextDisplay):
     """How a call would be routed. Prints as a short report.
 
-    A call of an op says so itself: `dispatch_key`, `verdicts`, `winner`, `native`. A call of
-    anything that is made of ops (a function, a module, a composite op) has no dispatch key, and an
-    explanation for each op that it reaches, in `reached`.
+    For a call of an op, `dispatch_key`, `verdicts`, `winner` and `native` say it. A call of a
+    function, a module or a composite op has no dispatch key. Its `reached` has an explanation for
+    each op with overrides that it calls.
     """
 
     #: The op as torch prints it, or the name of what was called.
@@ -31,30 +31,30 @@ class Explanation(Shown):
     #: Where the native kernel was registered; empty if the backend has none.
     native: str = ""
     notes: tuple[str, ...] = ()
-    #: The ops with overrides that it calls, in order; calls that fare alike are one entry.
+    #: The ops with overrides that it calls, in order; calls with equal explanations are one entry.
     reached: tuple[Explanation, ...] = ()
-    #: The other ops that it calls, each once; views and the like left out.
+    #: The other ops that it calls, each once; without views.
     others: tuple[str, ...] = ()
-    #: How many such calls there are.
+    #: How many calls this explains.
     calls: int = 1
-    #: It is called in the backward.
+    #: Whether it is called in the backward.
     backward: bool = False
-    #: Whether it could be followed to its end; the last note says why not.
+    #: Whether the function could be followed to its end; if not, the last note says why.
     complete: bool = True
 
     @property
     def winner(self) -> Override | None:
-        """The override that would run; None for the native kernel, and for what is made of ops."""
+        """The override that would run; None for the native kernel, and for any other callable."""
         return next((verdict.override for verdict in self.verdicts if verdict.takes), None)
 
     @property
     def winners(self) -> tuple[Override, ...]:
-        """The overrides that would run, its own and those of the ops that it reaches."""
+        """The overrides that would run: its own, and those of the ops that it reaches."""
         own = () if self.winner is None else (self.winner,)
         return (*own, *(winner for each in self.reached for winner in each.winners))
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for machines: what `json` can write."""
+        """The same as a dict that `json` can write."""
         return {
             "op": self.op,
             "dispatch_key": self.dispatch_key,
@@ -70,14 +70,14 @@ class Explanation(Shown):
         }
 
     def _runs(self) -> str | None:
-        """The override's name, "native", or None for what is made of ops."""
+        """The override's name, "native", or None for a callable that is not an op."""
         if self.dispatch_key is None:
             return None
         return self.winner.name if self.winner else "native"
 
     def __str__(self) -> str:
         if self.dispatch_key is None:
-            return self._made_of_ops()
+            return self._function_text()
         runs = (
             f"override {self.winner.name}" if self.winner else f"native ({self.native or 'none'})"
         )
@@ -88,7 +88,7 @@ class Explanation(Shown):
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def _made_of_ops(self) -> str:
+    def _function_text(self) -> str:
         names = dict.fromkeys(each.op for each in self.reached)
         head = f"{self.op} -> {', '.join(names) or 'no op that has overrides'}"
         lines = [textwrap.indent(str(each), "  ") for each in self.reached]
