@@ -27,8 +27,7 @@ BENCHMARKS ?= $(sort $(wildcard benchmarks/[!_]*.py))
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
-# pip compiles the bytecode of torch's files one after the other, most of the time that installing it takes. A few files
-# of torch are for other versions of Python.
+# pip compiles the bytecode of torch's files one after the other. A few files of torch are for other versions of Python.
 BYTECODE = $(PY) -m compileall -qq -j $(JOBS) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 # One stamp for each step that succeeded: the next call skips it, and repeats what failed.
 STAMPS := $(VENV)/stamps
@@ -47,7 +46,7 @@ quickstart: $(STAMPS)/install
 	@$(PY) examples/quickstart.py
 
 test: $(STAMPS)/probes
-	@$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check .

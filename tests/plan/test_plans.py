@@ -857,7 +857,7 @@ def test_without_plans_unplanned_is_a_part_of_the_condition(
         ({"launch_plan": False, "unplanned": when.ndim("self") == 2}, "launch_plan=True"),
         ({"unplanned": lambda self, dim, _: True}, "an expression of opgraft.when"),
         ({"unplanned": when.ndim("nobody") == 2}, "nobody"),
-        ({"unplanned": when.numel("self") < 2**70}, "needs Python"),
+        ({"unplanned": when.numel("self") < 2**70}, "only Python can evaluate"),
     ],
 )
 def test_wrong_unplanned(register: Register, keywords: dict[str, Any], message: str) -> None:

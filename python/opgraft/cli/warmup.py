@@ -24,7 +24,7 @@ def command(
     """
     opgraft.packs.activate()
     script_main = scripts.prepare(script, arguments, is_module=is_module)
-    with warm.watching() as report, opgraft.when_not_ready("wait"):
+    with warm.watching() as report:
         status = scripts.run(script_main)
     with scripts.output_stream(path) as stream:
         print(json.dumps(report.as_dict(), indent=2) if as_json else report, file=stream)

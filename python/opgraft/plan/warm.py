@@ -89,7 +89,7 @@ def warmup(
     """
     is_function = callable(op) and not isinstance(op, (OpOverload, OpOverloadPacket))
     function: Any = op if is_function else resolve(op).overload  # type: ignore[arg-type]
-    with watching() as report, when_not_ready("wait"):
+    with watching() as report:
         for _ in range(_RUNS):
             function(*args, **kwargs)
     return report
@@ -97,11 +97,15 @@ def warmup(
 
 @contextmanager
 def watching() -> Iterator[WarmUp]:
-    """Collect the overrides that run inside the context; the report is complete at its end."""
+    """Collect the overrides that run inside the context; the report is complete at its end.
+
+    Calls inside it wait until their kernels are compiled.
+    """
     before = _hits()
     report = WarmUp()
     try:
-        yield report
+        with when_not_ready("wait"):
+            yield report
     finally:
         report.overrides = tuple(
             Warmed(override, more)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 from opgraft.ready import claims, request, worker
@@ -38,11 +38,11 @@ IDLE_SECONDS = 60.0
 #: Seconds between two looks at whether a claim of another process is gone: at first, and at most.
 POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
-#: What a worker runs. Its path is set before anything is imported: it finds what this process
-#: finds, and nothing of the folder that it happens to be started in.
+#: What a worker runs, with this process's path. It is set before anything is imported: a worker
+#: finds what this process finds, and nothing of the folder that it happens to be started in.
 _PROGRAM = """
 import sys
-sys.path[:] = eval(sys.argv.pop())
+sys.path[:] = {path!r}
 import runpy
 runpy.run_module("opgraft.ready.worker", run_name="__main__", alter_sys=True)
 """
@@ -54,6 +54,10 @@ class WorkerFailed(Exception):
 
 class CannotStart(Exception):
     """No worker can be started here."""
+
+
+class ImplFailed(Exception):
+    """A worker cannot run the impl without memory."""
 
 
 class LetGo(Exception):
@@ -79,7 +83,6 @@ class Job:
     failed: Callable[[str, bool], None]
     #: It was let go, and may be asked for again.
     dropped: Callable[[], None]
-    since: float = field(default_factory=time.monotonic)
 
 
 def most_workers() -> int:
@@ -243,10 +246,6 @@ class _Attendant(threading.Thread):
         """Called by this thread when it ends."""
 
 
-class ImplFailed(Exception):
-    """A worker cannot run the impl without memory."""
-
-
 class _Runner(_Attendant):
     """Does jobs itself, in this process."""
 
@@ -329,7 +328,7 @@ class _Overseer(_Attendant):
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (kept as long as the process)
             process = self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(os.getpid()), repr(path)],
+                [sys.executable, "-c", _PROGRAM.format(path=path), str(os.getpid())],
                 stdin=pipe,
                 stdout=pipe,
                 stderr=self._errors,

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -288,8 +288,9 @@ def when_not_ready(policy: WhenNotReady) -> Iterator[None]:
     >>> with opgraft.when_not_ready("wait"):
     ...     pass  # every call that an override takes runs it
     """
-    if policy not in ("native", "wait"):
-        raise RegistrationError(f"when_not_ready({policy!r}): choose one of ('native', 'wait')")
+    choices = get_args(WhenNotReady)
+    if policy not in choices:
+        raise RegistrationError(f"when_not_ready({policy!r}): choose one of {choices}")
     scope = _Scope(policy)
     with _lock:
         _scopes.append(scope)
@@ -341,8 +342,8 @@ def _forget_in_child() -> None:
     _changed = threading.Condition()
     for each in _everyone():
         each._lock = threading.RLock()
-        ready = {key: s for key, s in each._states.items() if s.status in ("ready", "failed")}
-        each._states = ready
+        done = {key: state for key, state in each._states.items() if not state.is_pending}
+        each._states = done
         each._table.forget_asked()
 
 

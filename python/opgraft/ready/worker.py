@@ -1,4 +1,4 @@
-"""The worker process, `opgraft.ready.worker PARENT` as a program.
+"""The program of a worker process. Its argument is the number of the process that it works for.
 
 It reads requests from its standard input, one JSON line each, and writes one line for each to what
 its standard output was when it began. What impls and compilers print goes to standard error.

@@ -722,7 +722,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
 
 
 def _chunks(hidden: int, tile: Tile) -> int:
-    # A power of two, so that there are few to compile; a chunk beyond the row is masked deviation.
+    # A power of two, so that there are few to compile; a chunk beyond the row is masked off.
     return power_of_2(ceil_div(hidden, tile.block))
 
 
@@ -750,7 +750,7 @@ def _plan_backward_rows(
     """The narrowest rows of LayerNorm are computed without fused multiply-add.
 
     In a row of one element dx is 0, as w * g is its own mean, and native's is; a fused w * g - mean
-    is instead what rounding took deviation w * g, times rstd of up to 1 / sqrt(eps).
+    is instead what rounding took off w * g, times rstd of up to 1 / sqrt(eps).
     """
     rows, hidden, *_ = matrix
     has_mean, sums = call.mean is not None, _sums(call)
