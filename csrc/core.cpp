@@ -2,6 +2,7 @@
 // torch version: _C_torch2_13.
 
 #include <ATen/ops/add.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Layout.h>
@@ -63,6 +64,25 @@ py::dict abi_facts() {
   facts["cplusplus"] = static_cast<long>(__cplusplus);
   facts["compiler"] = __VERSION__;
   return facts;
+}
+
+// A device guard for CUDA that asks no driver: there is one device, which is always the current one.
+struct CudaGuardWithoutDevice final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
+  c10::Device getDevice() const override { return c10::Device(c10::DeviceType::CUDA, 0); }
+  c10::Stream getStream(c10::Device) const noexcept override { return default_stream(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return default_stream(); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return default_stream(); }
+
+ private:
+  c10::Stream default_stream() const {
+    return c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CUDA, 0));
+  }
+};
+
+void guard_cuda_without_device() {
+  static const CudaGuardWithoutDevice guard;
+  c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, &guard);
 }
 
 // --------------------------------------------------------------------------- conditions
@@ -504,6 +524,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   });
   core.def("shut_down", &Router::shut_down, py::call_guard<py::gil_scoped_release>(),
            "Make every call a miss from now on, and wait for calls that are in Python.");
+  core.def("guard_cuda_without_device", &guard_cuda_without_device,
+           "Let functions of tensors that guard their device, such as `contiguous`, take fake CUDA "
+           "tensors in a process without a GPU; from now on.");
   core.attr("ORIGIN") = kOrigin;
 
   py::class_<Reading>(core, "Reading",

@@ -19,6 +19,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from opgraft.core import loader
 from opgraft.ready import request
 from opgraft.ready.request import Request
 
@@ -79,6 +80,7 @@ def _device(properties: dict[str, Any]) -> Iterator[None]:
         "synchronize": lambda device=None: None,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
+        "_lazy_init": lambda: None,
     }
     with ExitStack() as stack:
         for name, function in stands_in.items():
@@ -86,6 +88,10 @@ def _device(properties: dict[str, Any]) -> Iterator[None]:
         # Which would make a context as soon as torch says that there is a device.
         nothing = mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None, create=True)
         stack.enter_context(nothing)
+        # For good. `contiguous`, `copy_` and indexing guard a tensor's device before they look
+        # whether it is a fake one.
+        if (core := loader.load()) is not None:
+            core.guard_cuda_without_device()
         yield
 
 
