@@ -10,6 +10,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import opgraft
 from opgraft import ContractError, Override, when
+from opgraft.pt2 import impl_tracing
 from opgraft.when import Condition
 from tests import ops
 from tests.pt2 import models
@@ -200,3 +201,22 @@ def test_exported_programs_hold_it_by_its_opaque_name() -> None:
         program = torch.export.export(Model(), (torch.ones(4, 8),)).run_decompositions()
     check(program.module(), torch.ones(4, 8))
     assert override.hits == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "unlike"),
+    [
+        ({}, set()),
+        ({"enable_fp_fusion": True, "launch_cooperative_grid": False, "maxnreg": None}, set()),
+        ({"launch_cooperative_grid": True, "maxnreg": None}, {"launch_cooperative_grid"}),
+        ({"maxnreg": 128, "nonsense": 1}, {"maxnreg", "nonsense"}),
+    ],
+)
+def test_only_options_that_change_something_keep_a_launch_out_of_a_graph(
+    options: dict[str, Any], unlike: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    defaults = compiler.make_backend(target).parse_options({})
+    monkeypatch.setattr(impl_tracing, "_default_options", lambda: defaults)
+    assert impl_tracing._unlike_defaults(options) == unlike

@@ -162,9 +162,30 @@ def _traceable(getitem: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _launch_as_node(kernel: Any, grid: Any) -> Callable[..., None]:
     def launch(*args: Any, **kwargs: Any) -> None:
-        unknown = set(kwargs) - set(kernel.arg_names) - _LAUNCH_OPTIONS
-        if unknown:
-            raise NotTraceable(f"Inductor would drop {', '.join(sorted(unknown))} of a launch")
-        torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
+        known = {*kernel.arg_names, *_LAUNCH_OPTIONS}
+        options = {name: value for name, value in kwargs.items() if name not in known}
+        if dropped := sorted(_unlike_defaults(options)):
+            raise NotTraceable(f"Inductor would drop {', '.join(dropped)} of a launch")
+        kept = {name: value for name, value in kwargs.items() if name not in options}
+        torch.library.wrap_triton(kernel)[grid](*args, **kept)
 
     return launch
+
+
+def _unlike_defaults(options: dict[str, Any]) -> set[str]:
+    """The options of a launch whose values are not those that Triton compiles with by itself."""
+    if not options:
+        return set()
+    try:
+        defaults = _default_options()
+    except Exception:  # Triton has no device to compile for
+        return set(options)
+    missing = object()
+    return {name for name, value in options.items() if getattr(defaults, name, missing) != value}
+
+
+def _default_options() -> Any:
+    from triton.compiler import make_backend
+    from triton.runtime import driver
+
+    return make_backend(driver.active.get_current_target()).parse_options({})
