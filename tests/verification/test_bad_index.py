@@ -133,6 +133,7 @@ def test_on_cuda_an_assertion_is_asked_for(clamped: bool, verdict: str, tmp_path
         text=True,
         cwd=ROOT,
     )
+    assert done.stdout, done.stderr
     (override,) = json.loads(done.stdout)["overrides"]
     assert override["checks"]["bad_index"]["verdict"] == verdict, done.stdout + done.stderr
     assert override["hits"] > 0

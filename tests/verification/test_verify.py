@@ -31,6 +31,8 @@ from opgraft.verification.verification_report import VerificationReport
 from tests.verification import broken
 
 ROOT = Path(__file__).parent.parent.parent
+#: Where DSLs may be.
+PATHS = [path] if (path := os.environ.get("PYTHONPATH")) else []
 #: Without what imports Dynamo: seconds that most tests here do not need.
 QUICK = [name for name in CHECKS if name not in ("opcheck", "compile")]
 
@@ -608,7 +610,7 @@ def test_a_wrong_replay_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         ctypes.memmove(out.data_ptr(), result.data_ptr(), out.nbytes)  # nobody can record that
         return out
 
-    monkeypatch.setattr(trial, "agree", lambda one, other: True)
+    monkeypatch.setattr(trial, "outputs_agree", lambda one, other: True)
     report = opgraft.verify(planned(impl), max_samples=20, opinfo=False)
     failures = [failure for failure in report.failures if failure.check == "replay"]
     assert failures and "replayed from a launch plan, output 0 has" in failures[0].message
@@ -648,7 +650,7 @@ def test_under_compile_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "opgraft", "verify", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *PATHS])} | environment,
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -736,6 +738,33 @@ def test_overrides_verified_in_processes_of_their_own(tmp_path: Path) -> None:
     }
     assert len(suites) == 3
     assert suites["aten::relu at CPU: crashes"].get("failures") == "1"
+
+
+def test_a_sample_on_which_native_ends_the_process_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, torch, opgraft\n"
+        "library = torch.library.Library('left_out', 'DEF')\n"
+        "library.define('double(Tensor x) -> Tensor')\n"
+        "def native(x):\n"
+        "    return os.abort() if x.numel() == 3 else x * 2\n"
+        "library.impl('double', native, 'CPU')\n"
+        "library.impl('double', lambda x: torch.empty_like(x), 'Meta')\n"
+        "opgraft.register_op_override('left_out', 'double', 'CPU', lambda x: x + x,\n"
+        "    unconditional_override=True, name='right',\n"
+        "    samples=lambda device: [(torch.ones(n, device=device),) for n in (2, 3, 4)])\n"
+        "opgraft.register_op_override('aten', 'relu', 'CPU', lambda self: self.clamp(min=0),\n"
+        "    unconditional_override=True, name='another')\n"
+    )
+    done = command(
+        *("--import", "mine", "--check", "hit", "--check", "values", "--dispatch-key", "CPU"),
+        *("--no-opinfo", "--json", "--jobs", "2"),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        OPGRAFT_PACKS="none",
+    )
+    found = {each["name"]: each for each in json.loads(done.stdout)["overrides"]}
+    assert found["right"]["verdict"] == "passed", done.stdout + done.stderr
+    assert found["right"]["hits"] > 0
+    assert any("left out, as native ends the process" in note for note in found["right"]["notes"])
 
 
 def test_the_command_without_expecttest_has_not_verified(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import click
 import opgraft
 from opgraft import verification
 from opgraft.cli import output
+from opgraft.verification import journal, reproduction
 from opgraft.verification.subprocesses import verify_in_subprocesses
 from opgraft.verification.verification_report import VerificationReport
 
@@ -46,6 +47,9 @@ from opgraft.verification.verification_report import VerificationReport
     "--jobs", default=1, show_default=True, type=click.IntRange(min=1), help="Processes at a time."
 )
 @click.option("--junit", type=click.Path(dir_okay=False), help="Write JUnit XML to a file.")
+@click.option("--journal", "journal_path", hidden=True, help="Write the sample it is at to a file.")
+@click.option("--leave-out", multiple=True, hidden=True, help="Do not make this sample.")
+@click.option("--only-native", hidden=True, help="Run native on this sample, and nothing else.")
 @output.json_option
 def command(
     what: str | None,
@@ -63,6 +67,9 @@ def command(
     compile: bool,
     jobs: int,
     junit: str | None,
+    journal_path: str | None,
+    leave_out: tuple[str, ...],
+    only_native: str | None,
     as_json: bool,
 ) -> int:
     """Check overrides against the native kernels that they replace.
@@ -73,7 +80,8 @@ def command(
     everything passed, 1 if something failed, 3 if something could not be verified here.
 
     With --jobs above 1 each override has a process of its own. What one override does to the device
-    or to the process then does not affect the others.
+    or to the process then does not affect the others. A sample on which the native kernel itself
+    ends the process is left out.
     """
     for module in modules:
         _import(module)
@@ -89,10 +97,15 @@ def command(
         "compile": compile,
     }
     try:
+        if only_native is not None:
+            (override,) = verification.select(what, pack=None, **selection)
+            reproduction.reproduce(override, only_native, seed=seed, k=k).native()
+            return 0
         if jobs == 1:
-            report = opgraft.verify(
-                what, **selection, **terms, checks=checks or None, progress=not as_json
-            )
+            with journal.writing_to(journal_path, leaving_out=leave_out):
+                report = opgraft.verify(
+                    what, **selection, **terms, checks=checks or None, progress=not as_json
+                )
         else:
             verification.check_names(checks)
             chosen = verification.select(what, pack=None, **selection)

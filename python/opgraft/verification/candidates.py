@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.verification import code_constants, sources
 from opgraft.verification.boundaries import (
@@ -260,7 +261,9 @@ class Candidates:
         yield from _diagonally([list(self._layouts_of(*anchor)) for anchor in anchors])
 
     def _layouts_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
-        call = anchor.call()
+        call = _made(anchor)
+        if call is None:
+            return
         for position, tensor in tensors_of(call.op, call.values):
             for layout in layouts(anchor.base, position, tensor):
                 sample = anchor.with_layout(position, layout)
@@ -269,7 +272,9 @@ class Candidates:
 
     def _shared(self, anchor: Sample) -> Iterator[Sample]:
         """The same tensor given twice."""
-        call = anchor.call()
+        call = _made(anchor)
+        if call is None:
+            return
         positions = tensors_of(call.op, call.values)
         free = [
             (p, t) for p, t in positions if p.item is None and p.argument in anchor.base.independent
@@ -286,7 +291,9 @@ class Candidates:
         yield from _diagonally([list(self._values_of(*anchor)) for anchor in anchors])
 
     def _values_of(self, explorer: Explorer, anchor: Sample) -> Iterator[Sample]:
-        call = anchor.call()
+        call = _made(anchor)
+        if call is None:
+            return
         positions = list(tensors_of(call.op, call.values))
         only_given = explorer.is_internal and explorer.base.is_from_author
         for layout in SPECIAL:
@@ -310,6 +317,14 @@ class Candidates:
                 for edits in _other_scalars(explorer, anchor, rank):
                     if explorer.call(edits) is not None:
                         yield explorer.sample(edits)
+
+
+def _made(sample: Sample) -> Call | None:
+    """The call of a sample; None where an op that makes its arguments refuses to."""
+    try:
+        return sample.call()
+    except Exception:
+        return None
 
 
 def _sizes_of(explorer: Explorer, anchor: Sample) -> list[Position]:

@@ -175,7 +175,10 @@ class Observation:
         return ran.error is None and ran.hits > 0 and ran.fallbacks < ran.hits
 
     def describe(self) -> str:
-        return describe_call(self.sample.call())
+        try:
+            return describe_call(self.sample.call())
+        except Exception as error:  # too little memory is left, for instance
+            return f"cannot be made again: {first_line(error)}"
 
 
 def observe(override: Override, call: Call, device: torch.device) -> Run:

@@ -150,6 +150,19 @@ def narrowed(call: Call) -> Call:
     return Call(call.op, tuple(map(cast, call.values)))
 
 
+def on_host(call: Call) -> Call:
+    """The call with copies of its tensors on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu", copy=True)
+        if isinstance(value, (list, tuple)):
+            return [moved(each) for each in value]
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    return Call(call.op, tuple(map(moved, call.values)))
+
+
 def perturbed(call: Call, seed: int) -> Call:
     """The call in float64, with values changed by up to four units in the last place of float32."""
     wide = widened(call, torch.float64)

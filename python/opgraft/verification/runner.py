@@ -22,7 +22,7 @@ from opgraft.verification.candidates import Candidates, main_dtype
 from opgraft.verification.checks import CHECKS
 from opgraft.verification.observation import Failed, NotApplicable, Observation, Subject
 from opgraft.verification.process_state import keeping_settings
-from opgraft.verification.samples import Sample
+from opgraft.verification.samples import CannotMake, Sample
 from opgraft.verification.single_override import only
 from opgraft.verification.verification_report import (
     Check,
@@ -260,6 +260,9 @@ class _Verification:
             return
         except torch.OutOfMemoryError:  # the reference's, in float64
             check.reason = check.reason or "the device has too little memory"
+            return
+        except CannotMake as error:  # whether a large one can be made depends on the free memory
+            check.reason = check.reason or str(error)
             return
         except Failed as failed:
             self._fail(check, name, seen, str(failed))

@@ -22,6 +22,7 @@ import torch
 from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import threads
+from opgraft.verification import journal
 from opgraft.verification.layouts import applicable_layouts, apply_layout
 from opgraft.verification.random_values import RandomValues
 
@@ -109,6 +110,9 @@ class Sample:
         Raises:
             CannotMake: there is no such call.
         """
+        if journal.is_left_out(self.id):
+            raise CannotMake("native ends the process on it")
+        journal.note(self.id)
         values = list(self.base.make(self.edits, _sample_seed(self.seed, self.id)))
         for position, layout in self.layouts.items():
             _lay_out(self.op, values, position, layout)

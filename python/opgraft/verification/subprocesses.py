@@ -10,13 +10,16 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 
 from opgraft.registry import Override
+from opgraft.verification import journal
 from opgraft.verification.runner import report_of
 from opgraft.verification.verification_report import (
     Check,
@@ -25,6 +28,8 @@ from opgraft.verification.verification_report import (
     VerificationReport,
 )
 
+#: After so many samples on which native ends the process, the override's report is a crash's.
+_MAX_LEFT_OUT = 5
 #: How many lines of a crashed process's stderr are reported.
 _STDERR_LINES = 12
 
@@ -119,16 +124,36 @@ def _verify(override: Override, arguments: Sequence[str], processes: _Processes)
     command += ["--op", override.op, "--dispatch-key", override.dispatch_key]
     command += ["--name", override.name]
     start = time.perf_counter()
-    done = processes.run(command)
-    if done is None:
-        return _interrupted(override)
-    try:
-        (found,) = json.loads(done.stdout)["overrides"]
-    except (ValueError, KeyError):
-        report = _crash_report(override, done)
-        report.seconds = time.perf_counter() - start
-        return report
-    return OverrideReport.of_dict(found)
+    left_out: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "sample")
+        while True:
+            without = [f"--leave-out={sample}" for sample in left_out]
+            done = processes.run([*command, f"--journal={path}", *without])
+            if done is None:
+                return _interrupted(override)
+            try:
+                (found,) = json.loads(done.stdout)["overrides"]
+                break
+            except (ValueError, KeyError):
+                sample = journal.read(path)
+                if _may_be_natives(done, sample, left_out):
+                    natively = processes.run([*command, f"--only-native={sample}"])
+                    if natively is not None and natively.returncode < 0:
+                        left_out.append(sample)
+                        continue
+                report = _crash_report(override, done, command, sample)
+                report.seconds = time.perf_counter() - start
+                return report
+    report = OverrideReport.of_dict(found)
+    report.notes += [f"left out, as native ends the process on it: {each}" for each in left_out]
+    return report
+
+
+def _may_be_natives(
+    done: subprocess.CompletedProcess[str], sample: str, left_out: Sequence[str]
+) -> bool:
+    return done.returncode < 0 and bool(sample) and len(left_out) < _MAX_LEFT_OUT
 
 
 def _empty(override: Override) -> OverrideReport:
@@ -143,7 +168,12 @@ def _interrupted(override: Override) -> OverrideReport:
     return report
 
 
-def _crash_report(override: Override, done: subprocess.CompletedProcess[str]) -> OverrideReport:
+def _crash_report(
+    override: Override,
+    done: subprocess.CompletedProcess[str],
+    command: Sequence[str],
+    sample: str,
+) -> OverrideReport:
     how = f"ended with {done.returncode}"
     if done.returncode < 0:
         how = f"died of {signal.Signals(-done.returncode).name}"
@@ -151,5 +181,5 @@ def _crash_report(override: Override, done: subprocess.CompletedProcess[str]) ->
     message = f"the process that verified it {how}:\n{last}"
     report = _empty(override)
     report.checks["process"] = Check("process", failures=1)
-    report.failures.append(Failure("process", "", message, " ".join(done.args)))
+    report.failures.append(Failure("process", sample, message, " ".join(command)))
     return report

@@ -20,6 +20,7 @@ from opgraft.verification.observation import (
     Observation,
     needs_plain_hit,
 )
+from opgraft.verification.reference import on_host
 from opgraft.verification.samples import CannotMake, Position, Sample, run, tensors_of
 from opgraft.verification.single_override import raising_errors
 
@@ -77,7 +78,7 @@ def _refused(seen: Observation, position: Position) -> list[tuple[Sample, CallOu
     made: list[tuple[Sample, Call]] = []
     for sample in samples:
         try:
-            made.append((sample, _on_cpu(sample.call())))
+            made.append((sample, on_host(sample.call())))
         except CannotMake:  # the tensor is laid out so that it cannot hold it
             continue
     outcomes = isolated.run_in_forks([_natively(call) for _, call in made])
@@ -95,15 +96,6 @@ def _natively(call: Call) -> Callable[[], Any]:
             run(call)
 
     return work
-
-
-def _on_cpu(call: Call) -> Call:
-    def moved(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [moved(each) for each in value]
-        return value.cpu() if isinstance(value, torch.Tensor) else value
-
-    return Call(call.op, tuple(map(moved, call.values)))
 
 
 def _check_on_cpu(seen: Observation, samples: list[tuple[Sample, CallOutcome]]) -> None:
