@@ -277,10 +277,10 @@ class Opgraft(Contender):
         import opgraft
         from opgraft import when
         from opgraft.ops.schema import resolve
-        from opgraft.plan import recording
+        from opgraft.plan import trial
 
         self._opgraft = opgraft
-        self._agree = recording.agree
+        self._agree = trial.outputs_agree
         self._impls = pack_impls()
         self._overrides: dict[tuple[str, str], Any] = {}
         for op, impl in self._impls.items():
@@ -323,10 +323,10 @@ class Opgraft(Contender):
         return impl
 
     def select(self, state: str) -> None:
-        from opgraft.plan import recording
+        from opgraft.plan import trial
 
         # Nothing is written to what it returns, so a replay cannot return the same.
-        recording.agree = self._agree if state != "allocates" else lambda one, other: True
+        trial.outputs_agree = self._agree if state != "allocates" else lambda one, other: True
         self._opgraft.disable()
         self._opgraft.enable(name=state)
         if state == "new key":

