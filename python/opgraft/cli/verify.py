@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -99,7 +100,10 @@ def command(
     try:
         if only_native is not None:
             (override,) = verification.select(what, pack=None, **selection)
-            reproduction.reproduce(override, only_native, seed=seed, k=k).native()
+            sample = reproduction.reproduce(override, only_native, seed=seed, k=k)
+            for _ in range(2):  # cuDNN's attention raises on the first call that it has no plan for
+                with contextlib.suppress(Exception):
+                    sample.native()
             return 0
         if jobs == 1:
             with journal.writing_to(journal_path, leaving_out=leave_out):

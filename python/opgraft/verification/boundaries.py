@@ -17,7 +17,8 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.router import threads
-from opgraft.verification.reference import copied, native
+from opgraft.verification import isolated
+from opgraft.verification.reference import copied, native, on_host
 from opgraft.verification.samples import (
     EVERY_TENSOR,
     Base,
@@ -155,6 +156,7 @@ class Explorer:
             # on invalid arguments.
             with suppress(NotImplementedError):
                 run(_on_meta(sample.call()))
+            _check_indices(sample.call())
             with suppress(NotImplementedError):  # no native kernel at this backend
                 run(sample.call())
 
@@ -355,6 +357,22 @@ class Explorer:
             value = None if call is None else predicate.evaluate(call.named)
             if isinstance(value, bool) and value is wanted:
                 yield tried
+
+
+def _check_indices(call: Call) -> None:
+    """Refuse an index that is out of range for the sizes of an edited call.
+
+    On a CUDA device it would be an assertion, after which the process cannot use the device any
+    more. On the CPU it is an error, in a fork, as some kernels there trust their callers.
+    """
+    has_indices = any(t.dtype in (torch.int32, torch.int64) for t in call.tensors())
+    if not has_indices or not any(t.is_cuda for t in call.tensors()):
+        return
+    on_cpu = on_host(call)
+    (outcome,) = isolated.run_in_forks([lambda: run(on_cpu)])
+    is_refused = outcome.what == "raised" and outcome.error in ("IndexError", "RuntimeError")
+    if is_refused or outcome.what == "died":
+        raise CannotMake(f"the CPU's kernel refuses it: {outcome.error}: {outcome.message}")
 
 
 def supports_layout(sample: Sample) -> bool:

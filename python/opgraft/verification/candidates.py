@@ -351,7 +351,9 @@ def _other_scalars(explorer: Explorer, anchor: Sample, rank: int) -> Iterator[Ed
         elif isinstance(value, bool):
             others = (not value,)
         elif isinstance(value, float):
-            others = (0.25, 0.0, 0.5, 2.0, -1.0)
+            others = (0.25, 0.0, 0.5, 2.0)
+            # What is added to a variance is not negative: the sum would be nothing but rounding.
+            others += () if position.argument == "eps" else (-1.0,)
         elif isinstance(value, int):
             others = (-1, 0, 1, 2)
         else:

@@ -89,7 +89,9 @@ def _child_main(calls: Sequence[Callable[[], Any]], writing: int) -> None:
         faulthandler.disable()  # a crash is expected, and reported by its signal
         _limit_memory()
         for call in calls:
-            os.write(writing, json.dumps(asdict(outcome_of(call))).encode() + b"\n")
+            os.write(
+                writing, json.dumps(asdict(outcome_of(call, synchronize=False))).encode() + b"\n"
+            )
     finally:
         os._exit(0)
 
@@ -115,12 +117,17 @@ def _read_lines(reading: int) -> tuple[list[str], bool]:
         text += part
 
 
-def outcome_of(call: Callable[[], Any]) -> CallOutcome:
-    """Make a call, and wait for the device to finish it."""
+def outcome_of(call: Callable[[], Any], *, synchronize: bool = True) -> CallOutcome:
+    """Make a call, and wait for the device to finish it.
+
+    Args:
+        call: what to call.
+        synchronize: whether the process may use its device; a fork may not.
+    """
     try:
         with torch.no_grad():
             call()
-            if torch.cuda.is_initialized() and torch.cuda.is_available():
+            if synchronize and torch.cuda.is_initialized() and torch.cuda.is_available():
                 torch.cuda.synchronize()
     except Exception as error:
         return CallOutcome("raised", type(error).__name__, str(error)[:500])
