@@ -757,6 +757,33 @@ def test_fewer_bytes_never_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [(2, 1e-6), (4, 1e-6), (6, 2e-6)]
 
 
+def test_a_limit_is_that_of_all_kernels_of_a_run() -> None:
+    """cuBLAS fills a workspace first, which is no product."""
+    fill, product, slow = (5e-6, 1e-3, 2e-3)
+    launched = [("fill", fill), ("product", product), ("fill", fill), ("product", slow)]
+    kernels = [
+        timeline.DeviceKernel(name, 0, 0.0, seconds)
+        for name, seconds in launched * (limits._RUNS // 2)
+    ]
+    recorded = timeline.Timeline([], kernels)
+    assert limits._of_one_run(recorded) == pytest.approx(fill + product)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_device_is_waited_for_before_the_first_recorded_step(
+    warmup: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    p = opgraft.profile(warmup=warmup, steps=1)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: steps.append(p._steps_ended))
+    with p:
+        for _ in range(warmup + 1):
+            torch.ones(2) + 1
+            p.step()
+    assert steps == [warmup]
+
+
 def test_a_dtype_without_product_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_measured_product", lambda where, dtype: None)
     p = profiled(lambda: torch.mm(X, X.t()))
