@@ -8,7 +8,8 @@ contiguity, a size; the size decides):
 
 - `native`: stock PyTorch.
 - `library`: a kernel in Python that only falls through (`torch.library.Library`, `call_boxed`).
-- `torch._native`: the registry inside PyTorch, driven by its own functions, conditions in Python.
+- `torch._native`: the registry inside PyTorch, driven by its own functions, conditions in Python;
+  left out where PyTorch has none (2.11).
 - `opgraft python`, `opgraft compiled`: this project's two routers.
 - `constant`: a C++ kernel that returns a tensor which is there already. No hit can cost less, so
   what a hit costs beyond it and beyond the impl (a Python function that returns a tensor which is
@@ -231,6 +232,8 @@ CONTENDERS: dict[str, type[Contender]] = {
     "opgraft python": OpgraftPython,
     "opgraft compiled": Opgraft,
 }
+if importlib.util.find_spec("torch._native") is None:
+    del CONTENDERS["torch._native"]
 
 
 # ------------------------------------------------------------------------- a contender's process
@@ -484,7 +487,9 @@ def table(measured: Measured) -> str:
         lines.append(f"  {name:32}" + "".join(f"{each:10.0f}{'':9}" for each in natives))
     lines.append("")
     lines.append(f"{'router share of a hit, ns':34}" + "".join(f"{op:>19}" for op in OPS))
-    for name in ("torch._native", "opgraft python", "opgraft compiled"):
+    for name in CONTENDERS:
+        if name in ("native", "constant", "library"):
+            continue
         shares = "".join(f"{measured.share(name, op):19.0f}" for op in OPS)
         lines.append(f"  {name:32}{shares}")
     lines.append("")
@@ -520,20 +525,25 @@ def rows(measured: Measured) -> list[Row]:
         return ", ".join(f"{op.split('.')[0]} {value:{form}}" for op, value in values.items())
 
     one, eight = ({op: measured.added(ours, miss(op, n)) for op in OPS} for n in (1, 8))
-    part = {op: one[op] / measured.added(theirs, miss(op, 1)) for op in OPS}
     softmax = measured.ratio(ours, miss("_softmax", 1, "Python"))
     share = {op: measured.share(ours, op) for op in OPS}
-    half = {op: share[op] / measured.share(theirs, op) for op in OPS}
     scaling = {op: measured.scaling(ours, op) for op in OPS}
     throughput = {op: measured.throughput(ours, op, "middling") for op in OPS}
+
+    def over_theirs(values: dict[str, float], base: dict[str, float], most: float) -> list[Row]:
+        parts = {op: values[op] / base[op] for op in OPS}
+        found = listed(parts, ".3f")
+        return [
+            Row(f"the same over {theirs}'s", f"<= {most:.2f}", found, max(parts.values()) <= most)
+        ]
+
+    part, half = [], []
+    if theirs in CONTENDERS:
+        part = over_theirs(one, {op: measured.added(theirs, miss(op, 1)) for op in OPS}, 0.04)
+        half = over_theirs(share, {op: measured.share(theirs, op) for op in OPS}, 0.5)
     return [
         Row("miss, C++, 1 override: ns", "<= +250", listed(one, "+.0f"), max(one.values()) <= 250),
-        Row(
-            "the same over torch._native's",
-            "<= 0.04",
-            listed(part, ".3f"),
-            max(part.values()) <= 0.04,
-        ),
+        *part,
         Row(
             "miss, C++, 8 overrides: ns",
             "<= +600",
@@ -542,12 +552,7 @@ def rows(measured: Measured) -> list[Row]:
         ),
         Row("miss, torch.softmax from Python", "<= 1.10", f"{softmax:.3f}", softmax <= 1.10),
         Row("hit, router's share: ns", "<= 500", listed(share, ".0f"), max(share.values()) <= 500),
-        Row(
-            "the same over torch._native's",
-            "<= 0.50",
-            listed(half, ".2f"),
-            max(half.values()) <= 0.5,
-        ),
+        *half,
         Row(
             "what a second thread brings",
             ">= 0.95",

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from opgraft_kernels.interpreter import let_tensors_bound_loops
+
 __all__ = [
     "ONE_PROGRAM_ELEMENTS",
     "RING",
@@ -36,6 +38,9 @@ __all__ = [
     "sum_partials_kernel",
     "sums_in_one_launch",
 ]
+
+# Here, since all of the pack's Triton kernels import this module.
+let_tensors_bound_loops()
 
 
 @triton.jit
