@@ -169,6 +169,50 @@ def test_a_worker_that_ends_leaves_the_call_to_native(
     assert caplog.text.count("native serves it") == 1
 
 
+def test_a_call_whose_worker_ended_is_tried_again_in_another(
+    register: Register, notes: Path
+) -> None:
+    override = register(impls.crashes_once_when_dry)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    assert state.status == "ready", state.reason
+    assert len(set(notes.read_text().split())) == 2
+    call()
+    assert override.hits == 1
+
+
+def test_a_call_whose_workers_end_is_tried_twice_and_no_more(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    answer = pool._Overseer._answer
+    monkeypatch.setattr(
+        pool._Overseer,
+        "_answer",
+        lambda self, job, asked: (started.append(job), answer(self, job, asked))[1],
+    )
+    override = register(impls.crashes_when_dry)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    assert len(started) == 2 and states(override)[0].status == "failed"
+
+
+def test_what_a_worker_prints_does_not_pile_up(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_workers()
+    monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    override = register(impls.prints_much_when_dry)
+    for size in range(4, 9):
+        call(size)
+    (attendant,) = pool.shared()._attendants
+    assert opgraft.wait_until_ready(LIMIT)
+    assert isinstance(attendant, pool._Overseer)
+    assert {state.status for state in states(override)} == {"ready"}
+    assert 50_000 <= os.fstat(attendant._errors.fileno()).st_size < 100_000
+
+
 def test_another_worker_comes_after_one_that_ended(register: Register) -> None:
     bad, good = register(impls.crashes_when_dry, "sin"), register(impls.negated)
     torch.sin(torch.ones(3))

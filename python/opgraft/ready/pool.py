@@ -52,6 +52,10 @@ class WorkerFailed(Exception):
     """A worker did not answer in time, or ended."""
 
 
+class WorkerEnded(WorkerFailed):
+    """A worker ended while something was asked of it."""
+
+
 class CannotStart(Exception):
     """No worker can be started here."""
 
@@ -284,9 +288,14 @@ class _Overseer(_Attendant):
             # longer than it may is not waited for.
             held += self._claim([request.digest(job.work)], COMPILE_SECONDS)
             held += self._claim([f"worker-{n}" for n in range(most_workers())], math.inf)
-            process = self._start()
-            job.started(f"worker {process.pid}")
-            answer = self._ask(process, job.work, COMPILE_SECONDS)
+            try:
+                answer = self._answer(job, job.work)
+            except WorkerEnded:
+                # An earlier request may have broken it, or memory was short: a fresh one tries.
+                self.end()
+                if self._pool.is_closed:
+                    raise
+                answer = self._answer(job, job.work)
         except BaseException:
             self.end()
             raise
@@ -296,6 +305,11 @@ class _Overseer(_Attendant):
         if "compiled" not in answer:
             raise ImplFailed(answer.get("failed"))
         return list(answer["compiled"])
+
+    def _answer(self, job: Job, asked: Request) -> Any:
+        process = self._start()
+        job.started(f"worker {process.pid}")
+        return self._ask(process, asked, COMPILE_SECONDS)
 
     def _claim(self, names: list[str], seconds: float) -> list[claims.Claim]:
         """Hold one of these names, as soon as no other process does; none when the time is over."""
@@ -347,11 +361,18 @@ class _Overseer(_Attendant):
 
     def _ask(self, process: subprocess.Popen[bytes], asked: Request, seconds: float) -> Any:
         assert process.stdin is not None
+        self._forget_errors()
         try:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
         except BrokenPipeError:
-            raise WorkerFailed(self._why(process)) from None
+            raise WorkerEnded(self._why(process)) from None
         return json.loads(self._line(process, time.monotonic() + seconds))
+
+    def _forget_errors(self) -> None:
+        """Empty the file of what the worker printed: only the present request explains its end."""
+        file = self._errors.fileno()
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)  # the worker's own position, too: the two share it
 
     def _line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes:
         assert process.stdout is not None
@@ -362,7 +383,7 @@ class _Overseer(_Attendant):
                     raise WorkerFailed("the worker that compiled it did not answer in time")
                 read = os.read(process.stdout.fileno(), 1 << 16)
                 if not read:
-                    raise WorkerFailed(self._why(process))
+                    raise WorkerEnded(self._why(process))
                 self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")
         return line
