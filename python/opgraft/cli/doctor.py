@@ -27,6 +27,8 @@ from opgraft.cli import facts, output
 from opgraft.control import overrides
 from opgraft.core import store
 from opgraft.explanation import Neighbours, neighbours
+from opgraft.ready import claims, pool
+from opgraft.ready.readiness import summary
 from opgraft.registry import Override, registry
 
 Level = Literal["ok", "note", "problem"]
@@ -83,6 +85,7 @@ def examine() -> Iterator[Check]:
     yield from _activation()
     yield from _packs()
     yield from _overrides()
+    yield from _readiness()
     yield from _dsls()
     yield from _host_compiler()
     yield from _neighbours()
@@ -234,6 +237,37 @@ def _failure(override: Override) -> str | None:
 
 def _names(affected: Iterable[Override]) -> str:
     return ", ".join(f"{override.name} ({override.op})" for override in affected)
+
+
+def _readiness() -> Iterator[Check]:
+    """What calls do whose kernels are not compiled, and who can compile them."""
+    for override in overrides():
+        states = facts.readiness_states(override)
+        for reason in {state.reason: None for state in states if state.status == "failed"}:
+            text = f"{_names([override])}: native serves calls, their kernels could not be compiled"
+            yield Check("kernels", "problem", f"{text}: {reason}", "opgraft explain shows each")
+        if any(state.is_pending for state in states):
+            text = f"{_names([override])}: {summary(states)}"
+            yield Check("kernels", "note", text)
+    native = [each for each in overrides() if facts.when_not_ready(each) == "native"]
+    forced = env.when_not_ready()
+    if forced is not None:
+        text = f"OPGRAFT_WHEN_NOT_READY={forced}: calls whose kernels are not compiled "
+        text += "wait" if forced == "wait" else "are native's where the override has launch plans"
+        yield Check("kernels", "note", text)
+    elif native:
+        text = f"until its kernels are compiled, native serves a call of {_names(native)}"
+        yield Check("kernels", "ok", text)
+    if not native:
+        return
+    if reason := pool.why_no_worker():
+        yield Check("workers", "problem", f"{reason}: the program's own process compiles instead")
+    elif reason := claims.why_unusable():
+        text = f"{reason}: processes that need the same kernel each compile it"
+        yield Check("workers", "note", text, "let OPGRAFT_CACHE name a folder that you can write")
+    else:
+        text = f"at most {pool.most_workers()} compile at a time; their claims: {claims.folder()}"
+        yield Check("workers", "ok", text)
 
 
 # ------------------------------------------------------------------ DSLs

@@ -12,7 +12,9 @@ from opgraft.base import distributions
 from opgraft.control import overrides
 from opgraft.core import loader
 from opgraft.core.building import TorchBuild
-from opgraft.registry import Override
+from opgraft.ready import readiness
+from opgraft.ready.readiness import State
+from opgraft.registry import Override, WhenNotReady
 from opgraft.when import nodes
 
 
@@ -62,9 +64,28 @@ def override_rows() -> list[dict[str, Any]]:
             "priority": override.priority,
             "enabled": override.enabled,
             "reason": override.why_off() or why_unreachable(override),
+            "kernels": kernels(override),
+            "when_not_ready": when_not_ready(override),
+            "readiness": [state.as_dict() for state in readiness_states(override)],
         }
         for override in overrides()
     ]
+
+
+def when_not_ready(override: Override) -> WhenNotReady:
+    """What a call of an override does at present whose kernels are not compiled."""
+    return "wait" if override.plans is None else override.plans.readiness.policy
+
+
+def readiness_states(override: Override) -> list[State]:
+    """What became of each kind of call whose kernels somebody asked for."""
+    return [] if override.plans is None else override.plans.readiness.states()
+
+
+def kernels(override: Override) -> str:
+    """For how many kinds of calls the kernels are ready; empty where its calls simply wait."""
+    found = readiness.summary(readiness_states(override))
+    return found or ("not asked for" if when_not_ready(override) == "native" else "")
 
 
 def capabilities() -> list[tuple[int, int]]:

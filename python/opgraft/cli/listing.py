@@ -85,7 +85,7 @@ def _print_packs(rows: list[dict[str, Any]]) -> None:
 def _print_overrides(rows: list[dict[str, Any]]) -> None:
     output.print_table(
         "Overrides, in the order in which they are asked",
-        ["op", "key", "override", "DSL", "owner", "priority", "state", "because"],
+        ["op", "key", "override", "DSL", "owner", "priority", "state", "kernels", "because"],
         [
             [
                 row["op"],
@@ -95,6 +95,7 @@ def _print_overrides(rows: list[dict[str, Any]]) -> None:
                 row["pack"] or "user",
                 row["priority"] or None,
                 "on" if row["enabled"] else "off",
+                row["kernels"],
                 row["reason"],
             ]
             for row in rows

@@ -136,6 +136,7 @@ class Plans:
             "refusals": dict(self.refusals),
             "recordings": self.recordings,
             "stopped": self.stopped,
+            "readiness": [state.as_dict() for state in self.readiness.states()],
         }
 
     def summary(self) -> str:

@@ -32,6 +32,15 @@ def folder() -> Path:
     return root / "claims" / re.sub(r"[^\w.-]", "_", machine)
 
 
+def why_unusable() -> str:
+    """Why no claim can be made here; empty where one can. Nothing is created."""
+    place = folder()
+    there = next(each for each in (place, *place.parents) if each.exists())
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return ""
+    return f"{there} cannot be written"
+
+
 class Claim:
     """A name that one process of the machine holds at a time."""
 

@@ -95,6 +95,15 @@ def most_workers() -> int:
     return max(1, min(8, (cores or 2) // 2))
 
 
+def why_no_worker() -> str:
+    """Why no worker can be started here, as far as one can tell without; empty where one can."""
+    if not sys.executable:
+        return "no worker can be started: sys.executable names no Python"
+    if not os.access(sys.executable, os.X_OK):
+        return f"no worker can be started: {sys.executable} cannot be run"
+    return ""
+
+
 class Pool:
     """A queue of jobs and the threads that have them done."""
 
@@ -328,8 +337,8 @@ class _Overseer(_Attendant):
         if self.process is not None and self.process.poll() is None:
             return self.process
         self.end()
-        if not sys.executable:
-            raise CannotStart("no worker can be started: sys.executable names no Python")
+        if reason := why_no_worker():
+            raise CannotStart(reason)
         path = [each for each in sys.path if isinstance(each, str)]  # as importing takes it
         # A worker has no GPU, no packs and no overrides, whatever this process has.
         environment = os.environ | {

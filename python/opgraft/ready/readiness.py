@@ -11,7 +11,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -57,6 +58,16 @@ class State:
         """Whether its kernels wait to be compiled, or are being compiled."""
         return self.status in ("waiting", "compiling")
 
+    def as_dict(self) -> dict[str, Any]:
+        """The same as a dict that `json` can write."""
+        return {
+            "call": self.call,
+            "status": self.status,
+            "since": self.since,
+            "by": self.by,
+            "reason": self.reason,
+        }
+
     def __str__(self) -> str:
         seconds = f"for {time.time() - self.since:.0f} s"
         if self.status == "waiting":
@@ -66,6 +77,21 @@ class State:
         if self.status == "ready":
             return f"its kernels are ready, compiled by {self.by}"
         return f"its kernels could not be compiled: {self.reason}"
+
+
+#: Each status as a summary has it.
+_IN_WORDS: dict[Status, str] = {
+    "ready": "ready",
+    "compiling": "being compiled",
+    "waiting": "waiting",
+    "failed": "failed",
+}
+
+
+def summary(states: Iterable[State]) -> str:
+    """How many states have each status, for people; empty where there are none."""
+    counts = Counter(state.status for state in states)
+    return ", ".join(f"{counts[each]} {word}" for each, word in _IN_WORDS.items() if counts[each])
 
 
 class Readiness:
@@ -107,6 +133,13 @@ class Readiness:
         """What became of each key that was asked for."""
         with self._lock:
             return list(self._states.values())
+
+    def summary(self) -> str:
+        """For how many kinds of calls the kernels are ready, and what became of the others.
+
+        Empty where nobody asked.
+        """
+        return summary(self.states())
 
     def is_pending(self) -> bool:
         """Whether something is being compiled, or waits for it."""
