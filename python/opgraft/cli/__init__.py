@@ -55,7 +55,7 @@ _COMMANDS = {
     ),
     "warmup": _Command(
         "warmup",
-        "Run SCRIPT with its ARGUMENTS, to compile and tune the kernels that it needs in advance.",
+        "Run SCRIPT with its ARGUMENTS, to compile the kernels that it needs in advance.",
     ),
     "new": _Command(
         "new",

@@ -1,31 +1,120 @@
-"""`opgraft warmup`: runs a script to fill the DSLs' caches, and prints its launch plans."""
+"""`opgraft warmup`: runs a script to fill the DSLs' caches, and tells what it compiled."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
+from typing import TextIO
 
 import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import opgraft
-from opgraft.cli import scripts
+from opgraft.cli import output, scripts
 from opgraft.plan import warm
+from opgraft.ready import readiness
+
+#: Seconds between two steps of the progress bar.
+_STEP_SECONDS = 0.2
+_INTERRUPTED = 130
 
 
 @click.command("warmup", context_settings=scripts.CONTEXT)
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Let each call wait for its kernels, which also tunes them and records launch plans.",
+)
 @scripts.script_and_json_options
 def command(
-    is_module: bool, path: str | None, as_json: bool, script: str, arguments: tuple[str, ...]
+    is_module: bool,
+    path: str | None,
+    as_json: bool,
+    wait: bool,
+    script: str,
+    arguments: tuple[str, ...],
 ) -> int:
-    """Run SCRIPT with its ARGUMENTS, to compile and tune the kernels that it needs in advance.
+    """Run SCRIPT with its ARGUMENTS, to compile the kernels that it needs in advance.
 
-    The caches on disk keep what is compiled for the next process. Launch plans belong to their
-    process. How many of them a run of the script records, and what cannot be recorded, is printed
-    to stderr. Packs are active, as after `import torch`. The exit status is the script's.
+    The caches on disk keep what is compiled for the next process. The script runs once. Where an
+    override has launch_plan=True, the native kernel serves its calls meanwhile, and workers compile
+    for several calls at a time; calls of other overrides wait for their kernels. What became of
+    them is printed to stderr. With --wait all calls wait, and the launch plans that a run of the
+    script records are told, too: they belong to their process. Packs are active, as after `import
+    torch`. The exit status is the script's.
     """
     opgraft.packs.activate()
     script_main = scripts.prepare(script, arguments, is_module=is_module)
-    with warm.watching() as report:
+    with warm.watching(in_parallel=not wait) as report:
         status = scripts.run(script_main)
+    if status != _INTERRUPTED and not _wait_for_workers():
+        status = _INTERRUPTED
     with scripts.output_stream(path) as stream:
-        print(json.dumps(report.as_dict(), indent=2) if as_json else report, file=stream)
+        if as_json:
+            print(json.dumps(report.as_dict(), indent=2), file=stream)
+        else:
+            _print_table(report, stream)
     return status
+
+
+def _wait_for_workers() -> bool:
+    """Wait until the workers are done; False if Ctrl-C ended that."""
+    done, total = readiness.progress()
+    if done == total:
+        return True
+    console = output.console(sys.stderr)
+    if not console.is_terminal:
+        print(f"opgraft: compiling for {total - done} kinds of calls", file=sys.stderr, flush=True)
+    columns = TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=total)
+            while not readiness.wait_until_ready(_STEP_SECONDS):
+                done, total = readiness.progress()
+                bar.update(task, completed=done, total=total)
+            bar.update(task, completed=total)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _print_table(report: warm.WarmUp, stream: TextIO) -> None:
+    if not report.overrides:
+        print("no override ran", file=stream)
+        return
+    output.print_table(
+        "opgraft warmup",
+        ["override", "hits", "calls ready", "not ready", "launch plans"],
+        [
+            [each.override.name, each.hits, _ready(each), _not_ready(each), _plans(each)]
+            for each in report
+        ],
+        prose=["calls ready", "not ready", "launch plans"],
+        stream=stream,
+    )
+
+
+def _ready(warmed: warm.Warmed) -> str:
+    by = Counter(
+        "workers" if state.by.startswith("worker ") else state.by
+        for state in warmed.states
+        if state.status == "ready" and state.by != readiness.A_LATER_CALL
+    )
+    return ", ".join(f"{count} by {who}" for who, count in by.items())
+
+
+def _not_ready(warmed: warm.Warmed) -> str:
+    """How many failed, with each reason, and how many are not done."""
+    failed = Counter(state.reason for state in warmed.states if state.status == "failed")
+    parts = [f"{count} failed: {reason}" for reason, count in failed.items()]
+    later = sum(state.by == readiness.A_LATER_CALL for state in warmed.states)
+    if later:
+        parts.append(f"{later} left to {readiness.A_LATER_CALL}")
+    rest = readiness.summary(state for state in warmed.states if state.is_pending)
+    return "; ".join([*parts, rest] if rest else parts)
+
+
+def _plans(warmed: warm.Warmed) -> str:
+    plans = warmed.override.plans
+    return "none" if plans is None else plans.summary()

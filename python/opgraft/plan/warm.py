@@ -12,7 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from opgraft.base.notebook import TextDisplay
 from opgraft.ops.schema import resolve
 from opgraft.plan.plans import MAX_ATTEMPTS
-from opgraft.ready.readiness import when_not_ready
+from opgraft.ready.readiness import State, compiling_ahead, when_not_ready
 from opgraft.registry import Override, Selector, registry
 
 # Runs that record a call, if that is possible. The first run only notes its key.
@@ -26,6 +26,12 @@ class Warmed:
     override: Override
     #: Runs of it during the warm-up.
     hits: int
+
+    @property
+    def states(self) -> list[State]:
+        """What became of each kind of call that waited for no kernel."""
+        plans = self.override.plans
+        return [] if plans is None else plans.readiness.states()
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict that `json` can write."""
@@ -96,22 +102,28 @@ def warmup(
 
 
 @contextmanager
-def watching() -> Iterator[WarmUp]:
+def watching(*, in_parallel: bool = False) -> Iterator[WarmUp]:
     """Collect the overrides that run inside the context; the report is complete at its end.
 
-    Calls inside it wait until their kernels are compiled.
+    Args:
+        in_parallel: whether workers compile for several calls at a time, while native serves them
+            and after the context has ended. If not, each call waits until its kernels are compiled.
     """
     before = _hits()
     report = WarmUp()
     try:
-        with when_not_ready("wait"):
+        with compiling_ahead() if in_parallel else when_not_ready("wait"):
             yield report
     finally:
         report.overrides = tuple(
             Warmed(override, more)
             for override, hits in _hits().items()
-            if (more := hits - before.get(override, 0))
+            if (more := hits - before.get(override, 0)) or _was_asked(override)
         )
+
+
+def _was_asked(override: Override) -> bool:
+    return override.plans is not None and bool(override.plans.readiness.states())
 
 
 def _hits() -> dict[Override, int]:

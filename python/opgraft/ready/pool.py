@@ -87,6 +87,8 @@ class Job:
     failed: Callable[[str, bool], None]
     #: It was let go, and may be asked for again.
     dropped: Callable[[], None]
+    #: Whether it is done however many wait, because it may not be asked for again.
+    is_kept: bool = False
 
 
 def most_workers() -> int:
@@ -128,8 +130,9 @@ class Pool:
             else:
                 self._waiting.append(job)
                 self._attend(job)
-                if len(self._waiting) > MAX_WAITING:
-                    dropped = min(self._waiting, key=lambda each: each.wanted())
+                others = [each for each in self._waiting if not each.is_kept]
+                if len(others) > MAX_WAITING:
+                    dropped = min(others, key=lambda each: each.wanted())
                     self._waiting.remove(dropped)
                 self._changed.notify()
         if dropped is not None:

@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 
 Status = Literal["waiting", "compiling", "ready", "failed"]
 
+#: Who compiles what nobody can compile ahead: a later call, or the one that asked.
+A_LATER_CALL = "the call that needs them"
+_THE_CALL = "the call itself"
+
 #: Kinds of calls of an override whose state is remembered for people.
 MAX_STATES = 1024
 
@@ -175,6 +179,10 @@ class Readiness:
         except BaseException:
             self._dropped(key)
             raise
+        with self._lock:
+            state = self._states.get(key)
+        if state is not None and state.by == _THE_CALL and _is_ahead():
+            return True  # there may be no later call that compiles them
         if device.is_capturing(device.of_tensors(call)):
             self._warn_of_capture()
         return False
@@ -187,7 +195,10 @@ class Readiness:
         try:
             asked = request.request(self.override, call, keyset)
         except request.CannotAsk as error:
-            self._compile_here(metadata, keyset, key, str(error))
+            if _is_ahead():  # stand-ins would be compiled for one after the other, too
+                self._leave_to(_THE_CALL, key, str(error))
+            else:
+                self._compile_here(metadata, keyset, key, str(error))
             return
 
         def failed(reason: str, may_run_here: bool) -> None:
@@ -205,8 +216,7 @@ class Readiness:
         from opgraft.ready import here, pool
 
         if not here.may_run(self.override, metadata):
-            self._table.set_ready(key)
-            self._note(key, "ready", by="the call that needs them", reason=reason)
+            self._leave_to(A_LATER_CALL, key, reason)
             return
         self._note(key, "waiting", by="this process", reason=reason)
 
@@ -217,6 +227,10 @@ class Readiness:
             here.run(self.override, metadata, keyset)
 
         pool.here().submit(self._job(key, run, failed))
+
+    def _leave_to(self, by: str, key: PlanKey, reason: str) -> None:
+        self._table.set_ready(key)
+        self._note(key, "ready", by=by, reason=reason)
 
     def _job(
         self,
@@ -234,6 +248,7 @@ class Readiness:
             compiled=lambda kernels: self._compiled(key, kernels),
             failed=failed,
             dropped=lambda: self._dropped(key),
+            is_kept=_is_ahead(),
         )
 
     def _note(self, key: PlanKey, status: Status, *, by: str = "", reason: str = "") -> None:
@@ -299,8 +314,10 @@ _lock = fork_safe_lock()
 class _Scope:
     """One `with when_not_ready(...)` that is open."""
 
-    def __init__(self, policy: WhenNotReady) -> None:
+    def __init__(self, policy: WhenNotReady, *, is_ahead: bool = False) -> None:
         self.policy = policy
+        #: Whether calls are made to have their kernels compiled for other processes.
+        self.is_ahead = is_ahead
 
 
 @contextmanager
@@ -324,7 +341,23 @@ def when_not_ready(policy: WhenNotReady) -> Iterator[None]:
     choices = get_args(WhenNotReady)
     if policy not in choices:
         raise RegistrationError(f"when_not_ready({policy!r}): choose one of {choices}")
-    scope = _Scope(policy)
+    with _open(_Scope(policy)):
+        yield
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Have the kernels of all calls compiled by workers while it lasts, whatever the policy is.
+
+    Each call is taken to be the last of its kind: nothing that was asked for is let go, and a call
+    that no worker can compile for waits.
+    """
+    with _open(_Scope("native", is_ahead=True)):
+        yield
+
+
+@contextmanager
+def _open(scope: _Scope) -> Iterator[None]:
     with _lock:
         _scopes.append(scope)
         _apply()
@@ -334,6 +367,11 @@ def when_not_ready(policy: WhenNotReady) -> Iterator[None]:
         with _lock:
             _scopes.remove(scope)
             _apply()
+
+
+def _is_ahead() -> bool:
+    scope = next(reversed(_scopes), None)  # one look: another thread may close it
+    return scope is not None and scope.is_ahead
 
 
 def _apply() -> None:
@@ -367,6 +405,12 @@ def wait_until_ready(timeout: float | None = None) -> bool:
                 return False
             _changed.wait(left)
     return True
+
+
+def progress() -> tuple[int, int]:
+    """How many kinds of calls nothing has to be compiled for any more, and how many there are."""
+    states = [state for each in _everyone() for state in each.states()]
+    return sum(not state.is_pending for state in states), len(states)
 
 
 def _forget_in_child() -> None:
