@@ -66,7 +66,7 @@ py::dict abi_facts() {
   return facts;
 }
 
-// A device guard for CUDA that asks no driver: there is one device, which is always the current one.
+// A device guard for CUDA that asks no driver: there is one device, and it is the current one.
 struct CudaGuardWithoutDevice final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
   c10::Device getDevice() const override { return c10::Device(c10::DeviceType::CUDA, 0); }
