@@ -174,11 +174,27 @@ bool PlanKey::add(const Argument& argument) noexcept {
   return true;
 }
 
+namespace {
+
+// In a torch that has named tensors, such as 2.11, composite ops such as softmax switch names off
+// for the ops that they call. A call whose tensors have no names is the same then.
+template <typename Key>
+decltype(Key::Named, c10::DispatchKeySet()) without_names(c10::DispatchKeySet keys, int) {
+  return keys.remove(Key::Named);
+}
+
+template <typename Key>
+c10::DispatchKeySet without_names(c10::DispatchKeySet keys, long) {
+  return keys;
+}
+
+}  // namespace
+
 void PlanKey::add_thread(c10::DispatchKeySet keyset) noexcept {
   const auto thread = c10::impl::tls_local_dispatch_key_set();
   auto* words = reserve_words(4);
   words[0] = thread.included_.raw_repr();
-  words[1] = thread.excluded_.raw_repr();
+  words[1] = without_names<c10::DispatchKey>(thread.excluded_, 0).raw_repr();
   words[2] = (c10::GradMode::is_enabled() ? 1 : 0) |
              static_cast<uint64_t>(c10::get_default_dtype_as_scalartype()) << 8;
   words[3] = keyset.raw_repr();
