@@ -18,6 +18,7 @@ import torch
 from opgraft.ops.schema import Call
 from opgraft.router import threads
 from opgraft.verification import isolated
+from opgraft.verification.layouts import INDEX_DTYPES
 from opgraft.verification.reference import copied, native, on_host
 from opgraft.verification.samples import (
     EVERY_TENSOR,
@@ -365,8 +366,8 @@ def _check_indices(call: Call) -> None:
     On a CUDA device it would be an assertion, after which the process cannot use the device any
     more. On the CPU it is an error, in a fork, as some kernels there trust their callers.
     """
-    has_indices = any(t.dtype in (torch.int32, torch.int64) for t in call.tensors())
-    if not has_indices or not any(t.is_cuda for t in call.tensors()):
+    has_indices = any(tensor.dtype in INDEX_DTYPES for tensor in call.tensors())
+    if not has_indices or not any(tensor.is_cuda for tensor in call.tensors()):
         return
     on_cpu = on_host(call)
     (outcome,) = isolated.run_in_forks([lambda: run(on_cpu)])

@@ -20,7 +20,9 @@ def writing_to(path: str | Path | None, *, leaving_out: Collection[str] = ()) ->
     """Write the sample that is made last to a file, and make none of those left out."""
     global _descriptor, _left_out
     _left_out = frozenset(leaving_out)
-    _descriptor = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    _descriptor = (
+        None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    )
     try:
         yield
     finally:

@@ -108,7 +108,7 @@ def _shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_wide_integer(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.int32, torch.int64) and tensor.numel() > 0
+    return tensor.dtype in INDEX_DTYPES and tensor.numel() > 0
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,6 +185,8 @@ SPECIAL = ("special", "masked", "large", "tiny", "constant", "shifted", "zeros",
 FINITE = ("large", "tiny", "constant", "shifted", "zeros")
 #: These change the values.
 _OTHER_VALUES = ("expanded", *SPECIAL)
+#: The dtypes of tensors that may hold indices.
+INDEX_DTYPES = (torch.int32, torch.int64)
 #: The prefix of layouts that put a number into the last element of an integer tensor.
 _INDEX_PREFIX = "holding"
 

@@ -107,9 +107,20 @@ def copied(call: Call, *, contiguous: bool = False) -> Call:
     def copy(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().clone(memory_format=layout)
-        return [copy(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return value
 
-    return Call(call.op, tuple(map(copy, call.values)))
+    return _changed(call, copy)
+
+
+def _changed(call: Call, change: Callable[[Any], Any]) -> Call:
+    """The call with each of its arguments changed, and in a list each of its elements."""
+
+    def each_changed(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [each_changed(each) for each in value]
+        return change(value)
+
+    return Call(call.op, tuple(map(each_changed, call.values)))
 
 
 def widened(call: Call, dtype: torch.dtype) -> Call:
@@ -128,12 +139,10 @@ def widened(call: Call, dtype: torch.dtype) -> Call:
             if value.dtype == torch.complex64 and dtype == torch.float64:
                 return value.detach().to(torch.complex128)
             return value.detach().clone()
-        if isinstance(value, (list, tuple)):
-            return [cast(each) for each in value]
         # `input_dtype` of a backward, `dtype` of a reduction.
         return dtype if isinstance(value, torch.dtype) and value in narrow else value
 
-    return Call(call.op, tuple(map(cast, call.values)))
+    return _changed(call, cast)
 
 
 def narrowed(call: Call) -> Call:
@@ -143,11 +152,9 @@ def narrowed(call: Call) -> Call:
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().to(narrow.get(value.dtype, value.dtype), copy=True)
-        if isinstance(value, (list, tuple)):
-            return [cast(each) for each in value]
         return narrow.get(value, value) if isinstance(value, torch.dtype) else value
 
-    return Call(call.op, tuple(map(cast, call.values)))
+    return _changed(call, cast)
 
 
 def on_host(call: Call) -> Call:
@@ -156,11 +163,9 @@ def on_host(call: Call) -> Call:
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().to("cpu", copy=True)
-        if isinstance(value, (list, tuple)):
-            return [moved(each) for each in value]
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    return Call(call.op, tuple(map(moved, call.values)))
+    return _changed(call, moved)
 
 
 def perturbed(call: Call, seed: int) -> Call:
@@ -172,14 +177,12 @@ def perturbed(call: Call, seed: int) -> Call:
     rng = RandomValues(seed)
 
     def moved(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [moved(each) for each in value]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         shift = rng.uniform(value.shape, value.device, torch.float64) * 2 - 1
         return value * (1 + eps * shift)
 
-    return Call(wide.op, tuple(map(moved, wide.values)))
+    return _changed(wide, moved)
 
 
 def _attention(call: Call) -> CallResults:

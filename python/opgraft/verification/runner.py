@@ -177,7 +177,7 @@ class _Verification:
         try:
             self._count(seen, sample)
         except torch.OutOfMemoryError:
-            self._note(f"too little memory for {sample.id}")
+            self._report.notes.append(f"too little memory for {sample.id}")
             return
         self._coverage.add(call)
         special = seen.is_special
@@ -189,10 +189,6 @@ class _Verification:
         # Samples that take gigabytes are not kept for later checks.
         if seen.took and not special and "huge-strides" not in sample.layouts.values():
             self._hits.append(seen)
-
-    def _note(self, text: str) -> None:
-        if text not in self._report.notes:
-            self._report.notes.append(text)
 
     def _count(self, seen: Observation, sample: Sample) -> None:
         source = sources.source_kind(sample.base.id)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from opgraft.registry import Override
 from opgraft.verification import journal
@@ -125,35 +126,43 @@ def _verify(override: Override, arguments: Sequence[str], processes: _Processes)
     command += ["--name", override.name]
     start = time.perf_counter()
     left_out: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "sample")
-        while True:
-            without = [f"--leave-out={sample}" for sample in left_out]
-            done = processes.run([*command, f"--journal={path}", *without])
-            if done is None:
-                return _interrupted(override)
-            try:
-                (found,) = json.loads(done.stdout)["overrides"]
-                break
-            except (ValueError, KeyError):
-                sample = journal.read(path)
-                if _may_be_natives(done, sample, left_out):
-                    natively = processes.run([*command, f"--only-native={sample}"])
-                    if natively is not None and natively.returncode < 0:
-                        left_out.append(sample)
-                        continue
-                report = _crash_report(override, done, command, sample)
-                report.seconds = time.perf_counter() - start
-                return report
+    done, sample = _run(command, left_out, processes)
+    while len(left_out) < _MAX_LEFT_OUT and _is_natives(done, sample, command, processes):
+        left_out.append(sample)
+        done, sample = _run(command, left_out, processes)
+    if done is None:
+        return _interrupted(override)
+    try:
+        (found,) = json.loads(done.stdout)["overrides"]
+    except (ValueError, KeyError):
+        report = _crash_report(override, done, command, sample)
+        report.seconds = time.perf_counter() - start
+        return report
     report = OverrideReport.of_dict(found)
     report.notes += [f"left out, as native ends the process on it: {each}" for each in left_out]
     return report
 
 
-def _may_be_natives(
-    done: subprocess.CompletedProcess[str], sample: str, left_out: Sequence[str]
-) -> bool:
-    return done.returncode < 0 and bool(sample) and len(left_out) < _MAX_LEFT_OUT
+_Done: TypeAlias = "subprocess.CompletedProcess[str] | None"
+
+
+def _run(
+    command: Sequence[str], left_out: Sequence[str], processes: _Processes
+) -> tuple[_Done, str]:
+    """Verify without some samples; the process, and the sample that it made last."""
+    without = [f"--leave-out={sample}" for sample in left_out]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "sample")
+        done = processes.run([*command, f"--journal={path}", *without])
+        return done, journal.read(path)
+
+
+def _is_natives(done: _Done, sample: str, command: Sequence[str], processes: _Processes) -> bool:
+    """Whether a process died on a sample on which the native kernel alone ends one, too."""
+    if done is None or done.returncode >= 0 or not sample:
+        return False
+    natively = processes.run([*command, f"--only-native={sample}"])
+    return natively is not None and natively.returncode < 0
 
 
 def _empty(override: Override) -> OverrideReport:

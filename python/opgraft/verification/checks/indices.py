@@ -13,7 +13,7 @@ from opgraft.router import threads
 from opgraft.verification import isolated
 from opgraft.verification.checks.registry import check
 from opgraft.verification.isolated import CallOutcome
-from opgraft.verification.layouts import index_in_layout, layout_with_index
+from opgraft.verification.layouts import INDEX_DTYPES, index_in_layout, layout_with_index
 from opgraft.verification.observation import (
     Failed,
     NotApplicable,
@@ -24,7 +24,6 @@ from opgraft.verification.reference import on_host
 from opgraft.verification.samples import CannotMake, Position, Sample, run, tensors_of
 from opgraft.verification.single_override import raising_errors
 
-_INTEGERS = (torch.int32, torch.int64)
 #: Of each tensor of indices, what is tried on a CUDA device: each takes two processes' start.
 _ON_CUDA = 2
 
@@ -36,7 +35,7 @@ def _index_positions(call: Call) -> list[Position]:
     return [
         position
         for number, (position, tensor) in enumerate(tensors)
-        if tensor.dtype in _INTEGERS and tensor.numel() and position.argument not in may_write
+        if tensor.dtype in INDEX_DTYPES and tensor.numel() and position.argument not in may_write
         # The first is what is computed from, unless it alone has indices.
         if number or any(other.is_floating_point() for _, other in tensors)
     ]
