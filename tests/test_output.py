@@ -68,6 +68,44 @@ COMMANDS = {
 }
 
 
+def on_a_terminal(
+    command: list[str],
+    variables: dict[str, str],
+    width: int,
+    *,
+    folder: Path | None = None,
+    only_errors: bool = False,
+) -> tuple[int, str]:
+    """The status of a process, and what it printed to a terminal of that width.
+
+    Args:
+        command: the process.
+        variables: its environment.
+        width: in columns.
+        folder: where it works.
+        only_errors: whether only standard error is the terminal, and standard output nothing.
+    """
+    variables = {name: value for name, value in variables.items() if name != "COLUMNS"}
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    stdin, stdout = (None, subprocess.DEVNULL) if only_errors else (its, its)
+    process = subprocess.Popen(
+        command, cwd=folder, env=variables, stdin=stdin, stdout=stdout, stderr=its
+    )
+    os.close(its)
+    parts = []
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux says so at the end of what a terminal gets
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(ours)
+    return process.wait(), b"".join(parts).decode().replace("\r\n", "\n")
+
+
 def run_in(lines: list[str], width: int, *, terminal: bool) -> str:
     """What commands print, to a terminal of that width or into a pipe."""
     command = [sys.executable, "-c", PROGRAM, *lines]
@@ -83,23 +121,7 @@ def run_in(lines: list[str], width: int, *, terminal: bool) -> str:
             check=False,
         )
         return done.stdout
-    variables.pop("COLUMNS", None)
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    process = subprocess.Popen(command, env=variables, stdin=its, stdout=its, stderr=its)
-    os.close(its)
-    parts = []
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # Linux says so at the end of what a terminal gets
-            break
-        if not part:
-            break
-        parts.append(part)
-    os.close(ours)
-    process.wait()
-    text = b"".join(parts).decode().replace("\r\n", "\n")
+    _, text = on_a_terminal(command, variables, width)
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opgraft.core import loader
+from tests.test_output import on_a_terminal
 
 pytestmark = pytest.mark.skipif(
     loader.in_use() is None, reason="plans, which say what is ready, need the compiled core"
@@ -109,24 +106,9 @@ def test_the_status_is_that_of_the_script(tmp_path: Path) -> None:
 
 def test_on_a_terminal_there_is_a_progress_bar(tmp_path: Path) -> None:
     line, environment = command(tmp_path, "script.py", "negated", "2")
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 120, 0, 0))
-    environment |= {"TERM": "xterm"}
-    environment.pop("COLUMNS", None)
-    process = subprocess.Popen(
-        line, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=its
+    status, printed = on_a_terminal(
+        line, environment | {"TERM": "xterm"}, 120, folder=tmp_path, only_errors=True
     )
-    os.close(its)
-    printed = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # Linux says so at the end of what a terminal gets
-            break
-        if not part:
-            break
-        printed += part
-    os.close(ours)
-    assert process.wait(LIMIT) == 0
-    assert b"compiling" in printed and b"2/2" in printed
-    assert b"opgraft: compiling for" not in printed
+    assert status == 0
+    assert "compiling" in printed and "2/2" in printed
+    assert "opgraft: compiling for" not in printed

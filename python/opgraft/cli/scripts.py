@@ -19,6 +19,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 #: Everything after the script's name belongs to the script, options as well.
 CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+#: The exit status after Ctrl-C.
+INTERRUPTED = 130
 
 
 def script_and_json_options(command: Command) -> Command:
@@ -82,7 +84,7 @@ def run(script_main: Callable[[], Any]) -> int:
         return _status(end.code)
     except KeyboardInterrupt:
         traceback.print_exc()
-        return 130
+        return INTERRUPTED
     except BaseException as error:
         _print_traceback(error)
         return 1

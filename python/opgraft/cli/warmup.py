@@ -17,7 +17,6 @@ from opgraft.ready import readiness
 
 #: Seconds between two steps of the progress bar.
 _STEP_SECONDS = 0.2
-_INTERRUPTED = 130
 
 
 @click.command("warmup", context_settings=scripts.CONTEXT)
@@ -48,8 +47,8 @@ def command(
     script_main = scripts.prepare(script, arguments, is_module=is_module)
     with warm.watching(in_parallel=not wait) as report:
         status = scripts.run(script_main)
-    if status != _INTERRUPTED and not _wait_for_workers():
-        status = _INTERRUPTED
+    if status != scripts.INTERRUPTED and not _wait_for_workers():
+        status = scripts.INTERRUPTED
     with scripts.output_stream(path) as stream:
         if as_json:
             print(json.dumps(report.as_dict(), indent=2), file=stream)

@@ -44,7 +44,7 @@ class Profile(TextDisplay):
             schedule=self._action,
             on_trace_ready=self._read_timeline,
         )
-        self._begin_recording(0)
+        self._wait_before_recording(0)
         self._profiler.start()
         self._record_verdicts_if_recording()
         return self
@@ -70,11 +70,11 @@ class Profile(TextDisplay):
         self._steps_ended += 1
         if self._action(self._steps_ended) is ProfilerAction.NONE:
             self._stop_recording_verdicts()
-        self._begin_recording(self._steps_ended)
+        self._wait_before_recording(self._steps_ended)
         self._profiler.step()
         self._record_verdicts_if_recording()
 
-    def _begin_recording(self, step: int) -> None:
+    def _wait_before_recording(self, step: int) -> None:
         """Wait for the device before the first step that is recorded.
 
         Kernels that the program queued before would run inside it, and belong to no op of it.

@@ -138,13 +138,6 @@ class Readiness:
         with self._lock:
             return list(self._states.values())
 
-    def summary(self) -> str:
-        """For how many kinds of calls the kernels are ready, and what became of the others.
-
-        Empty where nobody asked.
-        """
-        return summary(self.states())
-
     def is_pending(self) -> bool:
         """Whether something is being compiled, or waits for it."""
         if self.override.state.removed:
