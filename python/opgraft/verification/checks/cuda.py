@@ -27,12 +27,26 @@ def _needs_cuda(seen: Observation) -> None:
     needs_plain_hit(seen)
 
 
+def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of an expanded tensor that may be written."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _on_device_with_values(call: Call) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What may be written of each CUDA tensor of a call, with a copy of its values."""
+    found = [_each_element_once(each) for each in call.tensors() if each.device.type == "cuda"]
+    return [(tensor, tensor.clone()) for tensor in found]
+
+
 @check("some")
 def check_side_stream(seen: Observation) -> None:
     """It works on the current stream, whichever that is."""
     _needs_cuda(seen)
     call = seen.sample.call()
-    late = [(tensor, tensor.clone()) for tensor in call.tensors() if tensor.device.type == "cuda"]
+    late = _on_device_with_values(call)
     for tensor, _ in late:
         tensor.zero_()
     torch.cuda.synchronize(seen.subject.device)
@@ -51,23 +65,21 @@ def check_cuda_graph(seen: Observation) -> None:
     """Captured into a CUDA graph and replayed, it computes from the values that are there then."""
     _needs_cuda(seen)
     call = seen.sample.call()
-    values = [tensor.clone() for tensor in call.tensors()]
+    late = _on_device_with_values(call)
     with torch.no_grad():
         for _ in range(3):
             run(call)
         torch.cuda.synchronize(seen.subject.device)
         hits = seen.subject.override.hits
         graph = torch.cuda.CUDAGraph()
-        for tensor in call.tensors():
-            if tensor.device.type == "cuda":
-                tensor.zero_()
+        for tensor, _ in late:
+            tensor.zero_()
         with torch.cuda.graph(graph):
             result = run(call)
         if seen.subject.override.hits == hits:
             raise Failed("the call had run before, and was declined while a graph was captured")
-        for tensor, value in zip(call.tensors(), values, strict=True):
-            if tensor.device.type == "cuda":
-                tensor.copy_(value)
+        for tensor, values in late:
+            tensor.copy_(values)
         graph.replay()
         torch.cuda.synchronize(seen.subject.device)
     _compare_late(seen, result, "replayed from a CUDA graph")
