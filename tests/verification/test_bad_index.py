@@ -74,6 +74,20 @@ def test_a_reproducer_makes_the_bad_index_again() -> None:
     assert override.hits > 0
 
 
+def test_a_bad_index_reaches_the_impl_alone_on_a_kinds_first_hits() -> None:
+    """Native runs beside those, and its error would be taken for the impl's."""
+    override = opgraft.register_op_override(
+        *("aten", "index_select", "CPU"),
+        lambda self, dim, index: select(self, dim, index.clamp(0, self.shape[dim] - 1)),
+        cond=opgraft.when.ndim("self") == 2,
+        name="clamps",
+    )
+    report = opgraft.verify(override, checks=["bad_index"], max_samples=20)
+    (failure,) = report.failures
+    assert failure.check == "bad_index" and "it returned a result" in failure.message
+    assert override.hits > 0
+
+
 def test_a_sample_holds_a_bad_index_by_its_id() -> None:
     base, _, layouts = parse("opinfo:gather:float32:0.0 self[0]=3 @index:holding-7")
     assert (base, list(layouts.values())) == ("opinfo:gather:float32:0.0", ["holding-7"])

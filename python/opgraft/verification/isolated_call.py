@@ -12,6 +12,7 @@ from opgraft import packs, verification
 from opgraft.router import threads
 from opgraft.verification.isolated import outcome_of
 from opgraft.verification.samples import run
+from opgraft.verification.single_override import past_the_contract
 
 
 def main() -> None:
@@ -30,7 +31,8 @@ def main() -> None:
             with threads.scope(threads.EVERYTHING):
                 run(call)
         else:
-            run(call)
+            with past_the_contract(found.override, [call]):
+                run(call)
 
     outcome = json.dumps(asdict(outcome_of(work)))
     # Exit at once: an ordinary exit would wait for a lost device.

@@ -22,7 +22,7 @@ from opgraft.verification.observation import (
 )
 from opgraft.verification.reference import on_host
 from opgraft.verification.samples import CannotMake, Position, Sample, run, tensors_of
-from opgraft.verification.single_override import raising_errors
+from opgraft.verification.single_override import past_the_contract, raising_errors
 
 #: Of each tensor of indices, what is tried on a CUDA device: each takes two processes' start.
 _ON_CUDA = 2
@@ -98,8 +98,9 @@ def _natively(call: Call) -> Callable[[], Any]:
 
 
 def _check_on_cpu(seen: Observation, samples: list[tuple[Sample, CallOutcome]]) -> None:
-    with raising_errors(seen.subject.override, False):
-        calls = [sample.call() for sample, _ in samples]
+    override = seen.subject.override
+    calls = [sample.call() for sample, _ in samples]
+    with raising_errors(override, False), past_the_contract(override, calls):
         outcomes = isolated.run_in_forks([partial(run, call) for call in calls])
     for (sample, native), mine in zip(samples, outcomes, strict=True):
         if mine.what == "no process":
