@@ -23,7 +23,7 @@ from opgraft.errors import RegistrationError
 from opgraft.ops.schema import resolve
 from opgraft.plan import trial
 from opgraft.verification import opinfo
-from opgraft.verification.checks import CHECKS
+from opgraft.verification.checks import CHECKS, cuda
 from opgraft.verification.observation import differ_by_noise
 from opgraft.verification.reference import errors
 from opgraft.verification.samples import base_from_arguments, base_from_other_op
@@ -765,6 +765,58 @@ def test_a_sample_on_which_native_ends_the_process_is_left_out(tmp_path: Path) -
     assert found["right"]["verdict"] == "passed", done.stdout + done.stderr
     assert found["right"]["hits"] > 0
     assert any("left out, as native ends the process" in note for note in found["right"]["notes"])
+
+
+def test_native_is_not_asked_again_for_what_an_internal_op_refused(tmp_path: Path) -> None:
+    """The sizes 3 and 5 are refused once each, and the process ends when it is asked again."""
+    (tmp_path / "mine.py").write_text(
+        "import os, torch, opgraft\n"
+        "library = torch.library.Library('refuses', 'DEF')\n"
+        "library.define('_double(Tensor x) -> Tensor')\n"
+        "refused = []\n"
+        "def native(x):\n"
+        "    if x.shape[0] % 2 == 0:\n"
+        "        return x * 2\n"
+        "    if (x.shape, x.dtype) in refused:\n"
+        "        os.abort()\n"
+        "    refused.append((x.shape, x.dtype))\n"
+        "    raise RuntimeError('there is no plan for an odd size')\n"
+        "library.impl('_double', native, 'CPU')\n"
+        "library.impl('_double', lambda x: torch.empty_like(x), 'Meta')\n"
+        "override = opgraft.register_op_override('refuses', '_double', 'CPU', lambda x: x + x,\n"
+        "    cond=opgraft.when.size('x', 0) >= 4, name='right')\n"
+    )
+    done = command(
+        *("--import", "mine", "--check", "hit", "--check", "values", "--op", "refuses::_double"),
+        *("--no-opinfo", "--json", "--max-samples", "60"),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        OPGRAFT_PACKS="none",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(done.stdout)["overrides"]
+    assert found["verdict"] == "passed" and found["hits"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        (torch.arange(3.0).expand(2, 3), (1, 3)),
+        (torch.ones(1).expand(3), (1,)),
+        (torch.arange(6.0).view(2, 3).t(), (3, 2)),
+        (torch.arange(3.0).view(3, 1).expand(3, 2), (3, 1)),
+    ],
+)
+def test_each_element_of_an_expanded_tensor_is_written_once(
+    tensor: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    before = tensor.clone()
+    once = cuda._each_element_once(tensor)
+    assert once.shape == shape
+    values = once.clone()
+    once.zero_()
+    assert not tensor.any()
+    once.copy_(values)
+    assert torch.equal(tensor, before)
 
 
 def test_the_command_without_expecttest_has_not_verified(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from opgraft.verification.samples import (
     Sample,
     is_internal,
     run,
+    run_natively,
 )
 from opgraft.when import nodes
 
@@ -159,7 +160,7 @@ class Explorer:
                 run(_on_meta(sample.call()))
             _check_indices(sample.call())
             with suppress(NotImplementedError):  # no native kernel at this backend
-                run(sample.call())
+                run_natively(sample.call())
 
     def resize(self, position: Position, value: int, edits: Edits) -> dict[Position, Any] | None:
         """Edits that give a size a value, and change the other numbers that must be the same.

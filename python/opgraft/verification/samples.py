@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import threads
+from opgraft.router.call_keys import exact_key
 from opgraft.verification import journal
 from opgraft.verification.layouts import applicable_layouts, apply_layout
 from opgraft.verification.random_values import RandomValues
@@ -255,9 +256,8 @@ def base_from_other_op(op: Op, source: Base) -> Base | None:
 
     def make(edits: Edits, seed: int) -> Values:
         values = source.make(edits, seed)
-        with torch.no_grad(), threads.scope(threads.EVERYTHING):
-            call = Call(source.op, values)
-            result = run(call)
+        call = Call(source.op, values)
+        result = run_natively(call)
         outputs = result if isinstance(result, tuple) else (result,)
         rng = RandomValues(seed)
         return tuple(each(call, outputs, rng) for each in makers)
@@ -400,6 +400,34 @@ def is_internal(op: Op) -> bool:
 def run(call: Call) -> Any:
     """Call the op as a user would."""
     return call.op.overload(*call.args, **call.kwargs)
+
+
+#: Calls of internal ops that their native kernels refused, with the reason.
+_refused: dict[Hashable, str] = {}
+
+
+def run_natively(call: Call) -> Any:
+    """Call the native kernel, to see whether it takes the call.
+
+    A call of an internal op that was refused is not made again: cuDNN's attention raises on the
+    first call of a kind that it has no plan for, and ends the process on the second one.
+
+    Raises:
+        CannotMake: native refused the same call before.
+        Exception: what native raises.
+    """
+    key = (call.op.name, exact_key(call)) if is_internal(call.op) else None
+    if key in _refused:
+        raise CannotMake(f"native refused it: {_refused[key]}")
+    try:
+        with torch.no_grad(), threads.scope(threads.EVERYTHING):
+            return run(call)
+    except (NotImplementedError, torch.OutOfMemoryError):  # not because of the call
+        raise
+    except Exception as error:
+        if key is not None:
+            _refused[key] = str(error)
+        raise
 
 
 # ------------------------------------------------------------------ edits

@@ -14,7 +14,6 @@ import torch
 from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Argument, Call, Op
 from opgraft.registry import Override
-from opgraft.router import threads
 from opgraft.verification import opinfo
 from opgraft.verification.samples import (
     Base,
@@ -23,7 +22,7 @@ from opgraft.verification.samples import (
     base_from_other_op,
     forward_of,
     functional_of,
-    run,
+    run_natively,
     with_rank,
 )
 
@@ -307,8 +306,7 @@ def guessed_bases(op: Op, dtypes: Sequence[torch.dtype], device: torch.device) -
         for values in _guesses(op, dtype, device):
             call = Call(op, values)
             try:
-                with torch.no_grad(), threads.scope(threads.EVERYTHING):
-                    run(call)
+                run_natively(call)
             except Exception:  # not a call, then
                 continue
             name = dtype_name(dtype)

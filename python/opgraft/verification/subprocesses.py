@@ -137,8 +137,8 @@ def _verify(override: Override, arguments: Sequence[str], processes: _Processes)
     except (ValueError, KeyError):
         report = _crash_report(override, done, command, sample)
         report.seconds = time.perf_counter() - start
-        return report
-    report = OverrideReport.of_dict(found)
+    else:
+        report = OverrideReport.of_dict(found)
     report.notes += [f"left out, as native ends the process on it: {each}" for each in left_out]
     return report
 
