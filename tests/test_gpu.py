@@ -75,6 +75,47 @@ def test_the_impl_runs_with_the_tensors_device_current(norms: list[opgraft.Overr
     assert norms[0].hits == 1
 
 
+def override_tril_indices(seen: list[int]) -> opgraft.Override:
+    """An override of an op without tensors, which notes the current device of each call."""
+
+    def impl(row: int, col: int, offset: int = 0, **options: Any) -> torch.Tensor:
+        seen.append(torch.cuda.current_device())
+        return opgraft.native("aten::tril_indices")(row, col, offset, **options)  # type: ignore[no-any-return]
+
+    return opgraft.register_op_override(
+        "aten", "tril_indices", "CUDA", impl, unconditional_override=True
+    )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_call_without_tensors_runs_with_the_device_that_it_names_current() -> None:
+    seen: list[int] = []
+    override = override_tril_indices(seen)
+    assert torch.tril_indices(3, 3, device="cuda:1").device == torch.device("cuda", 1)
+    assert torch.tril_indices(3, 3, device="cuda").device == torch.device("cuda", 0)
+    assert override.hits == 2
+    assert seen == [1, 0]
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_call_without_tensors_that_has_not_run_before_misses_inside_a_capture() -> None:
+    override = override_tril_indices([])
+    expected = torch.tril_indices(3, 3).cuda()
+    with opgraft.disabled():
+        torch.tril_indices(3, 3, device="cuda")  # native is warm
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        out = torch.tril_indices(3, 3, device="cuda")
+    assert (override.hits, override.misses) == (0, 1)
+    graph.replay()
+    assert torch.equal(out, expected)
+    torch.tril_indices(3, 3, device="cuda")
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        out = torch.tril_indices(3, 3, device="cuda")
+    assert (override.hits, override.misses) == (2, 1)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
 def test_a_side_stream(norms: list[opgraft.Override]) -> None:
     x = torch.randn(*BIG, device="cuda")
     expected = ops.rms_norm(x, [BIG[1]], None, 1e-6)[0]
