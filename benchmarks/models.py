@@ -2,7 +2,7 @@
 
     python benchmarks/models.py                     # every model, eager
     python benchmarks/models.py --modes compiled    # under torch.compile
-    python benchmarks/models.py --only llama        # some of them; --again measures anew
+    python benchmarks/models.py --only llama gat    # some of them; --again measures anew
     python benchmarks/models.py --table             # the results as docs/models.md has them
     python benchmarks/models.py --smoke             # tiny, without a GPU: does this script work?
 
@@ -12,9 +12,10 @@ libraries.
 
 Eager: three sides take turns of one step in one process, on one model: with the overrides, inside
 `opgraft.disabled()`, and inside it again, to see what two measurements of the same differ by. Under
-`torch.compile` there are two processes, as two sides of one process would share compiled code: one
-with the overrides, one that never registers any. They take turns of one step, the second two of
-them. Rounds go on until the two native medians differ by less than 1 %, or the time is up.
+`torch.compile` each side has a process of its own, as two sides of one process would share compiled
+code: one with the overrides, two that never register any. They take turns of two steps, of which
+the second counts: the first one after another process's takes longer. Rounds go on until the two
+native medians differ by less than 1 %, or the time is up.
 
 Wall time, the host's work included. A ratio is the median of the ratios to native's turn of the
 same round, above one where the overrides are faster, with the interval that holds the true median
@@ -229,6 +230,7 @@ def _serve_compiled(entry: _model_zoo.Entry, plan: Plan, packs: bool, pipe: Conn
         work.step()
     pipe.send({"first": first, "memory": _peak(work.step, plan), "work": (work.items, work.unit)})
     while pipe.recv() == "step":
+        work.step()  # the first one after another process's
         pipe.send(_seconds(work.step, plan))
     pipe.send(_hits_a_step(work.step, plan) if packs else {})
 
@@ -301,23 +303,23 @@ def measure_compiled(entry: _model_zoo.Entry, plan: Plan) -> dict[str, Any]:
     def serve(pipe: Connection, packs: bool) -> None:
         _serve_compiled(entry, plan, packs, pipe)
 
-    with _process(serve, True) as ours, _process(serve, False) as native:
-        started = {"opgraft": _received(ours), "native": _received(native)}
-        pipes = {"opgraft": ours, "native": native, "native again": native}
+    with contextlib.ExitStack() as stack:
+        pipes = {side: stack.enter_context(_process(serve, side == "opgraft")) for side in SIDES}
+        started = {side: _received(pipe) for side, pipe in pipes.items()}
 
         def turn(side: str) -> float:
             pipes[side].send("step")
             return float(_received(pipes[side]))
 
         seconds = _take_turns({side: lambda side=side: turn(side) for side in SIDES}, plan)  # type: ignore[misc]
-        for pipe in (ours, native):
+        for pipe in pipes.values():
             pipe.send("stop")
-        hits = _received(ours)
+        hits = _received(pipes["opgraft"])
     return {
         **_record(*started["native"]["work"], seconds),
         "hits": hits,
-        **{f"{side}_gigabytes": its["memory"] for side, its in started.items()},
-        **{f"{side}_first_step_seconds": its["first"] for side, its in started.items()},
+        **{f"{side}_gigabytes": started[side]["memory"] for side in ("opgraft", "native")},
+        **{f"{side}_first_step_seconds": started[side]["first"] for side in ("opgraft", "native")},
     }
 
 
@@ -353,12 +355,13 @@ def _print_row(row: Mapping[str, Any]) -> None:
     print("         hits a step:", row["hits"] or "none", flush=True)
 
 
-def bench(plan: Plan, modes: Sequence[str], only: str, again: bool, device: str) -> None:
+def bench(plan: Plan, modes: Sequence[str], only: Sequence[str], again: bool, device: str) -> None:
     """Measure what is not there yet, and write each row when it is done."""
     path = _common.path_of(RESULTS_NAME, device)
     rows = _load_rows(path)
     for mode, entry in itertools.product(modes, _model_zoo.ZOO.values()):
-        if only not in entry.name or (mode == "compiled" and not entry.compiles):
+        wanted = any(each in entry.name for each in only)
+        if not wanted or (mode == "compiled" and not entry.compiles):
             continue
         of_it = [r for r in rows if (r["model"], r["mode"]) == (entry.name, mode)]
         if any("error" not in row for row in of_it) and not again:
@@ -476,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
     parser.add_argument("--modes", nargs="+", default=["eager"], choices=list(MEASURE))
-    parser.add_argument("--only", default="", help="models whose name holds this")
+    parser.add_argument("--only", nargs="+", default=[""], help="models whose name holds one")
     parser.add_argument("--again", action="store_true", help="measure anew what is there")
     parser.add_argument("--seconds", type=float, default=6.0, help="for the rounds of a model")
     parser.add_argument("--table", metavar="GPU", nargs="?", const="NVIDIA H200")
