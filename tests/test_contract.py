@@ -13,7 +13,7 @@ import opgraft
 from opgraft import ContractError
 from opgraft.core import loader
 from opgraft.registry.state import CHECKED_HITS, OverrideState
-from opgraft.router import contract
+from opgraft.router import contract, outputs
 from tests import ops
 from tests.python_router import run_again, where_the_core_routes
 
@@ -234,6 +234,28 @@ def test_a_view_of_another_place_is_refused() -> None:
     register(lambda self, dim, index: self[0], op="select.int")
     with pytest.raises(ContractError, match="0 bytes into an argument's memory, native's is 16"):
         torch.randn(3, 4).select(0, 1)
+
+
+def test_a_view_of_another_place_is_refused_where_no_schema_says_that_it_is_one() -> None:
+    def impl(self: torch.Tensor, split_size: int, dim: int = 0) -> Any:
+        return native_of("unsafe_split.Tensor")(self, split_size, dim)[::-1]
+
+    override = register(impl, op="unsafe_split.Tensor")
+    with pytest.raises(ContractError, match="48 bytes into an argument's memory, native's is 0"):
+        torch.unsafe_split(torch.randn(6, 4), 3)
+    assert override.hits == 1
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("one", [NAN, INF, -INF, 0.0])
+@pytest.mark.parametrize("other", [NAN, INF, -INF, 0.0])
+def test_special_values_are_told_apart(one: float, other: float, dtype: torch.dtype) -> None:
+    actual, native = (torch.tensor([1.0, each], dtype=dtype) for each in (one, other))
+    same = repr(one) == repr(other) or (dtype.is_complex and {one, other} == {INF, -INF})
+    assert (outputs.value_difference(actual, native) is None) == same
 
 
 def test_a_view_op_that_returns_its_argument_is_refused() -> None:

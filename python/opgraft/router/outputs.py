@@ -357,7 +357,7 @@ def _argument_aliasing_differences(
             yield "in new memory, where native's is a view of an argument; return a view"
         elif output is given and native_output is not native_given:
             yield "being an argument itself, where native's is a view of it; return a view"
-        elif is_view and shared and _offset(output, given) != _offset(native_output, native_given):
+        elif shared and _offset(output, given) != _offset(native_output, native_given):
             offsets = _offset(output, given), _offset(native_output, native_given)
             yield "{} bytes into an argument's memory, native's is {}".format(*offsets)
         else:
@@ -406,6 +406,14 @@ def same_bits(one: torch.Tensor, other: Any) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and bool((one.eq(other) | one.isnan()).all())
 
 
+def _special_values(values: torch.Tensor) -> torch.Tensor:
+    """By element 0 if it is finite, else a number for NaN, for inf and for -inf."""
+    signs = torch.ones_like(values, dtype=torch.int8)  # the infinities of complex numbers are one
+    if not values.is_complex():
+        signs = values.sign().to(torch.int8)
+    return torch.where(values.isnan(), 2, torch.where(values.isinf(), signs, 0))
+
+
 def value_difference(actual: torch.Tensor, native: torch.Tensor, factor: float = 1.0) -> str | None:
     """How the values of two tensors differ beyond rounding; None if they do not.
 
@@ -420,9 +428,9 @@ def value_difference(actual: torch.Tensor, native: torch.Tensor, factor: float =
         count = int((actual != native).sum())
         return f"{count} of {actual.numel()} elements" if count else None
     finite = native.isfinite()
-    mismatched = int((finite != actual.isfinite()).sum())
+    mismatched = int((_special_values(native) != _special_values(actual)).sum())
     if mismatched:
-        return f"{mismatched} of {actual.numel()} elements are NaN or infinite on one side only"
+        return f"{mismatched} of {actual.numel()} elements are NaN, inf or -inf on one side only"
     difference = torch.where(finite, (actual - native).abs(), 0).double()
     scale = float(torch.where(finite, native.abs(), 0).max())
     allowed = TOLERANCES[actual.dtype] * factor * scale
