@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import opgraft
 from opgraft import OpgraftError, Override, RegistrationError, when
@@ -98,6 +99,44 @@ def test_own_derivative_is_right_and_used_under(
     torch.testing.assert_close(transform(softmax)(an_input(*shape)), expected(transform, *shape))
     assert derivative.ran["backward"] > 0
     assert override.hits > 0
+
+
+#: Tensors that are resolved below autograd, before a native kernel.
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugate": lambda x: x.conj(),
+    "negative": lambda x: torch._neg_view(x),
+    "zero": lambda x: x * torch._efficientzerotensor((), dtype=x.dtype),
+}
+OVER_LAZY: dict[str, Callable[[Any], Any]] = {
+    "grad": grad,
+    "vmap of grad": lambda f: vmap(grad(f)),
+    "grad of vmap": lambda f: grad(lambda x: vmap(f)(x).sum()),
+    "vjp": lambda f: lambda x: vjp(f, x)[1](torch.ones((), dtype=torch.float64))[0],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "transform"),
+    # vmap has no rule for `_neg_view`.
+    [(k, t) for k in LAZY for t in OVER_LAZY if (k, "vmap" in t) != ("negative", True)],
+)
+def test_own_derivative_of_a_lazy_tensor(kind: str, transform: str) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (LAZY[kind](x).exp() * (1 + 2j)).real.sum()
+
+    override = models.override(
+        "exp",
+        models.itself("exp"),
+        autograd=(
+            lambda ctx, inputs, output: ctx.save_for_backward(output),
+            lambda ctx, grad: grad * ctx.saved_tensors[0].conj(),
+        ),
+    )
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3) * (1 - 0.5j)
+    result = OVER_LAZY[transform](loss)(x)
+    assert override.hits > 0
+    with opgraft.disabled():
+        torch.testing.assert_close(result, OVER_LAZY[transform](loss)(x))
 
 
 def test_own_derivative_is_right_and_used_by_backward(

@@ -45,6 +45,15 @@ _DYNAMIC_LAYER_KEYS = [
     DispatchKey.FuncTorchDynamicLayerFrontMode,
     DispatchKey.FuncTorchDynamicLayerBackMode,
 ]
+#: Excluded at a level of functorch, although a call passes them after autograd, or needs them to
+#: reach a `__torch_dispatch__`.
+_KEYS_BELOW_FUNCTORCH = [
+    DispatchKey.Functionalize,
+    DispatchKey.Conjugate,
+    DispatchKey.Negative,
+    DispatchKey.ZeroTensor,
+    DispatchKey.PythonTLSSnapshot,
+]
 
 _installed: dict[tuple[str, str], DerivativeKernel] = {}
 
@@ -217,11 +226,13 @@ def _reentering_functorch() -> Iterator[None]:
     """Re-enter functorch from inside an op that it is decomposing.
 
     `torch.softmax` under `torch.func.grad` calls `_softmax` with functorch's dispatch keys
-    excluded. A `torch.autograd.Function` has to pass through all of functorch's levels.
+    excluded. A `torch.autograd.Function` has to pass through all of functorch's levels. What is
+    called below them is then a call of its own: a native kernel would take a tensor with a
+    conjugate bit for one without, if the key that resolves the bit stayed excluded.
     """
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in _FUNCTORCH_KEYS:
+    for key in (*_FUNCTORCH_KEYS, *_KEYS_BELOW_FUNCTORCH):
         exclude = exclude.remove(key)
     for key in _DYNAMIC_LAYER_KEYS:
         include = include | torch._C.DispatchKeySet(key)
