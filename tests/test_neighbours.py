@@ -115,28 +115,32 @@ def test_a_third_party_after_us_is_on_top_and_reaches_us(options: dict[str, Any]
     assert call(op)[0, 0] == 100
 
 
-def native_registry() -> Any:
-    registry = pytest.importorskip("torch._native.registry")
-    if not hasattr(registry, "_register_overrides_from_graph"):
-        pytest.skip("this torch._native installs its overrides in another way")
-    return registry
-
-
 @contextmanager
-def torch_native(op: str, impl: Callable[..., Any], dsl: str) -> Iterator[Any]:
-    """An override of torch's own registry, on tensors of eight columns, installed."""
-    registry = native_registry()
+def torch_native(
+    op: str, impl: Callable[..., Any], dsl: str, *, installed: bool = True
+) -> Iterator[Any]:
+    """An override of torch's own registry, on tensors of eight columns.
+
+    What installs and removes it is what switches a DSL on and off, since that is public.
+    """
+    registry = pytest.importorskip("torch._native.registry")
+    if not hasattr(registry, "reenable_op_overrides"):
+        pytest.skip("this torch._native installs its overrides in another way")
 
     def is_eight_wide(self: torch.Tensor) -> bool:
         return self.shape[-1] == 8
 
     registry.register_op_override(dsl, "aten", op, "CPU", is_eight_wide, impl)
-    registry._register_overrides_from_graph(op, "CPU", registry._graphs[op, "CPU"])
+    if installed:
+        registry.reenable_op_overrides(enable_dsl_names=dsl)
     try:
         yield registry
     finally:
-        registry._destroy_aten_override(op, "CPU")
-        del registry._graphs[op, "CPU"]
+        if installed:
+            registry.deregister_op_overrides(disable_dsl_names=dsl)
+        # The key begins with the namespace in newer versions of torch.
+        for key in [key for key in registry._graphs if key[-2:] == (op, "CPU")]:
+            del registry._graphs[key]
 
 
 def test_torch_native_before_us_is_what_a_miss_runs() -> None:
@@ -182,18 +186,15 @@ def test_torch_native_after_us_is_on_top_and_falls_back_to_us() -> None:
 
 
 def test_torch_native_overrides_that_are_switched_off_are_said() -> None:
-    registry = native_registry()
     op = "erfinv"
     override(op)
-    registry.register_op_override("off", "aten", op, "CPU", lambda self: True, lambda self: self)
-    try:
+    with torch_native(op, lambda self: self, "off", installed=False):
         assert of(op).torch_native == ("off",)
         assert not of(op).is_alone
         assert "torch._native has overrides here too (off)" in str(
             opgraft.explain(f"aten::{op}", X)
         )
-    finally:
-        del registry._graphs[op, "CPU"]
+    assert of(op).torch_native == ()
 
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"

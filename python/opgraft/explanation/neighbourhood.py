@@ -140,8 +140,10 @@ def _origins(op: Op, dispatch_key: str) -> Iterator[str]:
 def _torch_native(op: Op, dispatch_key: str) -> tuple[str, ...]:
     # `import torch` imports it in versions that have it, such as 2.13; nothing else does.
     native = sys.modules.get("torch._native.registry")
-    graphs = getattr(native, "_graphs", {})
-    nodes = graphs.get((op.registration_name.removesuffix(".default"), dispatch_key), ())
-    if not op.name.startswith("aten::"):
-        return ()
+    graphs: Any = getattr(native, "_graphs", {})
+    namespace = op.name.partition("::")[0]
+    name = op.registration_name.removesuffix(".default")
+    nodes = list(graphs.get((namespace, name, dispatch_key), ()))
+    if namespace == "aten":  # up to 2.13 there is no other, and the keys leave it out
+        nodes += graphs.get((name, dispatch_key), ())
     return tuple(dict.fromkeys(str(getattr(node, "dsl_name", "?")) for node in nodes))
