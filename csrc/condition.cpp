@@ -103,6 +103,44 @@ uintptr_t first_address(const c10::TensorImpl& tensor) {
 
 void set_capability_lookup(CapabilityLookup lookup) { capability_lookup.store(lookup); }
 
+// --------------------------------------------------------------------------- lookups
+
+int64_t Grid::Axis::index_of(int64_t number) const {
+  if (is_exact) {
+    const auto found = std::find(numbers.begin(), numbers.end(), number);
+    return found == numbers.end() ? -1 : found - numbers.begin();
+  }
+  if (number < 1) return -1;
+  const int octave = 63 - __builtin_clzll(static_cast<uint64_t>(number));
+  // The number's first `shift + 1` binary digits: the octave's first one, and the part of it.
+  const int64_t digits =
+      octave >= shift ? number >> (octave - shift) : number << (shift - octave);
+  const int64_t index =
+      (static_cast<int64_t>(octave) << shift) + digits - (int64_t{1} << shift) - first;
+  return index >= 0 && index < count ? index : -1;
+}
+
+Lookup::~Lookup() {
+  for (auto& each : grids_) delete each.load();
+}
+
+const Grid* Lookup::grid(c10::Device device) const {
+  const auto slot = static_cast<size_t>(device.index() + 1);
+  if (C10_UNLIKELY(slot >= kGrids)) return nullptr;
+  const Grid* known = grids_[slot].load(std::memory_order_acquire);
+  if (C10_UNLIKELY(known == nullptr)) known = find(device, grids_[slot]);
+  return known == nullptr || known->cells.empty() ? nullptr : known;
+}
+
+C10_NOINLINE const Grid* Lookup::find(c10::Device device, std::atomic<const Grid*>& known) const {
+  auto found = source_(device);
+  if (found == nullptr) return nullptr;
+  const Grid* expected = nullptr;
+  // Another thread may have found it meanwhile. Then this one's is dropped.
+  if (known.compare_exchange_strong(expected, found.get())) return found.release();
+  return expected;
+}
+
 struct Condition::Number {
   enum Kind : uint8_t { Undefined, Integer, Real, Complex } kind = Undefined;
   int64_t integer = 0;
@@ -151,6 +189,11 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
     if (node.code == Code::ValueIs || node.code == Code::ValueIsNot) {
       instruction.integer = static_cast<int64_t>(constants_.size());
       constants_.push_back(std::move(node.constant));
+    }
+    if (node.code == Code::Lookup) {
+      TORCH_CHECK(node.lookup != nullptr, "a lookup has a table");
+      instruction.integer = static_cast<int64_t>(lookups_.size());
+      lookups_.push_back(std::move(node.lookup));
     }
     for (const int32_t child : node.children) {
       TORCH_CHECK(child >= 0 && child < index, "a condition's nodes come after their children");
@@ -306,9 +349,30 @@ Truth Condition::truth(const Instruction& node, const Argument* arguments) const
       const auto constant = Argument::of(constants_[static_cast<size_t>(node.integer)]);
       return to_truth(value.equals(constant) == (node.code == Code::ValueIs));
     }
+    case Code::Lookup:
+      return look_up(node, arguments);
     default:
       return compare(node, arguments);
   }
+}
+
+Truth Condition::look_up(const Instruction& node, const Argument* arguments) const {
+  const auto* tensor = tensor_of(node.argument_ref, arguments);
+  if (tensor == nullptr) return Truth::Undefined;
+  const Lookup& lookup = *lookups_[static_cast<size_t>(node.integer)];
+  const Grid* grid = lookup.grid(tensor->device());
+  bool is_inside = grid != nullptr;
+  size_t cell = 0;
+  for (int32_t which = 0; which < node.count; ++which) {
+    const Number feature = number(child(node, which), arguments);
+    if (feature.kind == Number::Undefined) return Truth::Undefined;
+    if (!is_inside) continue;
+    const Grid::Axis& axis = grid->axes[static_cast<size_t>(which)];
+    const int64_t index = feature.kind == Number::Integer ? axis.index_of(feature.integer) : -1;
+    is_inside = index >= 0;
+    cell = cell * static_cast<size_t>(axis.count) + static_cast<size_t>(index);
+  }
+  return to_truth(is_inside && lookup.takes(*grid, cell));
 }
 
 Truth Condition::compare(const Instruction& node, const Argument* arguments) const {
@@ -355,6 +419,11 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
     case Code::Length: {
       const Argument& value = arguments[node.argument_ref.position];
       return value.is_list() ? Number::of(static_cast<int64_t>(value.size())) : Number{};
+    }
+    case Code::DtypeOf: {
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
+      if (tensor == nullptr) return {};
+      return Number::of(static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype())));
     }
     case Code::Item:
     case Code::Value:

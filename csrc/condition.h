@@ -8,7 +8,11 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "argument.h"
@@ -31,6 +35,7 @@ enum class Code : uint8_t {
   Length,
   Item,
   Value,
+  DtypeOf,
   Add,
   Subtract,
   Multiply,
@@ -52,6 +57,7 @@ enum class Code : uint8_t {
   SameDtype,
   SameDevice,
   IsNone,
+  Lookup,
   All,
   Any,
   Not,
@@ -64,6 +70,52 @@ struct ArgumentRef {
   bool is_item = false;
 };
 
+// What a measured table decides for the calls on one device: a cell for each combination of the
+// buckets that numbers of a call fall into. `python/opgraft/when/grid.py` makes them, and must agree
+// with it on every number. Immutable.
+struct Grid {
+  struct Axis {
+    // The index of a number's bucket; -1 if the number is outside.
+    int64_t index_of(int64_t number) const;
+
+    bool is_exact = false;
+    // If exact: each number that has a bucket, in no order.
+    std::vector<int64_t> numbers{};
+    // If not: buckets divide each octave into `1 << shift` parts, and `first` is the lowest one.
+    int shift = 0;
+    int64_t first = 0;
+    int64_t count = 0;
+  };
+  std::vector<Axis> axes{};
+  std::vector<uint8_t> cells{};  // the last axis varies fastest; a bit for each column
+};
+
+// The grids of a lookup, each of which is asked for when the first call on its device arrives: an
+// earlier look at the devices would initialise CUDA.
+class Lookup {
+ public:
+  // Returns null if the grid is not known now: the next condition asks again.
+  using Source = std::function<std::unique_ptr<const Grid>(c10::Device)>;
+
+  Lookup(Source source, int column) : source_(std::move(source)), column_(column) {}
+  ~Lookup();
+  Lookup(const Lookup&) = delete;
+  Lookup& operator=(const Lookup&) = delete;
+
+  // The grid for a device; null if it has none.
+  const Grid* grid(c10::Device device) const;
+  bool takes(const Grid& grid, size_t cell) const { return (grid.cells[cell] >> column_ & 1) != 0; }
+
+ private:
+  static constexpr size_t kGrids = 65;
+
+  const Grid* find(c10::Device device, std::atomic<const Grid*>& known) const;
+
+  Source source_;
+  int column_;
+  mutable std::array<std::atomic<const Grid*>, kGrids> grids_{};  // by device index + 1
+};
+
 // A node of the expression tree, as it is built. What the fields hold depends on the code:
 //   Size, Stride              argument_ref, integer = dimension
 //   Item                      argument_ref
@@ -73,6 +125,7 @@ struct ArgumentRef {
 //   Integer; Real             integer; real
 //   ValueIs, ValueIsNot       argument_ref, constant
 //   operators, All, Any, Not  children, as indices of nodes
+//   Lookup                    argument_ref = a tensor on the device, children, lookup
 //   SameDtype, SameDevice     argument_refs
 struct Node {
   Code code{};
@@ -82,6 +135,7 @@ struct Node {
   c10::IValue constant{};
   std::vector<int32_t> children{};
   std::vector<ArgumentRef> argument_refs{};
+  std::shared_ptr<const Lookup> lookup{};
 };
 
 // Looks up a CUDA device's compute capability as major * 65536 + minor; -1 if it has none. It is
@@ -161,6 +215,7 @@ class Condition {
   Truth truth(const Instruction& node, const Argument* arguments) const;
   Number number(const Instruction& node, const Argument* arguments) const;
   Truth compare(const Instruction& node, const Argument* arguments) const;
+  Truth look_up(const Instruction& node, const Argument* arguments) const;
   Number arithmetic(const Instruction& node, const Argument* arguments) const;
   const Instruction& child(const Instruction& node, int32_t which) const {
     return nodes_[static_cast<size_t>(children_[static_cast<size_t>(node.first + which)])];
@@ -172,6 +227,7 @@ class Condition {
   std::vector<int32_t> children_;
   std::vector<ArgumentRef> argument_refs_;
   std::vector<c10::IValue> constants_;
+  std::vector<std::shared_ptr<const Lookup>> lookups_;
 };
 
 }  // namespace opgraft

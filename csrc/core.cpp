@@ -110,6 +110,7 @@ Code to_code(const std::string& name) {
       {"length", Code::Length},
       {"item", Code::Item},
       {"value", Code::Value},
+      {"dtype_of", Code::DtypeOf},
       {"+", Code::Add},
       {"-", Code::Subtract},
       {"*", Code::Multiply},
@@ -130,6 +131,7 @@ Code to_code(const std::string& name) {
       {"same_dtype", Code::SameDtype},
       {"same_device", Code::SameDevice},
       {"is_none", Code::IsNone},
+      {"lookup", Code::Lookup},
       {"all", Code::All},
       {"any", Code::Any},
       {"not", Code::Not},
@@ -165,6 +167,44 @@ uint64_t dtype_set(const py::iterable& dtypes) {
   return set;
 }
 
+// An axis of `opgraft.when.grid.Grid.compiled`: (exact numbers or None, shift, first, count).
+using AxisTuple = std::tuple<std::optional<std::vector<py::object>>, int, int64_t, int64_t>;
+
+std::unique_ptr<const Grid> to_grid(const py::object& compiled) {
+  auto grid = std::make_unique<Grid>();
+  if (compiled.is_none()) return grid;  // no cells: every call is outside
+  const auto [axes, cells] = compiled.cast<std::pair<std::vector<AxisTuple>, std::string>>();
+  size_t count = 1;
+  for (const auto& [numbers, shift, first, buckets] : axes) {
+    Grid::Axis axis{numbers.has_value(), {}, shift, first, buckets};
+    if (numbers) {
+      for (const auto& number : *numbers) axis.numbers.push_back(to_constant(number).toInt());
+    }
+    const auto known = numbers ? static_cast<int64_t>(numbers->size()) : buckets;
+    TORCH_CHECK(buckets == known && buckets > 0 && shift >= 0 && shift < 32, "a bad axis");
+    count *= static_cast<size_t>(buckets);
+    grid->axes.push_back(std::move(axis));
+  }
+  TORCH_CHECK(cells.size() == count, "a grid has a cell for each combination of buckets");
+  grid->cells.assign(cells.begin(), cells.end());
+  return grid;
+}
+
+// `constant`: (how many features it has, the column, a function from a device to a compiled grid,
+// which is None if there is none).
+std::shared_ptr<const Lookup> to_lookup(const py::object& constant) {
+  auto [features, column, function] = constant.cast<std::tuple<size_t, int, py::object>>();
+  auto held = std::make_shared<PythonRef>(std::move(function));
+  auto source = [held, features](c10::Device device) -> std::unique_ptr<const Grid> {
+    const PythonAccess python;
+    if (!python) return nullptr;
+    auto grid = to_grid(call_python(held->get(), py::cast(device)));
+    TORCH_CHECK(grid->cells.empty() || grid->axes.size() == features, "an axis for each feature");
+    return grid;
+  };
+  return std::make_shared<const Lookup>(std::move(source), column);
+}
+
 Condition to_condition(const std::vector<NodeTuple>& tuples) {
   std::vector<Node> nodes;
   for (const auto& [code, argument_ref, integer, real, constant, children, argument_refs] :
@@ -178,6 +218,8 @@ Condition to_condition(const std::vector<NodeTuple>& tuples) {
       node.integer = static_cast<int64_t>(dtype_set(constant));
     } else if (node.code == Code::Contiguous) {
       node.integer = to_constant(constant).toInt();
+    } else if (node.code == Code::Lookup) {
+      node.lookup = to_lookup(constant);
     } else {
       node.constant = to_constant(constant);
     }

@@ -48,6 +48,7 @@ __all__ = [
     "device_capability",
     "dim",
     "dtype",
+    "dtype_of",
     "is_contiguous",
     "is_none",
     "item",
@@ -74,6 +75,16 @@ def dtype(tensor: TensorName, *dtypes: torch.dtype) -> Condition:
     if not dtypes or not all(isinstance(each, torch.dtype) for each in dtypes):
         raise TypeError(f"when.dtype({tensor!r}, ...) takes one or more torch.dtype, not {dtypes}")
     return TensorCondition("dtype", tensor, dtypes)
+
+
+def dtype_of(tensor: TensorName) -> Number:
+    """The dtype, as a feature of an :class:`opgraft.Crossover`; conditions ask :func:`dtype`.
+
+    >>> import torch
+    >>> dtype_of("x").evaluate({"x": torch.ones(2)})
+    torch.float32
+    """
+    return TensorNumber("dtype_of", tensor)
 
 
 def ndim(tensor: TensorName) -> Number:

@@ -127,6 +127,19 @@ def _tensor_condition(compiler: _Compiler, part: nodes.TensorCondition) -> int:
     return compiler.emit(part.function, argument_ref=argument_ref, constant=constant)
 
 
+def _lookup(compiler: _Compiler, part: nodes.Lookup) -> int:
+    def compiled_grid(device: torch.device) -> Any:
+        grid = part.tables.grid(device)
+        return None if grid is None else grid.compiled()
+
+    return compiler.emit(
+        "lookup",
+        argument_ref=compiler.argument_ref(part.tensor),
+        constant=(len(part.features), part.column, compiled_grid),
+        children=tuple(part.features.values()),
+    )
+
+
 def _comparison(compiler: _Compiler, part: nodes.Comparison) -> int:
     left, right = part.left, part.right
     if left.type(compiler.kinds) in _NUMBERS and right.type(compiler.kinds) in _NUMBERS:
@@ -182,6 +195,7 @@ _ADD: dict[type, Callable[[_Compiler, Any], int]] = {
     nodes.Same: _same,
     nodes.TensorCondition: _tensor_condition,
     nodes.Comparison: _comparison,
+    nodes.Lookup: _lookup,
     nodes.Arithmetic: _arithmetic,
     nodes.Dim: _arithmetic,
     nodes.TensorNumber: _tensor_number,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
+
+from opgraft.when.grid import Grid
 
 Arguments: TypeAlias = Mapping[str, Any]
 
@@ -262,7 +264,7 @@ def _check_tensor(kinds: Mapping[str, str], tensor: TensorName, where: Expressio
 
 
 class TensorNumber(Number):
-    """A number of a tensor: `size`, `stride`, `ndim`, `numel`, `device_capability`."""
+    """A number of a tensor: `size`, `stride`, `ndim`, `numel`, `device_capability`, `dtype_of`."""
 
     def __init__(self, function: str, tensor: TensorName, dim: int | None = None) -> None:
         self.function = function
@@ -281,7 +283,7 @@ class TensorNumber(Number):
         _check_tensor(kinds, self.tensor, self)
 
     def type(self, kinds: Mapping[str, str]) -> str:
-        return "capability" if self.function == "device_capability" else "int"
+        return _TENSOR_NUMBER_TYPES.get(self.function, "int")
 
     def __repr__(self) -> str:
         dim = "" if self.dim is None else f", {self.dim}"
@@ -307,7 +309,10 @@ _TENSOR_NUMBERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "ndim": lambda tensor, _: tensor.ndim,
     "numel": lambda tensor, _: tensor.numel(),
     "device_capability": _capability,
+    "dtype_of": lambda tensor, _: tensor.dtype,
 }
+# Of those that are not integers.
+_TENSOR_NUMBER_TYPES = {"device_capability": "capability", "dtype_of": "ScalarType"}
 
 
 class Length(Number):
@@ -561,6 +566,11 @@ def _compare(symbol: str, left: Number, right: object) -> Condition:
         raise TypeError(f"{left!r} {symbol} {right!r}: a number is compared with a number")
     if right is None:
         raise TypeError(f"{left!r} {symbol} None: ask when.is_none(...) instead")
+    for side in (left, right):
+        if isinstance(side, TensorNumber) and side.function == "dtype_of":
+            raise TypeError(
+                f"{left!r} {symbol} {right!r}: ask when.dtype(...) or when.same_dtype(...) instead"
+            )
     if not isinstance(right, Number):
         _check_constant(symbol, left, right)
         right = Constant(right)
@@ -700,6 +710,84 @@ class IsNone(Condition):
 
     def __repr__(self) -> str:
         return f"when.is_none({self.name!r})"
+
+
+class Tables(Protocol):
+    """Where a lookup finds its grids, and why one of them declines a call."""
+
+    def grid(self, device: torch.device) -> Grid | None:
+        """The grid for the calls on a device; None if there is none. Always the same."""
+
+    def failure(self, device: torch.device, values: tuple[Any, ...], column: int) -> Failure:
+        """Why the column's decision for a call's features is against it."""
+
+
+class Lookup(Condition):
+    """A measured table decides, by the bucket that each feature of a call falls into.
+
+    Args:
+        features: numbers of a call, by name, in the order of the grid's axes.
+        column: which of the grid's decisions counts.
+        column_name: how it prints.
+        tables: the grids, by device. The device is that of the first tensor that a feature names.
+    """
+
+    def __init__(
+        self, features: Mapping[str, Number], column: int, column_name: str, tables: Tables
+    ) -> None:
+        self.features = dict(features)
+        self.column = column
+        self.column_name = column_name
+        self.tables = tables
+        tensors = (each for feature in features.values() for each in tensors_of(feature))
+        self.tensor = next(tensors)
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        tensor = tensor_of(arguments, self.tensor)
+        values = self._values(arguments)
+        for value in (tensor, *values):
+            if isinstance(value, Undefined):
+                return value
+        grid = self.tables.grid(tensor.device)  # type: ignore[union-attr]
+        return grid is not None and grid.takes(values, self.column)
+
+    def _values(self, arguments: Arguments) -> tuple[Any, ...]:
+        return tuple(feature.evaluate(arguments) for feature in self.features.values())
+
+    def check(self, kinds: Mapping[str, str]) -> None:
+        for name, feature in self.features.items():
+            feature.check(kinds)
+            if (found := feature.type(kinds)) not in ("int", "number", "ScalarType"):
+                raise ExpressionError(
+                    f"the feature {name}={feature!r} is a {found}: a table has buckets for "
+                    "integers, booleans and dtypes"
+                )
+
+    def failure(self, arguments: Arguments) -> Failure | None:
+        value = self.evaluate(arguments)
+        if isinstance(value, Undefined):
+            return Failure(repr(self), value.reason)
+        if value:
+            return None
+        tensor = tensor_of(arguments, self.tensor)
+        assert isinstance(tensor, torch.Tensor)
+        return self.tables.failure(tensor.device, self._values(arguments), self.column)
+
+    def _saw(self, arguments: Arguments) -> str:
+        return ", ".join(_shown(feature, arguments) for feature in self.features.values())
+
+    def __repr__(self) -> str:
+        features = ", ".join(f"{name}={feature!r}" for name, feature in self.features.items())
+        return f"crossover({features}).{self.column_name}"
+
+
+def tensors_of(number: Number) -> Iterator[TensorName]:
+    """The tensors that a number is computed from."""
+    if isinstance(number, TensorNumber):
+        yield number.tensor
+    elif isinstance(number, Arithmetic):
+        yield from tensors_of(number.left)
+        yield from tensors_of(number.right)
 
 
 class Joined(Condition):

@@ -12,6 +12,7 @@ The value of a part is the set of its possible outcomes: `True`, `False`, and `N
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce, singledispatchmethod
@@ -21,6 +22,7 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.when import nodes
+from opgraft.when.grid import Axis, ExactAxis
 from opgraft.when.nodes import Arguments, Condition, Undefined
 
 if TYPE_CHECKING:
@@ -66,10 +68,10 @@ def of_override(override: Override, call: Call) -> Outcomes:
 
     A condition that is a Python callable is called. Its result counts if it needed no guard.
     """
-    if override.cond is None:
+    if override.eligible is None:
         return HOLDS
-    if isinstance(override.cond, Condition):
-        return of_condition(override.cond, call)
+    if isinstance(override.eligible, Condition):
+        return of_condition(override.eligible, call)
     try:
         with _error_on_guards(call):
             return frozenset({override.condition_holds(call)})
@@ -241,6 +243,58 @@ class _Evaluator:
             return self._truth(nodes.COMPARISONS[condition.symbol](left, right))
         except TypeError:  # a scalar argument that came as a complex number has no order
             return UNDEFINED
+
+    @outcomes.register
+    def _(self, condition: nodes.Lookup) -> Outcomes:
+        tensor = nodes.tensor_of(self._arguments, condition.tensor)
+        values = [self._value(feature) for feature in condition.features.values()]
+        if any(isinstance(value, Undefined) for value in (tensor, *values)):
+            return UNDEFINED
+        assert isinstance(tensor, torch.Tensor)
+        grid = condition.tables.grid(tensor.device)
+        unknown = any(isinstance(value, _Unknown) for value in values)
+        found: set[bool | None] = {None} if unknown else set()
+        if grid is None:
+            return frozenset({*found, False})
+        possible = [
+            self._possible_buckets(axis, value)
+            for axis, value in zip(grid.axes, values, strict=True)
+        ]
+        if any(None in buckets for buckets in possible):
+            found.add(False)  # it may be outside
+            if any(map(is_symbol, values)):
+                found.add(None)  # of sizes whose product leaves 64 bits
+        inside = [[each for each in buckets if each is not None] for buckets in possible]
+        return frozenset(found | grid.decisions(inside, condition.column))
+
+    def _possible_buckets(self, axis: Axis, value: Any) -> set[int | None]:
+        """The buckets that a number may fall into; None among them if it may be outside."""
+        if isinstance(value, _Unknown):
+            return {None, *range(axis.count)}
+        if not is_symbol(value) or isinstance(value, torch.SymFloat):
+            return {axis.index_of(value)}
+        if isinstance(axis, ExactAxis):
+            return self._possible_values(axis, value)
+        # How many lower ends of buckets it has surely reached, and how many it may have reached.
+        ends = range(axis.count + 1)
+
+        def reached(index: int) -> Outcomes:
+            return self._truth(value >= axis.lower(index))
+
+        known = bisect_left(ends, True, key=lambda index: reached(index) != HOLDS)
+        maybe = bisect_left(ends, True, lo=known, key=lambda index: reached(index) == FAILS)
+        outside: set[int | None] = {None} if known == 0 or maybe > axis.count else set()
+        return outside | set(range(max(known - 1, 0), min(maybe, axis.count)))
+
+    def _possible_values(self, axis: ExactAxis, value: Any) -> set[int | None]:
+        possible: set[int | None] = {None}
+        for index, each in enumerate(axis.values):
+            is_it = self._truth(value == each)
+            if is_it == HOLDS:
+                return {index}
+            if is_it != FAILS:
+                possible.add(index)
+        return possible
 
     # Numbers.
 

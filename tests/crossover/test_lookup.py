@@ -1,0 +1,252 @@
+"""A lookup in a grid: C++, Python and symbolic outcomes agree with a dictionary of cells."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opgraft import when
+from opgraft.core import loader
+from opgraft.ops.schema import resolve
+from opgraft.when import nodes, symbolic
+from opgraft.when.compilation import compile_condition
+from opgraft.when.grid import STEPS, Axis, ExactAxis, Grid, SteppedAxis
+from opgraft.when.nodes import ExpressionError, Failure, Lookup, Undefined
+from tests.test_symbolic import symbolised
+from tests.test_when_properties import Arguments, relaxed, tensors
+
+OP = resolve("aten::_fused_rms_norm")
+COLUMNS = 3
+
+
+class Tables(NamedTuple):
+    """A grid for the CPU and none for other devices."""
+
+    the_grid: Grid | None
+
+    def grid(self, device: torch.device) -> Grid | None:
+        return self.the_grid if device.type == "cpu" else None
+
+    def failure(self, device: torch.device, values: tuple[Any, ...], column: int) -> Failure:
+        return Failure("slower here", f"{values} on {device}")
+
+
+#: Features that can be undefined, huge, zero, negative, no integer; with the kind of their axis.
+FEATURES: dict[str, tuple[when.Number, str]] = {
+    "rows": (when.numel("input") // when.size("input", -1), "steps"),
+    "hidden": (when.size("input", -1), "steps"),
+    "huge": (when.numel("input") * 2**58, "steps"),
+    "less": (when.ndim("input") - 2, "exact"),
+    "weight": (when.size("weight", 0), "steps"),
+    "dtype": (when.dtype_of("input"), "exact"),
+    "eps": (when.value("eps"), "exact"),
+    "normalized": (when.length("normalized_shape"), "exact"),
+}
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.int32, torch.bool]
+
+
+@st.composite
+def axes(draw: st.DrawFn, kind: str, name: str) -> Axis:
+    if name == "dtype":
+        return ExactAxis(draw(st.lists(st.sampled_from(DTYPES), min_size=1, unique=True)))
+    if kind == "exact":
+        return ExactAxis(draw(st.lists(st.integers(-1, 3), min_size=1, max_size=4, unique=True)))
+    numbers = st.one_of(st.integers(1, 70), st.integers(2**58, 2**63 - 1))
+    lowest, highest = sorted((draw(numbers), draw(numbers)))
+    if highest > 70 and lowest <= 70:  # few octaves, so that there are few cells
+        lowest = highest
+    return SteppedAxis(draw(st.sampled_from(STEPS)), lowest, highest)
+
+
+@st.composite
+def lookups(draw: st.DrawFn) -> Lookup:
+    names = draw(st.lists(st.sampled_from(list(FEATURES)), min_size=1, max_size=3, unique=True))
+    if not any(any(nodes.tensors_of(FEATURES[name][0])) for name in names):
+        names.append("rows")
+    made = [draw(axes(FEATURES[name][1], name)) for name in names]
+    count = 1
+    for axis in made:
+        count *= axis.count
+    one = draw(st.binary(min_size=1, max_size=8).map(lambda cells: bytes(c & 7 for c in cells)))
+    grid = Grid(made, (one * count)[:count])
+    tables = Tables(draw(st.sampled_from([grid, grid, grid, None])))
+    features = {name: FEATURES[name][0] for name in names}
+    return Lookup(features, draw(st.integers(0, COLUMNS - 1)), "plan", tables)
+
+
+def calls() -> st.SearchStrategy[Arguments]:
+    return st.fixed_dictionaries(
+        {
+            "input": tensors(),
+            "normalized_shape": st.lists(st.integers(0, 8), max_size=3),
+            "weight": tensors() | st.none(),
+            "eps": st.sampled_from([1e-5, 1.0, 2.0]) | st.none(),
+        }
+    )
+
+
+def plain(lookup: Lookup, arguments: Arguments) -> bool | None:
+    """The decision by a dictionary of all cells, and a search for each bucket."""
+    values = [feature.evaluate(arguments) for feature in lookup.features.values()]
+    if any(isinstance(value, Undefined) for value in values):
+        return None
+    grid = lookup.tables.grid(arguments["input"].device)
+    if grid is None:
+        return False
+    every = itertools.product(*(range(axis.count) for axis in grid.axes))
+    cells = dict(zip(every, grid.cells, strict=True))
+    indices = tuple(map(plain_bucket, grid.axes, values))
+    return bool(cells.get(indices, 0) >> lookup.column & 1)
+
+
+def plain_bucket(axis: Axis, value: Any) -> int | None:
+    if isinstance(value, float):
+        return None
+    if isinstance(axis, ExactAxis):
+        return axis.values.index(value) if value in axis.values else None
+    ends = [axis.lower(index) for index in range(axis.count + 1)]
+    held = [i for i, (a, b) in enumerate(itertools.pairwise(ends)) if a <= value < b]
+    return held[0] if held else None
+
+
+@settings(relaxed, max_examples=250)
+@given(lookups(), st.lists(calls(), min_size=1, max_size=4))
+def test_core_python_and_a_dictionary_agree(lookup: Lookup, some_calls: list[Arguments]) -> None:
+    core, schema = loader.load(), OP.overload._schema
+    assert core is not None
+    for arguments in some_calls:
+        expected = plain(lookup, arguments)
+        for condition, holds in ((lookup, expected is True), (~lookup, expected is False)):
+            assert condition.holds(arguments) is holds
+            compiled = compile_condition(condition, OP)
+            assert compiled is not None
+            values = tuple(arguments[name] for name in OP.kinds)
+            assert core.holds(compiled, values, schema.name, schema.overload_name) is holds
+
+
+@settings(relaxed, max_examples=60)
+@given(lookups(), calls())
+def test_symbolic_outcomes_hold_the_decision_and_install_no_guard(
+    lookup: Lookup, arguments: Arguments
+) -> None:
+    expected = plain(lookup, arguments)
+    assert symbolic.outcomes(lookup, arguments) == {expected}
+    faked, env = symbolised(arguments)
+    guards = len(env.guards)
+    assert expected in symbolic.outcomes(lookup, faked)
+    assert len(env.guards) == guards
+
+
+@settings(relaxed, max_examples=40)
+@given(lookups(), calls())
+def test_guarded_it_is_the_decision_for_the_hints(lookup: Lookup, arguments: Arguments) -> None:
+    faked, _ = symbolised(arguments)
+    found = symbolic.guarded_outcomes(lookup, faked)
+    expected = plain(lookup, arguments)
+    assert expected in found
+    # Outside, a product of sizes may have left 64 bits.
+    assert found == {expected} or found == {False, None}
+
+
+@settings(relaxed, max_examples=200)
+@given(st.sampled_from(STEPS), st.integers(1, 2**63 - 1), st.integers(1, 2**63 - 1))
+def test_a_bucket_is_from_its_lower_end_to_the_next_one(steps: int, one: int, other: int) -> None:
+    lowest, highest = sorted((one, other))
+    axis = SteppedAxis(steps, lowest, highest)
+    for value in (lowest, highest):
+        index = axis.index_of(value)
+        assert index is not None
+        assert axis.lower(index) <= value < axis.lower(index + 1)
+    assert axis.index_of(lowest) == 0
+    assert axis.index_of(highest) == axis.count - 1
+
+
+def by_rows(cells: list[bool], *, dynamic: bool) -> tuple[symbolic.Outcomes, int]:
+    """The outcomes for a matrix of symbolic rows in a grid from 2 to 8 rows, and the guards."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    env = ShapeEnv()
+    rows = DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC
+    dims = StatelessSymbolicContext([rows, DimDynamic.STATIC])
+    matrix = FakeTensorMode(shape_env=env).from_tensor(torch.ones(5, 8), symbolic_context=dims)
+    torch._check(matrix.shape[0] >= 2)
+    torch._check(matrix.shape[0] < 16)
+    grid = Grid([SteppedAxis(1, 2, 8)], bytes(cells))
+    lookup = Lookup({"rows": when.size("x", 0)}, 0, "plan", Tables(grid))
+    guards = len(env.guards)
+    found = symbolic.outcomes(lookup, {"x": matrix})
+    return found, len(env.guards) - guards
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ([True, True, True], symbolic.HOLDS),
+        ([False, False, False], symbolic.FAILS),
+        ([True, False, True], symbolic.EITHER),
+    ],
+)
+def test_symbolic_sizes_are_decided_where_every_cell_of_their_range_agrees(
+    cells: list[bool], expected: symbolic.Outcomes
+) -> None:
+    assert by_rows(cells, dynamic=True) == (expected, 0)
+
+
+def test_a_static_size_is_decided_by_its_cell() -> None:
+    assert by_rows([False, True, False], dynamic=False) == (symbolic.HOLDS, 0)
+
+
+def test_the_failure_is_what_the_tables_say() -> None:
+    lookup = Lookup({"rows": when.size("x", 0)}, 0, "plan", Tables(None))
+    assert str(lookup.failure({"x": torch.ones(3)})) == "slower here ((3,) on cpu)"
+
+
+def test_the_failure_of_an_undefined_feature_is_its_reason() -> None:
+    lookup = Lookup({"rows": when.size("x", 1)}, 0, "plan", Tables(None))
+    expected = "crossover(rows=when.size('x', 1)).plan (x has 1 dimensions)"
+    assert str(lookup.failure({"x": torch.ones(3)})) == expected
+
+
+def test_a_feature_is_an_integer_a_boolean_or_a_dtype() -> None:
+    features = {"rows": when.size("input", 0), "capability": when.device_capability("input")}
+    with pytest.raises(ExpressionError, match=r"feature capability=.* is a capability"):
+        Lookup(features, 0, "plan", Tables(None)).check(OP.kinds)
+
+
+def test_dtypes_are_compared_by_the_conditions_for_it() -> None:
+    with pytest.raises(TypeError, match=r"ask when\.dtype"):
+        when.dtype_of("x") == torch.float32  # noqa: B015
+
+
+def test_the_grid_is_asked_for_once_per_device() -> None:
+    asked: list[torch.device] = []
+    grid = Grid([ExactAxis([torch.float32, torch.float16])], bytes([1, 0]))
+
+    class Counting:
+        def grid(self, device: torch.device) -> Grid | None:
+            asked.append(device)
+            return grid
+
+        failure = Tables.failure
+
+    lookup: Any = Lookup({"dtype": when.dtype_of("self")}, 0, "plan", Counting())  # type: ignore[arg-type]
+    import opgraft
+
+    override = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", lambda self, *_: torch.zeros_like(self), cond=lookup
+    )
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        torch.softmax(torch.ones(2, 2, dtype=dtype), 1)
+    assert (override.hits, override.misses) == (2, 1)
+    if loader.in_use() is not None:
+        assert len(set(asked)) == len(asked) == 1
