@@ -29,6 +29,7 @@ VARIABLES = (
     *(
         "OPGRAFT_CACHE",
         "OPGRAFT_SHADOW",
+        "OPGRAFT_TABLES",
         "OPGRAFT_COMPILE_TIMEOUT",
         "OPGRAFT_LOG",
         "OPGRAFT_WHEN_NOT_READY",

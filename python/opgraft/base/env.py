@@ -10,6 +10,7 @@
                    whatever overrides were registered with.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
 `OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
+`OPGRAFT_TABLES`   where the user's crossover tables are, instead of `~/.cache/opgraft/tables`.
 `OPGRAFT_SHADOW`   `0.01`: compare this share of hits with native; `0.01:quarantine` or `:raise`
                    says what becomes of a difference.
 `OPGRAFT_COMPILE_TIMEOUT`  seconds that a call waits for its impl to be compiled, before it gets the
@@ -122,6 +123,11 @@ def shadow() -> tuple[float, str] | None:
         return float(rate), on_mismatch or "log"
     except ValueError:
         return math.nan, on_mismatch  # an invalid rate, which the caller reports
+
+
+def tables() -> str | None:
+    """The folder that `OPGRAFT_TABLES` names; None if it is not set."""
+    return os.environ.get("OPGRAFT_TABLES", "").strip() or None
 
 
 def compile_timeout() -> float | None:

@@ -1,0 +1,144 @@
+"""What the tables decide for one override, on each device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from opgraft.crossover import models, rule, sources
+from opgraft.crossover.declaration import Crossover
+from opgraft.crossover.models import Model
+from opgraft.crossover.sources import Found, Source
+from opgraft.crossover.tables import Cell
+from opgraft.when.grid import Axis, Feature, Grid
+from opgraft.when.nodes import Failure, Lookup
+
+
+class InForce:
+    """The table that is in force on one model of device, and its grid.
+
+    Attributes:
+        model: the model.
+        source: the table.
+        grid: what it decides.
+    """
+
+    def __init__(self, model: Model, source: Source) -> None:
+        self.model = model
+        self.source = source
+        self.grid = rule.grid_of(source.entry, source.margin)
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything that a decision depends on."""
+        entry, margin = self.source.entry, self.source.margin
+        return hashlib.sha256(f"{entry.digest} {margin}".encode()).hexdigest()
+
+    def failure(self, names: list[str], values: tuple[Any, ...], column: int) -> Failure:
+        """Why the column declines a call's features."""
+        entry, path = self.source.entry, self.source.table.path
+        indices = self.grid.indices_of(values)
+        if indices is None:
+            place = ", ".join(map(_shown, names, values))
+            part = "not measured here"
+        else:
+            lowest = map(_lower, self.grid.axes, indices)
+            place = ", ".join(map(_shown, names, lowest))
+            cell = entry.cells.get(indices)
+            part = _comparison(cell, column, self.source.margin) if cell else _UNMEASURED
+        date = f", measured {entry.measured['date']}" if "date" in entry.measured else ""
+        other = "" if self.source.of == "this device" else f" of {self.source.of}"
+        return Failure(part, f"{place}; {path.name}{other}{date}")
+
+
+_UNMEASURED = "not measured here, and not faster in all measured cells around it"
+_WAYS = {rule.PLAN: "", rule.PYTHON: " from Python", rule.GRAPH: " in graphs"}
+
+
+def _comparison(cell: Cell, column: int, margin: float) -> str:
+    native, way = rule.times(cell, column)
+    if native is None or way is None:
+        return f"not measured{_WAYS[column]} here"
+    text = f"{way:.4g} us against native's {native:.4g}"
+    if way > native:
+        return f"slower{_WAYS[column]} here: {text}"
+    return f"not {margin:.0%} faster{_WAYS[column]} here: {text}"
+
+
+def _lower(axis: Axis, index: int) -> Feature:
+    return axis.lower(index)
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if type(value) is int and value >= 1024 and value & (value - 1) == 0:
+        return f"{name} 2**{value.bit_length() - 1}"
+    return f"{name} {value}"
+
+
+class Decisions:
+    """The decisions of all tables for one override. Tables are read when it is first asked.
+
+    Args:
+        name: the override's name.
+        owner: its pack, or `"user"`.
+        crossover: what it declares.
+    """
+
+    def __init__(self, name: str, owner: str, crossover: Crossover) -> None:
+        self.name = name
+        self.owner = owner
+        self.crossover = crossover
+        self._in_force: dict[Model, InForce | None] = {}
+        #: Conditions: whether it is faster by a launch plan, from Python, and in compiled graphs.
+        self.by_plan, self.from_python, self.in_graphs = (
+            Lookup(crossover.features, column, column_name, self)
+            for column, column_name in enumerate(rule.COLUMNS)
+        )
+
+    @cached_property
+    def found(self) -> Found:
+        """What all tables say of it, whatever the device."""
+        return sources.find(self.name, self.owner, self.crossover)
+
+    @property
+    def digest(self) -> str:
+        """A hash of what all tables say, which needs no device."""
+        parts = [
+            f"{table.model} {entry.digest}"
+            for table, entry in (*self.found.user, *self.found.author)
+        ]
+        margins = rule.MARGIN, rule.OTHER_DEVICE_MARGIN, rule.OTHER_ARCHITECTURE_MARGIN
+        return hashlib.sha256(f"{margins} {parts} {len(self.found.user)}".encode()).hexdigest()
+
+    def in_force(self, model: Model) -> InForce | None:
+        """The table that is in force on a model of device; None if there is none."""
+        if model not in self._in_force:
+            source = sources.choose(self.found, model, self.owner)
+            made = None if source is None else InForce(model, source)
+            self._in_force.setdefault(model, made)
+        return self._in_force[model]
+
+    def by_model(self, dispatch_key: str) -> Mapping[Model, InForce | None]:
+        """What is in force on each model of device here that a dispatch key is of."""
+        return {model: self.in_force(model) for model in models.of_dispatch_key(dispatch_key)}
+
+    # What a lookup asks.
+
+    def grid(self, device: torch.device) -> Grid | None:
+        in_force = self.in_force(models.of_device(device))
+        return None if in_force is None else in_force.grid
+
+    def failure(self, device: torch.device, values: tuple[Any, ...], column: int) -> Failure:
+        model = models.of_device(device)
+        in_force = self.in_force(model)
+        if in_force is None:
+            return Failure(
+                "not measured here", f"no table for {model.name}; opgraft tune makes one"
+            )
+        return in_force.failure(list(self.crossover.features), values, column)

@@ -1,0 +1,109 @@
+"""What an author declares of a crossover: what it depends on, and how to make samples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from opgraft.errors import RegistrationError
+from opgraft.when.nodes import Number, tensors_of
+
+__all__ = ["Crossover"]
+
+
+class Crossover:
+    """On what it depends whether an override is faster than native. Immutable.
+
+    `cond=` says for which calls an override is right, `crossover=` for which it is faster. It names
+    the few features of a call on which that depends. A table that was measured on this model of
+    device decides by them: docs/tuning.md. No threshold is written in code.
+
+    Args:
+        calls: how to make samples, for `opgraft tune`: a function of a device and of the features
+            by name, which yields the op's arguments, each time as a tuple, or as a dict by name.
+        version: of the kernel. Change it when the kernel becomes faster or slower: tables that
+            were measured with another version do not hold any more.
+        exact: the integer features whose every value is a bucket of its own, such as a number of
+            heads. Dtypes and booleans are exact anyway; other integers fall into buckets between
+            powers of two.
+        tables: the folder with the tables that the author ships; None: there are none.
+        **features: each an integer, a boolean, or :func:`opgraft.when.dtype_of`, as an expression
+            of :mod:`opgraft.when`.
+
+    Raises:
+        RegistrationError: there is no feature; one is no number; none is about a tensor, whose
+            device could be looked up; or `exact` names another one.
+
+    >>> import opgraft
+    >>> from opgraft import when
+    >>> crossover = opgraft.Crossover(
+    ...     rows=when.numel("input") // when.size("input", -1),
+    ...     hidden=when.size("input", -1),
+    ...     dtype=when.dtype_of("input"),
+    ... )
+    >>> list(crossover.features)
+    ['rows', 'hidden', 'dtype']
+    """
+
+    calls: Callable[..., Iterable[Any]] | None
+    version: int
+    exact: frozenset[str]
+    tables: Path | None
+    features: Mapping[str, Number]
+
+    def __init__(
+        self,
+        *,
+        calls: Callable[..., Iterable[Any]] | None = None,
+        version: int = 1,
+        exact: Iterable[str] = (),
+        tables: str | os.PathLike[str] | None = None,
+        **features: Number,
+    ) -> None:
+        exact = (exact,) if isinstance(exact, str) else tuple(exact)
+        _check(calls, version, exact, features)
+        vars(self).update(
+            calls=calls,
+            version=version,
+            exact=frozenset(exact),
+            tables=None if tables is None else Path(tables),
+            features=MappingProxyType(dict(features)),
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of a crossover cannot be changed: make another one")
+
+    def __repr__(self) -> str:
+        return f"Crossover({', '.join(f'{key}={each!r}' for key, each in self.features.items())})"
+
+
+def _check(
+    calls: object, version: object, exact: tuple[str, ...], features: Mapping[str, Number]
+) -> None:
+    if not features:
+        raise RegistrationError("Crossover() names no feature: rows=when.size('input', 0), say")
+    for name, feature in features.items():
+        if not isinstance(feature, Number):
+            raise RegistrationError(
+                f"Crossover({name}={feature!r}): a feature is a number of opgraft.when, such as "
+                "when.size('input', -1)"
+            )
+    if not any(tensor for feature in features.values() for tensor in tensors_of(feature)):
+        raise RegistrationError(
+            f"Crossover({', '.join(features)}): a feature must be about a tensor, for tables are "
+            "by its device"
+        )
+    if unknown := [name for name in exact if name not in features]:
+        raise RegistrationError(
+            f"Crossover(exact={unknown}): the features are {', '.join(features)}"
+        )
+    if type(version) is not int:
+        raise RegistrationError(f"Crossover(version={version!r}): give an integer")
+    if calls is not None and not callable(calls):
+        raise RegistrationError(
+            f"Crossover(calls={calls!r}): give a function of a device and the features that "
+            "yields the op's arguments"
+        )

@@ -1,0 +1,106 @@
+"""The rule that makes decisions of measured times, and fills in between measured cells."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from opgraft.crossover.tables import Cell, Entry
+from opgraft.when.grid import Axis, ExactAxis, Grid
+
+#: How much faster than native a way must be to be taken, as a share of its own time. Two
+#: measurements of the same call on the same device differ by less.
+MARGIN = 0.05
+#: The same where the table is of another device of the same architecture.
+OTHER_DEVICE_MARGIN = 0.2
+#: The same where it is of another architecture.
+OTHER_ARCHITECTURE_MARGIN = 0.5
+
+#: The columns of a grid: by a launch plan, from Python, as an opaque op in a compiled graph.
+PLAN, PYTHON, GRAPH = range(3)
+COLUMNS = ("plan", "python", "graph")
+
+Indices: TypeAlias = tuple[int, ...]
+
+
+def times(cell: Cell, column: int) -> tuple[float | None, float | None]:
+    """What a call takes natively and by a column's way: on the device or the host, the longer.
+
+    Without a launch plan's time the way by a plan is the one from Python: there can be no plan.
+    """
+    if column == GRAPH:
+        return cell.inductor, cell.opaque
+    # Without the host's time, native counts as faster than it may be.
+    native = _longer(cell.native, cell.native_host or 0)
+    host = cell.plan_host if column == PLAN and cell.plan_host else cell.python_host
+    return native, _longer(cell.override, host)
+
+
+def _longer(device: float | None, host: float | None) -> float | None:
+    return None if device is None or host is None else max(device, host)
+
+
+def pays(cell: Cell, column: int, margin: float) -> bool:
+    """Whether a column's way is faster than native by more than the margin.
+
+    >>> cell = Cell(43.0, 39.0, 8.0, 6.0, 40.0, None, None)
+    >>> [pays(cell, column, 0.05) for column in (PLAN, PYTHON, GRAPH)]
+    [True, True, False]
+    >>> pays(cell, PYTHON, 0.2)
+    False
+    """
+    native, way = times(cell, column)
+    if native is None or way is None or native < way * (1 + margin):
+        return False
+    # A graph's opaque op asks the router again when it runs, which must not send it to native.
+    return column != GRAPH or any(pays(cell, each, margin) for each in (PLAN, PYTHON))
+
+
+def grid_of(entry: Entry, margin: float) -> Grid:
+    """The decision for each cell of a table.
+
+    A cell that was not measured follows its neighbours: along each axis with steps, the nearest
+    decided cells on both sides. It is taken if all of them are, and declined if one is. Where no
+    axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
+    the end.
+    """
+    decided = {
+        indices: sum(pays(cell, column, margin) << column for column in range(len(COLUMNS)))
+        for indices, cell in entry.cells.items()
+    }
+    while new := dict(_between(decided, entry.axes)):
+        decided |= new
+    cells = bytearray(math.prod(axis.count for axis in entry.axes))
+    for indices, bits in decided.items():
+        cells[_flat(indices, entry.axes)] = bits
+    return Grid(entry.axes, bytes(cells))
+
+
+def _between(
+    decided: Mapping[Indices, int], axes: tuple[Axis, ...]
+) -> Iterator[tuple[Indices, int]]:
+    """Undecided cells between two decided ones, and what all of their neighbours agree on."""
+    found: dict[Indices, int] = {}
+    for which, axis in enumerate(axes):
+        if isinstance(axis, ExactAxis):
+            continue
+        lines: dict[tuple[Indices, Indices], list[int]] = {}
+        for indices in decided:
+            lines.setdefault((indices[:which], indices[which + 1 :]), []).append(indices[which])
+        for (before, behind), places in lines.items():
+            places.sort()
+            for low, high in itertools.pairwise(places):
+                cells = [(*before, place, *behind) for place in range(low, high + 1)]
+                ends = decided[cells[0]] & decided[cells[-1]]
+                for cell in cells[1:-1]:
+                    found[cell] = found.get(cell, ends) & ends
+    yield from found.items()
+
+
+def _flat(indices: Indices, axes: tuple[Axis, ...]) -> int:
+    cell = 0
+    for axis, index in zip(axes, indices, strict=True):
+        cell = cell * axis.count + index
+    return cell

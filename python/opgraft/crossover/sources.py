@@ -1,0 +1,192 @@
+"""Where tables come from: the user's folder, a pack's, and which of several counts."""
+
+from __future__ import annotations
+
+import itertools
+import stat
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from opgraft.base import env
+from opgraft.core import store
+from opgraft.crossover import rule, tables
+from opgraft.crossover.declaration import Crossover
+from opgraft.crossover.models import Model
+from opgraft.crossover.tables import BadTable, Entry, Table
+
+#: Whose table it is.
+Owner = Literal["user", "author"]
+
+_MEND = "opgraft tune measures one"
+
+
+def user_folder() -> Path:
+    """The user's tables: `OPGRAFT_TABLES`, or `tables` in opgraft's cache."""
+    return Path(env.tables() or store.root() / "tables").expanduser().absolute()
+
+
+class Folder(NamedTuple):
+    """The tables of a folder as they were read, and why others were refused."""
+
+    tables: tuple[Table, ...]
+    refused: tuple[str, ...]
+
+
+class Source(NamedTuple):
+    """An override's part of a table.
+
+    Attributes:
+        table: the file.
+        entry: what it says of the override.
+        owner: whose table it is: the user's own, or the override's author's.
+        margin: by how much it must be faster, by this table.
+        of: what the table's device is to the device that it is used for.
+    """
+
+    table: Table
+    entry: Entry
+    owner: Owner
+    margin: float
+    of: Literal["this device", "another device", "another architecture"]
+
+
+@cache
+def read(folder: Path, owner: Owner) -> Folder:
+    """All tables of a folder. They are read once in a process; a refusal is logged, in one line."""
+    found, refused = [], []
+    for path in _files(folder):
+        try:
+            found.append(tables.parse(path, _text(path, owner)))
+        except (BadTable, OSError, UnicodeDecodeError) as error:
+            refused.append(_refuse(path, str(error)))
+    return Folder(tuple(found), tuple(refused))
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    except OSError:  # most users have none
+        return []
+
+
+def _text(path: Path, owner: Owner) -> str:
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise BadTable("it is no file")
+    if info.st_size > tables.MAX_BYTES:
+        raise BadTable(f"it has {info.st_size} bytes, more than any table")
+    if owner == "user":
+        return store.read_trusted(path)
+    # Beside it is the code that names the folder, which was run: whoever could have written that
+    # could have done anything. So only a table that is more open than code ever is, is refused.
+    if info.st_mode & stat.S_IWOTH:
+        raise PermissionError(f"others may write to it; chmod o-w {path}")
+    return path.read_text(encoding="utf-8")
+
+
+def _refuse(path: Path, reason: str) -> str:
+    line = f"the table {path} is not used: {reason}"
+    env.warn_once(line)
+    return line
+
+
+class Found(NamedTuple):
+    """An override's parts of all tables, and why others were refused."""
+
+    user: tuple[tuple[Table, Entry], ...]
+    author: tuple[tuple[Table, Entry], ...]
+    refused: tuple[str, ...]
+
+
+def find(name: str, owner: str, crossover: Crossover) -> Found:
+    """All that tables say of an override, whatever the device.
+
+    Args:
+        name: the override's name.
+        owner: its pack, or `"user"`: the user's tables are in a folder for each owner.
+        crossover: what it declares.
+    """
+    refused: list[str] = []
+    users = tuple(_entries(user_folder() / owner, "user", name, crossover, refused))
+    if crossover.tables is None:
+        return Found(users, (), tuple(refused))
+    folder = crossover.tables.expanduser().absolute()
+    authors = tuple(_entries(folder, "author", name, crossover, refused))
+    return Found(users, authors, tuple(refused))
+
+
+def _entries(
+    path: Path, owner: Owner, name: str, crossover: Crossover, refused: list[str]
+) -> Iterator[tuple[Table, Entry]]:
+    folder = read(path, owner)
+    refused += folder.refused
+    for table in folder.tables:
+        try:
+            entry = tables.entry_of(table, name, crossover)
+        except BadTable as error:
+            refused.append(_refuse(table.path, str(error)))
+            continue
+        if entry is not None:
+            yield table, entry
+
+
+def choose(found: Found, model: Model, label: str) -> Source | None:
+    """The table that counts on a model of device; None if there is none.
+
+    First the user's own for exactly this model, then the author's, then that of the nearest device
+    of the same architecture, then that of the nearest architecture.
+
+    Args:
+        found: the tables.
+        model: the model.
+        label: whose overrides they are, for the log.
+    """
+    mine = [("user", *each) for each in found.user], [("author", *each) for each in found.author]
+    every: list[tuple[Owner, Table, Entry]] = [*mine[0], *mine[1]]  # type: ignore[list-item]
+    exact = [each for each in every if each[1].model.name == model.name]
+    if exact:
+        owner, table, entry = exact[0]
+        return Source(table, entry, owner, rule.MARGIN, "this device")
+    near = [each for each in every if model.capability and each[1].model.capability]
+    if not near:
+        env.warn_once(
+            f"no crossover table for {model.name}: overrides of {label} that need one decline; "
+            f"{_MEND}"
+        )
+        return None
+    owner, table, entry = min(near, key=lambda each: _distance(each[1].model, model))
+    same = table.model.capability == model.capability
+    env.warn_once(
+        f"no crossover table of {label} for {model.name}, and that of {table.model.name} is used, "
+        f"with a larger margin; {_MEND}"
+    )
+    return Source(
+        table,
+        entry,
+        owner,
+        rule.OTHER_DEVICE_MARGIN if same else rule.OTHER_ARCHITECTURE_MARGIN,
+        "another device" if same else "another architecture",
+    )
+
+
+def _distance(one: Model, other: Model) -> tuple[int, int, str]:
+    """How far two models with capabilities are from each other; of two as far, names decide."""
+    (major, minor), (other_major, other_minor) = (
+        one.capability or (0, 0),
+        other.capability or (0, 0),
+    )
+    apart = abs(10 * major + minor - 10 * other_major - other_minor)
+    return apart, -_alike(one.name, other.name), one.name
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters two names begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def forget() -> None:
+    """For tests and `opgraft tune`: read the folders again, for overrides registered from now."""
+    read.cache_clear()

@@ -1,0 +1,249 @@
+"""Tables: what is read, and what is refused with a line that names the file and the reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opgraft import Crossover, when
+from opgraft.crossover import rule, tables
+from opgraft.crossover.rule import GRAPH, PLAN, PYTHON
+from opgraft.crossover.tables import BadTable, Entry, entry_of
+from opgraft.when.grid import Grid
+from tests.crossover.tables import cell, crossover, entry, table
+from tests.test_when_properties import relaxed
+
+H200 = Path("tables/nvidia_h200.json")
+
+
+def read(content: Any, path: Path = H200) -> Entry:
+    """The entry of the override `fast` in a table of an H200."""
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    found = entry_of(tables.parse(path, content), "fast", crossover())
+    assert found is not None
+    return found
+
+
+def h200(*cells: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return table({"fast": entry(*cells, **changes)}, "NVIDIA H200", capability=[9, 0])
+
+
+def test_a_table_is_read() -> None:
+    found = read(h200(cell(1024), cell(4096, "float16", override=20)))
+    assert found.measured["date"] == "2026-11-24"
+    assert {indices: each.override for indices, each in found.cells.items()} == {
+        (0, 0): 5.0,
+        (2, 1): 20.0,
+    }
+
+
+def test_an_override_without_an_entry_is_in_no_table() -> None:
+    parsed = tables.parse(H200, json.dumps(h200(cell(1))))
+    assert entry_of(parsed, "other", crossover()) is None
+
+
+def without(found: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != key}
+
+
+DAMAGED = {
+    "text": ("rows = 1", "damaged"),
+    "half of it": (json.dumps(h200(cell(1)))[:80], "damaged"),
+    "depth": ("[" * 100_000, "damaged"),
+    "a list": ("[]", "no table"),
+    "no format": (json.dumps(without(h200(cell(1)), "format")), "no table"),
+    "a name twice": ('{"format": 1, "format": 1}', "stands twice"),
+    "not a number": (json.dumps(h200(cell(1, native=math.nan))), "NaN is no number"),
+    "infinity": (json.dumps(h200(cell(1, native=math.inf))), "Infinity is no number"),
+    "a later format": (h200(cell(1)) | {"format": 2}, "its format is 2"),
+    "another device": (h200(cell(1)) | {"device": "NVIDIA A100"}, "another device.*NVIDIA A100"),
+    "no device": (h200(cell(1)) | {"device": 5}, "device"),
+    "capability": (h200(cell(1)) | {"capability": "9.0"}, "capability"),
+    "overrides": (h200(cell(1)) | {"overrides": []}, "overrides"),
+    "entry": (table({"fast": []}, "NVIDIA H200"), "no object"),
+    "version": (h200(cell(1), version=2), "version 2 of the kernel, and this is 1"),
+    "features": (h200(cell(1), features={"rows": {"steps": 1}}), "features"),
+    "order": (h200(cell(1), features={"dtype": "exact", "rows": {"steps": 1}}), "features"),
+    "steps": (h200(cell(1), features={"rows": {"steps": 3}, "dtype": "exact"}), "rows"),
+    "measured": (h200(cell(1), measured={"date": 5}), "measured"),
+    "no cells": (h200(), "no cells"),
+    "cells": (h200(cells={}), "cells"),
+    "at": (h200(cell(1) | {"at": [1]}), "there are 2 features"),
+    "corner": (h200(cell(1000)), "1000 is not where a bucket begins"),
+    "zero": (h200(cell(0)), "from 1 on"),
+    "many bits": (h200(cell(2**63)), "is never"),
+    "dtype": (h200(cell(1, "float33")), "'float33'"),
+    "a function": (h200(cell(1, "load")), "'load'"),
+    "dtype number": (h200(cell(1) | {"at": [1, 6]}), "is never"),
+    "twice": (h200(cell(1), cell(1)), "two cells are at one place"),
+    "negative": (h200(cell(1, override=-1)), "override_us at .* is -1"),
+    "no time": (h200(cell(1, override=0)), "override_us"),
+    "huge": (h200(cell(1, native=1e30)), "native_us"),
+    "a word": (h200(cell(1, python_host="fast")), "python_host_us"),
+    "true": (h200(cell(1, native=True)), "native_us"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_what_is_wrong_is_told(what: str) -> None:
+    content, expected = DAMAGED[what]
+    with pytest.raises(BadTable, match=expected):
+        read(content)
+
+
+def test_a_grid_of_too_many_cells_is_refused() -> None:
+    features = {"a": {"steps": 8}, "b": {"steps": 8}, "dtype": "exact"}
+    ends = [cell(1) | {"at": [at, at, "float32"]} for at in (1, 2**62)]
+    content = json.dumps(table({"fast": entry(*ends, features=features)}, "NVIDIA H200"))
+    declared = {"a": when.numel("self"), "b": when.numel("self"), "dtype": when.dtype_of("self")}
+    with pytest.raises(BadTable, match="span more than"):
+        entry_of(tables.parse(H200, content), "fast", Crossover(**declared))
+
+
+def test_a_feature_that_is_declared_exact_has_no_steps() -> None:
+    parsed = tables.parse(H200, json.dumps(h200(cell(1))))
+    with pytest.raises(BadTable, match="rows is declared exact"):
+        entry_of(parsed, "fast", crossover(exact=["rows"]))
+
+
+KEYS = st.sampled_from(["format", "device", "overrides", "fast", "cells", "at"])
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner),
+)
+
+
+@relaxed
+@given(ANY_JSON)
+def test_whatever_json_says_is_read_or_refused(content: Any) -> None:
+    in_place = {"fast": content} if content is not None else {"fast": 1}  # null: it has no entry
+    for found in (content, table(in_place, "NVIDIA H200"), h200({"at": content})):
+        with pytest.raises(BadTable):
+            read(json.dumps(found))
+
+
+# ------------------------------------------------------------------ the rule
+
+
+@pytest.mark.parametrize(
+    ("times", "plan", "python", "graph"),
+    [
+        ({}, True, True, False),
+        ({"override": 9.6}, False, False, False),  # within the margin
+        ({"override": 9.5}, True, True, False),
+        ({"python_host": 40}, True, False, False),
+        ({"plan_host": 11, "python_host": 40}, False, False, False),
+        ({"plan_host": None}, True, True, False),  # by no plan: from Python
+        ({"plan_host": None, "python_host": 40}, False, False, False),
+        ({"native_host": 100, "python_host": 40}, True, True, False),
+        ({"override": None}, False, False, False),
+        ({"native": None}, False, False, False),
+        ({"inductor": 10, "opaque": 5}, True, True, True),
+        ({"inductor": 10, "opaque": 9.9}, True, True, False),
+        ({"inductor": 10, "opaque": 5, "override": 20}, False, False, False),
+    ],
+)
+def test_a_way_pays_where_the_longer_of_its_times_is_shorter_by_the_margin(
+    times: dict[str, float], plan: bool, python: bool, graph: bool
+) -> None:
+    (found,) = read(h200(cell(1, **times))).cells.values()
+    assert [rule.pays(found, column, 0.05) for column in (PLAN, PYTHON, GRAPH)] == [
+        plan,
+        python,
+        graph,
+    ]
+
+
+def grid(*cells: dict[str, Any], steps: int = 1, margin: float = rule.MARGIN) -> Grid:
+    features = {"rows": {"steps": steps}, "dtype": "exact"}
+    return rule.grid_of(read(h200(*cells, features=features)), margin)
+
+
+def taken(found: Grid, rows: list[int], dtype: torch.dtype = torch.float32) -> list[bool]:
+    return [found.takes([each, dtype], PLAN) for each in rows]
+
+
+def test_a_cell_between_two_follows_them_where_they_agree() -> None:
+    found = grid(cell(16), cell(64), cell(256, override=20), cell(1024, override=20), cell(4096))
+    rows = [16, 32, 63, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert taken(found, rows) == [True] * 4 + [False] * 5 + [True]
+
+
+def test_outside_of_what_was_measured_it_declines() -> None:
+    found = grid(cell(16), cell(64))
+    assert taken(found, [0, 15, 16, 127, 128]) == [False, False, True, True, False]
+    assert taken(found, [16], torch.float16) == [False]
+
+
+def test_values_of_an_exact_feature_have_nothing_in_between() -> None:
+    found = grid(cell(16), cell(64), cell(16, "float16"))
+    assert taken(found, [16, 32, 64], torch.float16) == [True, False, False]
+
+
+def test_steps_divide_octaves() -> None:
+    found = grid(cell(16), cell(24, override=20), cell(32), steps=2)
+    assert taken(found, [16, 23, 24, 31, 32, 47, 48]) == [
+        *(True, True, False, False),
+        *(True, True, False),
+    ]
+
+
+def test_a_larger_margin_takes_less() -> None:
+    cells = cell(16, override=9), cell(64)
+    assert taken(grid(*cells), [16, 64]) == [True, True]
+    assert taken(grid(*cells, margin=rule.OTHER_DEVICE_MARGIN), [16, 64]) == [False, True]
+
+
+CELLS = st.dictionaries(
+    st.tuples(st.integers(0, 4), st.integers(0, 4)), st.booleans(), min_size=1, max_size=12
+)
+
+
+@relaxed
+@given(CELLS)
+def test_in_two_dimensions_a_filled_cell_has_a_taken_one_on_two_sides(
+    measured: dict[tuple[int, int], bool],
+) -> None:
+    declared = Crossover(a=when.numel("self"), b=when.size("self", 0))
+    cells = [
+        cell(1, override=5 if takes else 20) | {"at": [2**a, 2**b]}
+        for (a, b), takes in measured.items()
+    ]
+    features = {"a": {"steps": 1}, "b": {"steps": 1}}
+    content = json.dumps(table({"fast": entry(*cells, features=features)}, "NVIDIA H200"))
+    found = entry_of(tables.parse(H200, content), "fast", declared)
+    assert found is not None
+    filled = rule.grid_of(found, rule.MARGIN)
+    # The same rule with the features in the other order.
+    swapped = Crossover(b=when.size("self", 0), a=when.numel("self"))
+    turned = [each | {"at": each["at"][::-1]} for each in cells]
+    features = {"b": {"steps": 1}, "a": {"steps": 1}}
+    content = json.dumps(table({"fast": entry(*turned, features=features)}, "NVIDIA H200"))
+    other = entry_of(tables.parse(H200, content), "fast", swapped)
+    assert other is not None
+    refilled = rule.grid_of(other, rule.MARGIN)
+
+    def takes(a: int, b: int) -> bool:
+        return filled.takes([2**a, 2**b], PLAN)
+
+    for a in range(5):
+        for b in range(5):
+            assert takes(a, b) == refilled.takes([2**b, 2**a], PLAN)
+            if (a, b) in measured:
+                assert takes(a, b) is measured[a, b]
+            elif takes(a, b):
+                along_a = any(takes(x, b) for x in range(a)) and any(
+                    takes(x, b) for x in range(a + 1, 5)
+                )
+                along_b = any(takes(a, x) for x in range(b)) and any(
+                    takes(a, x) for x in range(b + 1, 5)
+                )
+                assert along_a or along_b
