@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from opgraft import cutedsl_utils, packs, pt2, triton_utils, when
     from opgraft.control import disable, disabled, enable, native, overrides
+    from opgraft.crossover import Crossover
     from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
     from opgraft.explanation import Explanation, explain
     from opgraft.explanation.trace import Trace, trace
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ContractError",
+    "Crossover",
     "Explanation",
     "OpgraftError",
     "Override",
@@ -70,6 +72,7 @@ __all__ = [
 # this file wherever a pack is installed, so names are imported only when a program uses them.
 _MODULES_OF_NAMES = {
     "ContractError": "errors",
+    "Crossover": "crossover",
     "Explanation": "explanation",
     "OpgraftError": "errors",
     "Override": "registry",

@@ -13,6 +13,7 @@ from opgraft import dsl as dsls
 from opgraft import packs, router, spelling
 from opgraft.base import env, events
 from opgraft.core import loader
+from opgraft.crossover import Crossover
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.pt2 import hooks
@@ -52,6 +53,7 @@ def register_op_override(
     unplanned: Condition | None = None,
     when_not_ready: WhenNotReady = "wait",
     samples: Callable[[torch.device], Iterable[Any]] | None = None,
+    crossover: Crossover | None = None,
 ) -> Override:
     """Register an implementation for one op at one dispatch key.
 
@@ -107,16 +109,20 @@ def register_op_override(
             function of a device that yields the op's arguments, each time as a tuple, or as a dict
             by name. A backward op, an `out=` or an in-place variant is also tested on the samples
             of the op that it belongs to, if the same pack overrides that op in the same DSL.
+        crossover: a :class:`opgraft.Crossover`: on what it depends whether `impl` is faster than
+            the native kernel. Tables that were measured say for which calls it is: by a launch
+            plan, from Python (`unplanned`, where that is not given), and in compiled graphs
+            (`compile="auto"`). Without a table for the device it declines; see docs/tuning.md.
 
     Returns:
         The override: its counters, and `.remove()`.
 
     Raises:
         RegistrationError: the op does not exist; the dispatch key is not a backend's; `impl` or
-            `cond` cannot take the op's arguments; `cond`, `unplanned` or `compile` names an
-            argument that does not exist; the op cannot have such an `autograd`; the derivative of a
-            composite op could not be kept; or the op is about autograd's own state. The message
-            says what to do.
+            `cond` cannot take the op's arguments; `cond`, `unplanned`, `compile` or `crossover`
+            names an argument that does not exist; the op cannot have such an `autograd`; the
+            derivative of a composite op could not be kept; or the op is about autograd's own state.
+            The message says what to do.
 
     >>> import torch, opgraft
     >>> from opgraft import when
@@ -143,6 +149,7 @@ def register_op_override(
     on_error = on_error or ("fallback" if pack else "raise")
     _check_choice("on_error", on_error, OnError)
     _check_compile(compile, op)
+    _check_crossover(crossover, op)
     if samples is not None and not callable(samples):
         raise RegistrationError(
             f"samples= for {op.name} must be a function of a device that yields the op's "
@@ -169,6 +176,7 @@ def register_op_override(
         unplanned=unplanned,
         when_not_ready=when_not_ready,
         samples=samples,
+        crossover=crossover,
         unavailable=_unavailable(dsl, owner),
     )
     override = Override(declaration, registry)
@@ -322,6 +330,25 @@ def _check_compile(compile: CompilePolicy | Condition, op: Op) -> None:
     else:
         or_else = ", or give an expression of opgraft.when"
         _check_choice("compile", compile, CompilePolicy, or_else)
+
+
+def _check_crossover(crossover: Crossover | None, op: Op) -> None:
+    if crossover is None:
+        return
+    if not isinstance(crossover, Crossover):
+        raise RegistrationError(
+            f"crossover= for {op.name} is {crossover!r}: give an opgraft.Crossover"
+        )
+    from opgraft.crossover.decisions import Decisions
+    from opgraft.when.compilation import compile_condition
+
+    lookup = Decisions("", "", crossover).by_plan
+    _check_expression("crossover", lookup, op)
+    if compile_condition(lookup, op) is None:
+        raise RegistrationError(
+            f"crossover= for {op.name}: only Python can evaluate {crossover!r}; use constants of "
+            "64 bits"
+        )
 
 
 def _check_choice(parameter: str, value: str, choices: Any, or_else: str = "") -> None:

@@ -128,6 +128,7 @@ def _describe(override: Override) -> Iterator[str]:
     for name in ("op", "dispatch_key", "name", "dsl", "pack", "compile", "takes_keyset"):
         yield f"{name}={getattr(override, name)!r}"
     yield f"version={_version(override.pack) if override.pack else ''}"
+    yield f"tables={override.decisions.digest if override.decisions else ''}"
     for part in (override.cond, override.impl, override.autograd):
         yield repr(part) if isinstance(part, Condition) else fingerprint.digest_code(part)
 

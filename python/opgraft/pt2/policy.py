@@ -149,6 +149,11 @@ def resolve(override: Override, call: Call) -> tuple[CompilePolicy, str]:
         return override.compile, f"compile={override.compile!r}"
     if is_inductor_fallback(override.operator.overload):
         return "opaque", "Inductor calls this op as it is"
+    if override.decisions is not None:
+        in_graphs = override.decisions.in_graphs
+        if symbolic.of_condition(in_graphs, call) == symbolic.HOLDS:
+            return "opaque", "its table says that it is faster than Inductor"
+        return "inductor", "its table does not say that it is faster than Inductor"
     return "inductor", "Inductor has its own code for this op; compile='opaque' prefers yours"
 
 
@@ -178,8 +183,8 @@ def _outcomes(override: Override, call: Call) -> Outcomes:
 
 
 def _guarded_outcomes(override: Override, call: Call) -> Outcomes:
-    if isinstance(override.cond, Condition):
-        return symbolic.guarded_outcomes(override.cond, call.named)
+    if isinstance(override.eligible, Condition):
+        return symbolic.guarded_outcomes(override.eligible, call.named)
     return frozenset({override.condition_holds(call)})
 
 
@@ -187,8 +192,8 @@ def _culprit(override: Override, call: Call) -> str:
     obstacle = device.why_mixed(call)
     if obstacle is not None:
         return obstacle
-    if isinstance(override.cond, Condition):
-        return symbolic.first_failing_part(override.cond, call.named)
+    if isinstance(override.eligible, Condition):
+        return symbolic.first_failing_part(override.eligible, call.named)
     return f"{getattr(override.cond, '__qualname__', override.cond)!s} is false whatever the sizes"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from opgraft.ops.schema import Op
 from opgraft.registry.rules import Selector
 from opgraft.when import Condition
+
+if TYPE_CHECKING:
+    from opgraft.crossover import Crossover
 
 OnError = Literal["raise", "fallback"]
 WhenNotReady = Literal["native", "wait"]
@@ -43,6 +46,8 @@ class Declaration:
     #: For which calls without a launch plan `impl` is worth running in Python, if `cond` holds;
     #: None: for all of them.
     unplanned: Condition | None
+    #: On what it depends whether it is faster than native, which tables decide; None: it always is.
+    crossover: Crossover | None
     #: Why it can never run here (its DSL is missing); None if it can.
     unavailable: str | None
 
@@ -65,6 +70,7 @@ class Declaration:
         when_not_ready: WhenNotReady = "wait",
         samples: Callable[..., Iterable[Any]] | None = None,
         unplanned: Condition | None = None,
+        crossover: Crossover | None = None,
         unavailable: str | None = None,
     ) -> None:
         given = locals()

@@ -13,6 +13,8 @@ from opgraft.registry.state import OverrideState
 from opgraft.when import Condition, Failure
 
 if TYPE_CHECKING:
+    from opgraft.crossover import Crossover
+    from opgraft.crossover.decisions import Decisions
     from opgraft.plan.plans import Plans
     from opgraft.registry.chains import Registry
 
@@ -40,7 +42,7 @@ class Override:
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = _declared("autograd")
     launch_plan: bool = _declared("launch_plan")
     samples: Callable[..., Any] | None = _declared("samples")
-    unplanned: Condition | None = _declared("unplanned")
+    crossover: Crossover | None = _declared("crossover")
     when_not_ready: WhenNotReady = _declared("when_not_ready")
     unavailable: str | None = _declared("unavailable")
     #: What selectors compare.
@@ -50,6 +52,7 @@ class Override:
         self.declaration = declaration
         self.state = OverrideState()
         self._registry = registry
+        self._decisions: Decisions | None = None
 
     def __repr__(self) -> str:
         owner = f"pack {self.pack}" if self.pack else "user"
@@ -116,18 +119,58 @@ class Override:
         self._registry.remove(self)
 
     @property
-    def condition(self) -> Condition | Callable[..., Any] | None:
-        """The condition for a call: `cond`, joined with `unplanned` if there can be no plans."""
-        if self.plans is not None or self.unplanned is None:
+    def decisions(self) -> Decisions | None:
+        """What crossover tables decide for it; None if it declares no crossover."""
+        if self.crossover is None:
+            return None
+        # A name may be made unique when the override is put into its chain.
+        if self._decisions is None or self._decisions.name != self.name:
+            from opgraft.crossover.decisions import Decisions
+
+            self._decisions = Decisions(self.name, self.pack or "user", self.crossover)
+        return self._decisions
+
+    @property
+    def unplanned(self) -> Condition | None:
+        """For which calls without a launch plan the impl is worth running in Python; None: all.
+
+        What its author wrote comes before what its crossover's tables say.
+        """
+        declared = self.declaration.unplanned
+        if declared is not None or self.decisions is None or not self.launch_plan:
+            return declared
+        return None if self.state.ignores_tables else self.decisions.from_python
+
+    @property
+    def eligible(self) -> Condition | Callable[..., Any] | None:
+        """The condition for a call, however it will run: `cond`, and what its tables say."""
+        if self.decisions is None or self.state.ignores_tables:
             return self.cond
-        if self.cond is None:
-            return self.unplanned
-        if isinstance(self.cond, Condition):
-            return self.cond & self.unplanned
-        cond, unplanned, op = self.cond, self.unplanned, self.operator
+        has_plans = self.plans is not None or self.declaration.unplanned is not None
+        by_table = self.decisions.by_plan if has_plans else self.decisions.from_python
+        return self._joined(self.cond, by_table)
+
+    @property
+    def condition(self) -> Condition | Callable[..., Any] | None:
+        """The condition for a call: `eligible`, joined with `unplanned` if there can be no plans.
+
+        Without plans, `eligible` has what the tables say of Python.
+        """
+        if self.plans is not None or self.declaration.unplanned is None:
+            return self.eligible
+        return self._joined(self.eligible, self.declaration.unplanned)
+
+    def _joined(
+        self, cond: Condition | Callable[..., Any] | None, other: Condition
+    ) -> Condition | Callable[..., Any]:
+        if cond is None:
+            return other
+        if isinstance(cond, Condition):
+            return cond & other
+        op = self.operator
 
         def both(*args: Any, **kwargs: Any) -> bool:
-            return unplanned.holds(op.bind(args, kwargs).named) and bool(cond(*args, **kwargs))
+            return other.holds(op.bind(args, kwargs).named) and bool(cond(*args, **kwargs))
 
         return both
 

@@ -49,6 +49,8 @@ class OverrideState:
         self.given_up: str | None = None
         #: Whether its impl's errors are raised despite `on_error`, so that `verify` sees them.
         self.raises_errors = False
+        #: Whether it takes calls that its crossover's tables decline, so that `verify` runs them.
+        self.ignores_tables = False
         #: What routers run: the impl and its wrapper, if any; None before the first run.
         self.impl: Any = None
         #: Kinds of calls for which it failed and the native kernel runs instead, with the error's

@@ -80,6 +80,8 @@ class CompiledRouter(Router):
         self.has_own_kernel = self.excluded.has(torch._C.DispatchKey.AutocastCPU)
         # The core's object for each override in the chain. It keeps the Python override alive.
         self._core_overrides: dict[Override, Any] = {}
+        # Those that take calls which their tables decline.
+        self._ignoring: set[Override] = set()
         # Its replacement while shadow mode is on.
         self._shadowed: dict[Override, Any] = {}
         chain.listener = self.publish
@@ -100,6 +102,10 @@ class CompiledRouter(Router):
         for override in [o for o in self._core_overrides if o not in chain.members]:
             del self._core_overrides[override]
             _drop_plans(override)
+        ignoring = {o for o in chain.members if o.state.ignores_tables}
+        for override in ignoring ^ self._ignoring:
+            self._core_overrides.pop(override, None)  # its condition is another one
+        self._ignoring = ignoring
         for override in chain.members:
             if override not in chain.active:
                 _drop_plans(override)

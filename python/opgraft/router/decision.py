@@ -60,7 +60,7 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     quarantined = override.state.quarantined
     # A `when` expression is evaluated before the quarantine is checked, as in the core. A condition
     # in Python comes after it, since it may be what failed.
-    is_expression = isinstance(override.cond, Condition)
+    is_expression = isinstance(override.condition, Condition)
     if is_expression and not override.condition_holds(call):
         return Decline("its condition does not hold", "condition")
     if quarantined and (error := quarantined.get(kind_of(call))):

@@ -199,8 +199,8 @@ class CompiledKernel(DerivativeKernel):
 
 
 def _compiled_condition(override: Override) -> list[Node] | None:
-    if isinstance(override.cond, Condition):
-        return compile_condition(override.cond, override.operator)
+    if isinstance(override.eligible, Condition):
+        return compile_condition(override.eligible, override.operator)
     return None
 
 
