@@ -21,7 +21,7 @@ from opgraft.base import env
 if TYPE_CHECKING:
     __version__: str
 
-    from opgraft import cutedsl_utils, packs, pt2, triton_utils, when
+    from opgraft import cutedsl_utils, packs, pt2, triton_utils, tuning, when
     from opgraft.control import disable, disabled, enable, native, overrides
     from opgraft.crossover import Crossover
     from opgraft.errors import ContractError, OpgraftError, OverrideWarning, RegistrationError
@@ -61,6 +61,7 @@ __all__ = [
     "shadow",
     "trace",
     "triton_utils",
+    "tuning",
     "verify",
     "wait_until_ready",
     "warmup",

@@ -1,4 +1,4 @@
-"""Which way of running a call a table allows: by a launch plan, from Python, in a compiled graph."""
+"""Which ways of running a call a table allows: by a launch plan, from Python, in a graph."""
 
 from __future__ import annotations
 

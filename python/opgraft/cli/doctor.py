@@ -86,6 +86,7 @@ def examine() -> Iterator[Check]:
     yield from _packs()
     yield from _overrides()
     yield from _readiness()
+    yield from _tables()
     yield from _dsls()
     yield from _host_compiler()
     yield from _neighbours()
@@ -268,6 +269,44 @@ def _readiness() -> Iterator[Check]:
     else:
         text = f"at most {pool.most_workers()} compile at a time; their claims: {claims.folder()}"
         yield Check("workers", "ok", text)
+
+
+def _tables() -> Iterator[Check]:
+    """Which crossover tables decide, how old they are, and which were refused."""
+    every = overrides()
+    refused = {line for each in every if (it := each.decisions) for line in it.found.refused}
+    for line in sorted(refused):
+        yield Check("tables", "problem", line, "opgraft tune measures it anew, or delete it")
+    by_text: dict[str, list[Override]] = defaultdict(list)
+    outdated: dict[str, list[Override]] = defaultdict(list)
+    for override in every:
+        for row in facts.table_rows(override):
+            by_text[facts.table_text(row)].append(override)
+            if row["file"] is not None and (text := _other_versions(row, override)):
+                outdated[f"{row['file']} holds, though it was measured with {text}"].append(
+                    override
+                )
+    for text, affected in by_text.items():
+        found = f"{_names(affected)}: {text}"
+        if text.startswith("none for"):
+            yield Check("tables", "note", f"{found}; they decline every call", "opgraft tune")
+        else:
+            yield Check("tables", "ok", found)
+    for text in outdated:
+        yield Check("tables", "note", text, "opgraft tune, if it matters")
+
+
+def _other_versions(row: dict[str, Any], override: Override) -> str:
+    """Versions that a table was measured with and that are others here; empty without any."""
+    here = facts.versions()
+    names = ["torch", *([override.dsl] if override.dsl in here else [])]
+    measured = ((name, row["measured"].get(name)) for name in names)
+    differing = [
+        f"{name} {version} (here {here[name]})"
+        for name, version in measured
+        if version is not None and version != here[name]
+    ]
+    return " and ".join(differing)
 
 
 # ------------------------------------------------------------------ DSLs

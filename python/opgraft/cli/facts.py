@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,9 +69,49 @@ def override_rows() -> list[dict[str, Any]]:
             "kernels": kernels(override),
             "when_not_ready": when_not_ready(override),
             "readiness": [state.as_dict() for state in readiness_states(override)],
+            "tables": list(table_rows(override)),
         }
         for override in overrides()
     ]
+
+
+def table_rows(override: Override) -> Iterator[dict[str, Any]]:
+    """The crossover table in force on each model of device here; none for one without crossover."""
+    if override.decisions is None:
+        return
+    for model, in_force in override.decisions.by_model(override.dispatch_key).items():
+        if in_force is None:
+            yield {"device": model.name, "file": None}
+            continue
+        table, entry = in_force.source.table, in_force.source.entry
+        yield {
+            "device": model.name,
+            "file": str(table.path),
+            "owner": in_force.source.owner,
+            "of": in_force.source.of,
+            "measured_on": table.model.name,
+            "margin": in_force.source.margin,
+            "measured": dict(entry.measured),
+            "days_old": _days_since(entry.measured.get("date", "")),
+            "digest": in_force.digest,
+        }
+
+
+def _days_since(date: str) -> int | None:
+    try:
+        return (datetime.date.today() - datetime.date.fromisoformat(date)).days
+    except ValueError:
+        return None
+
+
+def table_text(row: dict[str, Any]) -> str:
+    """Which table is in force on a model of device, whose it is, and how old."""
+    if row["file"] is None:
+        return f"none for {row['device']}"
+    owner = "your own" if row["owner"] == "user" else "its author's"
+    days = "" if row["days_old"] is None else f", {row['days_old']} days old"
+    other = "" if row["of"] == "this device" else f", of {row['measured_on']}"
+    return f"{row['file'].rpartition('/')[2]} ({owner}{other}{days})"
 
 
 def when_not_ready(override: Override) -> WhenNotReady:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from opgraft import spelling
+from opgraft import spelling, tuning
 from opgraft.cli import facts, output
 
 #: A pack's state as the table prints it; the JSON has the state itself.
@@ -31,6 +31,7 @@ def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) ->
     found: dict[str, Any] = {
         "versions": facts.versions(),
         "core": facts.core(),
+        "tables": tuning.digest(),
         "packs": [row for row in facts.pack_rows() if pack in (None, row["name"])],
         "overrides": [
             row
@@ -85,7 +86,10 @@ def _print_packs(rows: list[dict[str, Any]]) -> None:
 def _print_overrides(rows: list[dict[str, Any]]) -> None:
     output.print_table(
         "Overrides, in the order in which they are asked",
-        ["op", "key", "override", "DSL", "owner", "priority", "state", "kernels", "because"],
+        [
+            *("op", "key", "override", "DSL", "owner", "priority", "state", "kernels", "table"),
+            "because",
+        ],
         [
             [
                 row["op"],
@@ -96,6 +100,7 @@ def _print_overrides(rows: list[dict[str, Any]]) -> None:
                 row["priority"] or None,
                 "on" if row["enabled"] else "off",
                 row["kernels"],
+                ", ".join(map(facts.table_text, row["tables"])),
                 row["reason"],
             ]
             for row in rows

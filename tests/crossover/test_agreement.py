@@ -1,0 +1,75 @@
+"""`opgraft.tuning.require_same`: two processes over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opgraft
+from opgraft import tuning
+from tests.crossover.tables import cell, entry, table, write
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch has no torch.distributed"
+)
+
+
+def compared(folder: Path, tables: list[dict[str, Any] | None]) -> list[str]:
+    """What each rank says of its tables."""
+    processes = []
+    for rank, content in enumerate(tables):
+        if content is not None:
+            write(folder / str(rank) / "user", content)
+        command = [sys.executable, "-m", "tests.crossover.rank", str(rank), str(len(tables))]
+        environment = os.environ | {"OPGRAFT_TABLES": str(folder / str(rank)), "OPGRAFT_PACKS": ""}
+        processes.append(
+            subprocess.Popen(
+                [*command, str(folder / "store")],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            outputs.append(out.strip().splitlines()[-1])
+    finally:
+        for process in processes:
+            process.kill()
+    return outputs
+
+
+ONE, OTHER = (table({"fast": entry(cell(4, native=native))}) for native in (10.0, 11.0))
+
+
+def test_ranks_with_the_same_tables_agree(tmp_path: Path) -> None:
+    assert compared(tmp_path, [ONE, ONE]) == ["the same"] * 2
+
+
+@pytest.mark.parametrize("other", [OTHER, None])
+def test_every_rank_names_the_files_that_differ(
+    tmp_path: Path, other: dict[str, Any] | None
+) -> None:
+    first, second = compared(tmp_path, [ONE, other])
+    assert first == second
+    assert f"rank 0 {tmp_path / '0' / 'user'}" in first
+    assert (f"rank 1 {tmp_path / '1' / 'user'}" if other else "rank 1 no table") in first
+    assert "fast (user's, aten::_softmax at CPU)" in first
+
+
+def test_without_a_process_group_it_is_an_error() -> None:
+    with pytest.raises(opgraft.OpgraftError, match="init_process_group"):
+        tuning.require_same()

@@ -1,0 +1,116 @@
+"""What `opgraft list` and `opgraft doctor` say of crossover tables."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+import opgraft
+from opgraft import tuning
+from opgraft.cli import doctor, listing
+from opgraft.crossover import sources
+from tests.crossover.tables import CPU, cell, entry, table, write
+from tests.crossover.test_routing import register
+
+
+def measured(days: int = 0, **versions: str) -> dict[str, Any]:
+    date = datetime.date.today() - datetime.timedelta(days)
+    versions = {"torch": str(torch.__version__)} | versions
+    return entry(cell(4), measured={"date": date.isoformat()} | versions)
+
+
+def listed() -> dict[str, Any]:
+    done = click.testing.CliRunner().invoke(listing.command, ["--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.output)
+    return found
+
+
+def checks() -> list[tuple[str, str]]:
+    return [(each.level, each.text) for each in doctor._tables()]
+
+
+def test_list_says_which_table_is_in_force_and_how_old(user_tables: Path) -> None:
+    path = write(user_tables, table({"fast": measured(days=3)}))
+    register()
+    found = listed()
+    (row,) = found["overrides"][0]["tables"]
+    assert (row["file"], row["owner"], row["days_old"]) == (str(path), "user", 3)
+    assert (row["device"], row["of"]) == (CPU, "this device")
+    assert found["tables"] == tuning.digest() != ""
+    text = click.testing.CliRunner().invoke(listing.command).output
+    assert f"{path.name} (your own, 3 days old)" in " ".join(text.split())
+
+
+def test_list_has_a_hash_of_what_is_in_force(user_tables: Path) -> None:
+    write(user_tables, table({"fast": measured()}))
+    register()
+    first = tuning.digest()
+    write(user_tables, table({"fast": entry(cell(8))}))
+    assert tuning.digest() == first  # tables are read once
+    sources.forget()
+    register()
+    assert tuning.digest() not in ("", first)
+
+
+def test_an_override_without_a_crossover_has_no_table() -> None:
+    register(crossover=None)
+    found = listed()
+    assert (found["overrides"][0]["tables"], found["tables"]) == ([], "")
+    assert checks() == []
+
+
+def test_doctor_says_which_table_is_in_force(user_tables: Path) -> None:
+    path = write(user_tables, table({"fast": measured(days=400)}))
+    register()
+    assert checks() == [("ok", f"fast (aten::_softmax): {path.name} (your own, 400 days old)")]
+
+
+def test_doctor_says_that_there_is_none() -> None:
+    register()
+    ((level, text),) = checks()
+    assert level == "note"
+    assert text == f"fast (aten::_softmax): none for {CPU}; they decline every call"
+
+
+def test_doctor_names_what_was_refused(user_tables: Path) -> None:
+    path = write(user_tables, "{")
+    register()
+    (level, text), _ = checks()
+    assert level == "problem"
+    assert str(path) in text and "damaged" in text
+
+
+@pytest.mark.parametrize(
+    ("versions", "dsl", "expected"),
+    [
+        ({"torch": "2.0.0"}, None, "torch 2.0.0 (here"),
+        ({"triton": "1.0"}, "triton", "triton 1.0 (here"),
+        ({"triton": "1.0"}, None, None),  # it is written in another DSL
+    ],
+)
+def test_a_table_of_another_version_holds_and_doctor_says_so(
+    user_tables: Path, versions: dict[str, str], dsl: str | None, expected: str | None
+) -> None:
+    write(user_tables, table({"fast": measured(**versions)}))
+    override = register(dsl=dsl)
+    torch.softmax(torch.ones(4, 4), 1)
+    assert override.hits == 1
+    notes = [text for level, text in checks() if level == "note"]
+    assert len(notes) == (expected is not None)
+    assert expected is None or expected in notes[0]
+
+
+def test_a_table_of_another_version_of_the_kernel_does_not_hold(user_tables: Path) -> None:
+    write(user_tables, table({"fast": measured()}))
+    override = register(
+        crossover=opgraft.Crossover(version=2, **register().crossover.features)  # type: ignore[union-attr]
+    )
+    torch.softmax(torch.ones(4, 4), 1)
+    assert (override.hits, override.misses) == (0, 1)
