@@ -105,7 +105,7 @@ void set_capability_lookup(CapabilityLookup lookup) { capability_lookup.store(lo
 
 // --------------------------------------------------------------------------- lookups
 
-int64_t Grid::Axis::index_of(int64_t number) const {
+inline int64_t Grid::Axis::index_of(int64_t number) const {
   if (is_exact) {
     const auto found = std::find(numbers.begin(), numbers.end(), number);
     return found == numbers.end() ? -1 : found - numbers.begin();
@@ -124,7 +124,7 @@ Lookup::~Lookup() {
   for (auto& each : grids_) delete each.load();
 }
 
-const Grid* Lookup::grid(c10::Device device) const {
+inline const Grid* Lookup::grid(c10::Device device) const {
   const auto slot = static_cast<size_t>(device.index() + 1);
   if (C10_UNLIKELY(slot >= kGrids)) return nullptr;
   const Grid* known = grids_[slot].load(std::memory_order_acquire);
@@ -181,6 +181,13 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
       instruction.count = static_cast<int32_t>(node.argument_refs.size());
       argument_refs_.insert(argument_refs_.end(), node.argument_refs.begin(),
                             node.argument_refs.end());
+    } else if (node.code == Code::Lookup) {
+      instruction.first = static_cast<int32_t>(features_.size());
+      instruction.count = static_cast<int32_t>(node.children.size());
+      for (const int32_t child : node.children) {
+        TORCH_CHECK(child >= 0 && child < index, "a condition's nodes come after their children");
+        features_.push_back(feature_of(child));
+      }
     } else {
       instruction.first = static_cast<int32_t>(children_.size());
       instruction.count = static_cast<int32_t>(node.children.size());
@@ -356,6 +363,31 @@ Truth Condition::truth(const Instruction& node, const Argument* arguments) const
   }
 }
 
+Condition::Feature Condition::feature_of(int32_t index) const {
+  const Instruction& node = nodes_[static_cast<size_t>(index)];
+  Feature feature;
+  feature.node = index;
+  const auto set = [&feature](const Instruction& what, Code code, Feature::Kind kind) {
+    if (what.code != code || what.argument_ref.is_item) return false;
+    feature.kind = kind;
+    feature.argument = static_cast<uint16_t>(what.argument_ref.position);
+    feature.dim = what.integer;
+    return true;
+  };
+  if (node.code != Code::FloorDivide) {
+    if (set(node, Code::Numel, Feature::Kind::Numel)) return feature;
+    if (set(node, Code::Size, Feature::Kind::Size)) return feature;
+    set(node, Code::DtypeOf, Feature::Kind::Dtype);
+    return feature;
+  }
+  const Instruction& left = child(node, 0);
+  const Instruction& right = child(node, 1);
+  const bool is_of_one_tensor = left.code == Code::Numel && !left.argument_ref.is_item &&
+                                left.argument_ref.position == right.argument_ref.position;
+  if (is_of_one_tensor) set(right, Code::Size, Feature::Kind::NumelBySize);
+  return feature;
+}
+
 Truth Condition::look_up(const Instruction& node, const Argument* arguments) const {
   const auto* tensor = tensor_of(node.argument_ref, arguments);
   if (tensor == nullptr) return Truth::Undefined;
@@ -364,11 +396,34 @@ Truth Condition::look_up(const Instruction& node, const Argument* arguments) con
   bool is_inside = grid != nullptr;
   size_t cell = 0;
   for (int32_t which = 0; which < node.count; ++which) {
-    const Number feature = number(child(node, which), arguments);
-    if (feature.kind == Number::Undefined) return Truth::Undefined;
+    const Feature& feature = features_[static_cast<size_t>(node.first + which)];
+    int64_t value = 0;
+    bool is_integer = true;
+    if (C10_LIKELY(feature.kind != Feature::Kind::Node)) {
+      const auto* of = arguments[feature.argument].tensor();
+      if (of == nullptr) return Truth::Undefined;
+      if (feature.kind == Feature::Kind::Dtype) {
+        value = static_cast<int64_t>(c10::typeMetaToScalarType(of->dtype()));
+      } else if (feature.kind == Feature::Kind::Numel) {
+        value = of->numel();
+      } else {
+        const int64_t* size = at_dim(of->sizes(), feature.dim);
+        if (size == nullptr) return Truth::Undefined;
+        value = *size;
+        if (feature.kind == Feature::Kind::NumelBySize) {
+          if (value == 0) return Truth::Undefined;
+          value = of->numel() / value;  // neither is negative
+        }
+      }
+    } else {
+      const Number found = number(nodes_[static_cast<size_t>(feature.node)], arguments);
+      if (found.kind == Number::Undefined) return Truth::Undefined;
+      is_integer = found.kind == Number::Integer;
+      value = found.integer;
+    }
     if (!is_inside) continue;
     const Grid::Axis& axis = grid->axes[static_cast<size_t>(which)];
-    const int64_t index = feature.kind == Number::Integer ? axis.index_of(feature.integer) : -1;
+    const int64_t index = is_integer ? axis.index_of(value) : -1;
     is_inside = index >= 0;
     cell = cell * static_cast<size_t>(axis.count) + static_cast<size_t>(index);
   }

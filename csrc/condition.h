@@ -71,8 +71,8 @@ struct ArgumentRef {
 };
 
 // What a measured table decides for the calls on one device: a cell for each combination of the
-// buckets that numbers of a call fall into. `python/opgraft/when/grid.py` makes them, and must agree
-// with it on every number. Immutable.
+// buckets that numbers of a call fall into. `python/opgraft/when/grid.py` makes them, and looks up
+// the same cells. Immutable.
 struct Grid {
   struct Axis {
     // The index of a number's bucket; -1 if the number is outside.
@@ -125,7 +125,7 @@ class Lookup {
 //   Integer; Real             integer; real
 //   ValueIs, ValueIsNot       argument_ref, constant
 //   operators, All, Any, Not  children, as indices of nodes
-//   Lookup                    argument_ref = a tensor on the device, children, lookup
+//   Lookup                    argument_ref = a tensor on the device, children = features, lookup
 //   SameDtype, SameDevice     argument_refs
 struct Node {
   Code code{};
@@ -207,7 +207,17 @@ class Condition {
     int64_t constant = 0;
   };
 
+  // A feature of a lookup. The most common ones, numbers of one argument, are evaluated without
+  // nodes.
+  struct Feature {
+    enum class Kind : uint8_t { Node, Numel, Size, NumelBySize, Dtype } kind = Kind::Node;
+    uint16_t argument = 0;
+    int32_t node = 0;  // the feature as a node, for Kind::Node
+    int64_t dim = 0;
+  };
+
   Test test_of(int32_t index) const;
+  Feature feature_of(int32_t index) const;
   // Whether a plan's key contains all that the condition depends on.
   bool is_decided_by_key() const;
   [[gnu::hot]] bool passes(const Argument* arguments, size_t from, size_t to) const;
@@ -228,6 +238,7 @@ class Condition {
   std::vector<ArgumentRef> argument_refs_;
   std::vector<c10::IValue> constants_;
   std::vector<std::shared_ptr<const Lookup>> lookups_;
+  std::vector<Feature> features_;
 };
 
 }  // namespace opgraft

@@ -40,6 +40,8 @@ class Tables(NamedTuple):
 FEATURES: dict[str, tuple[when.Number, str]] = {
     "rows": (when.numel("input") // when.size("input", -1), "steps"),
     "hidden": (when.size("input", -1), "steps"),
+    "numel": (when.numel("input"), "steps"),
+    "of_two": (when.numel("weight") // when.size("input", 0), "steps"),
     "huge": (when.numel("input") * 2**58, "steps"),
     "less": (when.ndim("input") - 2, "exact"),
     "weight": (when.size("weight", 0), "steps"),
