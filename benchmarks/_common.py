@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,17 +59,6 @@ def save(
 def path_of(name: str, device: str) -> Path:
     """Where `save` writes."""
     return RESULTS / f"{name}_{device.lower().replace(' ', '_')}.json"
-
-
-def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the interval that holds the true one in 95 of 100 runs.
-
-    The ranks between which a median lies, the values being independent, are those of a binomial
-    distribution, here approximated by a normal one.
-    """
-    ranked = sorted(values)
-    low = max(0, len(ranked) // 2 - round(0.98 * len(ranked) ** 0.5))
-    return statistics.median(ranked), ranked[low], ranked[-1 - low]
 
 
 def cpu_name() -> str:

@@ -33,6 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from opgraft.base.rounds import median_and_interval
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
@@ -338,7 +340,7 @@ def _record(workload: Workload, side: str, seconds: dict[str, list[float]]) -> d
     """A side's speed, and its median ratio to native's in the same round."""
     median = statistics.median(seconds[side])
     pairs = zip(seconds["native"], seconds[side], strict=True)
-    ratio, low, high = _common.median_and_interval([native / own for native, own in pairs])
+    ratio, low, high = median_and_interval([native / own for native, own in pairs])
     return {
         "workload": workload.name,
         "side": side,

@@ -52,6 +52,8 @@ import _common
 import _model_zoo
 import torch
 
+from opgraft.base.rounds import median_and_interval
+
 RESULTS_NAME = "models"
 SIDES = ("native", "opgraft", "native again")
 #: What comes second finds a warmer GPU, and caches that are full of what came before.
@@ -149,7 +151,7 @@ def _control_holds(seconds: Mapping[str, Sequence[float]]) -> bool:
 
 def _ratio(seconds: Mapping[str, Sequence[float]], side: str) -> tuple[float, float, float]:
     pairs = zip(seconds["native"], seconds[side], strict=True)
-    return _common.median_and_interval([native / own for native, own in pairs])
+    return median_and_interval([native / own for native, own in pairs])
 
 
 def _record(work_items: int, unit: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -25,6 +25,13 @@ import opgraft
 def softmax(self, dim, half_to_float):
     weights = (self - self.amax(dim, keepdim=True)).exp()
     return (weights / weights.sum(dim, keepdim=True)).contiguous()
+def calls(device, rows):
+    yield sys.modules["torch"].ones(rows, 4), -1, False
+options = {{"crossover": opgraft.Crossover(
+    rows=opgraft.when.size("self", 0), calls=calls, ranges={{"rows": (4, 4)}})}}
+opgraft.register_op_override(
+    "aten", "_softmax", "CPU", softmax, cond=opgraft.when.ndim("self") == 2, **options,
+    name="a_library_with_a_long_name.kernels.of_many_kinds._softmax_that_is_tuned")
 for op, first, impl in (
     ("_softmax", "self", softmax),
     ("_softmax_backward_data", "output", lambda *arguments: None),
@@ -55,6 +62,10 @@ COMMANDS = {
     "verify aten::_softmax --check hit --check strides --max-samples 6 --no-opinfo": [
         *NAMES,
         "passed",
+    ],
+    "tune --output {folder}/tables": [
+        "a_library_with_a_long_name.kernels.of_many_kinds._softmax_that_is_tuned",
+        "/tables/",
     ],
     "run {folder}/script.py": NAMES,
     "warmup {folder}/script.py": NAMES[1:],

@@ -46,6 +46,9 @@ _COMMANDS = {
         "doctor", "Check torch, the DSLs, the GPU, the core, the packs, caches and neighbours."
     ),
     "verify": _Command("verify", "Check overrides against the native kernels that they replace."),
+    "tune": _Command(
+        "tune", "Measure from where on overrides are faster than native, and write tables."
+    ),
     "run": _Command(
         "run", "Run SCRIPT with its ARGUMENTS and print to stderr where the calls of its ops went."
     ),

@@ -85,7 +85,7 @@ def command(
     ends the process is left out.
     """
     for module in modules:
-        _import(module)
+        import_module(module)
     if what is None or "::" in what:
         opgraft.packs.activate()
     selection: dict[str, Any] = {"op": op, "dispatch_key": dispatch_key, "name": name, "dsl": dsl}
@@ -142,7 +142,8 @@ def _repeated(option: str, values: tuple[str, ...]) -> list[str]:
     return [f"{option}={value}" for value in values]
 
 
-def _import(module: str) -> None:
+def import_module(module: str) -> None:
+    """Import a module that a user names, which registers overrides."""
     # As for `python -m`, a user's module is searched in the current folder.
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,8 @@ class Crossover:
         exact: the integer features whose every value is a bucket of its own, such as a number of
             heads. Dtypes and booleans are exact anyway; other integers fall into buckets between
             powers of two.
+        ranges: what `opgraft tune` measures: by feature, the smallest and the largest number, or
+            the values of an exact one.
         tables: the folder with the tables that the author ships; None: there are none.
         **features: each an integer, a boolean, or :func:`opgraft.when.dtype_of`, as an expression
             of :mod:`opgraft.when`.
@@ -51,6 +53,7 @@ class Crossover:
     calls: Callable[..., Iterable[Any]] | None
     version: int
     exact: frozenset[str]
+    ranges: Mapping[str, Sequence[Any]]
     tables: Path | None
     features: Mapping[str, Number]
 
@@ -60,15 +63,17 @@ class Crossover:
         calls: Callable[..., Iterable[Any]] | None = None,
         version: int = 1,
         exact: Iterable[str] = (),
+        ranges: Mapping[str, Sequence[Any]] | None = None,
         tables: str | os.PathLike[str] | None = None,
         **features: Number,
     ) -> None:
         exact = (exact,) if isinstance(exact, str) else tuple(exact)
-        _check(calls, version, exact, features)
+        _check(calls, version, exact, ranges or {}, features)
         vars(self).update(
             calls=calls,
             version=version,
             exact=frozenset(exact),
+            ranges=MappingProxyType(dict(ranges or {})),
             tables=None if tables is None else Path(tables),
             features=MappingProxyType(dict(features)),
         )
@@ -81,7 +86,11 @@ class Crossover:
 
 
 def _check(
-    calls: object, version: object, exact: tuple[str, ...], features: Mapping[str, Number]
+    calls: object,
+    version: object,
+    exact: tuple[str, ...],
+    ranges: Mapping[str, Sequence[Any]],
+    features: Mapping[str, Number],
 ) -> None:
     if not features:
         raise RegistrationError("Crossover() names no feature: rows=when.size('input', 0), say")
@@ -100,6 +109,16 @@ def _check(
         raise RegistrationError(
             f"Crossover(exact={unknown}): the features are {', '.join(features)}"
         )
+    if ranges and ranges.keys() != features.keys():
+        raise RegistrationError(
+            f"Crossover(ranges={dict(ranges)}): give one of each feature: {', '.join(features)}"
+        )
+    for name, values in ranges.items():
+        if not isinstance(values, (tuple, list)) or not values:
+            raise RegistrationError(
+                f"Crossover(ranges=): {name} is {values!r}: give the smallest and the largest "
+                "number, or the values of an exact feature, as a tuple"
+            )
     if type(version) is not int:
         raise RegistrationError(f"Crossover(version={version!r}): give an integer")
     if calls is not None and not callable(calls):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from opgraft.crossover.tables import Cell, Entry
@@ -66,22 +67,32 @@ def grid_of(entry: Entry, margin: float) -> Grid:
     axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
     the end.
     """
-    decided = {
-        indices: sum(pays(cell, column, margin) << column for column in range(len(COLUMNS)))
-        for indices, cell in entry.cells.items()
-    }
-    while new := dict(_between(decided, entry.axes)):
-        decided |= new
+    measured = {indices: bits(cell, margin) for indices, cell in entry.cells.items()}
     cells = bytearray(math.prod(axis.count for axis in entry.axes))
-    for indices, bits in decided.items():
-        cells[_flat(indices, entry.axes)] = bits
+    for indices, decision in filled(measured, entry.axes, operator.and_).items():
+        cells[_flat(indices, entry.axes)] = decision
     return Grid(entry.axes, bytes(cells))
 
 
+def bits(cell: Cell, margin: float) -> int:
+    """The decisions for a measured cell: a bit for each column."""
+    return sum(pays(cell, column, margin) << column for column in range(len(COLUMNS)))
+
+
+def filled(
+    decided: Mapping[Indices, int], axes: Sequence[Axis], join: Callable[[int, int], int]
+) -> dict[Indices, int]:
+    """Decisions, and for the cells between them what their neighbours' decisions join to."""
+    found = dict(decided)
+    while new := dict(_between(found, axes, join)):
+        found |= new
+    return found
+
+
 def _between(
-    decided: Mapping[Indices, int], axes: tuple[Axis, ...]
+    decided: Mapping[Indices, int], axes: Sequence[Axis], join: Callable[[int, int], int]
 ) -> Iterator[tuple[Indices, int]]:
-    """Undecided cells between two decided ones, and what all of their neighbours agree on."""
+    """Undecided cells between two decided ones, and what their neighbours' decisions join to."""
     found: dict[Indices, int] = {}
     for which, axis in enumerate(axes):
         if isinstance(axis, ExactAxis):
@@ -93,9 +104,9 @@ def _between(
             places.sort()
             for low, high in itertools.pairwise(places):
                 cells = [(*before, place, *behind) for place in range(low, high + 1)]
-                ends = decided[cells[0]] & decided[cells[-1]]
+                ends = join(decided[cells[0]], decided[cells[-1]])
                 for cell in cells[1:-1]:
-                    found[cell] = found.get(cell, ends) & ends
+                    found[cell] = join(found.get(cell, ends), ends)
     yield from found.items()
 
 

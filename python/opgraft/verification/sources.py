@@ -146,20 +146,28 @@ def pack_bases(override: Override, device: torch.device, seed: int) -> Iterator[
     with opinfo.seeded(seed):
         made = list(override.samples(device))
     for index, sample in enumerate(made):
-        if isinstance(sample, Mapping):
-            call = override.operator.bind((), sample)
-        elif isinstance(sample, (tuple, list)):
-            keywords = {}
-            if sample and isinstance(sample[-1], dict):
-                *sample, keywords = sample
-            call = override.operator.bind(sample, keywords)
-        else:
-            raise TypeError(
-                f"sample {index} of override {override.name!r} is a {type(sample).__name__}: give "
-                "the op's arguments as a tuple, or by name as a dict"
-            )
+        call = call_of_sample(override, sample, f"sample {index}")
         base = base_from_arguments(f"pack:{index}", override.operator, call.values)
         yield replace(base, is_from_author=True)
+
+
+def call_of_sample(override: Override, sample: Any, what: str) -> Call:
+    """The call that an author gave: its arguments as a tuple, or as a dict by name.
+
+    Raises:
+        TypeError: it is neither, or it does not fit the op.
+    """
+    if isinstance(sample, Mapping):
+        return override.operator.bind((), sample)
+    if not isinstance(sample, (tuple, list)):
+        raise TypeError(
+            f"{what} of override {override.name!r} is a {type(sample).__name__}: give "
+            "the op's arguments as a tuple, or by name as a dict"
+        )
+    keywords = {}
+    if sample and isinstance(sample[-1], dict):
+        *sample, keywords = sample
+    return override.operator.bind(sample, keywords)
 
 
 # ------------------------------------------------------------------ of OpInfo

@@ -67,6 +67,7 @@ class SteppedAxis:
     """
 
     def __init__(self, steps: int, lowest: int, highest: int) -> None:
+        self.steps = steps
         self._shift = STEPS.index(steps)
         self._first = self._bucket(lowest)
         self.count = self._bucket(highest) - self._first + 1

@@ -1,0 +1,242 @@
+"""`opgraft tune`: measures from where on overrides are faster than native, and writes tables."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import opgraft
+from opgraft import verification
+from opgraft.cli import output, scripts
+from opgraft.cli.verify import import_module
+from opgraft.crossover import sources
+from opgraft.crossover.tables import BadTable
+from opgraft.registry import Override
+from opgraft.tuning import busy, heat, tuner, watching
+from opgraft.verification.runner import device_of, progress_bar
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class _Duration(click.ParamType[float]):
+    """Seconds, from `90`, `90s`, `10m` or `2h`."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
+        if match is None:
+            self.fail(f"{value!r} is no duration: write 90s, 10m or 2h", param, ctx)
+        return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+@click.command("tune", context_settings={"allow_interspersed_args": True})
+@click.argument("what", metavar="[PACK | OP | SCRIPT.py]", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--name", help="Only the override of this name.")
+@click.option(
+    "--import",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="A module that registers overrides.",
+)
+@click.option(
+    "--budget",
+    type=_Duration(),
+    default=float("inf"),
+    help="Begin no cell after so long: 90s, 10m, 2h.  [default: until all is measured]",
+)
+@click.option("--again", is_flag=True, help="Measure anew what the tables have already.")
+@click.option(
+    "--check",
+    "count",
+    type=click.IntRange(min=1),
+    help="Measure so many random cells again, and say how many would be decided otherwise.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the random cells.")
+@click.option(
+    "--output",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write tables into this folder, such as a pack's own.  [default: the user's tables]",
+)
+@click.option(
+    "--png",
+    "pictures",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Draw a picture for each override into this folder; needs matplotlib.",
+)
+@click.option("--anyway", is_flag=True, help="Measure even if others use the device.")
+@output.json_option
+def command(
+    what: str | None,
+    arguments: tuple[str, ...],
+    name: str | None,
+    modules: tuple[str, ...],
+    budget: float,
+    again: bool,
+    count: int | None,
+    seed: int,
+    folder: Path | None,
+    pictures: Path | None,
+    anyway: bool,
+    as_json: bool,
+) -> int:
+    """Measure from where on overrides are faster than native, and write tables.
+
+    It measures the overrides of a PACK, those of an OP, or all that are registered, of those that
+    declare a crossover=. It begins with the corners of each grid of sizes, and goes on where
+    decisions change. With SCRIPT.py it runs the script first, with the ARGUMENTS behind --, and
+    measures the sizes that the script calls. Each cell is written to the table for this model of
+    device: what is interrupted goes on where it stopped. New processes use the tables.
+    """
+    for module in modules:
+        import_module(module)
+    script = what if what is not None and what.endswith(".py") else None
+    if script is not None:
+        what = None
+    elif arguments:
+        raise click.UsageError(f"only a script has arguments: {' '.join(arguments)}")
+    if what is None or "::" in what:
+        opgraft.packs.activate()
+    try:
+        chosen = verification.select(
+            what, pack=None, op=None, dispatch_key=None, name=name, dsl=None
+        )
+    except opgraft.RegistrationError as error:
+        raise click.UsageError(str(error)) from error
+    found = [each for each in chosen if each.crossover is not None and each.why_off() is None]
+    if not found:
+        of = f" of {what}" if what else ""
+        raise click.ClickException(
+            f"no override{of} here declares a crossover=: nothing to tune (opgraft list names them)"
+        )
+    for device in dict.fromkeys(device_of(each.dispatch_key) for each in found):
+        reason = busy.why_unfit(device)
+        if reason is not None and not anyway:
+            raise click.ClickException(f"{device} is not fit to measure on: {reason} (--anyway)")
+    try:
+        seen = None if script is None else _run(script, arguments, found)
+        if count is not None:
+            return _check(found, folder, count, seed, as_json)
+        status, results = _tune(found, folder, budget, again, seen, progress=not as_json)
+    except (opgraft.RegistrationError, BadTable) as error:
+        raise click.ClickException(str(error)) from error
+    if pictures is not None:
+        _draw(results, pictures)
+    if as_json:
+        output.print_json([each.as_dict() for each in results])
+    else:
+        _print(results)
+    return status
+
+
+def _draw(results: list[tuner.Result], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in results:
+        try:
+            heat.save(folder / f"{each.name}.png", each.name, each.axes, each.cells)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"--png needs it: {error}; pip install matplotlib") from None
+
+
+def _run(script: str, arguments: tuple[str, ...], overrides: list[Override]) -> watching.Seen:
+    """Run a script, and note the calls that it makes of the overrides' ops."""
+    script_main = scripts.prepare(script, arguments, is_module=False)
+    with watching.watching(overrides) as seen:
+        status = scripts.run(script_main)
+    if status:
+        raise click.ClickException(f"{script} ended with {status}: nothing was measured")
+    return seen
+
+
+def _options(override: Override, folder: Path | None, **terms: Any) -> tuner.Options:
+    """The user's tables are in a folder for each owner of overrides."""
+    return tuner.Options(folder or sources.user_folder() / (override.pack or "user"), **terms)
+
+
+def _tune(
+    overrides: list[Override],
+    folder: Path | None,
+    budget: float,
+    again: bool,
+    seen: watching.Seen | None,
+    *,
+    progress: bool,
+) -> tuple[int, list[tuner.Result]]:
+    results: list[tuner.Result] = []
+    status = 0
+    with progress_bar(progress) as tell:
+        for index, override in enumerate(overrides):
+            seconds = budget / (len(overrides) - index)
+            calls = None if seen is None else seen.of(override)
+            try:
+                result = tuner.tune_override(
+                    override,
+                    device_of(override.dispatch_key),
+                    _options(override, folder, seconds=seconds, again=again, calls=calls),
+                    lambda line, override=override: tell(override.name, line),  # type: ignore[misc]
+                )
+            except KeyboardInterrupt:
+                status = scripts.INTERRUPTED
+                break
+            budget -= result.seconds
+            results.append(result)
+    sources.forget()
+    return status, results
+
+
+def _print(results: list[tuner.Result]) -> None:
+    output.print_table(
+        "opgraft tune",
+        ["override", "measured", "known", "open", "decided otherwise", "not measured", "table"],
+        [
+            [
+                *(each.name, each.measured, each.known, each.left, "; ".join(each.changed)),
+                "; ".join(f"{n} {reason}" for reason, n in each.skipped.items()),
+                each.path,
+            ]
+            for each in results
+        ],
+        prose=["decided otherwise", "not measured"],
+    )
+    console = output.console()
+    if not sys.stdout.isatty():  # for people alone
+        return
+    for each in results:
+        for grid in heat.grids(each.axes, each.cells):
+            console.print()
+            console.print(each.name)
+            console.print(grid)
+
+
+def _check(
+    overrides: list[Override], folder: Path | None, count: int, seed: int, as_json: bool
+) -> int:
+    rows = []
+    for override in overrides:
+        device = device_of(override.dispatch_key)
+        measured, otherwise = tuner.check(override, device, _options(override, folder), count, seed)
+        rows.append({"name": override.name, "measured": measured, "otherwise": otherwise})
+    if as_json:
+        output.print_json(rows)
+    else:
+        output.print_table(
+            "opgraft tune --check",
+            ["override", "measured", "decided otherwise", "which"],
+            [
+                [row["name"], row["measured"], len(row["otherwise"]), "; ".join(row["otherwise"])]  # type: ignore[arg-type]
+                for row in rows
+            ],
+            prose=["which"],
+        )
+    return 0

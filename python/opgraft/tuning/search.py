@@ -1,0 +1,66 @@
+"""Which cells of a grid to measure next: the corners first, then where decisions change."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from opgraft.crossover.rule import Indices, filled
+from opgraft.when.grid import Axis, ExactAxis
+
+#: How many buckets lie between two neighbours that are measured first. Each round halves it.
+FIRST_STRIDE = 8
+
+
+def strides() -> Iterator[int]:
+    """The strides of the rounds, from the first to 1."""
+    stride = FIRST_STRIDE
+    while stride:
+        yield stride
+        stride //= 2
+
+
+def open_cells(
+    decided: Mapping[Indices, int], axes: Sequence[Axis], stride: int
+) -> list[list[Indices]]:
+    """The cells of one round that measured neighbours do not decide.
+
+    Args:
+        decided: what was measured, as the bits that the rule makes of it.
+        axes: of the grid.
+        stride: how many buckets lie between two neighbours of this round.
+
+    Returns:
+        Groups of cells. Those of a group lie between cells of the groups before it, so that a
+        group is to be asked for again when the one before it was measured.
+
+    >>> from opgraft.when.grid import SteppedAxis
+    >>> axes = (SteppedAxis(1, 1, 2**8),)
+    >>> open_cells({}, axes, 8)
+    [[(0,), (8,)]]
+    >>> open_cells({(0,): 0, (8,): 0}, axes, 4), open_cells({(0,): 0, (8,): 1}, axes, 4)
+    ([], [[(4,)]])
+    """
+    least = filled(decided, axes, operator.and_)
+    most = filled(decided, axes, operator.or_)
+    groups: dict[int, list[Indices]] = {}
+    for cell in itertools.product(*(_places(axis, stride) for axis in axes)):
+        if cell in decided or (cell in least and least[cell] == most[cell]):
+            continue
+        groups.setdefault(_depth(cell, axes, 2 * stride), []).append(cell)
+    return [groups[depth] for depth in sorted(groups)]
+
+
+def _places(axis: Axis, stride: int) -> Iterable[int]:
+    if isinstance(axis, ExactAxis):
+        return range(axis.count)
+    return sorted({*range(0, axis.count, stride), axis.count - 1})
+
+
+def _depth(cell: Indices, axes: Sequence[Axis], stride: int) -> int:
+    """Along how many axes a cell is none of those of the round before."""
+    return sum(
+        not isinstance(axis, ExactAxis) and place % stride != 0 and place != axis.count - 1
+        for place, axis in zip(cell, axes, strict=True)
+    )

@@ -1,0 +1,112 @@
+"""Times calls on a device and on the host, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+Call: TypeAlias = Callable[[], object]
+
+#: How long the device is kept busy at first while calls are issued, in its clock's cycles.
+_CYCLES = 1_000_000
+#: How many calls a burst makes, at least; and how many microseconds it takes on a host, about.
+_BURST, _BURST_SECONDS = 5, 2e-3
+
+
+class Way(NamedTuple):
+    """One way to make a call.
+
+    Attributes:
+        scope: a context in which the calls go this way.
+        calls: the calls of a turn. Several, so that none finds its arguments in the caches.
+    """
+
+    scope: Callable[[], AbstractContextManager[object]]
+    calls: Sequence[Call]
+
+
+class Turns:
+    """Microseconds of a call by each way, a number for each round.
+
+    In each round every way has its turn, each time another one the first, so that a device that
+    changes its clock changes it for all.
+    """
+
+    def __init__(self, ways: Mapping[str, Way], device: torch.device) -> None:
+        self._ways = dict(ways)
+        self._device = device
+        self._rounds = 0
+        self.on_device: dict[str, list[float]] = {name: [] for name in ways}
+        self.on_host: dict[str, list[float]] = {name: [] for name in ways}
+        for way in self._ways.values():
+            _warm_up(way)
+
+    def round(self) -> None:
+        """Measure every way once more."""
+        names = list(self._ways)
+        first = self._rounds % len(names)
+        self._rounds += 1
+        for name in names[first:] + names[:first]:
+            way = self._ways[name]
+            with way.scope():
+                host, device = _burst(way.calls, self._device)
+            self.on_host[name].append(host * 1e6)
+            self.on_device[name].append(device * 1e6)
+
+    def ratios(self, one: str, other: str) -> list[float]:
+        """By round: how much longer one way takes on the device than another."""
+        pairs = zip(self.on_device[one], self.on_device[other], strict=True)
+        return [a / b for a, b in pairs]
+
+    def median(self, name: str) -> tuple[float, float]:
+        """The median on the device and on the host."""
+        return statistics.median(self.on_device[name]), statistics.median(self.on_host[name])
+
+
+def _warm_up(way: Way) -> None:
+    """Compile what a way compiles, and record its launch plans, which takes three calls of each."""
+    with way.scope():
+        for call in way.calls:
+            for _ in range(4):
+                call()
+
+
+def _burst(calls: Sequence[Call], device: torch.device) -> tuple[float, float]:
+    """Seconds a call, on the host and on the device."""
+    if device.type != "cuda":
+        seconds = _host_seconds(calls, len(calls))
+        count = max(_BURST, min(1000, round(_BURST_SECONDS / max(seconds, 1e-9))))
+        seconds = _host_seconds(calls, count)
+        return seconds, seconds
+    with torch.cuda.device(device):
+        return _cuda_burst(calls)
+
+
+def _host_seconds(calls: Sequence[Call], count: int) -> float:
+    start = time.perf_counter()
+    for index in range(count):
+        calls[index % len(calls)]()
+    return (time.perf_counter() - start) / count
+
+
+def _cuda_burst(calls: Sequence[Call]) -> tuple[float, float]:
+    """The device sleeps while the calls are issued, so that it never waits for the host."""
+    count = max(_BURST, len(calls))
+    cycles = _CYCLES
+    while True:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        start.record()
+        host = _host_seconds(calls, count)
+        end.record()
+        late = start.query()  # the sleep was too short
+        torch.cuda.synchronize()
+        if not late:
+            return host, start.elapsed_time(end) / 1e3 / count
+        cycles *= 2

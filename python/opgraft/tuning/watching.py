@@ -1,0 +1,88 @@
+"""Notes which calls a program makes of the ops whose overrides can be tuned."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from opgraft.registration import register_op_override
+from opgraft.registry import Override
+from opgraft.when.nodes import Condition, Undefined
+
+#: Before every other override of the op.
+_PRIORITY = 2**30
+
+
+class Seen:
+    """By override: the features of the calls that its condition takes, and how many there were."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[tuple[Any, ...]]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, override: Override, values: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._counts.setdefault(override.name, Counter())[values] += 1
+
+    def of(self, override: Override) -> list[tuple[Any, ...]]:
+        """The features of an override's calls, the most frequent first."""
+        return [values for values, _ in self._counts.get(override.name, Counter()).most_common()]
+
+
+@contextmanager
+def watching(overrides: Sequence[Override]) -> Iterator[Seen]:
+    """A scope in which the calls of all threads are noted.
+
+    An override that declines every call is put before each of these: its condition notes the call.
+    """
+    seen = Seen()
+    watchers = [
+        register_op_override(
+            override.op.partition("::")[0],
+            override.operator.registration_name,
+            override.dispatch_key,
+            _never,
+            cond=_noting(override, seen),
+            name=f"{override.name} (watched)",
+            priority=_PRIORITY,
+            compile="opaque",
+        )
+        for override in overrides
+    ]
+    try:
+        yield seen
+    finally:
+        for watcher in watchers:
+            watcher.remove()
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a watcher takes no call")
+
+
+def _noting(override: Override, seen: Seen) -> Callable[..., bool]:
+    def condition(*args: Any, **kwargs: Any) -> bool:
+        assert override.crossover is not None
+        call = override.operator.bind(args, kwargs)
+        if _takes(override, args, kwargs):
+            features = override.crossover.features.values()
+            values = tuple(each.evaluate(call.named) for each in features)
+            # A size that is symbolic is no call's yet.
+            if not any(isinstance(each, (Undefined, torch.SymInt)) for each in values):
+                seen.add(override, values)
+        return False
+
+    return condition
+
+
+def _takes(override: Override, args: Any, kwargs: Any) -> bool:
+    if override.cond is None:
+        return True
+    if isinstance(override.cond, Condition):
+        return override.cond.holds(override.operator.bind(args, kwargs).named)
+    return bool(override.cond(*args, **kwargs))

@@ -1,0 +1,106 @@
+"""Writes tables: a line for each cell, so that two tables can be compared line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opgraft.crossover.models import Model, file_name
+from opgraft.crossover.rule import Indices
+from opgraft.crossover.tables import FORMAT, Cell, parse
+from opgraft.ops.describing import dtype_name
+from opgraft.when.grid import Axis, ExactAxis
+
+
+def entry(
+    version: int,
+    measured: Mapping[str, str],
+    axes: Mapping[str, Axis],
+    cells: Mapping[Indices, Cell],
+) -> dict[str, Any]:
+    """One override's part of a table, as JSON has it."""
+    return {
+        "version": version,
+        "features": {name: _kind(axis) for name, axis in axes.items()},
+        "measured": dict(measured),
+        "cells": [
+            {"at": [_value(axis, place) for axis, place in zip(axes.values(), at, strict=True)]}
+            | {f"{field}_us": _rounded(time) for field, time in cell._asdict().items()}
+            for at, cell in sorted(cells.items())
+        ],
+    }
+
+
+def _kind(axis: Axis) -> object:
+    return "exact" if isinstance(axis, ExactAxis) else {"steps": axis.steps}
+
+
+def _value(axis: Axis, place: int) -> object:
+    value = axis.lower(place)
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
+
+
+def _rounded(microseconds: float | None) -> float | None:
+    return None if microseconds is None else float(f"{microseconds:.4g}")
+
+
+def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Put overrides' parts into the table of a model of device; others' parts stay.
+
+    The table is never half written: a reader sees the one before or this one.
+
+    Args:
+        folder: where the table is, or will be.
+        model: what was measured on.
+        entries: by the override's name, what `entry` makes.
+
+    Returns:
+        The table's path.
+
+    Raises:
+        BadTable: the file that is there is no table: nothing is overwritten.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / file_name(model.name)
+    before: Mapping[str, Any] = parse(path, path.read_text()).overrides if path.exists() else {}
+    table = {
+        "format": FORMAT,
+        "device": model.name,
+        "capability": model.capability and list(model.capability),
+        "overrides": dict(sorted({**before, **entries}.items())),
+    }
+    text = _with_a_line_for_each_cell(table)
+    parse(path, text)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def _with_a_line_for_each_cell(table: Mapping[str, Any]) -> str:
+    lines: list[str] = []
+    short = {
+        name: {**each, "cells": f"cells of {name}"} for name, each in table["overrides"].items()
+    }
+    for line in json.dumps({**table, "overrides": short}, indent=1).splitlines():
+        before, found, name = line.partition('"cells": "cells of ')
+        if not found:
+            lines.append(line)
+            continue
+        cells = table["overrides"][json.loads(f'"{name}')]["cells"]
+        lines.append(f'{before}"cells": [')
+        lines.append(",\n".join(f"{before} {json.dumps(cell)}" for cell in cells))
+        lines.append(f"{before}]")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,137 @@
+"""`opgraft tune` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opgraft.tuning import busy
+
+ROOT = Path(__file__).parents[2]
+
+MODULE = """
+import opgraft, torch
+from opgraft import when
+
+def calls(device, rows, dtype):
+    yield (torch.zeros(rows, 4, device=device, dtype=dtype), -1, False)
+
+def impl(self, dim, half_to_float):
+    return torch.full_like(self, 1 / self.shape[-1])
+
+def register(name, **keywords):
+    opgraft.register_op_override(
+        "aten", "_softmax", "CPU", impl, name=name, cond=when.size("self", -1) == 4, **keywords)
+
+register("tuned", crossover=opgraft.Crossover(
+    calls=calls, ranges={"rows": (16, 64), "dtype": [torch.float32]},
+    rows=when.size("self", 0), dtype=when.dtype_of("self")))
+register("plain", priority=-1)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODULE)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {"OPGRAFT_PACKS": "none", "OPGRAFT_TABLES": str(folder / "tables")}
+    return subprocess.run(
+        [sys.executable, "-m", "opgraft", "tune", "--import", "mine", *arguments],
+        env=os.environ | variables | {"PYTHONPATH": f"{ROOT}:{folder}"},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
+
+
+def test_it_writes_the_users_table_and_goes_on_where_it_stopped(folder: Path) -> None:
+    done = run(folder, "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)
+    path = Path(result["path"])
+    assert result["name"] == "tuned" and result["left"] == 0
+    assert 2 <= result["measured"] <= 3
+    assert path.parent == folder / "tables" / "user"
+    assert len(json.loads(path.read_text())["overrides"]["tuned"]["cells"]) == result["measured"]
+    again = run(folder)
+    assert again.returncode == 0, again.stderr
+    title, _, row = (line.split("\t") for line in again.stdout.splitlines())
+    assert title == ["OPGRAFT TUNE"]
+    assert row[:4] == ["tuned", "0", str(result["measured"]), "0"]
+
+
+def test_a_picture_is_drawn_for_each_override(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = run(folder, "--png", "pictures")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "pictures" / "tuned.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_scripts_own_sizes_are_measured(folder: Path) -> None:
+    (folder / "script.py").write_text(
+        "import sys, threading, torch\n"
+        "assert sys.argv[1:] == ['--size', '50']\n"
+        "def call(rows, columns=4):\n"
+        "    torch.softmax(torch.zeros(rows, columns), -1)\n"
+        "call(50)\n"
+        "call(20, 5)\n"  # the condition declines it
+        "call(1000)\n"  # outside of the ranges
+        "other = threading.Thread(target=call, args=(40,))\n"
+        "other.start(), other.join()\n"
+    )
+    done = run(folder, "--json", "script.py", "--", "--size", "50")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(done.stdout)
+    cells = json.loads(Path(result["path"]).read_text())["overrides"]["tuned"]["cells"]
+    assert [cell["at"] for cell in cells] == [[32, "float32"]]
+    assert result["left"] == 0
+
+
+def test_a_sample_of_the_cells_is_measured_again(folder: Path) -> None:
+    assert run(folder, "--output", "mine").returncode == 0
+    done = run(folder, "--output", "mine", "--check", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["measured"] == 2 and len(row["otherwise"]) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "soon"], "'soon' is no duration: write 90s, 10m or 2h"),
+        (["--name", "plain"], "no override here declares a crossover="),
+        (["aten::relu"], "no override of aten::relu here declares a crossover="),
+        (["aten::_softmax", "more"], "only a script has arguments: more"),
+        (["absent.py"], "there is no file 'absent.py'"),
+        (["fails.py"], "fails.py ended with 3: nothing was measured"),
+    ],
+)
+def test_what_cannot_be_tuned_is_told(folder: Path, arguments: list[str], message: str) -> None:
+    (folder / "fails.py").write_text("raise SystemExit(3)")
+    done = run(folder, *arguments)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_no_table_is_kept(folder: Path) -> None:
+    assert run(folder).returncode == 0
+    (table,) = (folder / "tables" / "user").iterdir()
+    table.write_text("mine")
+    done = run(folder)
+    assert done.returncode == 1 and "damaged" in done.stderr
+    assert table.read_text() == "mine"
+
+
+@pytest.mark.parametrize("answer", ["", "a\nb", "1, 2"])
+def test_odd_answers_about_the_device_say_nothing_against_it(answer: str) -> None:
+    assert busy._reason(answer) is None

@@ -1,0 +1,255 @@
+"""Tuning at the CPU key: an override that is fast from some size on, and slow below it."""
+
+from __future__ import annotations
+
+import json
+import operator
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opgraft
+from opgraft import when
+from opgraft.crossover import models, rule, sources
+from opgraft.crossover.tables import BadTable, Cell
+from opgraft.errors import RegistrationError
+from opgraft.tuning import search, timing, tuner, writing
+from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
+
+CPU = torch.device("cpu")
+
+
+def calls(device: torch.device, rows: int, dtype: torch.dtype) -> Iterator[Any]:
+    yield (torch.zeros(rows, 4, device=device, dtype=dtype), -1, False)
+
+
+def crossover(**changed: Any) -> opgraft.Crossover:
+    given: dict[str, Any] = {
+        "calls": calls,
+        "ranges": {"rows": (1, 1024), "dtype": (torch.float32, torch.float64)},
+        "rows": when.size("self", 0),
+        "dtype": when.dtype_of("self"),
+    }
+    return opgraft.Crossover(**given | changed)
+
+
+#: One cell.
+SMALL = {"rows": (16, 16), "dtype": (torch.float32,)}
+
+
+def register(declared: opgraft.Crossover | None = None, **keywords: Any) -> opgraft.Override:
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        return torch.full_like(self, 1 / self.shape[-1])
+
+    keywords.setdefault("cond", when.size("self", -1) == 4)
+    return opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", impl),
+        name="tuned",
+        crossover=declared or crossover(),
+        **keywords,
+    )
+
+
+class Clock:
+    """Stands in for the clock: native takes a microsecond a row, the override as many always."""
+
+    def __init__(self) -> None:
+        #: From so many rows on the override is faster by the margin.
+        self.from_rows = 64
+        self.cells: list[tuple[int, ...]] = []
+
+    def __call__(self, tuning: Any, at: tuple[int, ...]) -> Cell:
+        self.cells.append(at)
+        native = float(tuning._features(at)["rows"])
+        ours = (self.from_rows - 0.5) / (1 + rule.MARGIN)
+        return Cell(native, ours, native, None, ours, None, None)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(tuner._Tuning, "_cell", lambda self, at: found(self, at))
+    return found
+
+
+def tune(folder: Path, override: opgraft.Override, **options: Any) -> tuner.Result:
+    return tuner.tune_override(override, CPU, tuner.Options(folder, **options), lambda line: None)
+
+
+def cells_in(path: Path | None) -> list[dict[str, Any]]:
+    assert path is not None
+    found: list[dict[str, Any]] = json.loads(path.read_text())["overrides"]["tuned"]["cells"]
+    return found
+
+
+def test_the_border_is_found_and_most_cells_are_not_measured(tmp_path: Path, clock: Clock) -> None:
+    result = tune(tmp_path, register())
+    assert result.left == 0
+    assert result.measured == len(clock.cells) < 18  # of 22 cells
+    assert {32, 64} <= {cell["at"][0] for cell in cells_in(result.path)}
+
+
+def test_the_table_decides_as_it_was_measured(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(tmp_path / "user", register())
+    monkeypatch.setenv("OPGRAFT_TABLES", str(tmp_path))
+    sources.forget()
+    override = register()
+    for rows in (1, 32, 63, 64, 100, 1024):
+        before = override.hits
+        torch.softmax(torch.zeros(rows, 4), -1)
+        assert override.hits - before == (rows >= 64), rows
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, clock: Clock) -> None:
+    first = tune(tmp_path, register())
+    known = tune(tmp_path, register())
+    assert (known.measured, known.known) == (0, first.measured)
+    again = tune(tmp_path, register(), again=True)
+    assert again.measured == first.measured and not again.changed
+
+
+def test_what_is_decided_otherwise_is_told(tmp_path: Path, clock: Clock) -> None:
+    tune(tmp_path, register())
+    clock.from_rows = 128
+    result = tune(tmp_path, register(), again=True)
+    assert result.changed == [
+        f"rows 64, dtype {dtype}: plan and python -> native"
+        for dtype in (torch.float32, torch.float64)
+    ]
+
+
+def test_another_version_of_the_kernel_is_measured_anew(tmp_path: Path, clock: Clock) -> None:
+    first = tune(tmp_path, register())
+    result = tune(tmp_path, register(crossover(version=2)))
+    assert (result.measured, result.known) == (first.measured, 0)
+
+
+def test_without_time_nothing_is_measured_and_all_is_left(tmp_path: Path, clock: Clock) -> None:
+    result = tune(tmp_path, register(), seconds=0)
+    assert result.measured == 0 and result.left > 0
+    assert not list(tmp_path.iterdir())
+    assert tune(tmp_path, register()).left == 0
+
+
+def test_an_interruption_leaves_what_was_measured(tmp_path: Path, clock: Clock) -> None:
+    def interrupt(line: str) -> None:
+        if len(clock.cells) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tuner.tune_override(register(), CPU, tuner.Options(tmp_path), interrupt)
+    (path,) = tmp_path.iterdir()
+    assert len(cells_in(path)) == 3
+
+
+def test_it_measures_really(tmp_path: Path) -> None:
+    override = register(crossover(ranges=SMALL))
+    result = tune(tmp_path, override)
+    assert (result.measured, result.left, result.skipped) == (1, 0, {})
+    (cell,) = cells_in(result.path)
+    assert cell["at"] == [16, "float32"]
+    assert 0 < cell["native_us"] < 1e6 and 0 < cell["override_us"] < 1e6
+    assert cell["plan_host_us"] is None
+    assert opgraft.overrides() == [override]  # its twins are gone
+
+
+def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:
+    override = register(crossover(ranges=SMALL), cond=when.size("self", -1) == 5)
+    result = tune(tmp_path, override)
+    assert result.measured == 0
+    assert result.skipped == {"the condition declines the calls": 1}
+
+
+def test_samples_of_another_cell_are_refused(tmp_path: Path) -> None:
+    def twice(device: torch.device, rows: int, dtype: torch.dtype) -> Iterator[Any]:
+        return calls(device, 2 * rows, dtype)
+
+    with pytest.raises(RegistrationError, match="calls= of 'tuned' made a call with"):
+        tune(tmp_path, register(crossover(calls=twice)))
+
+
+@pytest.mark.parametrize("missing", ["calls", "ranges"])
+def test_a_crossover_without_samples_or_ranges_is_refused(missing: str, tmp_path: Path) -> None:
+    with pytest.raises(RegistrationError, match="cannot be tuned: give calls="):
+        tune(tmp_path, register(crossover(**{missing: None})))
+
+
+def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clock) -> None:
+    first = tune(tmp_path, register())
+    options = tuner.Options(tmp_path)
+    count, otherwise = tuner.check(register(), CPU, options, 100, seed=0)
+    assert (count, otherwise) == (first.measured, [])
+    clock.from_rows = 128
+    _, otherwise = tuner.check(register(), CPU, options, 100, seed=0)
+    assert len(otherwise) == 2 and all("plan and python -> native" in each for each in otherwise)
+
+
+# ------------------------------------------------------------------ tables
+
+
+AXES: dict[str, Axis] = {"rows": SteppedAxis(2, 1, 64), "dtype": ExactAxis([torch.float32])}
+CELL = Cell(43.123456, 39.0, 8.0, 6.0, 40.0, None, None)
+
+
+def test_a_table_keeps_what_others_have_in_it(tmp_path: Path) -> None:
+    model = models.Model("Some GPU", (9, 0))
+    for name in ("b", "a"):
+        entry = writing.entry(1, {"date": "2026-11-23"}, AXES, {(1, 0): CELL, (0, 0): CELL})
+        path = writing.write(tmp_path, model, {name: entry})
+    text = path.read_text()
+    assert list(json.loads(text)["overrides"]) == ["a", "b"]
+    assert sum('"native_us": 43.12' in line for line in text.splitlines()) == 4
+    assert [each.name for each in tmp_path.iterdir()] == ["some_gpu.json"]
+
+
+def test_what_is_no_table_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "some_gpu.json"
+    path.write_text("mine")
+    with pytest.raises(BadTable):
+        writing.write(tmp_path, models.Model("Some GPU"), {})
+    assert path.read_text() == "mine"
+
+
+# ------------------------------------------------------------------ search and timing
+
+
+@pytest.mark.parametrize("border", range(0, 20, 3))
+def test_a_border_in_two_dimensions_is_found(border: int) -> None:
+    axes = (SteppedAxis(1, 1, 2**8), SteppedAxis(1, 1, 2**8))
+    measured: dict[tuple[int, ...], int] = {}
+    for stride in search.strides():
+        while groups := search.open_cells(measured, axes, stride):
+            measured |= {at: int(sum(at) >= border) for at in groups[0]}
+    found = rule.filled(measured, axes, operator.and_)
+    assert found == {at: int(sum(at) >= border) for at in found}
+    assert len(found) == 81
+
+
+def test_each_way_has_its_turn_in_its_scope() -> None:
+    inside: list[str] = []
+
+    class Scope:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            inside.append(self.name)
+
+        def __exit__(self, *_: object) -> None:
+            inside.pop()
+
+    def call() -> None:
+        time.sleep(2e-3 if inside[-1] == "slow" else 1e-4)
+
+    ways = {name: timing.Way(lambda name=name: Scope(name), [call]) for name in ("slow", "fast")}  # type: ignore[misc]
+    turns = timing.Turns(ways, CPU)
+    for _ in range(3):
+        turns.round()
+    assert len(turns.ratios("slow", "fast")) == 3
+    assert turns.median("slow")[0] >= 2e3
