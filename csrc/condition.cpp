@@ -113,8 +113,7 @@ inline int64_t Grid::Axis::index_of(int64_t number) const {
   if (number < 1) return -1;
   const int octave = 63 - __builtin_clzll(static_cast<uint64_t>(number));
   // The number's first `shift + 1` binary digits: the octave's first one, and the part of it.
-  const int64_t digits =
-      octave >= shift ? number >> (octave - shift) : number << (shift - octave);
+  const int64_t digits = octave >= shift ? number >> (octave - shift) : number << (shift - octave);
   const int64_t index =
       (static_cast<int64_t>(octave) << shift) + digits - (int64_t{1} << shift) - first;
   return index >= 0 && index < count ? index : -1;
