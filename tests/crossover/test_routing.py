@@ -59,6 +59,22 @@ def test_calls_are_taken_where_the_table_says_so(user_tables: Path) -> None:
     assert counts(override) == (3, 5)
 
 
+def test_booleans_and_exact_integers_are_features(user_tables: Path) -> None:
+    features = {"dim": "exact", "half": "exact", "width": "exact"}
+    cells = [cell(4) | {"at": [1, False, 4]}, cell(4) | {"at": [-1, False, 8]}]
+    write(user_tables, table({"fast": entry(*cells, features=features)}))
+    declared = opgraft.Crossover(
+        dim=when.value("dim"),
+        half=when.value("half_to_float"),
+        width=when.size("self", -1),
+        exact=["width"],
+    )
+    override = register(crossover=declared)
+    for width, dim in ((4, 1), (8, -1), (4, -1), (8, 1), (5, 1)):
+        torch.softmax(torch.ones(2, width), dim)
+    assert counts(override) == (2, 3)
+
+
 def test_the_condition_must_hold_as_well(user_tables: Path) -> None:
     write(user_tables, table({"fast": entry(cell(4), cell(64))}))
     override = register(cond=when.numel("self") // when.size("self", -1) >= 16)

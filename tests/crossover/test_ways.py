@@ -47,6 +47,17 @@ def test_a_call_that_pays_by_a_plan_alone_is_native_s_until_it_has_one(user_tabl
 
 
 @needs_plans
+def test_explain_says_that_it_pays_by_a_plan_alone(user_tables: Path) -> None:
+    path = write(user_tables, table({"fast": entry(cell(4, **BY_PLAN))}))
+    register()
+    expected = (
+        "in Python until its launch plan is recorded, which is slower from Python here: 40 us "
+        f"against native's 10 (rows 4, float32; {path.name}, measured 2026-11-24)"
+    )
+    assert expected in str(opgraft.explain("aten::_softmax", torch.ones(4, 4), 1, False))
+
+
+@needs_plans
 def test_a_call_that_pays_from_python_runs_before_it_has_a_plan(user_tables: Path) -> None:
     write(user_tables, table({"fast": entry(cell(4))}))
     override = register()

@@ -169,7 +169,7 @@ class Plans:
             return False, not_ready
         unplanned = self.override.unplanned
         runs_in_python = unplanned is None or unplanned.holds(call.named)
-        only = f", and only {unplanned!r} is worth running in Python" if not runs_in_python else ""
+        only = "" if runs_in_python else self._why_not_python(call)
         reason = self.refusals.get(label)
         if not has_key:
             reason = (
@@ -187,6 +187,13 @@ class Plans:
                 f"shapes change too often{only}",
             )
         return runs_in_python, f"in Python until its launch plan is recorded{only}"
+
+    def _why_not_python(self, call: Call) -> str:
+        """Why a call is not worth running in Python, as the end of a sentence."""
+        unplanned = self.override.unplanned
+        if unplanned is None or self.override.declaration.unplanned is not None:
+            return f", and only {unplanned!r} is worth running in Python"
+        return f", which is {unplanned.failure(call.named)}"  # its table says so
 
     def _why_not_ready(self, call: Call) -> str | None:
         """Why native runs a call until its kernels are compiled; None if they are."""
