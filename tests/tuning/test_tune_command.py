@@ -94,6 +94,7 @@ def test_a_scripts_own_sizes_are_measured(folder: Path) -> None:
     cells = json.loads(Path(result["path"]).read_text())["overrides"]["tuned"]["cells"]
     assert [cell["at"] for cell in cells] == [[32, "float32"]]
     assert result["left"] == 0
+    assert result["skipped"] == {"outside of ranges=": 1}
 
 
 def test_a_sample_of_the_cells_is_measured_again(folder: Path) -> None:

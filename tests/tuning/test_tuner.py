@@ -130,6 +130,15 @@ def test_another_version_of_the_kernel_is_measured_anew(tmp_path: Path, clock: C
     assert (result.measured, result.known) == (first.measured, 0)
 
 
+def test_cells_between_the_buckets_are_not_taken_for_theirs(tmp_path: Path, clock: Clock) -> None:
+    """A table with two buckets an octave has a cell at 96 rows; here there is one from 64 on."""
+    axes: dict[str, Axis] = {"rows": SteppedAxis(2, 64, 96), "dtype": ExactAxis([torch.float32])}
+    entry = writing.entry(1, {}, axes, {(0, 0): CELL, (1, 0): CELL})
+    writing.write(tmp_path, models.of_device(CPU), {"tuned": entry})
+    result = tune(tmp_path, register(crossover(ranges={**SMALL, "rows": (64, 64)})))
+    assert (result.known, result.measured) == (1, 0)
+
+
 def test_without_time_nothing_is_measured_and_all_is_left(tmp_path: Path, clock: Clock) -> None:
     result = tune(tmp_path, register(), seconds=0)
     assert result.measured == 0 and result.left > 0

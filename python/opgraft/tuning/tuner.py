@@ -212,6 +212,9 @@ class _Tuning:
 
     def run(self) -> Result:
         before = dict(self._cells)
+        outside = sum(self._cell_of(values) is None for values in self._options.calls or ())
+        if outside:
+            self._result.skipped["outside of ranges="] = outside
         try:
             self._measure_open_cells()
         finally:
@@ -243,13 +246,9 @@ class _Tuning:
         if self._options.calls is None:
             return search.open_cells(self._decided(), self._axes, stride)
         decided = self._decided()
-        found = []
-        for values in self._options.calls:
-            places = [axis.index_of(each) for axis, each in zip(self._axes, values, strict=True)]
-            at = tuple(place for place in places if place is not None)
-            if len(at) == len(places) and at not in decided:
-                found.append(at)
-        return [list(dict.fromkeys(found))] if found else []
+        called = dict.fromkeys(map(self._cell_of, self._options.calls))
+        found = [at for at in called if at is not None and at not in decided]
+        return [found] if found else []
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._started > self._options.seconds
@@ -335,8 +334,7 @@ class _Tuning:
         for sample in self._crossover.calls(self._device, **features):
             call = call_of_sample(self._override, sample, f"calls= at {self._describe(at)}")
             values = [each.evaluate(call.named) for each in self._crossover.features.values()]
-            found = [axis.index_of(value) for axis, value in zip(self._axes, values, strict=True)]
-            if tuple(found) != at:
+            if self._cell_of(values) != at:
                 raise RegistrationError(
                     f"calls= of {self._override.name!r} made a call with "
                     f"{dict(zip(features, values, strict=True))} when asked for {features}"
@@ -366,12 +364,19 @@ class _Tuning:
         if found is None:
             return {}
         known = {}
-        for at, cell in found.cells.items():
-            corner = [axis.lower(place) for axis, place in zip(found.axes, at, strict=True)]
-            mine = [axis.index_of(each) for axis, each in zip(self._axes, corner, strict=True)]
-            if None not in mine:
-                known[tuple(each for each in mine if each is not None)] = cell
+        for there, cell in found.cells.items():
+            corner = [axis.lower(place) for axis, place in zip(found.axes, there, strict=True)]
+            at = self._cell_of(corner)
+            # With other buckets an octave, a corner there is none here.
+            if at is not None and list(self._features(at).values()) == corner:
+                known[at] = cell
         return known
+
+    def _cell_of(self, values: Sequence[Any]) -> Indices | None:
+        """The cell that a call's features fall into; None if it is outside of the ranges."""
+        places = [axis.index_of(each) for axis, each in zip(self._axes, values, strict=True)]
+        at = tuple(place for place in places if place is not None)
+        return at if len(at) == len(places) else None
 
     def _write(self) -> None:
         self._written = time.monotonic()
