@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import tuning
-from opgraft.cli import doctor, listing
+from opgraft import cli, tuning
+from opgraft.cli import doctor
 from opgraft.crossover import sources
 from tests.crossover.tables import CPU, cell, entry, table, write
 from tests.crossover.test_routing import register
@@ -26,7 +26,7 @@ def measured(days: int = 0, **versions: str) -> dict[str, Any]:
 
 
 def listed() -> dict[str, Any]:
-    done = click.testing.CliRunner().invoke(listing.command, ["--json"])
+    done = click.testing.CliRunner().invoke(cli.opgraft, ["list", "--json"])
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.output)
     return found
@@ -44,7 +44,7 @@ def test_list_says_which_table_is_in_force_and_how_old(user_tables: Path) -> Non
     assert (row["file"], row["owner"], row["days_old"]) == (str(path), "user", 3)
     assert (row["device"], row["of"]) == (CPU, "this device")
     assert found["tables"] == tuning.digest() != ""
-    text = click.testing.CliRunner().invoke(listing.command).output
+    text = click.testing.CliRunner().invoke(cli.opgraft, ["list"]).output
     assert f"{path.name} (your own, 3 days old)" in " ".join(text.split())
 
 
