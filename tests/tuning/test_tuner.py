@@ -7,7 +7,7 @@ import operator
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -166,6 +166,56 @@ def test_it_measures_really(tmp_path: Path) -> None:
     assert 0 < cell["native_us"] < 1e6 and 0 < cell["override_us"] < 1e6
     assert cell["plan_host_us"] is None
     assert opgraft.overrides() == [override]  # its twins are gone
+
+
+class FixedTurns(timing.Turns):
+    """Turns whose clock says what a test gives it, by the beginning of a way's name."""
+
+    microseconds: ClassVar[dict[str, tuple[float, float]]] = {}
+
+    def round(self) -> None:
+        for name in self._ways:
+            given = [each for key, each in self.microseconds.items() if name.startswith(key)]
+            on_device, on_host = given[0]
+            self.on_device[name].append(on_device)
+            self.on_host[name].append(on_host)
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "native"),
+    [
+        ({"behind": (5.0, 5.0)}, (5.0, 5.0)),
+        ({"behind": (30.0, 5.0)}, (20.0, 20.0)),
+        ({"behind": (5.0, 30.0)}, (20.0, 20.0)),
+    ],
+    ids=["faster", "slower on the device", "slower on the host"],
+)
+def test_it_is_compared_with_the_fastest_of_what_answers_without_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    microseconds: dict[str, tuple[float, float]],
+    native: tuple[float, float],
+) -> None:
+    """An override behind it in the chain gets its calls without it, and is what it must beat."""
+    given = {"native": (20.0, 20.0), "python": (10.0, 10.0), **microseconds}
+    monkeypatch.setattr(FixedTurns, "microseconds", given)
+    monkeypatch.setattr(tuner, "Turns", FixedTurns)
+    override = register(crossover(ranges=SMALL), priority=1)
+    behind = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", override.impl, name="behind", cond=override.cond
+    )
+    declining = when.size("self", -1) == 5
+    for name, before in (("before", 2), ("declines", 0)):
+        opgraft.register_op_override(
+            *("aten", "_softmax", "CPU", override.impl),
+            name=name,
+            priority=before,
+            cond=override.cond if before else declining,
+        )
+    (cell,) = tune(tmp_path, override).cells.values()
+    assert (cell.native, cell.native_host) == native
+    assert (cell.override, cell.python_host) == (10.0, 10.0)
+    assert behind.hits == 0 and len(opgraft.overrides()) == 4
 
 
 def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:

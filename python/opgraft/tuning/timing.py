@@ -43,6 +43,8 @@ class Turns:
         self._rounds = 0
         self.on_device: dict[str, list[float]] = {name: [] for name in ways}
         self.on_host: dict[str, list[float]] = {name: [] for name in ways}
+        #: By way: how long the device has to sleep for the host to issue its calls meanwhile.
+        self._cycles = dict.fromkeys(ways, _CYCLES)
         for way in self._ways.values():
             _warm_up(way)
 
@@ -54,9 +56,15 @@ class Turns:
         for name in names[first:] + names[:first]:
             way = self._ways[name]
             with way.scope():
-                host, device = _burst(way.calls, self._device)
+                host, device, self._cycles[name] = _burst(
+                    way.calls, self._device, self._cycles[name]
+                )
             self.on_host[name].append(host * 1e6)
             self.on_device[name].append(device * 1e6)
+
+    def drop(self, name: str) -> None:
+        """Measure a way no more."""
+        del self._ways[name], self.on_device[name], self.on_host[name]
 
     def ratios(self, one: str, other: str) -> list[float]:
         """By round: how much longer one way takes on the device than another."""
@@ -76,15 +84,15 @@ def _warm_up(way: Way) -> None:
                 call()
 
 
-def _burst(calls: Sequence[Call], device: torch.device) -> tuple[float, float]:
-    """Seconds a call, on the host and on the device."""
+def _burst(calls: Sequence[Call], device: torch.device, cycles: int) -> tuple[float, float, int]:
+    """Seconds a call, on the host and on the device, and for how many cycles that slept."""
     if device.type != "cuda":
         seconds = _host_seconds(calls, len(calls))
         count = max(_BURST, min(1000, round(_BURST_SECONDS / max(seconds, 1e-9))))
         seconds = _host_seconds(calls, count)
-        return seconds, seconds
+        return seconds, seconds, cycles
     with torch.cuda.device(device):
-        return _cuda_burst(calls)
+        return _cuda_burst(calls, cycles)
 
 
 def _host_seconds(calls: Sequence[Call], count: int) -> float:
@@ -94,10 +102,9 @@ def _host_seconds(calls: Sequence[Call], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def _cuda_burst(calls: Sequence[Call]) -> tuple[float, float]:
+def _cuda_burst(calls: Sequence[Call], cycles: int) -> tuple[float, float, int]:
     """The device sleeps while the calls are issued, so that it never waits for the host."""
     count = max(_BURST, len(calls))
-    cycles = _CYCLES
     while True:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -108,5 +115,5 @@ def _cuda_burst(calls: Sequence[Call]) -> tuple[float, float]:
         late = start.query()  # the sleep was too short
         torch.cuda.synchronize()
         if not late:
-            return host, start.elapsed_time(end) / 1e3 / count
+            return host, start.elapsed_time(end) / 1e3 / count, cycles
         cycles *= 2

@@ -6,12 +6,12 @@ import datetime
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from opgraft.crossover.tables import Cell
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call
 from opgraft.registration import register_op_override
-from opgraft.registry import Override
+from opgraft.registry import Override, Selector, registry
 from opgraft.router import threads
 from opgraft.tuning import search, writing
 from opgraft.tuning.timing import Turns, Way
@@ -150,33 +150,53 @@ def tune_override(
         return _Tuning(override, twins, device, options, progress).run()
 
 
+class _Twins(NamedTuple):
+    """What is measured in place of overrides: the same without their crossovers."""
+
+    #: The override's own: "python", and "plan" if it has launch plans.
+    own: Mapping[str, Override]
+    #: Of the overrides behind it in the chain, which get its calls without it, by name.
+    others: Mapping[str, Override]
+
+
 @contextmanager
-def _twins(override: Override) -> Iterator[dict[str, Override]]:
-    """The override without its crossover: by the way that its calls go."""
-    declared: dict[str, Any] = {
-        "cond": override.cond,
-        "unconditional_override": override.cond is None,
-        "dsl": override.dsl,
-        "on_error": "raise",
-    }
-    ways = {"python": False} | ({"plan": True} if override.launch_plan else {})
-    twins = {
-        way: register_op_override(
-            override.op.partition("::")[0],
-            override.operator.registration_name,
-            override.dispatch_key,
-            override.impl,
-            name=f"{override.name} (tuned, {way})",
-            launch_plan=planned,
-            **declared,
-        )
-        for way, planned in ways.items()
-    }
-    try:
-        yield twins
-    finally:
-        for twin in twins.values():
-            twin.remove()
+def _twins(override: Override) -> Iterator[_Twins]:
+    behind = [
+        each
+        for each in registry.overrides(Selector(op=override.op, dispatch_key=override.dispatch_key))
+        if each.order > override.order and each.why_off() is None and each.autograd is None
+    ]
+    with ExitStack() as registered:
+
+        def twin(of: Override, way: str) -> Override:
+            made = _register_twin(of, way)
+            registered.callback(made.remove)
+            return made
+
+        own = {"python": twin(override, "python")}
+        if override.launch_plan:
+            own["plan"] = twin(override, "plan")
+        others = [twin(each, _best_way(each)) for each in behind]
+        yield _Twins(own, {each.name: each for each in others})
+
+
+def _best_way(override: Override) -> str:
+    return "plan" if override.launch_plan else "python"
+
+
+def _register_twin(override: Override, way: str) -> Override:
+    return register_op_override(
+        override.op.partition("::")[0],
+        override.operator.registration_name,
+        override.dispatch_key,
+        override.impl,
+        name=f"{override.name} (tuned, {way})",
+        cond=override.cond,
+        unconditional_override=override.cond is None,
+        dsl=override.dsl,
+        launch_plan=way == "plan",
+        on_error="raise",
+    )
 
 
 class _Tuning:
@@ -185,7 +205,7 @@ class _Tuning:
     def __init__(
         self,
         override: Override,
-        twins: Mapping[str, Override],
+        twins: _Twins,
         device: torch.device,
         options: Options,
         progress: Progress,
@@ -300,22 +320,25 @@ class _Tuning:
         calls = self._calls(at)
         functions = [partial(run, call) for call in calls]
         ways = {name: Way(self._natively, functions) for name in ("native", "native again")}
-        ways |= {
-            name: Way(partial(self._alone, twin), functions) for name, twin in self._twins.items()
-        }
-        hits = {name: twin.hits for name, twin in self._twins.items()}
+        twins = {**self._twins.own, **self._twins.others}
+        ways |= {name: Way(partial(self._alone, twin), functions) for name, twin in twins.items()}
+        hits = {name: twin.hits for name, twin in twins.items()}
         turns = Turns(ways, self._device)
-        for name, twin in self._twins.items():
-            if twin.hits == hits[name]:
-                raise _Skip("the condition declines the calls")
-        best = "plan" if "plan" in self._twins else "python"
+        declining = {name for name, twin in twins.items() if twin.hits == hits[name]}
+        if declining & self._twins.own.keys():
+            raise _Skip("the condition declines the calls")
+        for name in declining:
+            turns.drop(name)
+        best = _best_way(self._override)
+        others = [name for name in self._twins.others if name not in declining]
         for count in range(1, MAX_ROUNDS + 1):
             turns.round()
-            if count >= MIN_ROUNDS and _is_clear(turns, best):
+            without = min(["native", *others], key=lambda name: max(turns.median(name)))
+            if count >= MIN_ROUNDS and _is_clear(turns, without, best):
                 break
-        native, native_host = turns.median("native")
+        native, native_host = turns.median(without)
         device, _ = turns.median(best)
-        plan_host = turns.median("plan")[1] if "plan" in self._twins else None
+        plan_host = turns.median("plan")[1] if best == "plan" else None
         return Cell(native, device, native_host, plan_host, turns.median("python")[1], None, None)
 
     def _calls(self, at: Indices) -> list[Call]:
@@ -399,10 +422,10 @@ def _measured() -> dict[str, str]:
     return found
 
 
-def _is_clear(turns: Turns, way: str) -> bool:
+def _is_clear(turns: Turns, without: str, way: str) -> bool:
     """Whether more rounds would not change the decision, and native is as fast as native."""
     control, _, _ = median_and_interval(turns.ratios("native", "native again"))
-    _, low, high = median_and_interval(turns.ratios("native", way))
+    _, low, high = median_and_interval(turns.ratios(without, way))
     border = 1 + rule.MARGIN
     return abs(control - 1) < rule.MARGIN / 2 and (high < border or low > border)
 
