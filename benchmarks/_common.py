@@ -61,6 +61,11 @@ def path_of(name: str, device: str) -> Path:
     return RESULTS / f"{name}_{device.lower().replace(' ', '_')}.json"
 
 
+def load(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that `save` wrote; none if there is no file."""
+    return json.loads(path.read_text())["records"] if path.exists() else []
+
+
 def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -30,7 +30,6 @@ import contextlib
 import gc
 import importlib
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -331,10 +330,6 @@ MEASURE = {"eager": measure_eager, "compiled": measure_compiled}
 # ---------------------------------------------------------------------------------------- results
 
 
-def _load_rows(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["records"] if path.exists() else []
-
-
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("triton", "transformers", "diffusers", "timm", "torch_geometric", "flash-attn-4"):
@@ -360,7 +355,7 @@ def _print_row(row: Mapping[str, Any]) -> None:
 def bench(plan: Plan, modes: Sequence[str], only: Sequence[str], again: bool, device: str) -> None:
     """Measure what is not there yet, and write each row when it is done."""
     path = _common.path_of(RESULTS_NAME, device)
-    rows = _load_rows(path)
+    rows = _common.load(path)
     for mode, entry in itertools.product(modes, _model_zoo.ZOO.values()):
         wanted = any(each in entry.name for each in only)
         if not wanted or (mode == "compiled" and not entry.compiles):
@@ -449,7 +444,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def print_tables(device: str) -> None:
     """The results as docs/models.md has them; and the plot beside them."""
     path = _common.path_of(RESULTS_NAME, device)
-    rows = _load_rows(path)
+    rows = _common.load(path)
     if not rows:
         raise SystemExit(f"there are no results: {path} is missing")
     for mode, mean in _means(rows).items():

@@ -21,7 +21,10 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", "compiled_norms", "layer_norm", "llama", "models", "profile_shares", "rms_norm"],
+    [
+        *("attention", "compiled_norms", "crossovers", "layer_norm", "llama", "models"),
+        *("profile_shares", "rms_norm"),
+    ],
 )
 def test_smoke(name: str) -> None:
     """Each asserts that its overrides were hit."""

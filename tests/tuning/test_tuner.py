@@ -17,7 +17,7 @@ from opgraft import when
 from opgraft.crossover import models, rule, sources
 from opgraft.crossover.tables import BadTable, Cell
 from opgraft.errors import RegistrationError
-from opgraft.tuning import search, timing, tuner, writing
+from opgraft.tuning import measuring, search, timing, tuner, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 
 CPU = torch.device("cpu")
@@ -199,7 +199,7 @@ def test_it_is_compared_with_the_fastest_of_what_answers_without_it(
     """An override behind it in the chain gets its calls without it, and is what it must beat."""
     given = {"native": (20.0, 20.0), "python": (10.0, 10.0), **microseconds}
     monkeypatch.setattr(FixedTurns, "microseconds", given)
-    monkeypatch.setattr(tuner, "Turns", FixedTurns)
+    monkeypatch.setattr(measuring, "Turns", FixedTurns)
     override = register(crossover(ranges=SMALL), priority=1)
     behind = opgraft.register_op_override(
         "aten", "_softmax", "CPU", override.impl, name="behind", cond=override.cond
@@ -223,6 +223,23 @@ def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:
     result = tune(tmp_path, override)
     assert result.measured == 0
     assert result.skipped == {"the condition declines the calls": 1}
+
+
+def test_cells_that_raise_are_told_and_the_others_measured(tmp_path: Path) -> None:
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        if self.size(0) < 32:
+            raise RuntimeError("too few rows\nfor this kernel")
+        return torch.full_like(self, 1 / self.shape[-1])
+
+    override = opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", impl),
+        name="tuned",
+        cond=when.size("self", -1) == 4,
+        crossover=crossover(ranges={"rows": (16, 32), "dtype": (torch.float32,)}),
+    )
+    result = tune(tmp_path, override)
+    assert result.skipped == {"RuntimeError: too few rows": 1}
+    assert [cell["at"] for cell in cells_in(result.path)] == [[32, "float32"]]
 
 
 def test_samples_of_another_cell_are_refused(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ Call: TypeAlias = Callable[[], object]
 
 #: How long the device is kept busy at first while calls are issued, in its clock's cycles.
 _CYCLES = 1_000_000
-#: How many calls a burst makes, at least; and how many microseconds it takes on a host, about.
-_BURST, _BURST_SECONDS = 5, 2e-3
+#: How long a burst is to take on the device, and how many calls it makes at the most.
+_BURST_SECONDS, _MOST_CALLS = 5e-3, 64
+#: On the CPU, where calls are not issued ahead: how long a burst takes, and its fewest calls.
+_CPU_SECONDS, _FEWEST_CPU_CALLS = 2e-3, 5
 
 
 class Way(NamedTuple):
@@ -24,10 +26,12 @@ class Way(NamedTuple):
     Attributes:
         scope: a context in which the calls go this way.
         calls: the calls of a turn. Several, so that none finds its arguments in the caches.
+        warm_ups: how many calls it takes to compile what is compiled and to record launch plans.
     """
 
     scope: Callable[[], AbstractContextManager[object]]
     calls: Sequence[Call]
+    warm_ups: int = 1
 
 
 class Turns:
@@ -40,24 +44,24 @@ class Turns:
     def __init__(self, ways: Mapping[str, Way], device: torch.device) -> None:
         self._ways = dict(ways)
         self._device = device
-        self._rounds = 0
+        self.rounds = 0
         self.on_device: dict[str, list[float]] = {name: [] for name in ways}
         self.on_host: dict[str, list[float]] = {name: [] for name in ways}
         #: By way: how long the device has to sleep for the host to issue its calls meanwhile.
         self._cycles = dict.fromkeys(ways, _CYCLES)
-        for way in self._ways.values():
-            _warm_up(way)
+        #: By way: how many calls a burst makes.
+        self._counts = {name: _warm_up(way, device) for name, way in self._ways.items()}
 
     def round(self) -> None:
         """Measure every way once more."""
         names = list(self._ways)
-        first = self._rounds % len(names)
-        self._rounds += 1
+        first = self.rounds % len(names)
+        self.rounds += 1
         for name in names[first:] + names[:first]:
             way = self._ways[name]
             with way.scope():
                 host, device, self._cycles[name] = _burst(
-                    way.calls, self._device, self._cycles[name]
+                    way.calls, self._device, self._counts[name], self._cycles[name]
                 )
             self.on_host[name].append(host * 1e6)
             self.on_device[name].append(device * 1e6)
@@ -76,23 +80,35 @@ class Turns:
         return statistics.median(self.on_device[name]), statistics.median(self.on_host[name])
 
 
-def _warm_up(way: Way) -> None:
-    """Compile what a way compiles, and record its launch plans, which takes three calls of each."""
+def _warm_up(way: Way, device: torch.device) -> int:
+    """How many calls its bursts are to make."""
     with way.scope():
-        for call in way.calls:
-            for _ in range(4):
-                call()
+        for _ in range(way.warm_ups):
+            way.calls[0]()
+        _synchronize(device)
+        start = time.perf_counter()
+        way.calls[0]()
+        _synchronize(device)
+        seconds = time.perf_counter() - start
+    return max(1, min(round(_BURST_SECONDS / seconds), _MOST_CALLS))
 
 
-def _burst(calls: Sequence[Call], device: torch.device, cycles: int) -> tuple[float, float, int]:
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _burst(
+    calls: Sequence[Call], device: torch.device, count: int, cycles: int
+) -> tuple[float, float, int]:
     """Seconds a call, on the host and on the device, and for how many cycles that slept."""
     if device.type != "cuda":
         seconds = _host_seconds(calls, len(calls))
-        count = max(_BURST, min(1000, round(_BURST_SECONDS / max(seconds, 1e-9))))
+        count = max(_FEWEST_CPU_CALLS, min(1000, round(_CPU_SECONDS / max(seconds, 1e-9))))
         seconds = _host_seconds(calls, count)
         return seconds, seconds, cycles
     with torch.cuda.device(device):
-        return _cuda_burst(calls, cycles)
+        return _cuda_burst(calls, count, cycles)
 
 
 def _host_seconds(calls: Sequence[Call], count: int) -> float:
@@ -102,9 +118,8 @@ def _host_seconds(calls: Sequence[Call], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def _cuda_burst(calls: Sequence[Call], cycles: int) -> tuple[float, float, int]:
+def _cuda_burst(calls: Sequence[Call], count: int, cycles: int) -> tuple[float, float, int]:
     """The device sleeps while the calls are issued, so that it never waits for the host."""
-    count = max(_BURST, len(calls))
     while True:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()

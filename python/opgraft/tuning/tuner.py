@@ -5,40 +5,28 @@ from __future__ import annotations
 import datetime
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import models, rule, tables
 from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import Cell
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call
-from opgraft.registration import register_op_override
-from opgraft.registry import Override, Selector, registry
-from opgraft.router import threads
+from opgraft.registry import Override
 from opgraft.tuning import search, writing
-from opgraft.tuning.timing import Turns, Way
-from opgraft.verification.samples import run
-from opgraft.verification.single_override import only
+from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.verification.sources import call_of_sample
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 
 #: Buckets of an octave.
 STEPS = 1
-#: Rounds of a cell: so many at the least, and until the answer is clear, or so many at the most.
-MIN_ROUNDS, MAX_ROUNDS = 5, 25
-#: The calls of a turn touch so many bytes together, if that takes no more than so many calls: more
-#: than a device's cache holds, which a model's next call does not find full of its arguments.
-COLD_BYTES, MAX_CALLS = 2**27, 16
 #: Seconds after which the table is written again.
 WRITE_SECONDS = 30.0
 
@@ -104,10 +92,6 @@ class Result:
         }
 
 
-class _Skip(Exception):
-    """A cell that cannot be measured, with the reason."""
-
-
 def axes_of(crossover: Crossover) -> dict[str, Axis]:
     """The axes of a crossover's grid, from its ranges.
 
@@ -146,57 +130,8 @@ def tune_override(
     """
     if override.crossover is None:
         raise RegistrationError(f"override {override.name!r} has no crossover=: nothing to tune")
-    with _twins(override) as twins:
-        return _Tuning(override, twins, device, options, progress).run()
-
-
-class _Twins(NamedTuple):
-    """What is measured in place of overrides: the same without their crossovers."""
-
-    #: The override's own: "python", and "plan" if it has launch plans.
-    own: Mapping[str, Override]
-    #: Of the overrides behind it in the chain, which get its calls without it, by name.
-    others: Mapping[str, Override]
-
-
-@contextmanager
-def _twins(override: Override) -> Iterator[_Twins]:
-    behind = [
-        each
-        for each in registry.overrides(Selector(op=override.op, dispatch_key=override.dispatch_key))
-        if each.order > override.order and each.why_off() is None and each.autograd is None
-    ]
-    with ExitStack() as registered:
-
-        def twin(of: Override, way: str) -> Override:
-            made = _register_twin(of, way)
-            registered.callback(made.remove)
-            return made
-
-        own = {"python": twin(override, "python")}
-        if override.launch_plan:
-            own["plan"] = twin(override, "plan")
-        others = [twin(each, _best_way(each)) for each in behind]
-        yield _Twins(own, {each.name: each for each in others})
-
-
-def _best_way(override: Override) -> str:
-    return "plan" if override.launch_plan else "python"
-
-
-def _register_twin(override: Override, way: str) -> Override:
-    return register_op_override(
-        override.op.partition("::")[0],
-        override.operator.registration_name,
-        override.dispatch_key,
-        override.impl,
-        name=f"{override.name} (tuned, {way})",
-        cond=override.cond,
-        unconditional_override=override.cond is None,
-        dsl=override.dsl,
-        launch_plan=way == "plan",
-        on_error="raise",
-    )
+    with measuring(override, device) as measure:
+        return _Tuning(override, measure, device, options, progress).run()
 
 
 class _Tuning:
@@ -205,7 +140,7 @@ class _Tuning:
     def __init__(
         self,
         override: Override,
-        twins: _Twins,
+        measure: Measuring,
         device: torch.device,
         options: Options,
         progress: Progress,
@@ -213,7 +148,7 @@ class _Tuning:
         assert override.crossover is not None
         self._override = override
         self._crossover = override.crossover
-        self._twins = twins
+        self._measuring = measure
         self._device = device
         self._options = options
         self._progress = progress
@@ -225,7 +160,8 @@ class _Tuning:
         self._written = time.monotonic()
         self._cells = self._known_cells()
         self._result.known = len(self._cells)
-        #: Cells whose calls the condition declines, or that cannot be made: nothing to decide.
+        #: Cells whose calls the condition declines, or that cannot be made. There is nothing to
+        #: decide, so what lies between them and others says nothing either.
         self._without_calls: set[Indices] = set()
 
     # ------------------------------------------------------------------ the cells
@@ -264,27 +200,31 @@ class _Tuning:
 
     def _open_cells(self, stride: int) -> list[list[Indices]]:
         if self._options.calls is None:
-            return search.open_cells(self._decided(), self._axes, stride)
-        decided = self._decided()
-        called = dict.fromkeys(map(self._cell_of, self._options.calls))
-        found = [at for at in called if at is not None and at not in decided]
-        return [found] if found else []
+            groups = search.open_cells(self._decided(), self._axes, stride)
+        else:
+            called = dict.fromkeys(map(self._cell_of, self._options.calls))
+            groups = [[at for at in called if at is not None and at not in self._cells]]
+        wanted = [[at for at in group if at not in self._without_calls] for group in groups]
+        return [group for group in wanted if group]
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._started > self._options.seconds
 
     def _decided(self) -> dict[Indices, int]:
-        decided = {at: _bits(cell) for at, cell in self._cells.items()}
-        return decided | dict.fromkeys(self._without_calls, 0)
+        return {at: _bits(cell) for at, cell in self._cells.items()}
 
     def _measure(self, at: Indices) -> None:
         self._progress(self._describe(at))
         try:
             cell = self._cell(at)
-        except _Skip as reason:
+        except Skip as reason:
             self._skip(at, str(reason))
         except torch.OutOfMemoryError:
             self._skip(at, "the device has too little memory")
+        except RegistrationError:
+            raise
+        except Exception as error:  # of native or the impl: other cells may well work
+            self._skip(at, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
         else:
             self._cells[at] = cell
             self._result.measured += 1
@@ -317,39 +257,7 @@ class _Tuning:
     # ------------------------------------------------------------------ one cell
 
     def _cell(self, at: Indices) -> Cell:
-        calls = self._calls(at)
-        functions = [partial(run, call) for call in calls]
-        ways = {name: Way(self._natively, functions) for name in ("native", "native again")}
-        twins = {**self._twins.own, **self._twins.others}
-        ways |= {name: Way(partial(self._alone, twin), functions) for name, twin in twins.items()}
-        hits = {name: twin.hits for name, twin in twins.items()}
-        turns = Turns(ways, self._device)
-        declining = {name for name, twin in twins.items() if twin.hits == hits[name]}
-        if declining & self._twins.own.keys():
-            raise _Skip("the condition declines the calls")
-        for name in declining:
-            turns.drop(name)
-        best = _best_way(self._override)
-        others = [name for name in self._twins.others if name not in declining]
-        for count in range(1, MAX_ROUNDS + 1):
-            turns.round()
-            without = min(["native", *others], key=lambda name: max(turns.median(name)))
-            if count >= MIN_ROUNDS and _is_clear(turns, without, best):
-                break
-        native, native_host = turns.median(without)
-        device, _ = turns.median(best)
-        plan_host = turns.median("plan")[1] if best == "plan" else None
-        return Cell(native, device, native_host, plan_host, turns.median("python")[1], None, None)
-
-    def _calls(self, at: Indices) -> list[Call]:
-        """Calls of one cell, with enough arguments that they are not in the device's cache."""
-        calls: list[Call] = []
-        taken = 0
-        while len(calls) < MAX_CALLS and (not calls or taken < COLD_BYTES):
-            made = self._call(at)
-            calls.append(made)
-            taken += sum(tensor.nbytes for tensor in made.tensors())
-        return calls
+        return self._measuring.cell(cold_calls(lambda: self._call(at)))
 
     def _call(self, at: Indices) -> Call:
         features = self._features(at)
@@ -363,15 +271,7 @@ class _Tuning:
                     f"{dict(zip(features, values, strict=True))} when asked for {features}"
                 )
             return call
-        raise _Skip("calls= makes none")
-
-    def _natively(self) -> AbstractContextManager[object]:
-        return threads.scope(threads.EVERYTHING)
-
-    @contextmanager
-    def _alone(self, twin: Override) -> Iterator[None]:
-        with torch.no_grad(), only(twin):
-            yield
+        raise Skip("calls= makes none")
 
     # ------------------------------------------------------------------ the table
 
@@ -422,14 +322,6 @@ def _measured() -> dict[str, str]:
     return found
 
 
-def _is_clear(turns: Turns, without: str, way: str) -> bool:
-    """Whether more rounds would not change the decision, and native is as fast as native."""
-    control, _, _ = median_and_interval(turns.ratios("native", "native again"))
-    _, low, high = median_and_interval(turns.ratios(without, way))
-    border = 1 + rule.MARGIN
-    return abs(control - 1) < rule.MARGIN / 2 and (high < border or low > border)
-
-
 def _bits(cell: Cell) -> int:
     return rule.bits(cell, rule.MARGIN)
 
@@ -447,6 +339,6 @@ def check(
     Returns:
         How many cells were measured, and those that would be decided otherwise, as text.
     """
-    with _twins(override) as twins:
-        tuning = _Tuning(override, twins, device, options, lambda line: None)
+    with measuring(override, device) as measure:
+        tuning = _Tuning(override, measure, device, options, lambda line: None)
         return tuning.check(count, random.Random(seed))

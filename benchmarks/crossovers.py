@@ -1,0 +1,206 @@
+"""Tries what tables of crossovers decide, on random calls that tuning never measured.
+
+    python benchmarks/crossovers.py                          # every override with a table, on a GPU
+    python benchmarks/crossovers.py --only rms_norm --calls 100
+    python benchmarks/crossovers.py --smoke                  # on the CPU: does this script work?
+
+For each override that declares a crossover it draws calls, log-uniformly over 2**10 to 2**30
+elements and over the whole range of each other feature, sizes between powers of two among them. It
+measures each against native (as `opgraft tune` does: interleaved, with a control, the device's time
+or the host's, the longer one), and compares with what the table in force says. The goals: of the
+calls that are taken by a plan the median ratio is 1.05 at least and none is below 0.98 beyond the
+control; of those that are declined at most 3 % would have been faster by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import _common
+import torch
+
+import opgraft
+from opgraft import when
+from opgraft.base.rounds import median_and_interval
+from opgraft.crossover import models, rule
+from opgraft.ops.schema import Call
+from opgraft.registry import Override
+from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
+from opgraft.verification.sources import call_of_sample
+
+#: A seed that tuning never uses.
+SEED = 20261123
+ELEMENTS = (2**10, 2**30)
+LEAST_MEDIAN, LEAST, MARGIN, MOST_LOST = 1.05, 0.98, 1.05, 0.03
+
+
+class Row(NamedTuple):
+    """A call: its features, whether it is taken, native's time over ours, and over native's."""
+
+    features: dict[str, Any]
+    taken: bool
+    ratio: float
+    control: float
+    native: float
+
+
+def _draws(override: Override, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Features, log-uniformly from the ranges of the crossover."""
+    crossover = override.crossover
+    assert crossover is not None
+    while True:
+        features = {}
+        for name, values in crossover.ranges.items():
+            if name in crossover.exact or not all(type(value) is int for value in values):
+                features[name] = rng.choice(list(values))
+                continue
+            low, high = ELEMENTS if name == "elements" else (min(values), max(values))
+            features[name] = round(2 ** rng.uniform(math.log2(low), math.log2(high)))
+        yield features
+
+
+def _calls(override: Override, features: Mapping[str, Any], device: torch.device) -> list[Call]:
+    crossover = override.crossover
+    assert crossover is not None and crossover.calls is not None
+    sample = next(iter(crossover.calls(device, **features)), None)
+    if sample is None:
+        return []
+
+    def make() -> Call:
+        assert crossover.calls is not None
+        made = next(iter(crossover.calls(device, **features)))
+        return call_of_sample(override, made, "calls=")
+
+    return cold_calls(make)
+
+
+def _row(
+    override: Override, measure: Measuring, calls: Sequence[Call], device: torch.device
+) -> Row:
+    crossover, decisions = override.crossover, override.decisions
+    assert crossover is not None and decisions is not None
+    found = {name: each.evaluate(calls[0].named) for name, each in crossover.features.items()}
+    in_force = decisions.in_force(models.of_device(device))
+    taken = in_force is not None and in_force.grid.takes(found.values(), rule.PLAN)
+    turns, without, way = measure.turns(calls)
+    control, _, _ = median_and_interval(turns.ratios("native", "native again"))
+    native, own = max(turns.median(without)), max(turns.median(way))
+    return Row({k: str(v) for k, v in found.items()}, taken, native / own, control, native)
+
+
+def bench(
+    override: Override, device: torch.device, count: int, seconds: float
+) -> tuple[list[Row], int]:
+    """Rows of up to so many calls, and how many could not be measured."""
+    rng = random.Random(f"{SEED} {override.name}")
+    rows: list[Row] = []
+    failed = 0
+    end = time.monotonic() + seconds
+    with measuring(override, device) as measure:
+        for features in itertools.islice(_draws(override, rng), 20 * count):
+            if len(rows) == count or time.monotonic() > end:
+                break
+            try:
+                calls = _calls(override, features, device)
+                if calls:
+                    rows.append(_row(override, measure, calls, device))
+            except (Skip, RuntimeError) as error:
+                failed += 1
+                print(f"  {features}: {str(error).splitlines()[0][:100]}", flush=True)
+    return rows, failed
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures of an override's rows.
+
+    >>> rows = [Row({}, True, 1.5, 1.0, 9.0), Row({}, True, 0.97, 1.02, 9.0)]
+    >>> rows += [Row({}, False, 1.1, 1.0, 9.0), Row({}, False, 0.9, 1.0, 9.0)]
+    >>> summary(rows)
+    {'calls': 4, 'taken': 2, 'median of taken': 1.235, 'slower': 0, 'declined': 2, 'lost': 1}
+    """
+    taken = [row for row in rows if row.taken]
+    declined = [row for row in rows if not row.taken]
+    return {
+        "calls": len(rows),
+        "taken": len(taken),
+        "median of taken": round(statistics.median(row.ratio for row in taken), 4)
+        if taken
+        else None,
+        "slower": sum(row.ratio < LEAST - abs(row.control - 1) for row in taken),
+        "declined": len(declined),
+        "lost": sum(row.ratio > MARGIN for row in declined),
+    }
+
+
+def _print(name: str, rows: Sequence[Row]) -> None:
+    print(name, summary(rows), flush=True)
+    for row in rows:
+        slower = row.taken and row.ratio < LEAST - abs(row.control - 1)
+        if slower or (not row.taken and row.ratio > MARGIN):
+            print(f"  {'slower' if slower else 'lost'}: {row}", flush=True)
+
+
+def smoke() -> None:
+    """An override of the CPU, whose table is missing: all calls are declined."""
+
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        return torch.zeros_like(self)
+
+    def calls(device: torch.device, elements: int) -> Iterator[Any]:
+        yield torch.zeros(elements, device=device), -1, False
+
+    override = opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", impl),
+        unconditional_override=True,
+        crossover=opgraft.Crossover(
+            elements=when.numel("self"), calls=calls, ranges={"elements": (1, 2**12)}
+        ),
+    )
+    global ELEMENTS
+    ELEMENTS = (2**2, 2**12)
+    rows, failed = bench(override, torch.device("cpu"), 2, 60.0)
+    assert failed == 0 and [row.taken for row in rows] == [False, False], rows
+    _print("smoke", rows)
+    print("overrides were hit; nothing was measured")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
+    parser.add_argument("--only", nargs="+", default=[""], help="overrides whose name holds one")
+    parser.add_argument("--calls", type=int, default=400, help="for each override")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each override")
+    options = parser.parse_args()
+    if options.smoke:
+        smoke()
+        return
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --smoke runs without one")
+    import opgraft_kernels
+
+    device = torch.device("cuda")
+    name = torch.cuda.get_device_name()
+    path = _common.path_of("crossovers", name)
+    records = _common.load(path)
+    opgraft_kernels.register()
+    for override in opgraft.overrides():
+        wanted = any(each in override.name for each in options.only)
+        if not wanted or override.crossover is None or override.why_off() is not None:
+            continue
+        rows, failed = bench(override, device, options.calls, options.seconds)
+        _print(override.name, rows)
+        record = {"override": override.name, **summary(rows), "failed": failed}
+        record["rows"] = [row._asdict() for row in rows]
+        records = [each for each in records if each["override"] != override.name] + [record]
+        _common.save("crossovers", name, records)
+
+
+if __name__ == "__main__":
+    main()

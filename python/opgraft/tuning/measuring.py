@@ -1,0 +1,192 @@
+"""Measures calls: natively, by an override from Python, and by the override's launch plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from opgraft.base.rounds import median_and_interval
+from opgraft.crossover import rule
+from opgraft.crossover.tables import Cell
+from opgraft.ops.schema import Call
+from opgraft.registration import register_op_override
+from opgraft.registry import Override, Selector, registry
+from opgraft.router import threads
+from opgraft.tuning.timing import Turns, Way
+
+#: Rounds of a cell: so many at the least, and until the answer is clear, or so many at the most.
+MIN_ROUNDS, MAX_ROUNDS = 5, 25
+#: The calls of a turn touch so many bytes together, if that takes no more than so many calls: more
+#: than a device's cache holds, which a model's next call does not find full of its arguments.
+_COLD_BYTES, _MOST_CALLS = 2**27, 16
+#: After so many calls of a kind its launch plan is replayed.
+_UNTIL_PLANNED = 4
+#: From so many times as fast or as slow on, two rounds are clear.
+_FAR = 2.0
+
+
+class Skip(Exception):
+    """Calls that cannot be measured, with the reason."""
+
+
+class _Twins(NamedTuple):
+    """What is measured in place of overrides: the same without their crossovers."""
+
+    #: The override's own: "python", and "plan" if it has launch plans.
+    own: Mapping[str, Override]
+    #: Of the overrides behind it in the chain, which get its calls without it, by name.
+    others: Mapping[str, Override]
+
+
+@contextmanager
+def measuring(override: Override, device: torch.device) -> Iterator[Measuring]:
+    """A scope in which calls of an override's op can be measured.
+
+    Args:
+        override: whatever its condition and tables say of their speed.
+        device: where the calls' tensors are.
+    """
+    behind = [
+        each
+        for each in registry.overrides(_same_op(override))
+        if each.order > override.order and each.why_off() is None and each.autograd is None
+    ]
+    with ExitStack() as registered:
+
+        def twin(of: Override, way: str) -> Override:
+            made = _register_twin(of, way)
+            registered.callback(made.remove)
+            return made
+
+        own = {"python": twin(override, "python")}
+        if override.launch_plan:
+            own["plan"] = twin(override, "plan")
+        others = [twin(each, _best_way(each)) for each in behind]
+        yield Measuring(_Twins(own, {each.name: each for each in others}), device)
+
+
+def _same_op(override: Override) -> Selector:
+    return Selector(op=override.op, dispatch_key=override.dispatch_key)
+
+
+def _best_way(override: Override) -> str:
+    return "plan" if override.launch_plan else "python"
+
+
+def _register_twin(override: Override, way: str) -> Override:
+    return register_op_override(
+        override.op.partition("::")[0],
+        override.operator.registration_name,
+        override.dispatch_key,
+        override.impl,
+        name=f"{override.name} (tuned, {way})",
+        cond=override.cond,
+        unconditional_override=override.cond is None,
+        dsl=override.dsl,
+        launch_plan=way == "plan",
+        on_error="raise",
+    )
+
+
+class Measuring:
+    """What :func:`measuring` yields."""
+
+    def __init__(self, twins: _Twins, device: torch.device) -> None:
+        self._twins = twins
+        self._device = device
+
+    def cell(self, calls: Sequence[Call]) -> Cell:
+        """Measure calls of one kind.
+
+        Args:
+            calls: as `cold_calls` makes them.
+
+        Raises:
+            Skip: the condition declines them.
+        """
+        turns, without, way = self.turns(calls)
+        native, native_host = turns.median(without)
+        device, _ = turns.median(way)
+        plan_host = turns.median("plan")[1] if way == "plan" else None
+        return Cell(native, device, native_host, plan_host, turns.median("python")[1], None, None)
+
+    def turns(self, calls: Sequence[Call]) -> tuple[Turns, str, str]:
+        """Measure calls of one kind, a turn of each way in each round.
+
+        Returns:
+            The turns, "native" and "native again" among them; the name of the way that answers
+            without the override, native or an override behind it; and that of the override's own.
+
+        Raises:
+            Skip: the condition declines them.
+        """
+        functions = [partial(call.op.overload, *call.args, **call.kwargs) for call in calls]
+        ways = {name: Way(_natively, functions) for name in ("native", "native again")}
+        twins = {**self._twins.own, **self._twins.others}
+        ways |= {
+            name: Way(partial(_alone, twin), functions, _UNTIL_PLANNED)
+            for name, twin in twins.items()
+        }
+        hits = {name: twin.hits for name, twin in twins.items()}
+        turns = Turns(ways, self._device)
+        declining = {name for name, twin in twins.items() if twin.hits == hits[name]}
+        if declining & self._twins.own.keys():
+            raise Skip("the condition declines the calls")
+        for name in declining:
+            turns.drop(name)
+        others = [name for name in self._twins.others if name not in declining]
+        best = "plan" if "plan" in self._twins.own else "python"
+        while True:
+            turns.round()
+            without = min(["native", *others], key=lambda name: max(turns.median(name)))
+            if turns.rounds == MAX_ROUNDS or _is_clear(turns, without, best):
+                return turns, without, best
+
+
+def cold_calls(make: Callable[[], Call]) -> list[Call]:
+    """Calls with enough arguments that a device's cache does not hold those of all."""
+    calls: list[Call] = []
+    taken = 0
+    while len(calls) < _MOST_CALLS and (not calls or taken < _COLD_BYTES):
+        calls.append(make())
+        taken += sum(tensor.nbytes for tensor in calls[-1].tensors())
+    return calls
+
+
+def _is_clear(turns: Turns, without: str, way: str) -> bool:
+    """Whether more rounds would not change the decision, and native is as fast as native."""
+    ratios = turns.ratios(without, way)
+    if len(ratios) >= 2 and (min(ratios) > _FAR or max(ratios) < 1 / _FAR):
+        return True
+    if len(ratios) < MIN_ROUNDS:
+        return False
+    control, _, _ = median_and_interval(turns.ratios("native", "native again"))
+    _, low, high = median_and_interval(ratios)
+    border = 1 + rule.MARGIN
+    return abs(control - 1) < rule.MARGIN / 2 and (high < border or low > border)
+
+
+@contextmanager
+def _natively() -> Iterator[None]:
+    with torch.no_grad(), threads.scope(threads.EVERYTHING):
+        yield
+
+
+@contextmanager
+def _alone(twin: Override) -> Iterator[None]:
+    """Only the twin of its op's overrides. A scope for each of all others would cost its calls."""
+    with ExitStack() as scopes:
+        scopes.enter_context(torch.no_grad())
+        for each in registry.overrides(_same_op(twin)):
+            if each is not twin:
+                scopes.enter_context(_without(each))
+        yield
+
+
+def _without(override: Override) -> AbstractContextManager[object]:
+    given = {key: value for key, value in override.identity.items() if value is not None}
+    return threads.scope(Selector(**given))
