@@ -456,6 +456,10 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
       if (tensor == nullptr) return {};
       return Number::of(node.code == Code::Ndim ? tensor->dim() : tensor->numel());
     }
+    case Code::Itemsize: {
+      const auto* tensor = tensor_of(node.argument_ref, arguments);
+      return tensor == nullptr ? Number{} : Number::of(static_cast<int64_t>(tensor->itemsize()));
+    }
     case Code::Size:
     case Code::Stride: {
       const auto* tensor = tensor_of(node.argument_ref, arguments);

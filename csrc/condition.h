@@ -31,6 +31,7 @@ enum class Code : uint8_t {
   Size,
   Stride,
   Numel,
+  Itemsize,
   Capability,
   Length,
   Item,

@@ -106,6 +106,7 @@ Code to_code(const std::string& name) {
       {"size", Code::Size},
       {"stride", Code::Stride},
       {"numel", Code::Numel},
+      {"itemsize", Code::Itemsize},
       {"device_capability", Code::Capability},
       {"length", Code::Length},
       {"item", Code::Item},

@@ -94,7 +94,7 @@ def numbers(names: Names, integers: st.SearchStrategy[int] = SMALL) -> st.Search
     if names.tensors or names.tensor_lists:
         tensor = tensor_names(names)
         leaves.append(st.tuples(st.sampled_from(["size", "stride"]), tensor, dim))
-        leaves.append(st.tuples(st.sampled_from(["ndim", "numel"]), tensor))
+        leaves.append(st.tuples(st.sampled_from(["ndim", "numel", "itemsize"]), tensor))
     lists = names.integer_lists + names.tensor_lists + names.float_lists
     if lists:
         leaves.append(st.tuples(st.just("length"), st.sampled_from(lists)))
@@ -244,7 +244,7 @@ def plain_tensor(kind: str, rest: list[Any], arguments: Arguments) -> Any:
         return tensor.is_contiguous(memory_format=(*rest[1:], torch.contiguous_format)[0])
     if kind == "device_capability":
         return None  # of CPU tensors
-    return tensor.numel() if kind == "numel" else tensor.ndim
+    return {"numel": tensor.numel(), "itemsize": tensor.itemsize, "ndim": tensor.ndim}[kind]
 
 
 def plain_lookup(tensor: Any, arguments: Arguments) -> torch.Tensor | None:

@@ -46,6 +46,7 @@ FEATURES: dict[str, tuple[when.Number, str]] = {
     "less": (when.ndim("input") - 2, "exact"),
     "weight": (when.size("weight", 0), "steps"),
     "dtype": (when.dtype_of("input"), "exact"),
+    "itemsize": (when.itemsize("input"), "exact"),
     "eps": (when.value("eps"), "exact"),
     "normalized": (when.length("normalized_shape"), "exact"),
 }

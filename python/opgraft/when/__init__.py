@@ -52,6 +52,7 @@ __all__ = [
     "is_contiguous",
     "is_none",
     "item",
+    "itemsize",
     "length",
     "ndim",
     "numel",
@@ -131,6 +132,16 @@ def numel(tensor: TensorName) -> Number:
     True
     """
     return TensorNumber("numel", tensor)
+
+
+def itemsize(tensor: TensorName) -> Number:
+    """The bytes of an element.
+
+    >>> import torch
+    >>> (itemsize("x") * size("x", -1) % 16 == 0).holds({"x": torch.ones(3, 4)})
+    True
+    """
+    return TensorNumber("itemsize", tensor)
 
 
 def is_contiguous(

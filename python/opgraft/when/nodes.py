@@ -264,7 +264,7 @@ def _check_tensor(kinds: Mapping[str, str], tensor: TensorName, where: Expressio
 
 
 class TensorNumber(Number):
-    """A number of a tensor: `size`, `stride`, `ndim`, `numel`, `device_capability`, `dtype_of`."""
+    """A number of a tensor: those of `_TENSOR_NUMBERS`."""
 
     def __init__(self, function: str, tensor: TensorName, dim: int | None = None) -> None:
         self.function = function
@@ -308,6 +308,7 @@ _TENSOR_NUMBERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "stride": lambda tensor, dim: tensor.stride()[dim],
     "ndim": lambda tensor, _: tensor.ndim,
     "numel": lambda tensor, _: tensor.numel(),
+    "itemsize": lambda tensor, _: tensor.itemsize,
     "device_capability": _capability,
     "dtype_of": lambda tensor, _: tensor.dtype,
 }
