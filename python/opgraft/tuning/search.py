@@ -6,11 +6,16 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from opgraft.crossover.rule import Indices, filled
+from opgraft.crossover.rule import PYTHON, Indices, filled
 from opgraft.when.grid import Axis, ExactAxis
 
 #: How many buckets lie between two neighbours that are measured first. Each round halves it.
 FIRST_STRIDE = 8
+
+#: What the last round looks at. A call runs from Python two times, and then by its plan: where that
+#: alone begins to pay a bucket earlier or later is not worth the time. An override without plans
+#: has the same decision in both columns.
+_ALL_BUT_PYTHON = ~(1 << PYTHON)
 
 
 def strides() -> Iterator[int]:
@@ -41,12 +46,16 @@ def open_cells(
     [[(0,), (8,)]]
     >>> open_cells({(0,): 0, (8,): 0}, axes, 4), open_cells({(0,): 0, (8,): 1}, axes, 4)
     ([], [[(4,)]])
+    >>> by_plan, from_python_too = 1, 3
+    >>> open_cells({(0,): by_plan, (2,): from_python_too}, (SteppedAxis(1, 1, 4),), 1)
+    []
     """
     least = filled(decided, axes, operator.and_)
     most = filled(decided, axes, operator.or_)
+    matter = _ALL_BUT_PYTHON if stride == 1 else ~0
     groups: dict[int, list[Indices]] = {}
     for cell in itertools.product(*(_places(axis, stride) for axis in axes)):
-        if cell in decided or (cell in least and least[cell] == most[cell]):
+        if cell in decided or (cell in least and not (least[cell] ^ most[cell]) & matter):
             continue
         groups.setdefault(_depth(cell, axes, 2 * stride), []).append(cell)
     return [groups[depth] for depth in sorted(groups)]
