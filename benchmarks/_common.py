@@ -17,6 +17,8 @@ os.environ["OPGRAFT_PACKS"] = "none"
 
 import torch
 
+from opgraft.base import processor
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -67,10 +69,4 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    name = next(names, platform.machine())
-    return name.replace("(R)", "").replace("(TM)", "").replace("@", "at")
+    return processor.name().replace("(R)", "").replace("(TM)", "").replace("@", "at")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from opgraft.base import processor
 from opgraft.when.nodes import cuda_capability
 
 
@@ -33,7 +32,7 @@ def file_name(model_name: str) -> str:
 def of_device(device: torch.device) -> Model:
     """The model of a device. It initialises the device, which a call's tensor has done already."""
     if device.type == "cpu":
-        return Model(_processor())
+        return Model(processor.name())
     module = getattr(torch, device.type, None)
     get_name = getattr(module, "get_device_name", None)
     if get_name is None or not module.is_available():  # type: ignore[union-attr]
@@ -54,12 +53,3 @@ def of_dispatch_key(dispatch_key: str) -> list[Model]:
         return []
     devices = [torch.device(device_type, index) for index in range(module.device_count())]
     return list(dict.fromkeys(map(of_device, devices)))
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    return found[1].strip() if found else f"CPU {platform.processor() or platform.machine()}"

@@ -11,10 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import platform
 import re
-import tempfile
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,6 +21,7 @@ from typing import Any
 
 import torch
 
+from opgraft.base import files, processor
 from opgraft.core import store
 from opgraft.ops.describing import dtype_name
 from opgraft.profiling import timeline
@@ -102,10 +100,7 @@ class Limits:
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # without a writable cache the limits are not kept
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self._path.parent)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(self.as_dict(), file)
-            os.replace(temporary, self._path)
+            files.replace(self._path, json.dumps(self.as_dict()))
 
 
 def device_name(where: torch.device) -> str:
@@ -113,11 +108,7 @@ def device_name(where: torch.device) -> str:
     if where.type != "cpu":
         module = torch.get_device_module(where)
         return str(module.get_device_name(where.index or 0))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {torch.get_num_threads()} threads"
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{processor.name()}, {torch.get_num_threads()} threads"
 
 
 def _cache_path(where: torch.device, device: str) -> Path:

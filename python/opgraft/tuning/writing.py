@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from opgraft.base import files
 from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import FORMAT, Cell, parse
@@ -77,15 +76,7 @@ def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) 
     }
     text = _with_a_line_for_each_cell(table)
     parse(path, text)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    files.replace(path, text, mode=0o644)
     return path
 
 
