@@ -408,9 +408,8 @@ def same_bits(one: torch.Tensor, other: Any) -> bool:
 
 def _special_values(values: torch.Tensor) -> torch.Tensor:
     """By element 0 if it is finite, else a number for NaN, for inf and for -inf."""
-    signs = torch.ones_like(values, dtype=torch.int8)  # the infinities of complex numbers are one
-    if not values.is_complex():
-        signs = values.sign().to(torch.int8)
+    # The infinities of complex numbers are one.
+    signs = 1 if values.is_complex() else values.sign().to(torch.int8)
     return torch.where(values.isnan(), 2, torch.where(values.isinf(), signs, 0))
 
 
