@@ -14,6 +14,7 @@ from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.models import Model
 from opgraft.crossover.sources import Found, Source
 from opgraft.crossover.tables import Cell
+from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, Feature, Grid
 from opgraft.when.nodes import Failure, Lookup
 
@@ -75,7 +76,7 @@ def _lower(axis: Axis, index: int) -> Feature:
 
 def _shown(name: str, value: object) -> str:
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     if type(value) is int and value >= 1024 and value & (value - 1) == 0:
         return f"{name} 2**{value.bit_length() - 1}"
     return f"{name} {value}"

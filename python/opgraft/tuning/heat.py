@@ -13,6 +13,7 @@ from rich.text import Text
 from opgraft.crossover import rule
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import Cell
+from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, ExactAxis
 
 #: Ratios from which a cell is green, or below which it is red: the rule's margin on both sides.
@@ -153,7 +154,7 @@ def _shown(axis: Axis, place: int) -> str:
     """
     value = axis.lower(place)
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     for size, letter in ((2**30, "G"), (2**20, "M"), (2**10, "k")):
         if value >= size and value % size == 0:
             return f"{value // size}{letter}"
