@@ -12,7 +12,7 @@ import click
 import opgraft
 from opgraft import verification
 from opgraft.cli import output, scripts
-from opgraft.cli.verify import import_module
+from opgraft.cli import modules as named_modules
 from opgraft.crossover import sources
 from opgraft.crossover.tables import BadTable
 from opgraft.registry import Override
@@ -42,13 +42,7 @@ class _Duration(click.ParamType[float]):
 @click.argument("what", metavar="[PACK | OP | SCRIPT.py]", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--name", help="Only the override of this name.")
-@click.option(
-    "--import",
-    "modules",
-    multiple=True,
-    metavar="MODULE",
-    help="A module that registers overrides.",
-)
+@named_modules.option
 @click.option(
     "--budget",
     type=_Duration(),
@@ -99,8 +93,7 @@ def command(
     measures the sizes that the script calls. Each cell is written to the table for this model of
     device: what is interrupted goes on where it stopped. New processes use the tables.
     """
-    for module in modules:
-        import_module(module)
+    named_modules.import_all(modules)
     script = what if what is not None and what.endswith(".py") else None
     if script is not None:
         what = None

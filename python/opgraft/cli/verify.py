@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import click
 
 import opgraft
 from opgraft import verification
+from opgraft.cli import modules as named_modules
 from opgraft.cli import output
 from opgraft.verification import journal, reproduction
 from opgraft.verification.subprocesses import verify_in_subprocesses
@@ -26,13 +24,7 @@ from opgraft.verification.verification_report import VerificationReport
 @click.option("--op", help="Only overrides of this op, where PACK is given.")
 @click.option("--name", help="Only the override of this name.")
 @click.option("--dsl", help="Only overrides of this DSL.")
-@click.option(
-    "--import",
-    "modules",
-    multiple=True,
-    metavar="MODULE",
-    help="Import a module that registers overrides first; can be repeated.",
-)
+@named_modules.option
 @click.option("--check", "checks", multiple=True, help="Only this check; can be repeated.")
 @click.option(
     "--k", default=2.0, show_default=True, help="The allowed error, as a multiple of native's own."
@@ -84,8 +76,7 @@ def command(
     or to the process then does not affect the others. A sample on which the native kernel itself
     ends the process is left out.
     """
-    for module in modules:
-        import_module(module)
+    named_modules.import_all(modules)
     if what is None or "::" in what:
         opgraft.packs.activate()
     selection: dict[str, Any] = {"op": op, "dispatch_key": dispatch_key, "name": name, "dsl": dsl}
@@ -140,18 +131,6 @@ def command(
 
 def _repeated(option: str, values: tuple[str, ...]) -> list[str]:
     return [f"{option}={value}" for value in values]
-
-
-def import_module(module: str) -> None:
-    """Import a module that a user names, which registers overrides."""
-    # As for `python -m`, a user's module is searched in the current folder.
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # whatever its code raises
-        about = f"{type(error).__name__}: {error}"
-        raise click.ClickException(f"--import {module}: {about}") from error
 
 
 def _print(report: VerificationReport) -> None:
