@@ -180,12 +180,11 @@ class Override:
 
     def condition_holds(self, call: Call) -> bool:
         """Whether the condition holds for a call."""
-        condition = self.condition
-        if condition is None:
-            return True
-        if isinstance(condition, Condition):
-            return condition.holds(call.named)
-        return bool(condition(*call.args, **call.kwargs))
+        return _holds(self.condition, call)
+
+    def cond_holds(self, call: Call) -> bool:
+        """Whether `cond` alone holds for a call, whatever its tables say."""
+        return _holds(self.cond, call)
 
     def condition_failure(self, call: Call) -> Failure | None:
         """The part of the condition that fails for a call; None if the condition holds."""
@@ -205,3 +204,11 @@ class Override:
         """
         pack = self.pack or ""
         return (self.pack is not None, -self.priority, pack, -self.state.sequence)
+
+
+def _holds(condition: Condition | Callable[..., Any] | None, call: Call) -> bool:
+    if condition is None:
+        return True
+    if isinstance(condition, Condition):
+        return condition.holds(call.named)
+    return bool(condition(*call.args, **call.kwargs))

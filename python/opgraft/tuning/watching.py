@@ -12,7 +12,7 @@ import torch
 
 from opgraft.registration import register_op_override
 from opgraft.registry import Override
-from opgraft.when.nodes import Condition, Undefined
+from opgraft.when.nodes import Undefined
 
 #: Before every other override of the op.
 _PRIORITY = 2**30
@@ -69,7 +69,7 @@ def _noting(override: Override, seen: Seen) -> Callable[..., bool]:
     def condition(*args: Any, **kwargs: Any) -> bool:
         assert override.crossover is not None
         call = override.operator.bind(args, kwargs)
-        if _takes(override, args, kwargs):
+        if override.cond_holds(call):
             features = override.crossover.features.values()
             values = tuple(each.evaluate(call.named) for each in features)
             # A size that is symbolic is no call's yet.
@@ -78,11 +78,3 @@ def _noting(override: Override, seen: Seen) -> Callable[..., bool]:
         return False
 
     return condition
-
-
-def _takes(override: Override, args: Any, kwargs: Any) -> bool:
-    if override.cond is None:
-        return True
-    if isinstance(override.cond, Condition):
-        return override.cond.holds(override.operator.bind(args, kwargs).named)
-    return bool(override.cond(*args, **kwargs))
