@@ -218,6 +218,22 @@ def test_it_is_compared_with_the_fastest_of_what_answers_without_it(
     assert behind.hits == 0 and len(opgraft.overrides()) == 4
 
 
+def test_no_way_records_for_autograd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one way alone recorded would count as its time."""
+    recording: dict[str, bool] = {}
+
+    class Turns(timing.Turns):
+        def round(self) -> None:
+            for name, way in self._ways.items():
+                with way.scope():
+                    recording[name] = torch.is_grad_enabled()
+            super().round()
+
+    monkeypatch.setattr(measuring, "Turns", Turns)
+    tune(tmp_path, register(crossover(ranges=SMALL)))
+    assert recording == {"native": False, "native again": False, "python": False}
+
+
 def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:
     override = register(crossover(ranges=SMALL), cond=when.size("self", -1) == 5)
     result = tune(tmp_path, override)

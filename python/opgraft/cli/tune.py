@@ -11,8 +11,8 @@ import click
 
 import opgraft
 from opgraft import verification
-from opgraft.cli import output, scripts
 from opgraft.cli import modules as named_modules
+from opgraft.cli import output, scripts
 from opgraft.crossover import sources
 from opgraft.crossover.tables import BadTable
 from opgraft.registry import Override

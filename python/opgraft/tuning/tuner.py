@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +22,7 @@ from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.tuning import search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
+from opgraft.verification.runner import Progress
 from opgraft.verification.sources import call_of_sample
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 
@@ -29,8 +30,6 @@ from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 STEPS = 1
 #: Seconds after which the table is written again.
 WRITE_SECONDS = 30.0
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def axes_of(crossover: Crossover) -> dict[str, Axis]:
     Raises:
         RegistrationError: it has no `calls=` or no `ranges=`.
     """
-    if crossover.calls is None or set(crossover.ranges) != set(crossover.features):
+    if crossover.calls is None or not crossover.ranges:
         raise RegistrationError(
             f"{crossover!r} cannot be tuned: give calls= (how to make samples) and ranges= (the "
             "smallest and largest number of each feature, or its values)"
