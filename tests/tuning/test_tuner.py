@@ -275,10 +275,9 @@ def test_a_crossover_without_samples_or_ranges_is_refused(missing: str, tmp_path
 def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clock) -> None:
     first = tune(tmp_path, register())
     options = tuner.Options(tmp_path)
-    count, otherwise = tuner.check(register(), CPU, options, 100, seed=0)
-    assert (count, otherwise) == (first.measured, [])
+    assert tuner.check(register(), CPU, options, 100, seed=0) == (first.measured, [], {})
     clock.from_rows = 128
-    _, otherwise = tuner.check(register(), CPU, options, 100, seed=0)
+    otherwise = tuner.check(register(), CPU, options, 100, seed=0).otherwise
     assert len(otherwise) == 2 and all("plan and python -> native" in each for each in otherwise)
 
 
@@ -296,6 +295,28 @@ def test_a_table_keeps_what_others_have_in_it(tmp_path: Path) -> None:
         path = writing.write(tmp_path, model, {name: entry})
     text = path.read_text()
     assert list(json.loads(text)["overrides"]) == ["a", "b"]
+
+
+def test_a_check_counts_what_cannot_be_measured_any_more(tmp_path: Path) -> None:
+    declared = crossover(ranges={"rows": (16, 32), "dtype": (torch.float32,)})
+    assert tune(tmp_path, register(declared)).measured == 2
+
+    def short_of_memory(device: torch.device, rows: int, dtype: torch.dtype) -> Iterator[Any]:
+        if rows == 32:
+            raise torch.OutOfMemoryError("16 EiB")
+        yield torch.zeros(rows, 4, device=device, dtype=dtype), -1, False
+
+    override = register(
+        crossover(calls=short_of_memory, ranges=dict(declared.ranges)),
+        cond=when.size("self", -1) == 5,
+    )
+    checked = tuner.check(override, CPU, tuner.Options(tmp_path), 100, seed=0)
+    assert checked == (
+        0,
+        [],
+        {"the condition declines the calls": 1, "the device has too little memory": 1},
+    )
+
     assert sum('"native_us": 43.12' in line for line in text.splitlines()) == 4
     assert [each.name for each in tmp_path.iterdir()] == ["some_gpu.json"]
 

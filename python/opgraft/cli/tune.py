@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def _print(results: list[tuner.Result]) -> None:
         [
             [
                 *(each.name, each.measured, each.known, each.left, "; ".join(each.changed)),
-                "; ".join(f"{n} {reason}" for reason, n in each.skipped.items()),
+                _counted(each.skipped),
                 each.path,
             ]
             for each in results
@@ -212,24 +213,32 @@ def _print(results: list[tuner.Result]) -> None:
             console.print(grid)
 
 
+def _counted(skipped: Mapping[str, int]) -> str:
+    return "; ".join(f"{count} {reason}" for reason, count in skipped.items())
+
+
 def _check(
     overrides: list[Override], folder: Path | None, count: int, seed: int, as_json: bool
 ) -> int:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for override in overrides:
         device = device_of(override.dispatch_key)
-        measured, otherwise = tuner.check(override, device, _options(override, folder), count, seed)
-        rows.append({"name": override.name, "measured": measured, "otherwise": otherwise})
+        checked = tuner.check(override, device, _options(override, folder), count, seed)
+        rows.append({"name": override.name, **checked._asdict()})
     if as_json:
         output.print_json(rows)
     else:
         output.print_table(
             "opgraft tune --check",
-            ["override", "measured", "decided otherwise", "which"],
+            ["override", "measured", "decided otherwise", "which", "not measured"],
             [
-                [row["name"], row["measured"], len(row["otherwise"]), "; ".join(row["otherwise"])]  # type: ignore[arg-type]
+                [
+                    *(row["name"], row["measured"], len(row["otherwise"])),
+                    "; ".join(row["otherwise"]),
+                    _counted(row["skipped"]),
+                ]
                 for row in rows
             ],
-            prose=["which"],
+            prose=["which", "not measured"],
         )
     return 0

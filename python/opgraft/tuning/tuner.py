@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,6 +89,20 @@ class Result:
             "path": None if self.path is None else str(self.path),
             "seconds": round(self.seconds, 3),
         }
+
+
+class Checked(NamedTuple):
+    """What became of the cells that were measured again.
+
+    Attributes:
+        measured: how many there were.
+        otherwise: those that would be decided otherwise, as text.
+        skipped: why others could not be measured; by reason, how many.
+    """
+
+    measured: int
+    otherwise: list[str]
+    skipped: dict[str, int]
 
 
 def axes_of(crossover: Crossover) -> dict[str, Axis]:
@@ -213,9 +227,18 @@ class _Tuning:
         return {at: _bits(cell) for at, cell in self._cells.items()}
 
     def _measure(self, at: Indices) -> None:
+        cell = self._cell_or_skip(at)
+        if cell is not None:
+            self._cells[at] = cell
+            self._result.measured += 1
+        if time.monotonic() - self._written > WRITE_SECONDS:
+            self._write()
+
+    def _cell_or_skip(self, at: Indices) -> Cell | None:
+        """The cell as it is measured now; None, and the reason is counted, if it cannot be."""
         self._progress(self._describe(at))
         try:
-            cell = self._cell(at)
+            return self._cell(at)
         except Skip as reason:
             self._skip(at, str(reason))
         except torch.OutOfMemoryError:
@@ -223,12 +246,9 @@ class _Tuning:
         except RegistrationError:
             raise
         except Exception as error:  # of native or the impl: other cells may well work
-            self._skip(at, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
-        else:
-            self._cells[at] = cell
-            self._result.measured += 1
-        if time.monotonic() - self._written > WRITE_SECONDS:
-            self._write()
+            first_line = next(iter(str(error).splitlines()), "")
+            self._skip(at, f"{type(error).__name__}: {first_line[:200]}")
+        return None
 
     def _skip(self, at: Indices, reason: str) -> None:
         self._without_calls.add(at)
@@ -241,17 +261,18 @@ class _Tuning:
         places = zip(self._named_axes.items(), at, strict=True)
         return {name: axis.lower(place) for (name, axis), place in places}
 
-    def check(self, count: int, rng: random.Random) -> tuple[int, list[str]]:
+    def check(self, count: int, rng: random.Random) -> Checked:
         """Measure some cells again, without writing what was measured."""
-        chosen = rng.sample(sorted(self._cells), min(count, len(self._cells)))
-        otherwise = []
-        for at in chosen:
-            self._progress(self._describe(at))
-            cell = self._cell(at)
+        measured, otherwise = 0, []
+        for at in rng.sample(sorted(self._cells), min(count, len(self._cells))):
+            cell = self._cell_or_skip(at)
+            if cell is None:
+                continue
+            measured += 1
             if _bits(cell) != _bits(self._cells[at]):
                 what = f"{_decision(self._cells[at])} -> {_decision(cell)}"
                 otherwise.append(f"{self._describe(at)}: {what}")
-        return len(chosen), otherwise
+        return Checked(measured, otherwise, self._result.skipped)
 
     # ------------------------------------------------------------------ one cell
 
@@ -332,12 +353,8 @@ def _decision(cell: Cell) -> str:
 
 def check(
     override: Override, device: torch.device, options: Options, count: int, seed: int
-) -> tuple[int, list[str]]:
-    """Measure a random sample of a table's cells again.
-
-    Returns:
-        How many cells were measured, and those that would be decided otherwise, as text.
-    """
+) -> Checked:
+    """Measure a random sample of a table's cells again."""
     with measuring(override, device) as measure:
         tuning = _Tuning(override, measure, device, options, lambda line: None)
         return tuning.check(count, random.Random(seed))
