@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import operator
 import time
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import opgraft
+from opgraft import dsl as dsls
 from opgraft import when
+from opgraft.cli import facts
 from opgraft.crossover import models, rule, sources
 from opgraft.crossover.tables import BadTable, Cell
 from opgraft.errors import RegistrationError
@@ -234,6 +237,17 @@ def test_no_way_records_for_autograd(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert recording == {"native": False, "native again": False, "python": False}
 
 
+def test_a_table_names_the_versions_that_doctor_compares(tmp_path: Path, clock: Clock) -> None:
+    declared = crossover(ranges=SMALL)
+    for dsl in (None, *(each.name for each in dsls.KNOWN)):
+        path = tune(tmp_path / str(dsl), register(declared, dsl=dsl)).path
+        assert path is not None
+        measured = json.loads(path.read_text())["overrides"]["tuned"]["measured"]
+        of_dsl = {dsl: facts.versions()[dsl]} if dsl and facts.versions()[dsl] else {}
+        today = datetime.date.today().isoformat()
+        assert measured == {"date": today, "torch": torch.__version__} | of_dsl
+
+
 def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:
     override = register(crossover(ranges=SMALL), cond=when.size("self", -1) == 5)
     result = tune(tmp_path, override)
@@ -281,22 +295,6 @@ def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clo
     assert len(otherwise) == 2 and all("plan and python -> native" in each for each in otherwise)
 
 
-# ------------------------------------------------------------------ tables
-
-
-AXES: dict[str, Axis] = {"rows": SteppedAxis(2, 1, 64), "dtype": ExactAxis([torch.float32])}
-CELL = Cell(43.123456, 39.0, 8.0, 6.0, 40.0, None, None)
-
-
-def test_a_table_keeps_what_others_have_in_it(tmp_path: Path) -> None:
-    model = models.Model("Some GPU", (9, 0))
-    for name in ("b", "a"):
-        entry = writing.entry(1, {"date": "2026-11-23"}, AXES, {(1, 0): CELL, (0, 0): CELL})
-        path = writing.write(tmp_path, model, {name: entry})
-    text = path.read_text()
-    assert list(json.loads(text)["overrides"]) == ["a", "b"]
-
-
 def test_a_check_counts_what_cannot_be_measured_any_more(tmp_path: Path) -> None:
     declared = crossover(ranges={"rows": (16, 32), "dtype": (torch.float32,)})
     assert tune(tmp_path, register(declared)).measured == 2
@@ -317,6 +315,21 @@ def test_a_check_counts_what_cannot_be_measured_any_more(tmp_path: Path) -> None
         {"the condition declines the calls": 1, "the device has too little memory": 1},
     )
 
+
+# ------------------------------------------------------------------ tables
+
+
+AXES: dict[str, Axis] = {"rows": SteppedAxis(2, 1, 64), "dtype": ExactAxis([torch.float32])}
+CELL = Cell(43.123456, 39.0, 8.0, 6.0, 40.0, None, None)
+
+
+def test_a_table_keeps_what_others_have_in_it(tmp_path: Path) -> None:
+    model = models.Model("Some GPU", (9, 0))
+    for name in ("b", "a"):
+        entry = writing.entry(1, {"date": "2026-11-23"}, AXES, {(1, 0): CELL, (0, 0): CELL})
+        path = writing.write(tmp_path, model, {name: entry})
+    text = path.read_text()
+    assert list(json.loads(text)["overrides"]) == ["a", "b"]
     assert sum('"native_us": 43.12' in line for line in text.splitlines()) == 4
     assert [each.name for each in tmp_path.iterdir()] == ["some_gpu.json"]
 

@@ -7,12 +7,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from opgraft import dsl
 from opgraft.crossover import models, rule, tables
 from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.rule import Indices
@@ -325,21 +325,20 @@ class _Tuning:
         self._written = time.monotonic()
         if not self._cells:
             return
-        entry = writing.entry(self._crossover.version, _measured(), self._named_axes, self._cells)
+        entry = writing.entry(
+            self._crossover.version, _measured_with(self._override), self._named_axes, self._cells
+        )
         self._result.path = writing.write(
             self._options.folder, self._model, {self._override.name: entry}
         )
 
 
-def _measured() -> dict[str, str]:
-    """With what is measured."""
-    found = {"date": datetime.date.today().isoformat(), "torch": torch.__version__}
-    for name in ("triton", "nvidia-cutlass-dsl"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def _measured_with(override: Override) -> dict[str, str]:
+    """The date, and the versions of torch and of the override's DSL."""
+    found = {"date": datetime.date.today().isoformat(), "torch": str(torch.__version__)}
+    known = None if override.dsl is None else dsl.find(override.dsl)
+    version = None if known is None else known.version()
+    return found if version is None else found | {str(override.dsl): version}
 
 
 def _bits(cell: Cell) -> int:
