@@ -202,6 +202,26 @@ def test_a_larger_margin_takes_less() -> None:
     assert taken(grid(*cells, margin=rule.OTHER_DEVICE_MARGIN), [16, 64]) == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({}, True),
+        ({"inductor": 8.0}, False),
+        ({"opaque": 8.0}, False),
+        ({"inductor": 8.0, "opaque": 9.0}, False),
+    ],
+    ids=["not measured", "opaque failed", "inductor failed", "slower"],
+)
+def test_a_cell_without_times_of_graphs_follows_its_neighbours_there(
+    times: dict[str, float], expected: bool
+) -> None:
+    opaque = {"inductor": 9.0, "opaque": 8.0}
+    found = grid(cell(16, **opaque), cell(32, **times), cell(64, **opaque))
+    assert [found.takes([rows, torch.float32], GRAPH) for rows in (16, 32, 64)] == [
+        *(True, expected, True),
+    ]
+
+
 CELLS = st.dictionaries(
     st.tuples(st.integers(0, 4), st.integers(0, 4)), st.booleans(), min_size=1, max_size=12
 )

@@ -171,6 +171,68 @@ def test_it_measures_really(tmp_path: Path) -> None:
     assert opgraft.overrides() == [override]  # its twins are gone
 
 
+# ------------------------------------------------------------------ compiled graphs
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stands in for compiling: opaque is faster from 256 rows on. Gives the rows of the calls."""
+    compiled: list[int] = []
+
+    def graph(self: object, calls: list[Any]) -> tuple[float, float]:
+        compiled.append(calls[0].named["self"].size(0))
+        return (2.0, 1.0) if compiled[-1] >= 256 else (1.0, 2.0)
+
+    monkeypatch.setattr(measuring.Measuring, "graph", graph)
+    return compiled
+
+
+def test_graphs_are_measured_where_the_override_is_faster(
+    tmp_path: Path, clock: Clock, graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tune(tmp_path / "user", register(), graphs=True)
+    assert result.left == 0 and not result.changed
+    assert min(graphs) >= clock.from_rows and len(graphs) < 10
+    monkeypatch.setenv("OPGRAFT_TABLES", str(tmp_path))
+    sources.forget()
+    override = register()
+    assert override.decisions is not None
+    for rows in (32, 64, 128, 255, 256, 511, 1024):
+        named = {"self": torch.zeros(rows, 4), "dim": -1, "half_to_float": False}
+        assert override.decisions.in_graphs.holds(named) == (rows >= 256), rows
+        assert override.decisions.by_plan.holds(named) == (rows >= 64), rows
+
+
+def test_what_is_known_of_graphs_stays_when_the_ways_are_measured_again(
+    tmp_path: Path, clock: Clock, graphs: list[int]
+) -> None:
+    first = tune(tmp_path, register(), graphs=True)
+    compiled = len(graphs)
+    again = tune(tmp_path, register(), again=True)
+    assert len(graphs) == compiled and not again.changed
+    assert again.cells == first.cells
+    tune(tmp_path, register(), again=True, graphs=True)
+    assert len(graphs) == 2 * compiled
+
+
+@pytest.mark.slow
+def test_graphs_are_compiled_really(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An impl that copies what is there beats what Inductor computes, and another one does not."""
+    monkeypatch.setattr(measuring, "MAX_ROUNDS", 1)
+    override = register(crossover(ranges=SMALL))
+    with measuring.measuring(override, CPU) as measure:
+        sample = torch.randn(16, 4)
+        call = override.operator.bind((sample, -1, False), {})
+        inductor, opaque = measure.graph([call])
+        assert inductor > 0 and opaque > 0
+        with pytest.raises(measuring.Skip, match="does not call"):
+            measure.graph([override.operator.bind((torch.randn(16, 5), -1, False), {})])
+    assert opgraft.overrides() == [override]
+
+
+# ------------------------------------------------------------------ what it is compared with
+
+
 class FixedTurns(timing.Turns):
     """Turns whose clock says what a test gives it, by the beginning of a way's name."""
 

@@ -50,6 +50,12 @@ class _Duration(click.ParamType[float]):
     default=float("inf"),
     help="Begin no cell after so long: 90s, 10m, 2h.  [default: until all is measured]",
 )
+@click.option(
+    "--graphs",
+    is_flag=True,
+    help="Measure compiled graphs too: Inductor's code, and the override as an opaque op in it. "
+    "Each takes seconds to compile.",
+)
 @click.option("--again", is_flag=True, help="Measure anew what the tables have already.")
 @click.option(
     "--check",
@@ -78,6 +84,7 @@ def command(
     name: str | None,
     modules: tuple[str, ...],
     budget: float,
+    graphs: bool,
     again: bool,
     count: int | None,
     seed: int,
@@ -122,7 +129,8 @@ def command(
         seen = None if script is None else _run(script, arguments, found)
         if count is not None:
             return _check(found, folder, count, seed, as_json)
-        status, results = _tune(found, folder, budget, again, seen, progress=not as_json)
+        terms = {"again": again, "graphs": graphs}
+        status, results = _tune(found, folder, budget, seen, terms, progress=not as_json)
     except (opgraft.RegistrationError, BadTable) as error:
         raise click.ClickException(str(error)) from error
     if pictures is not None:
@@ -162,8 +170,8 @@ def _tune(
     overrides: list[Override],
     folder: Path | None,
     budget: float,
-    again: bool,
     seen: watching.Seen | None,
+    terms: Mapping[str, bool],
     *,
     progress: bool,
 ) -> tuple[int, list[tuner.Result]]:
@@ -177,7 +185,7 @@ def _tune(
                 result = tuner.tune_override(
                     override,
                     device_of(override.dispatch_key),
-                    _options(override, folder, seconds=seconds, again=again, calls=calls),
+                    _options(override, folder, seconds=seconds, calls=calls, **terms),
                     lambda line, override=override: tell(override.name, line),  # type: ignore[misc]
                 )
             except KeyboardInterrupt:

@@ -65,13 +65,23 @@ def grid_of(entry: Entry, margin: float) -> Grid:
     A cell that was not measured follows its neighbours: along each axis with steps, the nearest
     decided cells on both sides. It is taken if all of them are, and declined if one is. Where no
     axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
-    the end.
+    the end. Each column has cells of its own: fewer are measured in compiled graphs.
     """
-    measured = {indices: bits(cell, margin) for indices, cell in entry.cells.items()}
     cells = bytearray(math.prod(axis.count for axis in entry.axes))
-    for indices, decision in filled(measured, entry.axes, operator.and_).items():
-        cells[_flat(indices, entry.axes)] = decision
+    for column in range(len(COLUMNS)):
+        measured = {
+            indices: int(pays(cell, column, margin))
+            for indices, cell in entry.cells.items()
+            if is_measured(cell, column)
+        }
+        for indices, decision in filled(measured, entry.axes, operator.and_).items():
+            cells[_flat(indices, entry.axes)] |= decision << column
     return Grid(entry.axes, bytes(cells))
+
+
+def is_measured(cell: Cell, column: int) -> bool:
+    """Whether a cell says something of a column. One without the times of graphs says nothing."""
+    return column != GRAPH or (cell.inductor, cell.opaque) != (None, None)
 
 
 def bits(cell: Cell, margin: float) -> int:

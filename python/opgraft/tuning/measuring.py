@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,8 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 25
 _COLD_BYTES, _MOST_CALLS = 2**27, 16
 #: After so many calls of a kind its launch plan is replayed.
 _UNTIL_PLANNED = 4
+#: A priority that no override has.
+_FIRST = 2**31 - 1
 #: From so many times as fast or as slow on, two rounds are clear.
 _FAR = 2.0
 
@@ -40,6 +42,9 @@ class _Twins(NamedTuple):
     own: Mapping[str, Override]
     #: Of the overrides behind it in the chain, which get its calls without it, by name.
     others: Mapping[str, Override]
+    #: The override's own for compiled graphs. It is the first in the chain: the compiler asks it
+    #: what becomes of a call, whatever scope the compilation is in.
+    in_graphs: Override
 
 
 @contextmanager
@@ -62,11 +67,12 @@ def measuring(override: Override, device: torch.device) -> Iterator[Measuring]:
             registered.callback(made.remove)
             return made
 
+        in_graphs = twin(override, "graph")
         own = {"python": twin(override, "python")}
         if override.launch_plan:
             own["plan"] = twin(override, "plan")
         others = [twin(each, _best_way(each)) for each in behind]
-        yield Measuring(_Twins(own, {each.name: each for each in others}), device)
+        yield Measuring(_Twins(own, {each.name: each for each in others}, in_graphs), device)
 
 
 def _same_op(override: Override) -> Selector:
@@ -78,6 +84,7 @@ def _best_way(override: Override) -> str:
 
 
 def _register_twin(override: Override, way: str) -> Override:
+    has_plan = way == "plan" or (way == "graph" and override.launch_plan)
     return register_op_override(
         override.op.partition("::")[0],
         override.operator.registration_name,
@@ -87,7 +94,8 @@ def _register_twin(override: Override, way: str) -> Override:
         cond=override.cond,
         unconditional_override=override.cond is None,
         dsl=override.dsl,
-        launch_plan=way == "plan",
+        launch_plan=has_plan,
+        priority=_FIRST if way == "graph" else 0,
         on_error="raise",
     )
 
@@ -146,6 +154,69 @@ class Measuring:
             if turns.rounds == MAX_ROUNDS or _is_clear(turns, without, best):
                 return turns, without, best
 
+    def graph(self, calls: Sequence[Call]) -> tuple[float, float]:
+        """Measure calls in compiled graphs, beside an addition to the first tensor of numbers.
+
+        What Inductor's own code takes depends on what it fuses with, so an op alone says little.
+
+        Args:
+            calls: as `cold_calls` makes them.
+
+        Returns:
+            Microseconds of a call on the device: of Inductor's code, and of a graph with the
+            opaque op.
+
+        Raises:
+            Skip: no argument is such a tensor, or the graph does not call the override.
+        """
+        if _first_tensor(calls[0]) is None:
+            raise Skip("no argument is a floating-point tensor, to add something to in a graph")
+        twin = self._twins.in_graphs
+        hits = twin.hits
+        ways = {
+            policy: Way(partial(_in_graphs, twin, policy), _compiled(calls), _UNTIL_PLANNED)
+            for policy in ("inductor", "opaque")
+        }
+        turns = Turns(ways, self._device)
+        if twin.hits == hits:
+            raise Skip("the compiled graph does not call the override")
+        for _ in range(MAX_ROUNDS):
+            turns.round()
+            if turns.rounds >= MIN_ROUNDS and _is_decided(turns.ratios("inductor", "opaque")):
+                break
+        return turns.median("inductor")[0], turns.median("opaque")[0]
+
+
+def _first_tensor(call: Call) -> int | None:
+    """The position of the first floating-point tensor among a call's arguments."""
+    for position, value in enumerate(call.args):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return position
+    return None
+
+
+def _compiled(calls: Sequence[Call]) -> list[Callable[[], object]]:
+    """The calls compiled with Inductor, which happens when the first one is made."""
+    position, overload = _first_tensor(calls[0]), calls[0].op.overload
+    assert position is not None
+
+    def beside_an_addition(
+        other: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
+        added = args[position] + other
+        return overload(*args[:position], added, *args[position + 1 :], **kwargs)
+
+    # A backend of its own keeps what it compiles apart from other functions of the same code.
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled = torch.compile(
+        beside_an_addition, backend=partial(compile_fx), fullgraph=True, dynamic=False
+    )
+    return [
+        partial(compiled, torch.ones_like(call.args[position]), call.args, dict(call.kwargs))
+        for call in calls
+    ]
+
 
 def cold_calls(make: Callable[[], Call]) -> list[Call]:
     """Calls with enough arguments that a device's cache does not hold those of all."""
@@ -165,9 +236,13 @@ def _is_clear(turns: Turns, without: str, way: str) -> bool:
     if len(ratios) < MIN_ROUNDS:
         return False
     control, _, _ = median_and_interval(turns.ratios("native", "native again"))
+    return abs(control - 1) < rule.MARGIN / 2 and _is_decided(ratios)
+
+
+def _is_decided(ratios: Sequence[float]) -> bool:
     _, low, high = median_and_interval(ratios)
     border = 1 + rule.MARGIN
-    return abs(control - 1) < rule.MARGIN / 2 and (high < border or low > border)
+    return high < border or low > border
 
 
 @contextmanager
@@ -185,6 +260,18 @@ def _alone(twin: Override) -> Iterator[None]:
             if each is not twin:
                 scopes.enter_context(_without(each))
         yield
+
+
+@contextmanager
+def _in_graphs(twin: Override, policy: str) -> Iterator[None]:
+    """Compilations leave the twin's calls to Inductor, or make them opaque."""
+    before = twin.declaration
+    twin.declaration = before.replaced(compile=policy)
+    try:
+        with _alone(twin):
+            yield
+    finally:
+        twin.declaration = before
 
 
 def _without(override: Override) -> AbstractContextManager[object]:

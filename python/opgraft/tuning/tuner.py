@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +41,14 @@ class Options:
         seconds: no cell is begun after so many.
         again: measure anew what is there.
         calls: the features of the calls to measure the cells of; None: all cells that decide.
+        graphs: measure compiled graphs too.
     """
 
     folder: Path
     seconds: float = float("inf")
     again: bool = False
     calls: Sequence[tuple[Any, ...]] | None = None
+    graphs: bool = False
 
 
 @dataclass
@@ -147,6 +149,23 @@ def tune_override(
         return _Tuning(override, measure, device, options, progress).run()
 
 
+class _Pass(NamedTuple):
+    """One way through a grid.
+
+    Attributes:
+        column: of the rule, whose times it measures.
+        decided: what was measured of it, as bits.
+        measure: measures a cell.
+        without_calls: cells whose calls the condition declines, or that cannot be made. There is
+            nothing to decide, so what lies between them and others says nothing either.
+    """
+
+    column: int
+    decided: Callable[[], dict[Indices, int]]
+    measure: Callable[[Indices], Cell]
+    without_calls: set[Indices]
+
+
 class _Tuning:
     """The measurement of one override on one device."""
 
@@ -173,9 +192,9 @@ class _Tuning:
         self._written = time.monotonic()
         self._cells = self._known_cells()
         self._result.known = len(self._cells)
-        #: Cells whose calls the condition declines, or that cannot be made. There is nothing to
-        #: decide, so what lies between them and others says nothing either.
         self._without_calls: set[Indices] = set()
+        passes = (self._pass_of_ways, self._pass_of_graphs)
+        self._passes = [make() for make in passes[: 1 + options.graphs]]
 
     # ------------------------------------------------------------------ the cells
 
@@ -191,67 +210,101 @@ class _Tuning:
         self._result.changed = [
             f"{self._describe(at)}: {_decision(before[at])} -> {_decision(cell)}"
             for at, cell in self._cells.items()
-            if at in before and _bits(before[at]) != _bits(cell)
+            if at in before and _decides_otherwise(before[at], cell)
         ]
         self._result.seconds = time.monotonic() - self._started
         self._result.cells = self._cells
-        self._result.left = sum(map(len, self._open_cells(1)))
+        self._result.left = sum(
+            len(group) for each in self._passes for group in self._open_cells(each, 1)
+        )
         return self._result
 
     def _measure_open_cells(self) -> None:
-        if self._options.again:
-            for at in list(self._cells):
+        for each in self._passes:
+            for at in self._known_to(each) if self._options.again else ():
                 if self._is_late():
                     return
-                self._measure(at)
-        for stride in search.strides():
-            while groups := self._open_cells(stride):
-                for at in groups[0]:
-                    if self._is_late():
-                        return
-                    self._measure(at)
+                self._measure(each, at)
+            for stride in search.strides():
+                while groups := self._open_cells(each, stride):
+                    for at in groups[0]:
+                        if self._is_late():
+                            return
+                        self._measure(each, at)
 
-    def _open_cells(self, stride: int) -> list[list[Indices]]:
+    def _open_cells(self, each: _Pass, stride: int) -> list[list[Indices]]:
+        decided = each.decided()
         if self._options.calls is None:
-            groups = search.open_cells(self._decided(), self._axes, stride)
+            groups = search.open_cells(decided, self._axes, stride)
         else:
             called = dict.fromkeys(map(self._cell_of, self._options.calls))
-            groups = [[at for at in called if at is not None and at not in self._cells]]
-        wanted = [[at for at in group if at not in self._without_calls] for group in groups]
+            groups = [[at for at in called if at is not None and at not in decided]]
+        wanted = [[at for at in group if at not in each.without_calls] for group in groups]
         return [group for group in wanted if group]
+
+    def _known_to(self, each: _Pass) -> list[Indices]:
+        return [at for at, cell in self._cells.items() if rule.is_measured(cell, each.column)]
+
+    def _pass_of_ways(self) -> _Pass:
+        """Native, by a plan, and from Python; what is known of compiled graphs stays."""
+
+        def decided() -> dict[Indices, int]:
+            return {at: _bits(cell) & ~(1 << rule.GRAPH) for at, cell in self._cells.items()}
+
+        def measure(at: Indices) -> Cell:
+            cell, known = self._cell(at), self._cells.get(at)
+            return cell._replace(inductor=known.inductor, opaque=known.opaque) if known else cell
+
+        return _Pass(rule.PLAN, decided, measure, self._without_calls)
+
+    def _pass_of_graphs(self) -> _Pass:
+        """Compiled graphs, where the override is faster at all."""
+
+        def decided() -> dict[Indices, int]:
+            return {
+                at: _bits(cell) >> rule.GRAPH & 1
+                for at, cell in self._cells.items()
+                if rule.is_measured(cell, rule.GRAPH) or not _bits(cell)
+            }
+
+        def measure(at: Indices) -> Cell:
+            cell = self._cells[at] if at in self._cells else self._cell(at)
+            if not _bits(cell._replace(inductor=None, opaque=None)):
+                return cell
+            inductor, opaque = self._measuring.graph(cold_calls(lambda: self._call(at)))
+            return cell._replace(inductor=inductor, opaque=opaque)
+
+        return _Pass(rule.GRAPH, decided, measure, self._without_calls)
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._started > self._options.seconds
 
-    def _decided(self) -> dict[Indices, int]:
-        return {at: _bits(cell) for at, cell in self._cells.items()}
-
-    def _measure(self, at: Indices) -> None:
-        cell = self._cell_or_skip(at)
+    def _measure(self, each: _Pass, at: Indices) -> None:
+        cell = self._cell_or_skip(each, at)
         if cell is not None:
             self._cells[at] = cell
             self._result.measured += 1
         if time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
 
-    def _cell_or_skip(self, at: Indices) -> Cell | None:
+    def _cell_or_skip(self, each: _Pass, at: Indices) -> Cell | None:
         """The cell as it is measured now; None, and the reason is counted, if it cannot be."""
         self._progress(self._describe(at))
         try:
-            return self._cell(at)
+            return each.measure(at)
         except Skip as reason:
-            self._skip(at, str(reason))
+            self._skip(each, at, str(reason))
         except torch.OutOfMemoryError:
-            self._skip(at, "the device has too little memory")
+            self._skip(each, at, "the device has too little memory")
         except RegistrationError:
             raise
         except Exception as error:  # of native or the impl: other cells may well work
             first_line = next(iter(str(error).splitlines()), "")
-            self._skip(at, f"{type(error).__name__}: {first_line[:200]}")
+            self._skip(each, at, f"{type(error).__name__}: {first_line[:200]}")
         return None
 
-    def _skip(self, at: Indices, reason: str) -> None:
-        self._without_calls.add(at)
+    def _skip(self, each: _Pass, at: Indices, reason: str) -> None:
+        each.without_calls.add(at)
         self._result.skipped[reason] = self._result.skipped.get(reason, 0) + 1
 
     def _describe(self, at: Indices) -> str:
@@ -265,11 +318,11 @@ class _Tuning:
         """Measure some cells again, without writing what was measured."""
         measured, otherwise = 0, []
         for at in rng.sample(sorted(self._cells), min(count, len(self._cells))):
-            cell = self._cell_or_skip(at)
+            cell = self._cell_or_skip(self._passes[0], at)
             if cell is None:
                 continue
             measured += 1
-            if _bits(cell) != _bits(self._cells[at]):
+            if _decides_otherwise(self._cells[at], cell):
                 what = f"{_decision(self._cells[at])} -> {_decision(cell)}"
                 otherwise.append(f"{self._describe(at)}: {what}")
         return Checked(measured, otherwise, self._result.skipped)
@@ -343,6 +396,15 @@ def _measured_with(override: Override) -> dict[str, str]:
 
 def _bits(cell: Cell) -> int:
     return rule.bits(cell, rule.MARGIN)
+
+
+def _decides_otherwise(before: Cell, after: Cell) -> bool:
+    """Whether two measurements decide otherwise where both were measured."""
+    return any(
+        rule.pays(before, column, rule.MARGIN) != rule.pays(after, column, rule.MARGIN)
+        for column in range(len(rule.COLUMNS))
+        if rule.is_measured(before, column) and rule.is_measured(after, column)
+    )
 
 
 def _decision(cell: Cell) -> str:
