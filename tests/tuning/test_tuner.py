@@ -142,6 +142,16 @@ def test_cells_between_the_buckets_are_not_taken_for_theirs(tmp_path: Path, cloc
     assert (result.known, result.measured) == (1, 0)
 
 
+def test_cells_outside_of_narrower_ranges_stay_in_the_table(tmp_path: Path, clock: Clock) -> None:
+    wide = {"rows": (1, 1024), "dtype": (torch.float32, torch.float64)}
+    before = cells_in(tune(tmp_path, register(crossover(ranges=wide))).path)
+    narrow = {"rows": (16, 64), "dtype": (torch.float32,)}
+    result = tune(tmp_path, register(crossover(ranges=narrow)))
+    after = cells_in(result.path)
+    assert [cell for cell in before if cell not in after] == []
+    assert len(after) == len(before) + result.measured
+
+
 def test_without_time_nothing_is_measured_and_all_is_left(tmp_path: Path, clock: Clock) -> None:
     result = tune(tmp_path, register(), seconds=0)
     assert result.measured == 0 and result.left > 0

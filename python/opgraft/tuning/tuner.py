@@ -24,7 +24,7 @@ from opgraft.tuning import search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.verification.runner import Progress
 from opgraft.verification.sources import call_of_sample
-from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
+from opgraft.when.grid import Axis, ExactAxis, Feature, SteppedAxis
 
 #: Buckets of an octave.
 STEPS = 1
@@ -190,6 +190,8 @@ class _Tuning:
         self._result = Result(override.name, axes=self._named_axes)
         self._started = time.monotonic()
         self._written = time.monotonic()
+        #: What the table has outside of the ranges, by where the cells begin. It stays.
+        self._outside: dict[tuple[Feature, ...], Cell] = {}
         self._cells = self._known_cells()
         self._result.known = len(self._cells)
         self._without_calls: set[Indices] = set()
@@ -359,13 +361,15 @@ class _Tuning:
             return {}
         if found is None:
             return {}
-        known = {}
+        known: dict[Indices, Cell] = {}
         for there, cell in found.cells.items():
-            corner = [axis.lower(place) for axis, place in zip(found.axes, there, strict=True)]
+            corner = tuple(axis.lower(place) for axis, place in zip(found.axes, there, strict=True))
             at = self._cell_of(corner)
             # With other buckets an octave, a corner there is none here.
-            if at is not None and list(self._features(at).values()) == corner:
+            if at is not None and tuple(self._features(at).values()) == corner:
                 known[at] = cell
+            elif at is None and all(map(_is_corner, self._axes, corner)):
+                self._outside[corner] = cell
         return known
 
     def _cell_of(self, values: Sequence[Any]) -> Indices | None:
@@ -379,11 +383,22 @@ class _Tuning:
         if not self._cells:
             return
         entry = writing.entry(
-            self._crossover.version, _measured_with(self._override), self._named_axes, self._cells
+            self._crossover.version,
+            _measured_with(self._override),
+            self._named_axes,
+            self._cells,
+            self._outside,
         )
         self._result.path = writing.write(
             self._options.folder, self._model, {self._override.name: entry}
         )
+
+
+def _is_corner(axis: Axis, value: Feature) -> bool:
+    """Whether a bucket like an axis's begins at a value, be it outside of the axis."""
+    if isinstance(axis, ExactAxis):
+        return True
+    return type(value) is int and SteppedAxis(axis.steps, value, value).lower(0) == value
 
 
 def _measured_with(override: Override) -> dict[str, str]:

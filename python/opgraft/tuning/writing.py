@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import FORMAT, Cell, parse
 from opgraft.ops.describing import dtype_name
-from opgraft.when.grid import Axis, ExactAxis
+from opgraft.when.grid import Axis, ExactAxis, Feature
 
 
 def entry(
@@ -22,16 +23,29 @@ def entry(
     measured: Mapping[str, str],
     axes: Mapping[str, Axis],
     cells: Mapping[Indices, Cell],
+    others: Mapping[tuple[Feature, ...], Cell] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """One override's part of a table, as JSON has it."""
+    """One override's part of a table, as JSON has it.
+
+    Args:
+        version: of the kernel.
+        measured: with what it was measured.
+        axes: the buckets of each feature, by name.
+        cells: what was measured, by the buckets' indices.
+        others: cells outside of the axes, by where their buckets begin.
+    """
+    by_corner = {
+        tuple(axis.lower(place) for axis, place in zip(axes.values(), at, strict=True)): cell
+        for at, cell in cells.items()
+    }
+    lines = [([*map(_value, at)], cell) for at, cell in (by_corner | dict(others)).items()]
     return {
         "version": version,
         "features": {name: _kind(axis) for name, axis in axes.items()},
         "measured": dict(measured),
         "cells": [
-            {"at": [_value(axis, place) for axis, place in zip(axes.values(), at, strict=True)]}
-            | {f"{field}_us": _rounded(time) for field, time in cell._asdict().items()}
-            for at, cell in sorted(cells.items())
+            {"at": at, **{f"{field}_us": _rounded(time) for field, time in cell._asdict().items()}}
+            for at, cell in sorted(lines, key=lambda line: line[0])
         ],
     }
 
@@ -40,8 +54,7 @@ def _kind(axis: Axis) -> object:
     return "exact" if isinstance(axis, ExactAxis) else {"steps": axis.steps}
 
 
-def _value(axis: Axis, place: int) -> object:
-    value = axis.lower(place)
+def _value(value: Feature) -> int | str:
     return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
