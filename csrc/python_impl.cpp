@@ -1,10 +1,8 @@
 #include "python_impl.h"
 
-#include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <limits>
@@ -230,7 +228,10 @@ std::vector<c10::IValue> PythonConverter::to_results(py::handle result,
     if (type->kind() != c10::TypeKind::TensorType) return torch::jit::toIValue(value, type);
     // One of several outputs may be None: a gradient that is not needed.
     if (value.is_none() && returns.size() > 1) return at::Tensor();
-    if (THPVariable_Check(value.ptr())) return THPVariable_Unpack(value.ptr());
+    py::detail::make_caster<at::Tensor> tensor;
+    if (tensor.load(value, /*convert=*/false)) {
+      return py::detail::cast_op<at::Tensor&&>(std::move(tensor));
+    }
     const auto type_name = py::type::of(value).attr("__name__").cast<std::string>();
     throw py::type_error(who + " returned output 0 with " + (value.is_none() ? "None" : type_name) +
                          " instead of a tensor");

@@ -1,8 +1,10 @@
-// Two functions of libtorch_python. They are declared here because their header,
-// torch/csrc/jit/python/pybind_utils.h, takes longer to compile than all other headers together. If
-// a later torch changes one, the core does not load, which the build notices.
+// Functions of torch that are declared here, because their headers take seconds to compile:
+// torch/csrc/jit/python/pybind_utils.h, torch/csrc/autograd/python_variable.h and
+// ATen/autocast_mode.h. If a later torch changes one, the core does not load, which the build
+// notices.
 #pragma once
 
+#include <ATen/core/TensorBase.h>
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -17,3 +19,11 @@ TORCH_PYTHON_API c10::IValue toIValue(py::handle object, const c10::TypePtr& typ
 TORCH_PYTHON_API py::object toPyObject(c10::IValue value);
 
 }  // namespace torch::jit
+
+namespace at::autocast {
+
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+
+}  // namespace at::autocast
+
+TORCH_PYTHON_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);

@@ -740,6 +740,18 @@ def test_sources_are_compiled_together_and_one_that_is_edited_alone(project: Pat
     assert sorted(name for unit in again for name in unit) == ["a", "b", "c", "core"]
 
 
+@pytest.mark.parametrize("jobs", [2, 4])
+def test_what_takes_longest_is_compiled_at_the_same_time(
+    jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_JOBS", str(jobs))
+    units = building._units(sorted((ROOT / "csrc").glob("*.cpp")))
+    slow = [{each.stem for each in unit} & building._SLOW_SOURCES.keys() for unit in units]
+    assert len(units) == jobs
+    assert sorted(map(len, slow), reverse=True)[:3] == [1, 1, 0][:jobs]
+    assert set().union(*slow) == building._SLOW_SOURCES.keys()  # they have their names still
+
+
 @has_compiler
 def test_a_source_that_comes_or_goes_is_noticed(project: Path) -> None:
     compile_project(project)

@@ -49,6 +49,9 @@ _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 # The most sources for one run of the compiler. Its memory use grows with them, and so does the
 # object's name.
 _MAX_SOURCES_PER_UNIT = 12
+# Sources that take as many times longer to compile than others of their size: the bindings, and the
+# templates that are instantiated for each signature.
+_SLOW_SOURCES = {"core": 3, "typed": 8}
 
 
 class BuildError(Exception):
@@ -264,13 +267,13 @@ def _outdated(folder: Path, object_folder: Path) -> tuple[list[Path], list[list[
 
 
 def _units(sources: Sequence[Path]) -> list[list[Path]]:
-    """Sources in groups of about equal size, one per parallel compiler."""
+    """Sources in groups that take about as long, one per parallel compiler."""
     count = max(_jobs(), -(-len(sources) // _MAX_SOURCES_PER_UNIT))
     units: list[list[Path]] = [[] for _ in range(min(count, len(sources)))]
-    sizes = {path: path.stat().st_size for path in sources}
-    for path in sorted(sources, key=lambda path: (-sizes[path], path)):
+    costs = {path: path.stat().st_size * _SLOW_SOURCES.get(path.stem, 1) for path in sources}
+    for path in sorted(sources, key=lambda path: (-costs[path], path)):
         room = [unit for unit in units if len(unit) < _MAX_SOURCES_PER_UNIT]
-        min(room, key=lambda unit: sum(sizes[each] for each in unit)).append(path)
+        min(room, key=lambda unit: sum(costs[each] for each in unit)).append(path)
     return [sorted(unit) for unit in units]
 
 
