@@ -27,7 +27,10 @@ BENCHMARKS ?= $(sort $(wildcard benchmarks/[!_]*.py))
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
-# pip compiles the bytecode of torch's files one after the other. A few files of torch are for other versions of Python.
+# The bytecode of what is imported is all that the quickstart needs: all of torch takes 25 seconds of a processor. An
+# empty variable lets Python write it, even where the environment says that it should not.
+PY_KEEPING_BYTECODE := PYTHONDONTWRITEBYTECODE= $(PY)
+# Tests import most of it, in many processes. A few files of torch are for other versions of Python.
 BYTECODE = $(PY) -m compileall -qq -j $(JOBS) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 # One stamp for each step that succeeded: the next call skips it, and repeats what failed.
 STAMPS := $(VENV)/stamps
@@ -43,7 +46,7 @@ MKDOCS ?= 'mkdocs>=1.6,<2' 'mkdocs-material>=9.8,<10' 'mkdocstrings[python]>=1,<
 .NOTPARALLEL:
 
 quickstart: $(STAMPS)/install
-	@$(PY) examples/quickstart.py
+	@$(PY_KEEPING_BYTECODE) examples/quickstart.py
 
 test: $(STAMPS)/probes
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
@@ -91,19 +94,19 @@ $(STAMPS)/venv:
 
 $(STAMPS)/torch: $(STAMPS)/venv
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "== installing $(TORCH) and numpy"; \
-		$(PIP) --no-compile '$(TORCH)' numpy && { $(BYTECODE) || true; }; }
-	@$(PY) -c 'import torch, sys; v = torch.__version__; print("== torch", v); \
+		$(PIP) --no-compile '$(TORCH)' numpy; }
+	@$(PY_KEEPING_BYTECODE) -c 'import torch, sys; v = torch.__version__; print("== torch", v); \
 		sys.exit(tuple(map(int, v.split(".")[:2])) < (2, 11) and "opgraft needs torch 2.11 or newer")'
 	@touch $@
 
 # The Triton that each torch was released with, as its CUDA wheels require it and bring it along: CPU wheels name none.
 # It has no builds outside Linux.
 $(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
-	@$(PY) -c 'import click, expecttest, numpy, packaging, rich' 2>/dev/null \
-		|| { echo "== installing click, expecttest, numpy, packaging and rich"; $(PIP) click expecttest numpy packaging rich; }
-	@$(PY) -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
-		|| { echo "== installing setuptools"; $(PIP) 'setuptools>=77'; }
-	@if [ "$$(uname -s)" = Linux ] && ! $(PY) -c 'import triton' 2>/dev/null; then \
+	@set -- $$($(PY) -c 'import click, expecttest, numpy, packaging, rich' 2>/dev/null \
+			|| echo click expecttest numpy packaging rich) \
+		$$($(PY) -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
+			|| echo 'setuptools>=77'); \
+	if [ "$$(uname -s)" = Linux ] && ! $(PY) -c 'import triton' 2>/dev/null; then \
 		case "$$($(PY) -c 'import torch; print(torch.__version__)')" in \
 			2.11.*) triton='triton==3.6.0' ;; \
 			2.12.*|2.13.*) triton='triton==3.7.1' ;; \
@@ -111,8 +114,9 @@ $(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
 			2.15.*) triton='triton~=3.9.0' ;; \
 			*) triton='triton>=3.6' ;; \
 		esac; \
-		echo "== installing $$triton"; $(PIP) "$$triton"; \
-	fi
+		set -- "$$@" "$$triton"; \
+	fi; \
+	[ $$# -eq 0 ] || { echo "== installing $$*"; $(PIP) --no-compile "$$@"; }
 	@touch $@
 
 # The core first, for the torch that is there: pip would show nothing meanwhile, and keep no objects.
@@ -124,8 +128,14 @@ $(STAMPS)/install: $(STAMPS)/tools pyproject.toml setup.py $(wildcard csrc/*) ke
 	@$(PY) -c 'from opgraft.core import loader; print("==", loader.status())'
 	@touch $@
 
+# What pip installed was left without bytecode, for the quickstart's sake.
+$(STAMPS)/bytecode: $(STAMPS)/test
+	@echo "== compiling the bytecode of what tests import"
+	@$(BYTECODE) || true
+	@touch $@
+
 # What tests do in C++, once for all their processes; not where there is no compiler.
-$(STAMPS)/probes: $(STAMPS)/test $(wildcard tests/probes/*.cpp)
+$(STAMPS)/probes: $(STAMPS)/bytecode $(wildcard tests/probes/*.cpp)
 	@echo "== compiling what tests do in C++"
 	@$(PY) -m tests.probes
 	@touch $@
