@@ -1,4 +1,4 @@
-"""`opgraft.tuning.require_same`: two processes over gloo."""
+"""`opgraft.tuning.require_same`: processes over gloo."""
 
 from __future__ import annotations
 
@@ -55,19 +55,25 @@ def compared(folder: Path, tables: list[dict[str, Any] | None]) -> list[str]:
 ONE, OTHER = (table({"fast": entry(cell(4, native=native))}) for native in (10.0, 11.0))
 
 
-def test_ranks_with_the_same_tables_agree(tmp_path: Path) -> None:
-    assert compared(tmp_path, [ONE, ONE]) == ["the same"] * 2
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_with_the_same_tables_agree(world: int, tmp_path: Path) -> None:
+    assert compared(tmp_path, [ONE] * world) == ["the same"] * world
 
 
-@pytest.mark.parametrize("other", [OTHER, None])
+@pytest.mark.parametrize("other", [OTHER, None], ids=["other table", "no table"])
+@pytest.mark.parametrize(("world", "odd"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_every_rank_names_the_files_that_differ(
-    tmp_path: Path, other: dict[str, Any] | None
+    world: int, odd: int, other: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    first, second = compared(tmp_path, [ONE, other])
-    assert first == second
-    assert f"rank 0 {tmp_path / '0' / 'user'}" in first
-    assert (f"rank 1 {tmp_path / '1' / 'user'}" if other else "rank 1 no table") in first
-    assert "fast (user's, aten::_softmax at CPU)" in first
+    tables: list[dict[str, Any] | None] = [ONE] * world
+    tables[odd] = other
+    said = compared(tmp_path, tables)
+    assert said == said[:1] * world
+    agreeing = ", ".join(str(rank) for rank in range(world) if rank != odd)
+    assert f"rank {agreeing} {tmp_path / '0' / 'user'}" in said[0]
+    of_the_odd = f"{tmp_path / str(odd) / 'user'}" if other else "no table"
+    assert f"rank {odd} {of_the_odd}" in said[0]
+    assert "fast (user's, aten::_softmax at CPU)" in said[0]
 
 
 def test_without_a_process_group_it_is_an_error() -> None:
