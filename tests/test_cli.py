@@ -719,6 +719,13 @@ def test_make_test_of_a_new_pack_says_what_it_needs(tmp_path: Path, capsys: Capt
     assert f"the tests need pytest: {without} -m {mend}" in done.stdout
 
 
+def test_new_says_how_its_table_is_measured(tmp_path: Path, capsys: Capture) -> None:
+    assert cli.main(["new", "Fast-Norms", "--into", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "opgraft tune Fast-Norms --output src/fast_norms/tables" in printed
+    assert (tmp_path / "Fast-Norms" / "src" / "fast_norms" / "tables").is_dir()
+
+
 def test_new_into_another_folder(tmp_path: Path, capsys: Capture) -> None:
     assert cli.main(["new", "norms", "--into", str(tmp_path / "packs")]) == 0
     assert (tmp_path / "packs" / "norms" / "pyproject.toml").exists()

@@ -62,7 +62,7 @@ _COMMANDS = {
     ),
     "new": _Command(
         "new",
-        "Make a kernel pack called NAME: a Triton kernel with its conditions, tests and benchmark.",
+        "Make a kernel pack called NAME: a Triton kernel with its conditions and tests.",
         needs_torch=False,
     ),
     "build": _Command("build", "Compile the core for the torch that is installed."),

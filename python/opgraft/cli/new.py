@@ -28,9 +28,10 @@ _NAME, _MODULE = "my-pack", "my_pack"
 )
 @output.json_option
 def command(name: str, into: Path, as_json: bool) -> None:
-    """Make a kernel pack called NAME: a Triton kernel with its conditions, tests and benchmark.
+    """Make a kernel pack called NAME: a Triton kernel with its conditions and tests.
 
-    The pack works without a change: `make test` in it passes.
+    The pack works without a change: `make test` in it passes. Its override takes no call before
+    `opgraft tune` has measured which calls it makes faster.
     """
     if problem := refuse(name):
         raise click.UsageError(f"{name!r} {problem}")
@@ -49,6 +50,8 @@ def command(name: str, into: Path, as_json: bool) -> None:
     click.echo(f"  cd {folder}")
     click.echo("  pip install -e '.[test]'   # with pytest; then opgraft list shows it")
     click.echo("  make test                  # without a GPU in Triton's interpreter")
+    tables = f"src/{module_name(name)}/tables"
+    click.echo(f"  opgraft tune {name} --output {tables}   # on a GPU: where is it faster?")
 
 
 def refuse(name: str) -> str:

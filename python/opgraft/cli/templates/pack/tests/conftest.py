@@ -18,7 +18,6 @@ from opgraft import triton_utils
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import my_pack
 from my_pack import overrides
 
 
@@ -35,13 +34,11 @@ def device() -> str:
 
 
 @pytest.fixture
-def override(monkeypatch: pytest.MonkeyPatch) -> Iterator[opgraft.Override]:
+def override(device: str) -> Iterator[opgraft.Override]:
     """The override of softmax. Registered by us, not by the pack, its errors are raised.
 
-    On a GPU it takes small calls as well, so that tests are quick.
+    Without a crossover: it takes every call that it is right for, faster or not.
     """
-    monkeypatch.setattr(overrides, "MIN_ELEMENTS", overrides.MIN_ELEMENTS_INTERPRETED)
-    monkeypatch.setattr(overrides, "MIN_COLUMNS", 1)
-    (override,) = my_pack.register()
+    override = overrides.register_softmax(device.upper(), crossover=None)
     yield override
     override.remove()

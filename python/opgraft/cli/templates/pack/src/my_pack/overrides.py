@@ -1,24 +1,23 @@
 """Which ops, for which calls.
 
-A condition is what keeps an override right and worth it: it sees dtypes, shapes, strides and
-numbers of a call, never values, and is decided before anything runs. The arguments are named as the
-op's schema names them: `print(torch.ops.aten._softmax.default._schema)`.
+An override has two conditions, which see dtypes, shapes, strides and numbers of a call, never
+values, and are decided before anything runs. `cond=` says for which calls it is right: its author
+knows that. `crossover=` says for which it is faster: `opgraft tune` measures that. The arguments
+are named as the op's schema names them: `print(torch.ops.aten._softmax.default._schema)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import opgraft
 import torch
-from opgraft import Override, triton_utils, when
+from opgraft import triton_utils, when
 
 # One row is one block of the kernel.
 MAX_COLUMNS = 16384
-# Where it is worth it: `make bench` says so for your GPU. On an H200, in bfloat16, calls got 1.4 to
-# 3.2 times as fast from 2**24 elements on, in rows of 1024 to 16384. With fewer elements PyTorch's
-# own kernel is done before a Triton launch is; in rows of 128 it is faster at any size.
-MIN_ELEMENTS = 2**24
-MIN_COLUMNS = 1024
-# In Triton's interpreter nothing is worth it: a small number lets both ways be seen.
-MIN_ELEMENTS_INTERPRETED = 2**10
 
 
 def softmax(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -44,20 +43,45 @@ def right(dispatch_key: str) -> when.Condition:
     )
 
 
-def worth_it(dispatch_key: str) -> when.Condition:
-    """The calls that the kernel makes faster, the time on the host included."""
-    if dispatch_key == "CPU":
-        return when.numel("self") >= MIN_ELEMENTS_INTERPRETED
-    return (when.numel("self") >= MIN_ELEMENTS) & (when.size("self", -1) >= MIN_COLUMNS)
+def calls(
+    device: torch.device, *, rows: int, columns: int, dtype: torch.dtype
+) -> Iterator[tuple[Any, ...]]:
+    """Calls with these features, for `opgraft tune`."""
+    yield torch.randn(rows, columns, dtype=dtype, device=device), -1, False
 
 
-def register_softmax(dispatch_key: str) -> Override:
-    """Register :func:`softmax` at a dispatch key, `"CUDA"` or `"CPU"`."""
+# On what it depends whether the kernel is faster than PyTorch's own. The tables, one for each model
+# of GPU, say where it is. Without one for the GPU at hand, or for one like it, the override takes
+# no call.
+CROSSOVER = opgraft.Crossover(
+    rows=when.numel("self") // when.size("self", -1),
+    columns=when.size("self", -1),
+    dtype=when.dtype_of("self"),
+    calls=calls,
+    ranges={
+        "rows": (1, 2**20),
+        "columns": (64, MAX_COLUMNS),
+        "dtype": (torch.float32, torch.float16, torch.bfloat16),
+    },
+    tables=Path(__file__).parent / "tables",
+    # Raise it when the kernel becomes faster or slower: tables of another version do not count.
+    version=1,
+)
+
+
+def register_softmax(
+    dispatch_key: str, crossover: opgraft.Crossover | None = CROSSOVER
+) -> opgraft.Override:
+    """Register :func:`softmax` at a dispatch key, `"CUDA"` or `"CPU"`.
+
+    Without a crossover it takes every call that it is right for.
+    """
     return triton_utils.register_op_override(
         "aten",
         "_softmax",
         dispatch_key,
         softmax,
-        cond=right(dispatch_key) & worth_it(dispatch_key),
+        cond=right(dispatch_key),
+        crossover=crossover,
         name="my_pack.softmax",
     )
