@@ -148,6 +148,7 @@ def test_python(document: Path, tmp_path: Path, fake_modules: None) -> None:
     for block in to_run(document, "python"):
         file = tmp_path / f"{document.stem}_{block.line}.py"  # Triton reads a kernel's source
         file.write_text(block.text)
+        namespace["__file__"] = str(file)
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):
