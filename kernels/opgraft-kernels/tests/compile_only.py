@@ -27,18 +27,19 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 def compile_all(family: str, capability: int, timeout: float = 600) -> list[dict[str, Any]]:
     """What the launches of a family of kernels compile to, from a subprocess."""
+    lines = output_of(sys.executable, __file__, family, str(capability), timeout=timeout)
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def output_of(*command: str, timeout: float = 600) -> str:
+    """What a command prints, without `TRITON_INTERPRET`."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, __file__, family, str(capability)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
 
 
 def use_driver(capability: int) -> None:

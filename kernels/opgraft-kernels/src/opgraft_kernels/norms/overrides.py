@@ -57,6 +57,8 @@ class Op(NamedTuple):
     clusters_from_python: Mapping[int, int] | None
     #: Which calls are opaque in compiled graphs.
     compile: Any
+    #: Of Triton's kernels: raised when they become faster or slower. A test says when they change.
+    version: int = 1
 
 
 class Norm(NamedTuple):
