@@ -34,6 +34,15 @@ register("tuned", crossover=opgraft.Crossover(
 register("plain", priority=-1)
 """
 
+INTERPRETED = """
+from opgraft import Crossover, triton_utils, when
+from mine import calls, impl
+
+triton_utils.register_op_override(
+    "aten", "_softmax", "CPU", impl, name="interpreted", cond=when.size("self", -1) == 4,
+    crossover=Crossover(calls=calls, ranges={"rows": (16, 64)}, rows=when.size("self", 0)))
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -121,6 +130,18 @@ def test_what_cannot_be_tuned_is_told(folder: Path, arguments: list[str], messag
     done = run(folder, *arguments)
     assert done.returncode in (1, 2)
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_the_interpreter_takes_is_no_measurement(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (folder / "interpreted.py").write_text(INTERPRETED)
+    done = run(folder, "--import", "interpreted", "--name", "interpreted")
+    assert done.returncode == 1
+    assert "interpreted would run in Triton's interpreter" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -19,6 +19,7 @@ from opgraft.crossover.tables import BadTable
 from opgraft.registry import Override
 from opgraft.tuning import busy, heat, tuner, watching
 from opgraft.verification.runner import device_of, progress_bar
+from opgraft.verification.single_override import is_interpreted
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -76,7 +77,11 @@ class _Duration(click.ParamType[float]):
     type=click.Path(file_okay=False, path_type=Path),
     help="Draw a picture for each override into this folder; needs matplotlib.",
 )
-@click.option("--anyway", is_flag=True, help="Measure even if others use the device.")
+@click.option(
+    "--anyway",
+    is_flag=True,
+    help="Measure even if others use the device, or in Triton's interpreter.",
+)
 @output.json_option
 def command(
     what: str | None,
@@ -121,10 +126,8 @@ def command(
         raise click.ClickException(
             f"no override{of} here declares a crossover=: nothing to tune (opgraft list names them)"
         )
-    for device in dict.fromkeys(device_of(each.dispatch_key) for each in found):
-        reason = busy.why_unfit(device)
-        if reason is not None and not anyway:
-            raise click.ClickException(f"{device} is not fit to measure on: {reason} (--anyway)")
+    if not anyway:
+        _check_fit(found)
     try:
         seen = None if script is None else _run(script, arguments, found)
         if count is not None:
@@ -140,6 +143,20 @@ def command(
     else:
         _print(results)
     return status
+
+
+def _check_fit(overrides: list[Override]) -> None:
+    """Raise an error where measured times would say nothing."""
+    for override in overrides:
+        if is_interpreted(override):
+            raise click.ClickException(
+                f"{override.name} would run in Triton's interpreter, whose times say nothing of "
+                "the kernel: unset TRITON_INTERPRET (--anyway)"
+            )
+    for device in dict.fromkeys(device_of(each.dispatch_key) for each in overrides):
+        reason = busy.why_unfit(device)
+        if reason is not None:
+            raise click.ClickException(f"{device} is not fit to measure on: {reason} (--anyway)")
 
 
 def _draw(results: list[tuner.Result], folder: Path) -> None:
