@@ -15,12 +15,12 @@ import torch
 
 import opgraft
 from opgraft import dsl as dsls
-from opgraft import when
+from opgraft import packs, when
 from opgraft.cli import facts
 from opgraft.crossover import models, rule, sources
 from opgraft.crossover.tables import BadTable, Cell
 from opgraft.errors import RegistrationError
-from opgraft.tuning import measuring, search, timing, tuner, writing
+from opgraft.tuning import measuring, search, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 
 CPU = torch.device("cpu")
@@ -227,7 +227,7 @@ def test_what_is_known_of_graphs_stays_when_the_ways_are_measured_again(
 
 @pytest.mark.slow
 def test_graphs_are_compiled_really(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An impl that copies what is there beats what Inductor computes, and another one does not."""
+    """Both graphs are compiled and run; a call that the condition declines cannot be measured."""
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 1)
     override = register(crossover(ranges=SMALL))
     with measuring.measuring(override, CPU) as measure:
@@ -318,6 +318,30 @@ def test_a_table_names_the_versions_that_doctor_compares(tmp_path: Path, clock: 
         of_dsl = {dsl: facts.versions()[dsl]} if dsl and facts.versions()[dsl] else {}
         today = datetime.date.today().isoformat()
         assert measured == {"date": today, "torch": torch.__version__} | of_dsl
+
+
+def test_overrides_of_two_owners_with_one_name_are_measured_apart(tmp_path: Path) -> None:
+    override = register(crossover(ranges=SMALL))
+    with packs.owning("mine"):
+        same_name = register(crossover(ranges=SMALL))
+    assert tune(tmp_path / "user", override).measured == 1
+    assert tune(tmp_path / "mine", same_name).measured == 1
+    assert opgraft.overrides() == [override, same_name]
+
+
+def test_overrides_of_two_ops_with_one_name_are_watched_apart() -> None:
+    softmax = register(cond=None, unconditional_override=True)
+    relu = opgraft.register_op_override(
+        *("aten", "relu", "CPU", lambda self: torch.zeros_like(self)),
+        name=softmax.name,
+        unconditional_override=True,
+        crossover=opgraft.Crossover(elements=when.numel("self")),
+    )
+    with watching.watching([softmax, relu]) as seen:
+        torch.softmax(torch.zeros(3, 4), -1)
+        torch.relu(torch.zeros(5))
+    assert seen.of(softmax) == [(3, torch.float32)]
+    assert seen.of(relu) == [(5,)]
 
 
 def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import rule
 from opgraft.crossover.tables import Cell
 from opgraft.ops.schema import Call
-from opgraft.registration import register_op_override
 from opgraft.registry import Override, Selector, registry
 from opgraft.router import threads
+from opgraft.tuning import stand_ins
 from opgraft.tuning.timing import Turns, Way
 
 #: Rounds of a cell: so many at the least, and until the answer is clear, or so many at the most.
@@ -25,8 +25,6 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 25
 _COLD_BYTES, _MOST_CALLS = 2**27, 16
 #: After so many calls of a kind its launch plan is replayed.
 _UNTIL_PLANNED = 4
-#: A priority that no override has.
-_FIRST = 2**31 - 1
 #: From so many times as fast or as slow on, two rounds are clear.
 _FAR = 2.0
 
@@ -42,9 +40,6 @@ class _Twins(NamedTuple):
     own: Mapping[str, Override]
     #: Of the overrides behind it in the chain, which get its calls without it, by name.
     others: Mapping[str, Override]
-    #: The override's own for compiled graphs. It is the first in the chain: the compiler asks it
-    #: what becomes of a call, whatever scope the compilation is in.
-    in_graphs: Override
 
 
 @contextmanager
@@ -60,19 +55,13 @@ def measuring(override: Override, device: torch.device) -> Iterator[Measuring]:
         for each in registry.overrides(_same_op(override))
         if each.order > override.order and each.why_off() is None and each.autograd is None
     ]
-    with ExitStack() as registered:
-
-        def twin(of: Override, way: str) -> Override:
-            made = _register_twin(of, way)
-            registered.callback(made.remove)
-            return made
-
-        in_graphs = twin(override, "graph")
-        own = {"python": twin(override, "python")}
+    with ExitStack() as twins:
+        own = {"python": twins.enter_context(_twin(override, "python"))}
         if override.launch_plan:
-            own["plan"] = twin(override, "plan")
-        others = [twin(each, _best_way(each)) for each in behind]
-        yield Measuring(_Twins(own, {each.name: each for each in others}, in_graphs), device)
+            own["plan"] = twins.enter_context(_twin(override, "plan"))
+        others = [twins.enter_context(_twin(each, _best_way(each))) for each in behind]
+        named = {each.name: each for each in others}
+        yield Measuring(override, _Twins(own, named), device)
 
 
 def _same_op(override: Override) -> Selector:
@@ -83,27 +72,30 @@ def _best_way(override: Override) -> str:
     return "plan" if override.launch_plan else "python"
 
 
-def _register_twin(override: Override, way: str) -> Override:
-    has_plan = way == "plan" or (way == "graph" and override.launch_plan)
-    return register_op_override(
-        override.op.partition("::")[0],
-        override.operator.registration_name,
-        override.dispatch_key,
+@contextmanager
+def _twin(override: Override, way: str, **declared: Any) -> Iterator[Override]:
+    twin = stand_ins.register(
+        override,
         override.impl,
-        name=f"{override.name} (tuned, {way})",
+        f"tuned, {way}",
         cond=override.cond,
         unconditional_override=override.cond is None,
         dsl=override.dsl,
-        launch_plan=has_plan,
-        priority=_FIRST if way == "graph" else 0,
+        launch_plan=override.launch_plan and way != "python",
         on_error="raise",
+        **declared,
     )
+    try:
+        yield twin
+    finally:
+        twin.remove()
 
 
 class Measuring:
     """What :func:`measuring` yields."""
 
-    def __init__(self, twins: _Twins, device: torch.device) -> None:
+    def __init__(self, override: Override, twins: _Twins, device: torch.device) -> None:
+        self._override = override
         self._twins = twins
         self._device = device
 
@@ -171,19 +163,20 @@ class Measuring:
         """
         if _first_tensor(calls[0]) is None:
             raise Skip("no argument is a floating-point tensor, to add something to in a graph")
-        twin = self._twins.in_graphs
-        hits = twin.hits
-        ways = {
-            policy: Way(partial(_in_graphs, twin, policy), _compiled(calls), _UNTIL_PLANNED)
-            for policy in ("inductor", "opaque")
-        }
-        turns = Turns(ways, self._device)
-        if twin.hits == hits:
-            raise Skip("the compiled graph does not call the override")
-        for _ in range(MAX_ROUNDS):
-            turns.round()
-            if turns.rounds >= MIN_ROUNDS and _is_decided(turns.ratios("inductor", "opaque")):
-                break
+        # The first in the chain: the compiler asks it what becomes of a call, whatever scope the
+        # compilation is in.
+        with _twin(self._override, "graph", priority=stand_ins.FIRST) as twin:
+            ways = {
+                policy: Way(partial(_in_graphs, twin, policy), _compiled(calls), _UNTIL_PLANNED)
+                for policy in ("inductor", "opaque")
+            }
+            turns = Turns(ways, self._device)
+            if not twin.hits:
+                raise Skip("the compiled graph does not call the override")
+            for _ in range(MAX_ROUNDS):
+                turns.round()
+                if turns.rounds >= MIN_ROUNDS and _is_decided(turns.ratios("inductor", "opaque")):
+                    break
         return turns.median("inductor")[0], turns.median("opaque")[0]
 
 
@@ -253,12 +246,12 @@ def _natively() -> Iterator[None]:
 
 @contextmanager
 def _alone(twin: Override) -> Iterator[None]:
-    """Only the twin of its op's overrides. A scope for each of all others would cost its calls."""
+    """Only the twin of its op's overrides. Scopes for those of other ops would slow its calls."""
     with ExitStack() as scopes:
         scopes.enter_context(torch.no_grad())
         for each in registry.overrides(_same_op(twin)):
             if each is not twin:
-                scopes.enter_context(_without(each))
+                scopes.enter_context(threads.scope(Selector(**each.identity)))
         yield
 
 
@@ -272,8 +265,3 @@ def _in_graphs(twin: Override, policy: str) -> Iterator[None]:
             yield
     finally:
         twin.declaration = before
-
-
-def _without(override: Override) -> AbstractContextManager[object]:
-    given = {key: value for key, value in override.identity.items() if value is not None}
-    return threads.scope(Selector(**given))

@@ -12,9 +12,9 @@ from opgraft.when.grid import Axis, ExactAxis
 #: How many buckets lie between two neighbours that are measured first. Each round halves it.
 FIRST_STRIDE = 8
 
-#: What the last round looks at. A call runs from Python two times, and then by its plan: where that
-#: alone begins to pay a bucket earlier or later is not worth the time. An override without plans
-#: has the same decision in both columns.
+#: What the last round looks at. A kind of call runs from Python until its plan is recorded: where
+#: that alone begins to pay, a bucket earlier or later, is not worth the time. An override without
+#: plans has the same decision in both columns.
 _ALL_BUT_PYTHON = ~(1 << PYTHON)
 
 

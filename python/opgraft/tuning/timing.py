@@ -81,7 +81,7 @@ class Turns:
 
 
 def _warm_up(way: Way, device: torch.device) -> int:
-    """How many calls its bursts are to make."""
+    """Compile what a way compiles, record its launch plan, and count the calls of its bursts."""
     with way.scope():
         for _ in range(way.warm_ups):
             way.calls[0]()

@@ -156,14 +156,11 @@ class _Pass(NamedTuple):
         column: of the rule, whose times it measures.
         decided: what was measured of it, as bits.
         measure: measures a cell.
-        without_calls: cells whose calls the condition declines, or that cannot be made. There is
-            nothing to decide, so what lies between them and others says nothing either.
     """
 
     column: int
     decided: Callable[[], dict[Indices, int]]
     measure: Callable[[Indices], Cell]
-    without_calls: set[Indices]
 
 
 class _Tuning:
@@ -194,6 +191,8 @@ class _Tuning:
         self._outside: dict[tuple[Feature, ...], Cell] = {}
         self._cells = self._known_cells()
         self._result.known = len(self._cells)
+        #: Cells whose calls the condition declines, or that cannot be made. There is nothing to
+        #: decide, so what lies between them and others says nothing either.
         self._without_calls: set[Indices] = set()
         passes = (self._pass_of_ways, self._pass_of_graphs)
         self._passes = [make() for make in passes[: 1 + options.graphs]]
@@ -241,7 +240,7 @@ class _Tuning:
         else:
             called = dict.fromkeys(map(self._cell_of, self._options.calls))
             groups = [[at for at in called if at is not None and at not in decided]]
-        wanted = [[at for at in group if at not in each.without_calls] for group in groups]
+        wanted = [[at for at in group if at not in self._without_calls] for group in groups]
         return [group for group in wanted if group]
 
     def _known_to(self, each: _Pass) -> list[Indices]:
@@ -257,7 +256,7 @@ class _Tuning:
             cell, known = self._cell(at), self._cells.get(at)
             return cell._replace(inductor=known.inductor, opaque=known.opaque) if known else cell
 
-        return _Pass(rule.PLAN, decided, measure, self._without_calls)
+        return _Pass(rule.PLAN, decided, measure)
 
     def _pass_of_graphs(self) -> _Pass:
         """Compiled graphs, where the override is faster at all."""
@@ -271,12 +270,12 @@ class _Tuning:
 
         def measure(at: Indices) -> Cell:
             cell = self._cells[at] if at in self._cells else self._cell(at)
-            if not _bits(cell._replace(inductor=None, opaque=None)):
+            if not _bits(cell):
                 return cell
             inductor, opaque = self._measuring.graph(cold_calls(lambda: self._call(at)))
             return cell._replace(inductor=inductor, opaque=opaque)
 
-        return _Pass(rule.GRAPH, decided, measure, self._without_calls)
+        return _Pass(rule.GRAPH, decided, measure)
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._started > self._options.seconds
@@ -295,18 +294,18 @@ class _Tuning:
         try:
             return each.measure(at)
         except Skip as reason:
-            self._skip(each, at, str(reason))
+            self._skip(at, str(reason))
         except torch.OutOfMemoryError:
-            self._skip(each, at, "the device has too little memory")
+            self._skip(at, "the device has too little memory")
         except RegistrationError:
             raise
         except Exception as error:  # of native or the impl: other cells may well work
             first_line = next(iter(str(error).splitlines()), "")
-            self._skip(each, at, f"{type(error).__name__}: {first_line[:200]}")
+            self._skip(at, f"{type(error).__name__}: {first_line[:200]}")
         return None
 
-    def _skip(self, each: _Pass, at: Indices, reason: str) -> None:
-        each.without_calls.add(at)
+    def _skip(self, at: Indices, reason: str) -> None:
+        self._without_calls.add(at)
         self._result.skipped[reason] = self._result.skipped.get(reason, 0) + 1
 
     def _describe(self, at: Indices) -> str:

@@ -10,28 +10,25 @@ from typing import Any
 
 import torch
 
-from opgraft.registration import register_op_override
 from opgraft.registry import Override
+from opgraft.tuning import stand_ins
 from opgraft.when.nodes import Undefined
-
-#: Before every other override of the op.
-_PRIORITY = 2**30
 
 
 class Seen:
     """By override: the features of the calls that its condition takes, and how many there were."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counter[tuple[Any, ...]]] = {}
+        self._counts: dict[Override, Counter[tuple[Any, ...]]] = {}
         self._lock = threading.Lock()
 
     def add(self, override: Override, values: tuple[Any, ...]) -> None:
         with self._lock:
-            self._counts.setdefault(override.name, Counter())[values] += 1
+            self._counts.setdefault(override, Counter())[values] += 1
 
     def of(self, override: Override) -> list[tuple[Any, ...]]:
         """The features of an override's calls, the most frequent first."""
-        return [values for values, _ in self._counts.get(override.name, Counter()).most_common()]
+        return [values for values, _ in self._counts.get(override, Counter()).most_common()]
 
 
 @contextmanager
@@ -42,14 +39,12 @@ def watching(overrides: Sequence[Override]) -> Iterator[Seen]:
     """
     seen = Seen()
     watchers = [
-        register_op_override(
-            override.op.partition("::")[0],
-            override.operator.registration_name,
-            override.dispatch_key,
+        stand_ins.register(
+            override,
             _never,
+            "watched",
             cond=_noting(override, seen),
-            name=f"{override.name} (watched)",
-            priority=_PRIORITY,
+            priority=stand_ins.FIRST,
             compile="opaque",
         )
         for override in overrides

@@ -25,7 +25,7 @@ def only(override: Override) -> Iterator[None]:
     from opgraft.registry import Selector, registry
 
     others = [each for each in registry.overrides(Selector()) if each is not override]
-    off = [Selector(**_given(each)) for each in others]
+    off = [Selector(**each.identity) for each in others]
     with (
         _scopes(off, override),
         raising_errors(override, True),
@@ -67,7 +67,7 @@ def only_on_this_thread(override: Override) -> Iterator[None]:
     from opgraft.registry import Selector, registry
 
     others = [each for each in registry.overrides(Selector()) if each is not override]
-    with _scopes([Selector(**_given(each)) for each in others], override):
+    with _scopes([Selector(**each.identity) for each in others], override):
         yield
 
 
@@ -99,10 +99,6 @@ def _whatever_tables_say(override: Override) -> Iterator[None]:
     finally:
         override.state.ignores_tables = False
         registry.republish()
-
-
-def _given(override: Override) -> dict[str, str]:
-    return {key: value for key, value in override.identity.items() if value is not None}
 
 
 @contextmanager
