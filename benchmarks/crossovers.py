@@ -15,6 +15,7 @@ control; of those that are declined at most 3 % would have been faster by more t
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import random
@@ -33,16 +34,27 @@ from opgraft.crossover import models, rule
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
+from opgraft.tuning.tuner import axes_of
 from opgraft.verification.sources import call_of_sample
+from opgraft.when.grid import ExactAxis
 
 #: A seed that tuning never uses.
 SEED = 20261123
 ELEMENTS = (2**10, 2**30)
-LEAST_MEDIAN, LEAST, MARGIN, MOST_LOST = 1.05, 0.98, 1.05, 0.03
+#: Below this ratio a call that is taken is too slow; above the other one that is declined is lost.
+LEAST, MARGIN = 0.98, 1.05
 
 
 class Row(NamedTuple):
-    """A call: its features, whether it is taken, native's time over ours, and over native's."""
+    """A call.
+
+    Attributes:
+        features: of its crossover.
+        taken: what the table says of it.
+        ratio: native's time over ours.
+        control: native's time over native's.
+        native: microseconds.
+    """
 
     features: dict[str, Any]
     taken: bool
@@ -50,35 +62,38 @@ class Row(NamedTuple):
     control: float
     native: float
 
+    @property
+    def is_slower(self) -> bool:
+        return self.taken and self.ratio < LEAST - abs(self.control - 1)
 
-def _draws(override: Override, rng: random.Random) -> Iterator[dict[str, Any]]:
+    @property
+    def is_lost(self) -> bool:
+        return not self.taken and self.ratio > MARGIN
+
+
+class NoCall(Exception):
+    """There is no call with such features, as a row has no fewer elements than its width."""
+
+
+def _draws(crossover: opgraft.Crossover, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Features, log-uniformly from the ranges of the crossover."""
-    crossover = override.crossover
-    assert crossover is not None
     while True:
         features = {}
-        for name, values in crossover.ranges.items():
-            if name in crossover.exact or not all(type(value) is int for value in values):
-                features[name] = rng.choice(list(values))
+        for name, axis in axes_of(crossover).items():
+            if isinstance(axis, ExactAxis):
+                features[name] = rng.choice(axis.values)
                 continue
+            values = crossover.ranges[name]
             low, high = ELEMENTS if name == "elements" else (min(values), max(values))
             features[name] = round(2 ** rng.uniform(math.log2(low), math.log2(high)))
         yield features
 
 
-def _calls(override: Override, features: Mapping[str, Any], device: torch.device) -> list[Call]:
-    crossover = override.crossover
-    assert crossover is not None and crossover.calls is not None
-    sample = next(iter(crossover.calls(device, **features)), None)
-    if sample is None:
-        return []
-
-    def make() -> Call:
-        assert crossover.calls is not None
-        made = next(iter(crossover.calls(device, **features)))
-        return call_of_sample(override, made, "calls=")
-
-    return cold_calls(make)
+def _call(override: Override, features: Mapping[str, Any], device: torch.device) -> Call:
+    assert override.crossover is not None and override.crossover.calls is not None
+    for sample in override.crossover.calls(device, **features):
+        return call_of_sample(override, sample, "calls=")
+    raise NoCall
 
 
 def _row(
@@ -99,18 +114,20 @@ def bench(
     override: Override, device: torch.device, count: int, seconds: float
 ) -> tuple[list[Row], int]:
     """Rows of up to so many calls, and how many could not be measured."""
+    assert override.crossover is not None
     rng = random.Random(f"{SEED} {override.name}")
     rows: list[Row] = []
     failed = 0
     end = time.monotonic() + seconds
     with measuring(override, device) as measure:
-        for features in itertools.islice(_draws(override, rng), 20 * count):
+        for features in itertools.islice(_draws(override.crossover, rng), 20 * count):
             if len(rows) == count or time.monotonic() > end:
                 break
             try:
-                calls = _calls(override, features, device)
-                if calls:
-                    rows.append(_row(override, measure, calls, device))
+                calls = cold_calls(functools.partial(_call, override, features, device))
+                rows.append(_row(override, measure, calls, device))
+            except NoCall:
+                continue
             except (Skip, RuntimeError) as error:
                 failed += 1
                 print(f"  {features}: {str(error).splitlines()[0][:100]}", flush=True)
@@ -126,25 +143,22 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     {'calls': 4, 'taken': 2, 'median of taken': 1.235, 'slower': 0, 'declined': 2, 'lost': 1}
     """
     taken = [row for row in rows if row.taken]
-    declined = [row for row in rows if not row.taken]
+    median = statistics.median(row.ratio for row in taken) if taken else None
     return {
         "calls": len(rows),
         "taken": len(taken),
-        "median of taken": round(statistics.median(row.ratio for row in taken), 4)
-        if taken
-        else None,
-        "slower": sum(row.ratio < LEAST - abs(row.control - 1) for row in taken),
-        "declined": len(declined),
-        "lost": sum(row.ratio > MARGIN for row in declined),
+        "median of taken": None if median is None else round(median, 4),
+        "slower": sum(row.is_slower for row in rows),
+        "declined": len(rows) - len(taken),
+        "lost": sum(row.is_lost for row in rows),
     }
 
 
 def _print(name: str, rows: Sequence[Row]) -> None:
     print(name, summary(rows), flush=True)
     for row in rows:
-        slower = row.taken and row.ratio < LEAST - abs(row.control - 1)
-        if slower or (not row.taken and row.ratio > MARGIN):
-            print(f"  {'slower' if slower else 'lost'}: {row}", flush=True)
+        if row.is_slower or row.is_lost:
+            print(f"  {'slower' if row.is_slower else 'lost'}: {row}", flush=True)
 
 
 def smoke() -> None:
@@ -153,18 +167,16 @@ def smoke() -> None:
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         return torch.zeros_like(self)
 
-    def calls(device: torch.device, elements: int) -> Iterator[Any]:
-        yield torch.zeros(elements, device=device), -1, False
+    def calls(device: torch.device, numbers: int) -> Iterator[Any]:
+        yield torch.zeros(numbers, device=device), -1, False
 
     override = opgraft.register_op_override(
         *("aten", "_softmax", "CPU", impl),
         unconditional_override=True,
         crossover=opgraft.Crossover(
-            elements=when.numel("self"), calls=calls, ranges={"elements": (1, 2**12)}
+            numbers=when.numel("self"), calls=calls, ranges={"numbers": (1, 2**12)}
         ),
     )
-    global ELEMENTS
-    ELEMENTS = (2**2, 2**12)
     rows, failed = bench(override, torch.device("cpu"), 2, 60.0)
     assert failed == 0 and [row.taken for row in rows] == [False, False], rows
     _print("smoke", rows)
