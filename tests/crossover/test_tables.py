@@ -82,6 +82,12 @@ DAMAGED = {
     "many bits": (h200(cell(2**63)), "is never"),
     "dtype": (h200(cell(1, "float33")), "'float33'"),
     "a function": (h200(cell(1, "load")), "'load'"),
+    "a dtype as a number": (
+        h200(
+            cell(1) | {"at": ["float32", "float32"]}, features={"rows": "exact", "dtype": "exact"}
+        ),
+        "is never",
+    ),
     "dtype number": (h200(cell(1) | {"at": [1, 6]}), "is never"),
     "twice": (h200(cell(1), cell(1)), "two cells are at one place"),
     "negative": (h200(cell(1, override=-1)), "override_us at .* is -1"),

@@ -188,7 +188,7 @@ def _corner(cell: Mapping[str, Json], crossover: Crossover) -> tuple[Feature, ..
 
 def _feature(value: Json, feature: object) -> Feature:
     is_dtype = isinstance(feature, TensorNumber) and feature.function == "dtype_of"
-    if isinstance(value, str):
+    if isinstance(value, str) and is_dtype:
         dtype = getattr(torch, value, None)
         if isinstance(dtype, torch.dtype):
             return dtype
