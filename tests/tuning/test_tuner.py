@@ -430,6 +430,26 @@ def test_a_table_keeps_what_others_have_in_it(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["some_gpu.json"]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cells": [{"at": [1]}], "comment": "cells first"},
+        {"version": 1, "nested": {"cells": "cells of other"}, "cells": []},
+        {"cells": "cells of other"},
+        {"version": 1},
+        3,
+        None,
+    ],
+)
+def test_what_others_have_in_a_table_stays_whatever_it_is(tmp_path: Path, other: object) -> None:
+    model = models.Model("Some GPU")
+    content = {"format": 1, "device": "Some GPU", "overrides": {"other": other}}
+    (tmp_path / "some_gpu.json").write_text(json.dumps(content))
+    mine = writing.entry(1, {}, AXES, {(0, 0): CELL})
+    path = writing.write(tmp_path, model, {"mine": mine})
+    assert json.loads(path.read_text())["overrides"] == {"mine": mine, "other": other}
+
+
 def test_what_is_no_table_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "some_gpu.json"
     path.write_text("mine")

@@ -17,6 +17,9 @@ from opgraft.crossover.tables import FORMAT, Cell, parse
 from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, ExactAxis, Feature
 
+#: Of the keys of an override's part, in a table's text.
+_INDENT = 3
+
 
 def entry(
     version: int,
@@ -94,17 +97,25 @@ def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) 
 
 
 def _with_a_line_for_each_cell(table: Mapping[str, Any]) -> str:
-    lines: list[str] = []
-    short = {
-        name: {**each, "cells": f"cells of {name}"} for name, each in table["overrides"].items()
+    # Parts of others stay whatever they are: a hand may have added to them, or damaged them.
+    cells = {
+        name: each["cells"]
+        for name, each in table["overrides"].items()
+        if isinstance(each, dict) and isinstance(each.get("cells"), list)
     }
+    short = {
+        name: {**each, "cells": f"cells of {name}"} if name in cells else each
+        for name, each in table["overrides"].items()
+    }
+    lines: list[str] = []
     for line in json.dumps({**table, "overrides": short}, indent=1).splitlines():
-        before, found, name = line.partition('"cells": "cells of ')
-        if not found:
+        before, found, rest = line.partition('"cells": "cells of ')
+        quoted, comma = (rest[:-1], ",") if rest.endswith(",") else (rest, "")
+        name = json.loads(f'"{quoted}') if found and len(before) == _INDENT else None
+        if name not in cells:
             lines.append(line)
             continue
-        cells = table["overrides"][json.loads(f'"{name}')]["cells"]
         lines.append(f'{before}"cells": [')
-        lines.append(",\n".join(f"{before} {json.dumps(cell)}" for cell in cells))
-        lines.append(f"{before}]")
+        lines.append(",\n".join(f"{before} {json.dumps(cell)}" for cell in cells[name]))
+        lines.append(f"{before}]{comma}")
     return "\n".join(lines) + "\n"
