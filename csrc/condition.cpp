@@ -214,6 +214,7 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
       tests_.push_back(test_of(children_[static_cast<size_t>(whole.first + which)]));
     }
   }
+  make_tensor_test();
   // Tests have no side effects, and all must pass, so their order does not matter.
   const auto rest = std::stable_partition(
       tests_.begin(), tests_.end(), [](const Test& test) { return test.kind != Test::Kind::Node; });
@@ -252,6 +253,114 @@ Condition::Test Condition::test_of(int32_t index) const {
     if (compares_as<int64_t>(node.code, relation, 0)) test.relation |= 1 << (relation + 1);
   }
   return test;
+}
+
+// --------------------------------------------------------------------------- the main tensor
+
+namespace {
+
+// The numbers that stand in one of the relations (bits as in `Test::relation`) to a constant; all
+// numbers if they are no range.
+TensorTest::Range range_of(uint8_t relation, int64_t constant) {
+  constexpr int kLess = 1, kEqual = 2, kGreater = 4;
+  TensorTest::Range range;
+  if ((relation & kGreater) == 0) range.most = constant;
+  if ((relation & kLess) == 0) range.least = constant;
+  const TensorTest::Range none{INT64_MAX, INT64_MIN};
+  if (relation == kLess)
+    return constant == INT64_MIN ? none : TensorTest::Range{INT64_MIN, constant - 1};
+  if (relation == kGreater)
+    return constant == INT64_MAX ? none : TensorTest::Range{constant + 1, INT64_MAX};
+  return range;
+}
+
+TensorTest::Range common(const TensorTest::Range& one, const TensorTest::Range& other) {
+  return {std::max(one.least, other.least), std::min(one.most, other.most)};
+}
+
+TensorTest::Range around(const TensorTest::Range& one, const TensorTest::Range& other) {
+  return {std::min(one.least, other.least), std::max(one.most, other.most)};
+}
+
+}  // namespace
+
+void TensorTest::widen(const TensorTest& other) {
+  if (argument != other.argument) {
+    *this = {};
+    return;
+  }
+  contiguous = contiguous && other.contiguous;
+  has_size = has_size && other.has_size && dim == other.dim;
+  dtypes |= other.dtypes;
+  ranks |= other.ranks;
+  numel = around(numel, other.numel);
+  size = around(size, other.size);
+}
+
+void Condition::make_tensor_test() {
+  using Kind = Test::Kind;
+  constexpr uint8_t kNotEqual = 5, kEqual = 2;
+  const auto is_held = [](const Test& test) {
+    switch (test.kind) {
+      case Kind::Dtype:
+        return true;
+      case Kind::Contiguous:
+        return test.integer == static_cast<int64_t>(c10::MemoryFormat::Contiguous);
+      case Kind::Ndim:
+        return test.constant >= 0 && test.constant < TensorTest::kRanks;
+      case Kind::Numel:
+        return test.relation != kNotEqual;
+      case Kind::Size:
+        return test.relation != kNotEqual && test.integer == static_cast<int32_t>(test.integer);
+      default:
+        return false;
+    }
+  };
+  // The argument with most tests; of several the first one.
+  std::vector<int> counts;
+  for (const Test& test : tests_) {
+    if (!is_held(test)) continue;
+    counts.resize(std::max<size_t>(counts.size(), size_t{test.argument} + 1));
+    ++counts[test.argument];
+  }
+  if (counts.empty() || counts.size() > INT16_MAX) return;
+  TensorTest& made = tensor_test_;
+  made.argument =
+      static_cast<int16_t>(std::max_element(counts.begin(), counts.end()) - counts.begin());
+  // One dimension has a place: one whose size must be a certain number, if there is any.
+  for (const bool equal : {true, false}) {
+    for (const Test& test : tests_) {
+      if (made.has_size || test.kind != Kind::Size || test.argument != made.argument) continue;
+      if (!is_held(test) || (equal && test.relation != kEqual)) continue;
+      made.has_size = true;
+      made.dim = static_cast<int32_t>(test.integer);
+    }
+  }
+  const auto move = [&](const Test& test) {
+    if (test.argument != made.argument || !is_held(test)) return false;
+    const auto range = range_of(test.relation, test.constant);
+    switch (test.kind) {
+      case Kind::Dtype:
+        made.dtypes &= static_cast<uint64_t>(test.integer);
+        return true;
+      case Kind::Contiguous:
+        return made.contiguous = true;
+      case Kind::Ndim:
+        for (int64_t rank = 0; rank <= TensorTest::kRanks; ++rank) {
+          if (range.contains(rank) == 0 || (test.relation == kNotEqual && rank == test.constant))
+            made.ranks &= ~(1ULL << rank);
+        }
+        return true;
+      case Kind::Numel:
+        made.numel = common(made.numel, range);
+        return true;
+      default:
+        if (test.integer != made.dim) return false;
+        made.size = common(made.size, range);
+        return true;
+    }
+  };
+  tests_.erase(std::remove_if(tests_.begin(), tests_.end(), move), tests_.end());
 }
 
 bool Condition::passes(const Argument* arguments, size_t from, size_t to) const {

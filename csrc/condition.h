@@ -7,7 +7,9 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/TensorImpl.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -153,6 +155,57 @@ uintptr_t first_address(const c10::TensorImpl& tensor);
 // A plan's key contains that address modulo this many bytes.
 constexpr uintptr_t kKeyAlignment = 16;
 
+// What most conditions ask of their main tensor, in one test: a dtype, a rank, a number of
+// elements, the size of one dimension, contiguity. Its parts are combined without a branch, because
+// in a program that does other things between two calls each branch may be predicted wrongly.
+struct TensorTest {
+  // Inclusive; empty if `least` is above `most`.
+  struct Range {
+    int64_t least = INT64_MIN;
+    int64_t most = INT64_MAX;
+    uint64_t contains(int64_t value) const {
+      return static_cast<uint64_t>(value >= least) & static_cast<uint64_t>(value <= most);
+    }
+  };
+  static constexpr int64_t kRanks = 63;  // greater ranks share a bit with this one
+
+  int16_t argument = -1;  // by its position; -1: there is no test, and every call passes
+  bool contiguous = false;
+  bool has_size = false;
+  int32_t dim = 0;          // of `size`, if `has_size`
+  uint64_t dtypes = ~0ULL;  // a bit for each ScalarType
+  uint64_t ranks = ~0ULL;
+  Range numel{};
+  Range size{};
+
+  bool exists() const { return argument >= 0; }
+
+  // `tensor`: the argument. Its sizes are not symbolic.
+  C10_ALWAYS_INLINE bool passes(const c10::TensorImpl& tensor) const {
+    static_assert(c10::NumScalarTypes <= 64);
+    const int64_t rank = tensor.dim();
+    uint64_t passed = dtypes >> static_cast<unsigned>(c10::typeMetaToScalarType(tensor.dtype()));
+    passed &= ranks >> std::min(rank, kRanks);
+    passed &= numel.contains(tensor.numel());
+    if (has_size) {
+      const int64_t index = dim + (dim < 0 ? rank : 0);
+      if (C10_UNLIKELY(index < 0 || index >= rank)) return false;
+      passed &= size.contains(tensor.sizes()[static_cast<size_t>(index)]);
+    }
+    if (contiguous) passed &= static_cast<uint64_t>(tensor.is_contiguous());
+    return (passed & 1) != 0;
+  }
+  bool passes(const Argument* arguments) const {
+    if (C10_UNLIKELY(!exists())) return true;
+    const auto* tensor = arguments[argument].tensor();
+    return C10_LIKELY(tensor != nullptr) && passes(*tensor);
+  }
+
+  // Widens it, so that a tensor passes if it passes `other` or has passed this. If they ask of
+  // different arguments, there is no test.
+  void widen(const TensorTest& other);
+};
+
 class Condition {
  public:
   // A condition that holds for every call.
@@ -161,12 +214,15 @@ class Condition {
   Condition(std::vector<Node> nodes, int32_t root);
 
   bool holds(const Argument* arguments) const {
-    return passes_quick_tests(arguments) && passes_other_tests(arguments);
+    return tensor_test_.passes(arguments) && passes_more_quick_tests(arguments) &&
+           passes_other_tests(arguments);
   }
 
-  // `holds` in two parts. The quick tests take almost no time. The other tests depend only on what
-  // is in a `PlanKey`: they pass for a call if they passed for another one with the same key.
-  bool passes_quick_tests(const Argument* arguments) const {
+  // `holds` in three parts. The first two, the quick tests, take almost no time. The other tests
+  // depend only on what is in a `PlanKey`: they pass for a call if they passed for another one with
+  // the same key.
+  const TensorTest& tensor_test() const { return tensor_test_; }
+  bool passes_more_quick_tests(const Argument* arguments) const {
     return passes(arguments, 0, quick_count_);
   }
   bool passes_other_tests(const Argument* arguments) const {
@@ -219,6 +275,8 @@ class Condition {
 
   Test test_of(int32_t index) const;
   Feature feature_of(int32_t index) const;
+  // Moves tests of one tensor into `tensor_test_`, as many as it can hold.
+  void make_tensor_test();
   // Whether a plan's key contains all that the condition depends on.
   bool is_decided_by_key() const;
   [[gnu::hot]] bool passes(const Argument* arguments, size_t from, size_t to) const;
@@ -232,7 +290,8 @@ class Condition {
     return nodes_[static_cast<size_t>(children_[static_cast<size_t>(node.first + which)])];
   }
 
-  std::vector<Test> tests_;  // most calls read only these
+  TensorTest tensor_test_;
+  std::vector<Test> tests_;  // those that `tensor_test_` does not hold
   size_t quick_count_ = 0;   // the number of quick tests, which come first
   std::vector<Instruction> nodes_;
   std::vector<int32_t> children_;

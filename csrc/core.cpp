@@ -488,7 +488,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            "Set the Python functions that its overrides call, before the first override.")
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {
-             self.router->publish(Chain(chain.begin(), chain.end()));
+             self.router->publish(Overrides(chain.begin(), chain.end()));
            })
       .def("call_native", &call_native, py::arg("keyset"), py::arg("values"))
       .def("recorder", &make_recorder, py::arg("values"), py::arg("device"))

@@ -9,13 +9,17 @@
 // are never more shards than there were threads at once. Shards and their chunks are never freed. A
 // count that has no place in a shard (the thread has released its shard, the index is too large,
 // memory is short) goes to a part that threads share.
+//
+// A counter can include another one, which then counts for several counters at once.
 #pragma once
 
 #include <c10/macros/Macros.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -55,25 +59,50 @@ class Counter {
 
   void add() noexcept { add(shard()); }
 
+  // Where each shard holds the count. A caller that keeps it need not read the counter itself.
+  uint32_t index() const noexcept { return index_; }
+  // Adds to the counter at `index`. False if it has no place in the thread's shard yet.
+  static bool add_at(uint32_t index) noexcept {
+    Chunk* chunk = shard().chunks_[index / kChunk].load(std::memory_order_relaxed);
+    if (C10_UNLIKELY(chunk == nullptr)) return false;
+    add_to(*chunk, index);
+    return true;
+  }
+
   // Adds in this thread's `shard()`, for callers that add to several counters in a row. Returns the
   // shard's new count.
   uint64_t add(Shard& shard) noexcept {
     Chunk* chunk = shard.chunks_[index_ / kChunk].load(std::memory_order_relaxed);
     if (C10_UNLIKELY(chunk == nullptr)) return add_first(shard);
-    return add_to(*chunk);
+    return add_to(*chunk, index_);
   }
 
   // The calling thread's shard.
   static Shard& shard() noexcept { return C10_LIKELY(current_ != nullptr) ? *current_ : claim(); }
 
+  // With what the included counters have.
   uint64_t total() const noexcept {
-    uint64_t sum = shared_.load(std::memory_order_relaxed);
-    for (Shard* shard = shards_.load(std::memory_order_acquire); shard; shard = shard->next_) {
-      if (const Chunk* chunk = chunk_in(*shard)) {
-        sum += chunk->counts[index_ % kChunk].load(std::memory_order_relaxed);
-      }
-    }
+    const std::lock_guard<std::mutex> guard(indices().mutex);
+    uint64_t sum = own_total();
+    for (const auto& each : included_) sum += each->own_total();
     return sum;
+  }
+
+  // Adds to the total what `other` has and will count.
+  void include(std::shared_ptr<const Counter> other) {
+    const std::lock_guard<std::mutex> guard(indices().mutex);
+    included_.push_back(std::move(other));
+  }
+  // Keeps what `other`, which is included, has counted, and no longer includes it. No thread adds
+  // to it any more.
+  void absorb(const Counter& other) noexcept {
+    const std::lock_guard<std::mutex> guard(indices().mutex);
+    const auto found = std::find_if(included_.begin(), included_.end(),
+                                    [&other](const auto& each) { return each.get() == &other; });
+    if (found == included_.end()) return;
+    shared_.fetch_add(other.own_total(), std::memory_order_relaxed);
+    // `other` lives on: its destructor would lock.
+    included_.erase(found);
   }
 
   // Held around a fork, so that the child gets consistent state.
@@ -134,6 +163,16 @@ class Counter {
     return *shard;
   }
 
+  uint64_t own_total() const noexcept {
+    uint64_t sum = shared_.load(std::memory_order_relaxed);
+    for (Shard* shard = shards_.load(std::memory_order_acquire); shard; shard = shard->next_) {
+      if (const Chunk* chunk = chunk_in(*shard)) {
+        sum += chunk->counts[index_ % kChunk].load(std::memory_order_relaxed);
+      }
+    }
+    return sum;
+  }
+
   const Chunk* chunk_in(const Shard& shard) const noexcept {
     return shard.chunks_[index_ / kChunk].load(std::memory_order_acquire);
   }
@@ -142,8 +181,8 @@ class Counter {
   }
 
   // No other thread writes to it.
-  uint64_t add_to(Chunk& chunk) noexcept {
-    std::atomic<uint64_t>& count = chunk.counts[index_ % kChunk];
+  static uint64_t add_to(Chunk& chunk, uint32_t index) noexcept {
+    std::atomic<uint64_t>& count = chunk.counts[index % kChunk];
     const uint64_t now = count.load(std::memory_order_relaxed) + 1;
     count.store(now, std::memory_order_relaxed);
     return now;
@@ -153,7 +192,7 @@ class Counter {
     if (index_ < kMaxCounters && &shard != &empty_shard()) {
       if (auto* chunk = new (std::nothrow) Chunk()) {
         shard.chunks_[index_ / kChunk].store(chunk, std::memory_order_release);
-        return add_to(*chunk);
+        return add_to(*chunk, index_);
       }
     }
     return shared_.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -188,6 +227,7 @@ class Counter {
 
   const uint32_t index_;
   std::atomic<uint64_t> shared_{0};
+  std::vector<std::shared_ptr<const Counter>> included_;  // guarded by the mutex of the indices
 };
 
 }  // namespace opgraft

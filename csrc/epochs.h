@@ -47,7 +47,8 @@ class Epochs {
 
   class Reader {
    public:
-    Reader() : slot_(C10_LIKELY(current_ != nullptr) ? *current_ : Epochs::slot()) {
+    C10_ALWAYS_INLINE Reader()
+        : slot_(C10_LIKELY(current_ != nullptr) ? *current_ : Epochs::slot()) {
       if (slot_.depth++ == 0) {
         // A release store, although the fence below already orders it before the pointer's load: a
         // writer that sees this announcement, but not the end of the previous one, must see the
@@ -60,7 +61,7 @@ class Epochs {
         }
       }
     }
-    ~Reader() {
+    C10_ALWAYS_INLINE ~Reader() {
       if (--slot_.depth == 0) slot_.began.store(kIdle, std::memory_order_release);
     }
     Reader(const Reader&) = delete;

@@ -69,16 +69,20 @@ bool register_kernel(Router& router, c10::DispatchKey key, bool at_autograd) {
 // --------------------------------------------------------------------------- the call's tensors
 
 // With these keys a tensor's memory does not hold its values, or it has none.
-const c10::DispatchKeySet kLazy{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-                                c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
-                                c10::DispatchKey::Functionalize};
+constexpr c10::DispatchKeySet kLazy{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                    c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
+                                    c10::DispatchKey::Functionalize};
 
-// Whether an impl may run for the call: its tensors are on one device (0-dim CPU tensors aside),
-// hold their values in memory, and have sizes that are not symbolic. Sets the device, if there is a
-// tensor.
+// Whether it holds its values in memory, and has sizes that are not symbolic.
+bool is_plain(const c10::TensorImpl& tensor) {
+  return !tensor.key_set().has_any(kLazy) && !tensor.has_symbolic_sizes_strides();
+}
+
+// Whether an impl may run for the call: its tensors are plain and on one device (0-dim CPU tensors
+// aside). Sets the device, if there is a tensor.
 bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device, bool& found) {
   return all_tensors(arguments, [&](const c10::TensorImpl& tensor) {
-    if (tensor.key_set().has_any(kLazy) || tensor.has_symbolic_sizes_strides()) return false;
+    if (!is_plain(tensor)) return false;
     const c10::Device here = tensor.device();
     if (here.is_cpu() && tensor.dim() == 0) return true;
     if (found) return here == device;
@@ -110,6 +114,27 @@ bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
   const ExcludeKeys exclude(call.excluded);
   function_(call.op, call.impl_keyset(), &call.stack);
   return true;
+}
+
+// --------------------------------------------------------------------------- Chain
+
+Chain::Chain(Overrides overrides) : overrides_(std::move(overrides)) {
+  misses_index_ = misses_->index();
+  for (size_t index = 0; index < size(); ++index) {
+    const TensorTest& test = overrides_[index]->condition.tensor_test();
+    tensor_tests_.push_back(test);
+    if (index == 0) {
+      common_test_ = test;
+    } else {
+      common_test_.widen(test);
+    }
+    overrides_[index]->misses->include(misses_);
+  }
+}
+
+// Runs when no call reads the chain any more.
+Chain::~Chain() {
+  for (const auto& override : overrides_) override->misses->absorb(*misses_);
 }
 
 // --------------------------------------------------------------------------- Router
@@ -151,8 +176,8 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
   return router;
 }
 
-void Router::publish(Chain chain) {
-  const auto* fresh = chain.empty() ? nullptr : new Chain(std::move(chain));
+void Router::publish(Overrides overrides) {
+  const auto* fresh = overrides.empty() ? nullptr : new Chain(std::move(overrides));
   const auto* old = chain_.exchange(fresh, std::memory_order_seq_cst);
   if (old != nullptr) Epochs::instance().retire([old] { delete old; });
 }
@@ -188,7 +213,7 @@ void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyse
   std::unique_ptr<PendingCall> found;
   // Another library's op can be redefined with other arguments. Then the router must not touch the
   // call.
-  if (C10_LIKELY(op.schema().arguments().size() == argument_count_)) {
+  if (!is_idle() && C10_LIKELY(op.schema().arguments().size() == argument_count_)) {
     const auto arguments = call.view();
     found = at_autograd ? pending_call_at_autograd(arguments.data(), keyset)
                         : pending_call(arguments.data());
@@ -242,32 +267,58 @@ std::unique_ptr<PendingCall> Router::pending_call_at_autograd(const Argument* ar
   return nullptr;
 }
 
-// Every call runs this, after the op itself has filled the caches. So rare code is out of line.
+// Every call runs this, after the op itself has filled the caches. So it is one small function, and
+// what is rare is elsewhere.
+bool Router::misses_at_once(const Argument* arguments) const {
+  if (C10_UNLIKELY(Frame::any() || Scope::any_anywhere())) return false;
+  const Epochs::Reader reader;
+  const Chain* chain = chain_.load(std::memory_order_seq_cst);
+  if (C10_UNLIKELY(chain == nullptr || !chain->common_test().exists())) return false;
+  // If there is no tensor, or it is not plain, every override declines too.
+  const auto* tensor = arguments[chain->common_test().argument].tensor();
+  if (tensor != nullptr && is_plain(*tensor) && chain->common_test().passes(*tensor)) return false;
+  chain->count_miss();
+  return true;
+}
+
 std::unique_ptr<PendingCall> Router::pending_call(const Argument* arguments, bool observed) const {
   if (Frame::bypasses(this, name_)) return with_action(PendingCall::Action::RunNative);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
   const Epochs::Reader reader;
-  const Chain* chain = chain_.load(std::memory_order_seq_cst);
-  if (C10_UNLIKELY(chain == nullptr || shutting_down.load(std::memory_order_relaxed)))
+  const Chain* found_chain = chain_.load(std::memory_order_seq_cst);
+  if (C10_UNLIKELY(found_chain == nullptr || shutting_down.load(std::memory_order_relaxed)))
     return nullptr;
-  const bool scoped = Scope::any();
-  if (C10_UNLIKELY(scoped) && !observed && Scope::is_observed()) {
+  const Chain& chain = *found_chain;
+  const bool is_scoped = Scope::any();
+  if (C10_UNLIKELY(is_scoped) && !observed && Scope::is_observed())
     return with_action(PendingCall::Action::Observe);
-  }
+  Counter::Shard& shard = Counter::shard();
   c10::Device device(c10::DeviceType::CPU);
   bool device_found = false;
   if (C10_UNLIKELY(
           !is_plain(c10::ArrayRef<Argument>(arguments, argument_count_), device, device_found))) {
-    count_misses(*chain);
+    count_misses(chain);
     return nullptr;
   }
-  Counter::Shard& shard = Counter::shard();
-  for (size_t index = 0; index < chain->size(); ++index) {
-    const Override& override = *(*chain)[index];
-    if (C10_UNLIKELY(scoped) && Scope::is_off(override.identity)) continue;
+  // Note [Misses]
+  bool counts_each = is_scoped;
+  const auto count_miss = [&](size_t index) {
+    if (counts_each) chain[index].misses->add(shard);
+  };
+  const auto count_each_from_here = [&](size_t index) {
+    if (std::exchange(counts_each, true)) return;
+    for (size_t before = 0; before < index; ++before) chain[before].misses->add(shard);
+  };
+  for (size_t index = 0; index < chain.size(); ++index) {
+    if (C10_UNLIKELY(is_scoped) && Scope::is_off(chain[index].identity)) continue;
+    if (!chain.tensor_test(index).passes(arguments)) {
+      count_miss(index);
+      continue;
+    }
+    const Override& override = chain[index];
     const bool decided_in_python = override.decides_in_python.load(std::memory_order_relaxed);
-    if (C10_LIKELY(!decided_in_python && !override.condition.passes_quick_tests(arguments))) {
-      override.misses->add(shard);
+    if (C10_LIKELY(!decided_in_python && !override.condition.passes_more_quick_tests(arguments))) {
+      count_miss(index);
       continue;
     }
     // Observers and profilers are told which override ran only on the boxed path.
@@ -279,15 +330,17 @@ std::unique_ptr<PendingCall> Router::pending_call(const Argument* arguments, boo
         may_decide_unboxed && override.has_plans->load(std::memory_order_relaxed);
     const bool condition_holds =
         !decided_in_python && !may_replay && override.condition.passes_other_tests(arguments);
-    if (decided_in_python || may_replay || condition_holds) {
-      if (C10_UNLIKELY(!device_found)) device = device_without_tensors(arguments);
-      if (!may_decide_unboxed) return with_overrides(*chain, index, condition_holds, device);
-      if (auto found = pending_unboxed(*chain, index, arguments, condition_holds, device))
-        return found;
+    if (!decided_in_python && !may_replay && !condition_holds) {
+      count_miss(index);
       continue;
     }
-    override.misses->add(shard);
+    count_each_from_here(index);
+    if (C10_UNLIKELY(!device_found)) device = device_without_tensors(arguments);
+    if (!may_decide_unboxed) return with_overrides(chain, index, condition_holds, device);
+    if (auto found = pending_unboxed(chain, index, arguments, condition_holds, device))
+      return found;
   }
+  if (!counts_each) chain.count_miss();
   return nullptr;
 }
 
@@ -317,7 +370,8 @@ std::unique_ptr<PendingCall> Router::with_overrides(const Chain& chain, size_t f
   auto found = std::make_unique<PendingCall>();
   found->condition_holds = condition_holds;
   found->device = device;
-  found->rest.assign(chain.begin() + static_cast<std::ptrdiff_t>(first), chain.end());
+  const auto begin = chain.overrides().begin();
+  found->rest.assign(begin + static_cast<std::ptrdiff_t>(first), chain.overrides().end());
   return found;
 }
 
@@ -325,7 +379,7 @@ std::unique_ptr<PendingCall> Router::pending_unboxed(const Chain& chain, size_t 
                                                      const Argument* arguments,
                                                      bool condition_holds,
                                                      c10::Device device) const {
-  const Override& override = *chain[index];
+  const Override& override = chain[index];
   using Kind = Impl::UnboxedDecision::Kind;
   const auto decision =
       override.impl->decide_unboxed(override, {arguments, argument_count_}, condition_holds);
@@ -362,7 +416,7 @@ void Router::count_misses() const {
 }
 
 void Router::count_misses(const Chain& chain) {
-  for (const auto& override : chain) {
+  for (const auto& override : chain.overrides()) {
     if (!Scope::is_off(override->identity)) override->misses->add();
   }
 }

@@ -110,7 +110,7 @@ class BoxedImpl final : public Impl {
 // One override of a chain. Immutable, except for its counters and `decides_in_python`.
 class alignas(64) Override {
  public:
-  // The members that every call reads come first, in one cache line.
+  // The members that a call reads come first, in one cache line.
   // Whether `Impl::takes` decides: for a condition in Python, or a quarantine.
   std::atomic<bool> decides_in_python{false};
   // Whether the impl has launch plans now; null if it never has any. An impl that may have some
@@ -127,7 +127,43 @@ class alignas(64) Override {
   bool is_placeholder = false;
 };
 
-using Chain = std::vector<std::shared_ptr<const Override>>;
+using Overrides = std::vector<std::shared_ptr<const Override>>;
+
+// The overrides of a router, in order, in the form that calls read. Immutable, except for its
+// counter.
+//
+// Note [Misses]
+// Nearly every call is a miss. What it reads is therefore here, side by side: a test that turns
+// away what every override turns away, each override's own test of the same tensor, and one counter
+// for all. A call that every override declines is counted once, in `misses`, which each override's
+// counter includes. A call that some take or are not asked for is counted override by override.
+class alignas(64) Chain {
+ public:
+  explicit Chain(Overrides overrides);
+  ~Chain();
+  Chain(const Chain&) = delete;
+  Chain& operator=(const Chain&) = delete;
+
+  const Overrides& overrides() const { return overrides_; }
+  size_t size() const { return overrides_.size(); }
+  const Override& operator[](size_t index) const { return *overrides_[index]; }
+
+  // Fails only for calls for which every override's test fails.
+  const TensorTest& common_test() const { return common_test_; }
+  const TensorTest& tensor_test(size_t index) const { return tensor_tests_[index]; }
+  void count_miss() const {
+    if (C10_UNLIKELY(!Counter::add_at(misses_index_))) misses_->add();
+  }
+
+ private:
+  // What a miss reads, in one cache line.
+  TensorTest common_test_;
+  uint32_t misses_index_;
+
+  std::shared_ptr<Counter> misses_ = std::make_shared<Counter>();
+  std::vector<TensorTest> tensor_tests_;
+  Overrides overrides_;
+};
 
 // Is told of every call on a thread that observes routing (`Scope::is_observed`).
 class Observer {
@@ -181,7 +217,7 @@ struct PendingCall {
   torch::jit::Stack results;     // of the replayed plan, for ReturnResults
   bool condition_holds = false;  // the condition of the first of `rest` holds
   c10::Device device{c10::DeviceType::CPU};
-  Chain rest;  // the first override that may take the call, and those after it
+  Overrides rest;  // the first override that may take the call, and those after it
 
   ~PendingCall();
 };
@@ -193,11 +229,20 @@ class alignas(64) Router {
                                          const std::string& dispatch_key,
                                          std::unique_ptr<Observer> observer);
 
-  void publish(Chain chain);
+  void publish(Overrides overrides);
 
   // A boxed call. `at_autograd`: the call of a composite op, at the autograd key.
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack, bool at_autograd);
+
+  // Whether there is nothing to route, so that arguments need not be looked at.
+  bool is_idle() const noexcept {
+    return chain_.load(std::memory_order_relaxed) == nullptr && !Frame::any();
+  }
+
+  // Whether every override declines a call, as far as the test that they have in common says so.
+  // Then the miss is counted, and the native kernel must run. Nearly every call ends here.
+  [[gnu::hot]] bool misses_at_once(const Argument* arguments) const;
 
   // Routes a call. Null if every override declines: then the misses are counted, and the native
   // kernel must run. `observed`: the observer has been told of the call.
@@ -301,10 +346,13 @@ struct RouterKernel final : c10::OperatorKernel {
                   torch::jit::Stack* stack) {
     router(op, keyset, stack, at_autograd);
   }
+  bool misses_at_once(const Argument* arguments) const {
+    return C10_LIKELY(!at_autograd) && router.misses_at_once(arguments);
+  }
   std::unique_ptr<PendingCall> pending_call(const Argument* arguments,
                                             c10::DispatchKeySet keyset) const {
-    if (C10_UNLIKELY(at_autograd)) return router.pending_call_at_autograd(arguments, keyset);
-    return router.pending_call(arguments);
+    return at_autograd ? router.pending_call_at_autograd(arguments, keyset)
+                       : router.pending_call(arguments);
   }
   Router& router;
   const NativeKernel& native;

@@ -24,6 +24,9 @@ class Frame {
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
 
+  // Whether there is a frame on this thread.
+  static bool any() noexcept { return innermost_ != nullptr; }
+
   // Whether calls of `router`, which routes `op`, run the native kernel on this thread.
   static bool bypasses(const Router* router, const std::string& op) noexcept {
     return C10_UNLIKELY(innermost_ != nullptr) && any_bypasses(router, op);
@@ -89,9 +92,9 @@ class Scope {
   void exit();
 
   // Whether this thread is in a scope, perhaps a closed one. Cheap if no scope is open anywhere.
-  static bool any() noexcept {
-    return C10_UNLIKELY(open_.load(std::memory_order_relaxed) > 0) && any_on_this_thread();
-  }
+  static bool any() noexcept { return C10_UNLIKELY(any_anywhere()) && any_on_this_thread(); }
+  // Whether a scope is open on any thread.
+  static bool any_anywhere() noexcept { return open_.load(std::memory_order_relaxed) > 0; }
   static bool is_off(const Selector& override);
   static bool is_observed() noexcept;
   // The tags of this thread's scopes, outermost first: of those that observe, or of those that

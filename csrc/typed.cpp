@@ -79,14 +79,18 @@ template <class Return, class... Args>
                          Args... arguments) {
   const auto& kernel = *static_cast<RouterKernel*>(functor);
   Router& router = kernel.router;
-  const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
-  if (auto pending = kernel.pending_call(view.data(), keyset); C10_UNLIKELY(pending != nullptr)) {
-    if (pending->action == PendingCall::Action::ReturnResults) {
-      return results<Return>(std::move(pending->results), std::tie(arguments...));
+  if (!router.is_idle()) {
+    const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
+    if (C10_UNLIKELY(!kernel.misses_at_once(view.data()))) {
+      if (auto pending = kernel.pending_call(view.data(), keyset)) {
+        if (pending->action == PendingCall::Action::ReturnResults) {
+          return results<Return>(std::move(pending->results), std::tie(arguments...));
+        }
+        const std::array<Boxable, sizeof...(Args)> boxables{boxable(arguments)...};
+        return results<Return>(run_boxed(router, std::move(pending), keyset, boxables),
+                               std::tie(arguments...));
+      }
     }
-    const std::array<Boxable, sizeof...(Args)> boxables{boxable(arguments)...};
-    return results<Return>(run_boxed(router, std::move(pending), keyset, boxables),
-                           std::tie(arguments...));
   }
   const c10::KernelFunction& native = kernel.native.function();
   // Checked when the router was created. This keeps the code to call a boxed kernel out of each

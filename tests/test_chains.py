@@ -1,0 +1,156 @@
+"""What a chain of overrides makes of a call: who takes it, and who counts a miss.
+
+The core tests a call once for all overrides, and counts once for all. So each override must see
+what it would see alone: its condition, as Python evaluates it, decides.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import opgraft
+from opgraft import when
+from tests.test_when_properties import relaxed
+
+RELATIONS: dict[str, Callable[[Any, int], when.Condition]] = {
+    "<": lambda number, constant: number < constant,
+    "<=": lambda number, constant: number <= constant,
+    "==": lambda number, constant: number == constant,
+    "!=": lambda number, constant: number != constant,
+    ">=": lambda number, constant: number >= constant,
+    ">": lambda number, constant: number > constant,
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+CONSTANTS = (*range(-1, 9), 62, 63, 64, 2**31, 2**63 - 1, -(2**63))
+
+
+@st.composite
+def simple_conditions(draw: st.DrawFn, argument: str) -> when.Condition:
+    """A part of a condition, of the kind that most conditions are made of."""
+    kind = draw(st.sampled_from(["dtype", "contiguous", "ndim", "numel", "size", "stride"]))
+    if kind == "dtype":
+        return when.dtype(argument, *draw(st.sets(st.sampled_from(DTYPES), min_size=1)))
+    if kind == "contiguous":
+        return when.is_contiguous(argument)
+    if kind in ("size", "stride"):
+        dim = draw(st.sampled_from([-3, -2, -1, 0, 1, 2, 2**33]))
+        number = getattr(when, kind)(argument, dim)
+    else:
+        number = getattr(when, kind)(argument)
+    relation = RELATIONS[draw(st.sampled_from(sorted(RELATIONS)))]
+    return relation(number, draw(st.sampled_from(CONSTANTS)))
+
+
+@st.composite
+def conditions(draw: st.DrawFn) -> when.Condition:
+    """Of `add.Tensor`: mostly of one tensor, as in practice, but of either."""
+    main = draw(st.sampled_from(["self", "other"]))
+    arguments = st.sampled_from([main, main, main, "self", "other"])
+    parts = draw(st.lists(arguments.flatmap(simple_conditions), min_size=1, max_size=4))
+    if draw(st.booleans()):
+        parts.append(when.value("alpha") == draw(st.sampled_from([1, 2])))
+    return reduce(lambda left, right: left & right, parts)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    sizes = draw(st.lists(st.sampled_from([1, 4]), max_size=3))
+    made = torch.ones(sizes, dtype=draw(st.sampled_from(DTYPES)))
+    return made.mT if len(sizes) > 1 and draw(st.booleans()) else made
+
+
+def _register(index: int, cond: when.Condition | None) -> opgraft.Override:
+    def add(self: torch.Tensor, other: torch.Tensor, *, alpha: int = 1) -> torch.Tensor:
+        return opgraft.native("aten::add.Tensor")(self, other, alpha=alpha)
+
+    return opgraft.register_op_override(
+        *("aten", "add.Tensor", "CPU", add),
+        cond=cond,
+        unconditional_override=cond is None,
+        name=f"number {index}",
+        priority=-index,
+    )
+
+
+@relaxed
+@given(
+    st.lists(conditions(), min_size=1, max_size=5),
+    st.lists(st.tuples(tensors(), tensors(), st.sampled_from([1, 2])), min_size=1, max_size=6),
+)
+def test_each_override_of_a_chain_sees_what_it_would_see_alone(
+    conds: list[when.Condition], calls: list[tuple[torch.Tensor, torch.Tensor, int]]
+) -> None:
+    overrides = [_register(index, cond) for index, cond in enumerate(conds)]
+    expected = [[0, 0] for _ in overrides]
+    for one, other, alpha in calls:
+        torch.add(one, other, alpha=alpha)
+        for cond, counts in zip(conds, expected, strict=True):
+            holds = cond.holds({"self": one, "other": other, "alpha": alpha})
+            counts[0 if holds else 1] += 1
+            if holds:
+                break
+    assert [[each.hits, each.misses] for each in overrides] == expected, conds
+    for override in overrides:
+        override.remove()
+
+
+WIDE = when.size("self", -1) == 1000
+
+
+def test_misses_outlive_the_chain_that_counted_them() -> None:
+    override = _register(0, WIDE)
+    x = torch.ones(4)
+    for more in range(1, 4):
+        x + x
+        other = _register(more, WIDE)
+        x + x
+        assert (override.misses, other.misses) == (2 * more, 1)
+        other.remove()
+        assert (override.misses, other.misses) == (2 * more, 1)
+
+
+@pytest.mark.parametrize("cond", [WIDE, None], ids=["declines", "takes"])
+def test_an_override_behind_counts_what_the_one_in_front_declined(
+    cond: when.Condition | None,
+) -> None:
+    front, behind = _register(0, WIDE), _register(1, cond)
+    torch.ones(4) + 1.0
+    torch.ones(1000) + 1.0
+    assert (front.hits, front.misses) == (1, 1)
+    assert behind.hits + behind.misses == 1
+
+
+def test_an_override_that_is_off_counts_nothing() -> None:
+    off, on = _register(0, WIDE), _register(1, WIDE)
+    with opgraft.disabled(name="number 0"):
+        torch.ones(4) + 1.0
+    opgraft.disable(name="number 1")
+    torch.ones(4) + 1.0
+    assert (off.misses, on.misses) == (1, 1)
+
+
+def test_no_miss_is_lost_or_counted_twice_while_chains_are_replaced() -> None:
+    override = _register(0, WIDE)
+    x, calls, threads = torch.ones(4), 2000, 4
+    seen: list[int] = []
+
+    def call() -> None:
+        for _ in range(calls):
+            x + x
+
+    running = [threading.Thread(target=call) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    while any(thread.is_alive() for thread in running):
+        _register(1, WIDE).remove()
+        seen.append(override.misses)
+    assert seen == sorted(seen)
+    assert override.misses == calls * threads
