@@ -116,6 +116,7 @@ inline int64_t Grid::Axis::index_of(int64_t number) const {
   const int64_t digits = octave >= shift ? number >> (octave - shift) : number << (shift - octave);
   const int64_t index =
       (static_cast<int64_t>(octave) << shift) + digits - (int64_t{1} << shift) - first;
+  if (is_open_ended) return std::clamp<int64_t>(index, 0, count - 1);
   return index >= 0 && index < count ? index : -1;
 }
 

@@ -88,6 +88,7 @@ struct Grid {
     int shift = 0;
     int64_t first = 0;
     int64_t count = 0;
+    bool is_open_ended = false;  // what is beyond the outermost buckets belongs to them
   };
   std::vector<Axis> axes{};
   std::vector<uint8_t> cells{};  // the last axis varies fastest; a bit for each column

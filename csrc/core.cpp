@@ -168,16 +168,17 @@ uint64_t dtype_set(const py::iterable& dtypes) {
   return set;
 }
 
-// An axis of `opgraft.when.grid.Grid.compiled`: (exact numbers or None, shift, first, count).
-using AxisTuple = std::tuple<std::optional<std::vector<py::object>>, int, int64_t, int64_t>;
+// An axis of `opgraft.when.grid.Grid.compiled`: (exact numbers or None, shift, first, count,
+// whether it is open-ended).
+using AxisTuple = std::tuple<std::optional<std::vector<py::object>>, int, int64_t, int64_t, bool>;
 
 std::unique_ptr<const Grid> to_grid(const py::object& compiled) {
   auto grid = std::make_unique<Grid>();
   if (compiled.is_none()) return grid;  // no cells: every call is outside
   const auto [axes, cells] = compiled.cast<std::pair<std::vector<AxisTuple>, std::string>>();
   size_t count = 1;
-  for (const auto& [numbers, shift, first, buckets] : axes) {
-    Grid::Axis axis{numbers.has_value(), {}, shift, first, buckets};
+  for (const auto& [numbers, shift, first, buckets, open_ended] : axes) {
+    Grid::Axis axis{numbers.has_value(), {}, shift, first, buckets, open_ended};
     if (numbers) {
       for (const auto& number : *numbers) axis.numbers.push_back(to_constant(number).toInt());
     }

@@ -63,7 +63,8 @@ def axes(draw: st.DrawFn, kind: str, name: str) -> Axis:
     lowest, highest = sorted((draw(numbers), draw(numbers)))
     if highest > 70 and lowest <= 70:  # few octaves, so that there are few cells
         lowest = highest
-    return SteppedAxis(draw(st.sampled_from(STEPS)), lowest, highest)
+    steps, open_ended = draw(st.sampled_from(STEPS)), draw(st.booleans())
+    return SteppedAxis(steps, lowest, highest, open_ended=open_ended)
 
 
 @st.composite
@@ -113,6 +114,8 @@ def plain_bucket(axis: Axis, value: Any) -> int | None:
     if isinstance(axis, ExactAxis):
         return axis.values.index(value) if value in axis.values else None
     ends = [axis.lower(index) for index in range(axis.count + 1)]
+    if axis.open_ended and value >= 1:
+        value = min(max(value, ends[0]), ends[-1] - 1)
     held = [i for i, (a, b) in enumerate(itertools.pairwise(ends)) if a <= value < b]
     return held[0] if held else None
 
@@ -170,8 +173,10 @@ def test_a_bucket_is_from_its_lower_end_to_the_next_one(steps: int, one: int, ot
     assert axis.index_of(highest) == axis.count - 1
 
 
-def by_rows(cells: list[bool], *, dynamic: bool) -> tuple[symbolic.Outcomes, int]:
-    """The outcomes for a matrix of symbolic rows in a grid from 2 to 8 rows, and the guards."""
+def by_rows(
+    cells: list[bool], *, dynamic: bool, axis: SteppedAxis | None = None
+) -> tuple[symbolic.Outcomes, int]:
+    """The outcomes for a matrix of 2 to 15 rows, in a grid from 2 to 8 rows, and the guards."""
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
@@ -185,7 +190,7 @@ def by_rows(cells: list[bool], *, dynamic: bool) -> tuple[symbolic.Outcomes, int
     matrix = FakeTensorMode(shape_env=env).from_tensor(torch.ones(5, 8), symbolic_context=dims)
     torch._check(matrix.shape[0] >= 2)
     torch._check(matrix.shape[0] < 16)
-    grid = Grid([SteppedAxis(1, 2, 8)], bytes(cells))
+    grid = Grid([axis or SteppedAxis(1, 2, 8)], bytes(cells))
     lookup = Lookup({"rows": when.size("x", 0)}, 0, "plan", Tables(grid))
     guards = len(env.guards)
     found = symbolic.outcomes(lookup, {"x": matrix})
@@ -204,6 +209,17 @@ def test_symbolic_sizes_are_decided_where_every_cell_of_their_range_agrees(
     cells: list[bool], expected: symbolic.Outcomes
 ) -> None:
     assert by_rows(cells, dynamic=True) == (expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest"), [(4, 4), (16, 64), (1, 1), (2, 3)], ids=["around", "below", "above", ""]
+)
+def test_symbolic_sizes_beyond_an_open_end_are_decided_by_it(lowest: int, highest: int) -> None:
+    axis = SteppedAxis(1, lowest, highest, open_ended=True)
+    for cell, expected in ((True, symbolic.HOLDS), (False, symbolic.FAILS)):
+        assert by_rows([cell] * axis.count, dynamic=True, axis=axis) == (expected, 0)
+    closed = SteppedAxis(1, lowest, highest)
+    assert by_rows([True] * closed.count, dynamic=True, axis=closed)[0] != symbolic.HOLDS
 
 
 def test_a_static_size_is_decided_by_its_cell() -> None:

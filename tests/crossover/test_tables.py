@@ -23,11 +23,11 @@ from tests.test_when_properties import relaxed
 H200 = Path("tables/nvidia_h200.json")
 
 
-def read(content: Any, path: Path = H200) -> Entry:
+def read(content: Any, declared: Crossover | None = None) -> Entry:
     """The entry of the override `fast` in a table of an H200."""
     if isinstance(content, dict):
         content = json.dumps(content)
-    found = entry_of(tables.parse(path, content), "fast", crossover())
+    found = entry_of(tables.parse(H200, content), "fast", declared or crossover())
     assert found is not None
     return found
 
@@ -168,9 +168,12 @@ def test_a_way_pays_where_the_longer_of_its_times_is_shorter_by_the_margin(
     ]
 
 
-def grid(*cells: dict[str, Any], steps: int = 1, margin: float = rule.MARGIN) -> Grid:
+def grid(
+    *cells: dict[str, Any], steps: int = 1, margin: float = rule.MARGIN, **declared: Any
+) -> Grid:
     features = {"rows": {"steps": steps}, "dtype": "exact"}
-    return rule.grid_of(read(h200(*cells, features=features)), margin)
+    found = read(h200(*cells, features=features), crossover(**declared))
+    return rule.grid_of(found, margin)
 
 
 def taken(found: Grid, rows: list[int], dtype: torch.dtype = torch.float32) -> list[bool]:
@@ -187,6 +190,15 @@ def test_outside_of_what_was_measured_it_declines() -> None:
     found = grid(cell(16), cell(64))
     assert taken(found, [0, 15, 16, 127, 128]) == [False, False, True, True, False]
     assert taken(found, [16], torch.float16) == [False]
+
+
+def test_an_open_ended_feature_goes_on_as_at_its_ends() -> None:
+    cells = cell(16), cell(64, override=20), cell(32, "float16")
+    found = grid(*cells, open_ended=["rows"])
+    assert taken(found, [0, 1, 16, 32, 64, 2**62]) == [False, True, True, False, False, False]
+    # Where one dtype was measured further out than another, each has its own ends.
+    assert taken(found, [1, 16, 64, 2**62], torch.float16) == [True] * 4
+    assert taken(found, [16], torch.float64) == [False]
 
 
 def test_values_of_an_exact_feature_have_nothing_in_between() -> None:

@@ -156,14 +156,15 @@ def test_the_reason_is_told(user_tables: Path) -> None:
 
 
 def test_what_salts_compiled_graphs_depends_on_the_tables(user_tables: Path) -> None:
-    def state(*cells: dict[str, Any]) -> str:
+    def state(*cells: dict[str, Any], **declared: Any) -> str:
         from opgraft.crossover import sources
 
         write(user_tables, table({"fast": entry(*cells)}))
         sources.forget()
-        gelu()
+        gelu(crossover=crossover(**declared))
         return caches.registry_state()
 
     first, other = state(cell(4)), state(cell(4, native=11))
     assert first != other
     assert state(cell(4)) == first
+    assert state(cell(4), open_ended=["rows"]) != first

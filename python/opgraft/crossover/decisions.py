@@ -15,7 +15,7 @@ from opgraft.crossover.models import Model
 from opgraft.crossover.sources import Found, Source
 from opgraft.crossover.tables import Cell
 from opgraft.ops.describing import dtype_name
-from opgraft.when.grid import Axis, Feature, Grid
+from opgraft.when.grid import Axis, Feature, Grid, SteppedAxis
 from opgraft.when.nodes import Failure, Lookup
 
 
@@ -37,7 +37,8 @@ class InForce:
     def digest(self) -> str:
         """A hash of everything that a decision depends on."""
         entry, margin = self.source.entry, self.source.margin
-        return hashlib.sha256(f"{entry.digest} {margin}".encode()).hexdigest()
+        ends = [isinstance(axis, SteppedAxis) and axis.open_ended for axis in entry.axes]
+        return hashlib.sha256(f"{entry.digest} {margin} {ends}".encode()).hexdigest()
 
     def failure(self, names: list[str], values: tuple[Any, ...], column: int) -> Failure:
         """Why the column declines a call's features."""
@@ -47,8 +48,8 @@ class InForce:
             place = ", ".join(map(_shown, names, values))
             part = "not measured here"
         else:
-            lowest = map(_lower, self.grid.axes, indices)
-            place = ", ".join(map(_shown, names, lowest))
+            shown = map(_place, self.grid.axes, indices, values)
+            place = ", ".join(map(_shown, names, shown))
             cell = entry.cells.get(indices)
             part = _comparison(cell, column, self.source.margin) if cell else _UNMEASURED
         date = f", measured {entry.measured['date']}" if "date" in entry.measured else ""
@@ -70,8 +71,11 @@ def _comparison(cell: Cell, column: int, margin: float) -> str:
     return f"not {margin:.0%} faster{_WAYS[column]} here: {text}"
 
 
-def _lower(axis: Axis, index: int) -> Feature:
-    return axis.lower(index)
+def _place(axis: Axis, index: int, value: Any) -> Feature:
+    """Where the bucket of a value begins; the value, if it lies beyond an open end."""
+    is_open = isinstance(axis, SteppedAxis) and axis.open_ended
+    is_beyond = is_open and not axis.lower(index) <= value < axis.lower(index + 1)
+    return int(value) if is_beyond else axis.lower(index)
 
 
 def _shown(name: str, value: object) -> str:
@@ -115,7 +119,9 @@ class Decisions:
             for table, entry in (*self.found.user, *self.found.author)
         ]
         margins = rule.MARGIN, rule.OTHER_DEVICE_MARGIN, rule.OTHER_ARCHITECTURE_MARGIN
-        return hashlib.sha256(f"{margins} {parts} {len(self.found.user)}".encode()).hexdigest()
+        ends = sorted(self.crossover.open_ended)
+        text = f"{margins} {parts} {len(self.found.user)} {ends}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def in_force(self, model: Model) -> InForce | None:
         """The table that is in force on a model of device; None if there is none."""

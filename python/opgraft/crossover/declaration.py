@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from opgraft.errors import RegistrationError
-from opgraft.when.nodes import Number, tensors_of
+from opgraft.when.nodes import Number, TensorNumber, tensors_of
 
 __all__ = ["Crossover"]
 
@@ -31,13 +31,17 @@ class Crossover:
             powers of two.
         ranges: what `opgraft tune` measures: by feature, the smallest and the largest number, or
             the values of an exact one.
+        open_ended: the features whose range goes on without a change at both ends: the smallest
+            and the largest number that were measured also decide for what lies beyond them. For
+            example, a kernel that is limited by memory at 2**27 elements is so for any more.
+            Without it, what lies outside of the measured cells is declined.
         tables: the folder with the tables that the author ships; None: there are none.
         **features: each an integer, a boolean, or :func:`opgraft.when.dtype_of`, as an expression
             of :mod:`opgraft.when`.
 
     Raises:
         RegistrationError: there is no feature; one is no number; none is about a tensor, whose
-            device could be looked up; or `exact` names another one.
+            device could be looked up; or `exact` or `open_ended` names another one.
 
     >>> import opgraft
     >>> from opgraft import when
@@ -54,6 +58,7 @@ class Crossover:
     version: int
     exact: frozenset[str]
     ranges: Mapping[str, Sequence[Any]]
+    open_ended: frozenset[str]
     tables: Path | None
     features: Mapping[str, Number]
 
@@ -64,16 +69,19 @@ class Crossover:
         version: int = 1,
         exact: Iterable[str] = (),
         ranges: Mapping[str, Sequence[Any]] | None = None,
+        open_ended: Iterable[str] = (),
         tables: str | os.PathLike[str] | None = None,
         **features: Number,
     ) -> None:
         exact = (exact,) if isinstance(exact, str) else tuple(exact)
-        _check(calls, version, exact, ranges or {}, features)
+        open_ended = (open_ended,) if isinstance(open_ended, str) else tuple(open_ended)
+        _check(calls, version, exact, ranges or {}, open_ended, features)
         vars(self).update(
             calls=calls,
             version=version,
             exact=frozenset(exact),
             ranges=MappingProxyType(dict(ranges or {})),
+            open_ended=frozenset(open_ended),
             tables=None if tables is None else Path(tables),
             features=MappingProxyType(dict(features)),
         )
@@ -85,11 +93,17 @@ class Crossover:
         return f"Crossover({', '.join(f'{key}={each!r}' for key, each in self.features.items())})"
 
 
+def is_dtype(feature: object) -> bool:
+    """Whether a feature is the dtype of a tensor."""
+    return isinstance(feature, TensorNumber) and feature.function == "dtype_of"
+
+
 def _check(
     calls: object,
     version: object,
     exact: tuple[str, ...],
     ranges: Mapping[str, Sequence[Any]],
+    open_ended: tuple[str, ...],
     features: Mapping[str, Number],
 ) -> None:
     if not features:
@@ -109,6 +123,15 @@ def _check(
         raise RegistrationError(
             f"Crossover(exact={unknown}): the features are {', '.join(features)}"
         )
+    if unknown := [name for name in open_ended if name not in features]:
+        raise RegistrationError(
+            f"Crossover(open_ended={unknown}): the features are {', '.join(features)}"
+        )
+    for name in open_ended:
+        if name in exact or is_dtype(features[name]):
+            raise RegistrationError(
+                f"Crossover(open_ended=): {name} is exact, and has no ends: leave it out"
+            )
     if ranges and ranges.keys() != features.keys():
         raise RegistrationError(
             f"Crossover(ranges={dict(ranges)}): give one of each feature: {', '.join(features)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from opgraft.crossover.tables import Cell, Entry
@@ -65,7 +65,8 @@ def grid_of(entry: Entry, margin: float) -> Grid:
     A cell that was not measured follows its neighbours: along each axis with steps, the nearest
     decided cells on both sides. It is taken if all of them are, and declined if one is. Where no
     axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
-    the end. Each column has cells of its own: fewer are measured in compiled graphs.
+    the end. Along an open-ended axis, cells beyond the outermost decided one follow that one. Each
+    column has cells of its own: fewer are measured in compiled graphs.
     """
     cells = bytearray(math.prod(axis.count for axis in entry.axes))
     for column in range(len(COLUMNS)):
@@ -74,7 +75,7 @@ def grid_of(entry: Entry, margin: float) -> Grid:
             for indices, cell in entry.cells.items()
             if is_measured(cell, column)
         }
-        for indices, decision in filled(measured, entry.axes, operator.and_).items():
+        for indices, decision in _extended(filled(measured, entry.axes, operator.and_), entry.axes):
             cells[_flat(indices, entry.axes)] |= decision << column
     return Grid(entry.axes, bytes(cells))
 
@@ -107,17 +108,49 @@ def _between(
     for which, axis in enumerate(axes):
         if isinstance(axis, ExactAxis):
             continue
-        lines: dict[tuple[Indices, Indices], list[int]] = {}
-        for indices in decided:
-            lines.setdefault((indices[:which], indices[which + 1 :]), []).append(indices[which])
-        for (before, behind), places in lines.items():
-            places.sort()
+        for (before, behind), places in _lines(decided, which).items():
             for low, high in itertools.pairwise(places):
                 cells = [(*before, place, *behind) for place in range(low, high + 1)]
                 ends = join(decided[cells[0]], decided[cells[-1]])
                 for cell in cells[1:-1]:
                     found[cell] = join(found.get(cell, ends), ends)
     yield from found.items()
+
+
+def _extended(decided: dict[Indices, int], axes: Sequence[Axis]) -> Iterable[tuple[Indices, int]]:
+    """Decisions, and those for the cells that lie beyond them along open-ended axes."""
+    found = dict(decided)
+    while new := _beyond(found, axes):
+        found |= new
+    return found.items()
+
+
+def _beyond(decided: Mapping[Indices, int], axes: Sequence[Axis]) -> dict[Indices, int]:
+    """Undecided cells beyond decided ones, and what those decide; declined if one declines."""
+    found: dict[Indices, int] = {}
+    for which, axis in enumerate(axes):
+        if isinstance(axis, ExactAxis) or not axis.open_ended:
+            continue
+        for (before, behind), places in _lines(decided, which).items():
+            for end, cells in (
+                (places[0], range(places[0])),
+                (places[-1], range(places[-1] + 1, axis.count)),
+            ):
+                outermost = (*before, end, *behind)
+                for place in cells:
+                    cell = (*before, place, *behind)
+                    found[cell] = found.get(cell, 1) & decided[outermost]
+    return found
+
+
+def _lines(decided: Mapping[Indices, int], which: int) -> dict[tuple[Indices, Indices], list[int]]:
+    """The places of decided cells along one axis, in order, by their places along the others."""
+    lines: dict[tuple[Indices, Indices], list[int]] = {}
+    for indices in decided:
+        lines.setdefault((indices[:which], indices[which + 1 :]), []).append(indices[which])
+    for places in lines.values():
+        places.sort()
+    return lines
 
 
 def _flat(indices: Indices, axes: tuple[Axis, ...]) -> int:

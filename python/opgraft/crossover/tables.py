@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from opgraft.crossover.declaration import Crossover
+from opgraft.crossover.declaration import Crossover, is_dtype
 from opgraft.crossover.models import Model, file_name
 from opgraft.when.grid import MAX_CELLS, STEPS, Axis, ExactAxis, Feature, SteppedAxis
-from opgraft.when.nodes import TensorNumber
 
 FORMAT = 1
 #: A longer file is no table: at 100 bytes a cell, this is more cells than a grid can have.
@@ -187,12 +186,11 @@ def _corner(cell: Mapping[str, Json], crossover: Crossover) -> tuple[Feature, ..
 
 
 def _feature(value: Json, feature: object) -> Feature:
-    is_dtype = isinstance(feature, TensorNumber) and feature.function == "dtype_of"
-    if isinstance(value, str) and is_dtype:
+    if isinstance(value, str) and is_dtype(feature):
         dtype = getattr(torch, value, None)
         if isinstance(dtype, torch.dtype):
             return dtype
-    elif isinstance(value, int) and not is_dtype and -(2**63) <= value < 2**63:
+    elif isinstance(value, int) and not is_dtype(feature) and -(2**63) <= value < 2**63:
         return value
     raise BadTable(f'"at" has {value!r}, which {feature!r} is never')
 
@@ -208,7 +206,8 @@ def _axis(name: str, kind: Json, values: list[Feature], crossover: Crossover) ->
     numbers = [value for value in values if type(value) is int and value >= 1]
     if len(numbers) != len(values):
         raise BadTable(f"the feature {name} has steps, and not all of its values are from 1 on")
-    return SteppedAxis(steps, min(numbers), max(numbers))
+    is_open = name in crossover.open_ended
+    return SteppedAxis(steps, min(numbers), max(numbers), open_ended=is_open)
 
 
 def _indices(axes: tuple[Axis, ...], corner: tuple[Feature, ...]) -> tuple[int, ...]:

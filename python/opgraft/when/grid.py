@@ -48,7 +48,7 @@ class ExactAxis:
         return self.values[index]
 
     def compiled(self) -> tuple[Any, ...]:
-        return list(self.values), 0, 0, self.count
+        return list(self.values), 0, 0, self.count, False
 
 
 class SteppedAxis:
@@ -58,16 +58,22 @@ class SteppedAxis:
         steps: the buckets of an octave, one of `STEPS`. 2: they start at `2**k` and `3 * 2**k`.
         lowest: a number in the first bucket.
         highest: a number in the last bucket.
+        open_ended: smaller numbers, from 1 on, fall into the first bucket, too, and greater ones
+            into the last.
 
     >>> axis = SteppedAxis(2, 16, 64)
     >>> [axis.lower(index) for index in range(axis.count)]
     [16, 24, 32, 48, 64]
     >>> axis.index_of(47), axis.index_of(95), axis.index_of(96), axis.index_of(0)
     (2, 4, None, None)
+    >>> axis = SteppedAxis(2, 16, 64, open_ended=True)
+    >>> axis.index_of(1), axis.index_of(2**40), axis.index_of(0)
+    (0, 4, None)
     """
 
-    def __init__(self, steps: int, lowest: int, highest: int) -> None:
+    def __init__(self, steps: int, lowest: int, highest: int, *, open_ended: bool = False) -> None:
         self.steps = steps
+        self.open_ended = open_ended
         self._shift = STEPS.index(steps)
         self._first = self._bucket(lowest)
         self.count = self._bucket(highest) - self._first + 1
@@ -83,6 +89,8 @@ class SteppedAxis:
         if not isinstance(number, int) or not 1 <= number < 2**63:
             return None
         index = self._bucket(number) - self._first
+        if self.open_ended:
+            return min(max(index, 0), self.count - 1)
         return index if 0 <= index < self.count else None
 
     def lower(self, index: int) -> int:
@@ -91,7 +99,7 @@ class SteppedAxis:
         return -((-((1 << self._shift) + part) << octave) >> self._shift)
 
     def compiled(self) -> tuple[Any, ...]:
-        return None, self._shift, self._first, self.count
+        return None, self._shift, self._first, self.count, self.open_ended
 
 
 Axis: TypeAlias = "ExactAxis | SteppedAxis"

@@ -283,8 +283,16 @@ class _Evaluator:
 
         known = bisect_left(ends, True, key=lambda index: reached(index) != HOLDS)
         maybe = bisect_left(ends, True, lo=known, key=lambda index: reached(index) == FAILS)
-        outside: set[int | None] = {None} if known == 0 or maybe > axis.count else set()
-        return outside | set(range(max(known - 1, 0), min(maybe, axis.count)))
+        possible: set[int | None] = set(range(max(known - 1, 0), min(maybe, axis.count)))
+        below, above = known == 0, maybe > axis.count
+        if not axis.open_ended:
+            return possible | ({None} if below or above else set())
+        is_number = self._truth(value >= 1)
+        if is_number == FAILS:
+            return {None}
+        if is_number != HOLDS:
+            possible.add(None)
+        return possible | ({0} if below else set()) | ({axis.count - 1} if above else set())
 
     def _possible_values(self, axis: ExactAxis, value: Any) -> set[int | None]:
         possible: set[int | None] = {None}
