@@ -26,6 +26,7 @@ H200 = {
         **{"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132},
         **{"total_memory": 150 * 2**30, "warp_size": 32, "L2_cache_size": 60 * 2**20},
         "shared_memory_per_block_optin": 232448,
+        "shared_memory_per_multiprocessor": 233472,
     },
 }
 NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)

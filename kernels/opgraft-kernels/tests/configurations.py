@@ -37,7 +37,7 @@ def cutedsl_kinds(family: str) -> Iterator[Any]:
 
 
 def _norms(norm: str) -> Iterator[Launch]:
-    """Power-of-two blocks in 16 and 32 bits, and at a few sizes each: unaligned rows, no weight, no
+    """Powers of two in 16 and 32 bits, and at a few sizes each: unaligned rows, no weight, no
     bias, some of the gradients, more or fewer rows."""
     has_mean = norm == "layer_norm"
     some = functools.partial(norm_launches, norm)
@@ -53,6 +53,12 @@ def _norms(norm: str) -> Iterator[Launch]:
         yield from some(bfloat16, hidden, has_weight=False, has_bias=False)
         yield from some(bfloat16, hidden, needs=(True, False, False))
         yield from some(bfloat16, hidden, needs=(False, True, True))
+    # Rows with a tail, of a few lengths between each two powers of two. The last two are multiples
+    # of 8 bytes, and of 2.
+    for hidden in (40, 96, 320, 768, 1280, 2560, 4224, 5120, 5496, 12288, 5500, 4225):
+        yield from some(bfloat16, hidden)
+    for hidden in (96, 1280, 5120):
+        yield from some(float32, hidden)
     for hidden in (128, 4096):
         yield from some(bfloat16, hidden, rows=1)
     # Few programs that add up their sums in the same launch, and more elements than are.
@@ -85,7 +91,7 @@ def norm_launches(
     dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
     forward = ops.Forward(x, weight, bias, x, mean, rstd, hidden, 1e-6)
     backward = ops.Backward(x, x, weight, mean, rstd, dx, dw, db, hidden)
-    device = triton_kernels.Device(MULTIPROCESSORS, can_wait=True)
+    device = triton_kernels.Device(MULTIPROCESSORS, 228 * 1024, can_wait=True)
     return [
         triton_kernels.plan_forward(forward, device),
         *triton_kernels.plan_backward(backward, device),

@@ -215,7 +215,8 @@ def test_overrides_take_what_they_are_for(device: torch.device, dispatch_key: st
         assert one is not None and other is not None
         assert _error(one, other) < 0.02
     misses = forward.misses
-    F.layer_norm(case.x[:1], case.shape, case.weight, case.bias)
+    declined = case.x.double() if device.type == "cuda" else case.x[:1]
+    F.layer_norm(declined, case.shape)
     assert forward.misses == misses + 1
 
 

@@ -6,6 +6,7 @@ A tensor that is normalised over its trailing dimensions is seen as a matrix, ``
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +28,19 @@ __all__ = [
     "contiguous",
     "load_if",
     "mask_if",
+    "multiple_of",
     "multiprocessors",
     "plan_sum",
     "power_of_2",
     "publish",
+    "shared_memory_of_multiprocessor",
     "split_rows",
     "store_if",
     "sum_after_barrier",
     "sum_constexprs",
     "sum_partials_kernel",
     "sums_in_one_launch",
+    "unit_of",
 ]
 
 # Here, since all of the pack's Triton kernels import this module.
@@ -69,6 +73,16 @@ def mask_if(mask, condition):
     those. Compiled, both are the same.
     """
     return mask & tl.where(condition, True, False)
+
+
+@triton.jit
+def multiple_of(length, UNIT: tl.constexpr):
+    """`length`, which is a multiple of UNIT; so Triton knows it, and loads UNIT elements at once.
+
+    By itself it knows of an argument whether it is a multiple of 16, and nothing of one that is a
+    multiple of 8: rows of 5496 bfloat16 would be loaded by 2 bytes in place of 16.
+    """
+    return length // UNIT * UNIT
 
 
 # --------------------------------------------------------------------------------------------------
@@ -291,7 +305,8 @@ class Launch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program of `num_warps` warps holds of a matrix: `rows` x `block` elements.
+    """What a program of `num_warps` warps holds of a matrix: `rows` x `block` elements, and
+    `rows` x `tail` more where that is not 0.
 
     `per_sm` is how many such programs a multiprocessor is to run at once, where programs walk over
     the rows, and `stages` how many tiles deep they load ahead, into shared memory.
@@ -302,6 +317,7 @@ class Tile(NamedTuple):
     num_warps: int
     per_sm: int = 1
     stages: int = 1
+    tail: int = 0
 
     @property
     def registers(self) -> int:
@@ -329,6 +345,16 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def unit_of(itemsize: int, *lengths: int) -> int:
+    """How many elements may be loaded at once: up to 16 bytes of them, where all lengths (of rows,
+    and how far they are apart) are multiples.
+
+    >>> unit_of(2, 5496), unit_of(4, 5496), unit_of(2, 5496, 5500), unit_of(2, 1001)
+    (8, 4, 4, 1)
+    """
+    return math.gcd(16 // itemsize, *lengths)
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -338,6 +364,14 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2  # The interpreter: few enough for programs to walk.
+
+
+@functools.cache
+def shared_memory_of_multiprocessor(device: torch.device) -> int:
+    """In bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return 2**20  # The interpreter: any number.
 
 
 def sums_in_one_launch(rows: int, hidden: int, programs: int) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from opgraft import Override, cutedsl_utils, lazy, triton_utils, when
+from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
 from opgraft_kernels.norms import in_graphs
 
 __all__ = [
@@ -33,32 +34,16 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Dsl: TypeAlias = Literal["triton", "cutedsl"]
 
 
-class FromPython(NamedTuple):
-    """From how many elements on a call is worth a launch from Python."""
-
-    elements: int
-    narrow: int  # in rows of up to _NARROW
-    wide: int  # in rows of _WIDE and more
-
-
-# Rows so narrow, or so wide, that ATen's kernels are slow.
-_NARROW, _WIDE = 128, 65536
-
-
 class Op(NamedTuple):
-    """A norm's forward or backward op in ``aten``, and which of its calls the kernels get."""
+    """A norm's forward or backward op in ``aten``."""
 
     name: str
-    #: In Triton, the calls without a launch plan. With one they get all that they are right for.
-    from_python: FromPython
-    #: In CuteDSL: by the widths of rows that there are kernels for, the elements from which on.
-    clusters: Mapping[int, int]
-    #: The same for calls without a launch plan, where these differ.
-    clusters_from_python: Mapping[int, int] | None
+    #: The widths of rows that there are kernels over clusters for.
+    clusters: tuple[int, ...]
     #: Which calls are opaque in compiled graphs.
     compile: Any
     #: Of Triton's kernels: raised when they become faster or slower. A test says when they change.
-    version: int = 1
+    version: int = 2
 
 
 class Norm(NamedTuple):
@@ -78,79 +63,29 @@ class Norm(NamedTuple):
         return self.forward if direction == "forward" else self.backward
 
 
-# On the GPU Triton's kernels are faster than ATen's from the smallest sizes that were measured, and
-# a launch plan costs the host less than native does. But a Triton launch from Python costs it more:
-# where native takes less time on the GPU than a hit takes on the host, a loop of such calls gets
-# slower. So what is below `from_python` runs by a launch plan or not at all. Measured on an H200 in
-# bfloat16 with the compiled router.
-
-# Faster on the GPU from 2**18 elements forward and 2**20 backward. By a plan, a call in a loop took
-# 5.3 to 6.0 us forward where native's took 6.7 to 8.0 (rows of up to 4096), and 6.1 to 7.8 us
-# backward where native's took 11.3 to 12.0 (28 at 8192 x 128), of 2**12 elements on
-# (`benchmarks/launch.py --crossover`). A hit in Python took 40 us end to end forward and 74 us
-# backward with the host at its fastest, 115 and 165 us at its slowest. Native's took 45 us (hidden
-# 4096) to 61 us (16384) forward and 114 to 181 us backward at 2**25 elements, half that at 2**24;
-# but at 2**24 elements 85 us forward and 127 us backward at hidden 128, 116 us and 168 us at 65536,
-# more at 131072 (`benchmarks/rms_norm.py --crossover`).
-#
-# Over clusters (`benchmarks/rms_norm.py --clusters`), on the GPU: the forward took 3.4 us where
-# Triton's took 6 and native's 48 for one row of 65536, 131 against 142 and 222 at 2**27 elements,
-# and from Python 21 to 38 us end to end. The backward is Triton's equal or a little better from
-# 2**24 elements (37 us against 39 to 42) to 2**27 (213 against 218 for rows of 32768, 207 against
-# 226 for those of 131072).
 RMS_NORM = Norm(
     "rms_norm",
     parameters=("weight",),
     statistics=("rstd",),
     # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
     cpu_dtypes=(torch.float32, torch.float16),
-    forward=Op(
-        "_fused_rms_norm",
-        from_python=FromPython(2**25, narrow=2**24, wide=2**24),
-        clusters={65536: 2**16, 131072: 2**17},
-        clusters_from_python=None,
-        compile=in_graphs.forward(),
-    ),
+    forward=Op("_fused_rms_norm", (65536, 131072), in_graphs.forward()),
     backward=Op(
-        "_fused_rms_norm_backward",
-        from_python=FromPython(2**25, narrow=2**24, wide=2**24),
-        clusters={32768: 2**24, 65536: 2**24, 131072: 2**24},
-        clusters_from_python=None,
-        compile=in_graphs.backward(many_from=8192),
+        "_fused_rms_norm_backward", (32768, 65536, 131072), in_graphs.backward(many_from=8192)
     ),
 )
 
-# Faster on the GPU from the smallest sizes on (backward at hidden 1024: from 2**20 elements). A hit
-# in Python took 34 us end to end forward and 62 us backward. Native's took 57 to 80 us forward at
-# 2**25 elements and hidden 1024 to 16384, 66 to 115 us backward at 2**24; but at hidden 128, 70 us
-# forward at 2**23 elements and 300 us backward; at 65536, 72 us forward at 2**20
-# (`benchmarks/layer_norm.py --crossover`).
-#
-# Over clusters (`benchmarks/layer_norm.py --clusters`), on the GPU: the forward took 4 to 5 us
-# where Triton's took 6 to 7 and native's 37 to 140 for two rows of 32768 to 131072, and 141 against
-# 179 and 248 at 2**27 elements in rows of 65536. From Python a call took 26 to 49 us end to end: of
-# rows of 32768 that pays from 2**24 elements (native's took 40 at 2**23, 73 at 2**24), of those of
-# 16384 from 2**25 (66). The backward is Triton's equal at 2**24 elements (16384: 51 us against 48;
-# 65536: 49 against 54) and beats it from there on (218 against 292 and 225 against 321 at 2**27).
 LAYER_NORM = Norm(
     "layer_norm",
     parameters=("weight", "bias"),
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op(
-        "native_layer_norm",
-        from_python=FromPython(2**25, narrow=2**23, wide=2**20),
-        clusters={16384: 2**24, 32768: 2**16, 65536: 2**16, 131072: 2**17},
-        clusters_from_python={16384: 2**25, 32768: 2**24, 65536: 2**16, 131072: 2**17},
-        compile=in_graphs.forward(),
-    ),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), in_graphs.forward()),
     backward=Op(
         "native_layer_norm_backward",
-        from_python=FromPython(2**24, narrow=2**23, wide=2**24),
-        clusters={16384: 2**25, 32768: 2**24, 65536: 2**24, 131072: 2**24},
-        clusters_from_python=None,
-        compile=in_graphs.backward(many_from=4096),
+        (16384, 32768, 65536, 131072),
+        in_graphs.backward(many_from=4096),
     ),
 )
 
@@ -167,11 +102,11 @@ def condition(norm: Norm, direction: Direction, dispatch_key: str) -> Any:
 
 def cluster_condition(norm: Norm, direction: Direction) -> Any:
     """Which calls of a norm's op go to CuteDSL, at the CUDA key."""
-    crossovers = norm.op(direction).clusters
+    widths = norm.op(direction).clusters
     wanted = (
         # First what is false of most rows.
-        (when.size("input", -1) >= min(crossovers))
-        & _is_wide_and_large_enough(crossovers)
+        (when.size("input", -1) >= min(widths))
+        & functools.reduce(operator.or_, (when.size("input", -1) == width for width in widths))
         & (when.device_capability("input") == (9, 0))
         & when.dtype("input", torch.float16, torch.bfloat16)
         & _loads_by_16_bytes("input")
@@ -256,28 +191,57 @@ def _device(norm: Norm, dispatch_key: str) -> Any:
     )
 
 
-def _is_faster_from_python(crossover: FromPython) -> Any:
-    hidden, elements = when.size("input", -1), when.numel("input")
-    return (
-        (elements >= crossover.elements)
-        | ((elements >= crossover.narrow) & (hidden <= _NARROW))
-        | ((elements >= crossover.wide) & (hidden >= _WIDE))
-    )
-
-
-def _is_wide_and_large_enough(crossovers: Mapping[int, int]) -> Any:
-    """Whether ``input`` has rows of one of the widths, and as many elements as are given for it."""
-    return functools.reduce(
-        operator.or_,
-        (
-            (when.size("input", -1) == width) & (when.numel("input") >= elements)
-            for width, elements in crossovers.items()
-        ),
-    )
-
-
 def _loads_by_16_bytes(name: str) -> Any:
     return when.is_contiguous(name) & when.aligned(name, 16)
+
+
+# --------------------------------------------------------------------------------------------------
+# Crossovers
+# --------------------------------------------------------------------------------------------------
+
+# On the GPU the kernels are faster than ATen's nearly everywhere, and a launch plan costs the host
+# less than native does. A launch from Python costs it more: where native takes less time on the GPU
+# than a hit takes on the host, a loop of such calls gets slower. How large that is depends on the
+# number of elements, and on the width of the rows, as ATen's kernels are slow at narrow and at very
+# wide ones. Where rows are no multiples of 16 bytes, both load less at a time, at other widths.
+_TRITON_RANGES: dict[str, tuple[int, ...]] = {
+    "elements": (2**12, 2**27),
+    "hidden": (2**4, 2**17),
+    "itemsize": (2, 4),
+    "misalignment": (0, 1, 2),
+}
+# Their condition asks for 16 bits and whole vectors.
+_CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
+
+
+def _features() -> dict[str, Any]:
+    hidden, itemsize = when.size("input", -1), when.itemsize("input")
+    row = hidden * itemsize
+    return {
+        "elements": when.numel("input"),
+        "hidden": hidden,
+        "itemsize": itemsize,
+        # 0: rows are multiples of 16 bytes, 1: of 8, 2: of less.
+        "misalignment": (row % 16 + 15) // 16 + (row % 8 + 7) // 8,
+    }
+
+
+def _crossover(
+    norm: Norm, direction: Direction, ranges: Mapping[str, tuple[int, ...]], exact: Sequence[str]
+) -> Crossover:
+    """On what it depends whether a norm's kernels are faster than ATen's."""
+    calls = lazy("opgraft_kernels.norms.samples:calls")
+    return Crossover(
+        calls=functools.partial(calls, norm.parameters, norm.statistics, direction),
+        ranges=ranges,
+        exact=exact,
+        # Beyond these ranges nothing changes any more: at one end native and kernel take as long as a
+        # launch does, at the other what the memory needs.
+        open_ended={"elements", "hidden"} & ranges.keys() - set(exact),
+        version=norm.op(direction).version,
+        tables=Path(__file__).parents[1] / "tables",
+        **{name: feature for name, feature in _features().items() if name in ranges},
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -309,8 +273,8 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
     op = norm.op(direction)
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
-        unplanned = _is_faster_from_python(op.from_python)
-        options = {"launch_plan": True, "unplanned": unplanned, "compile": op.compile}
+        crossover = _crossover(norm, direction, _TRITON_RANGES, ["itemsize", "misalignment"])
+        options = {"launch_plan": True, "crossover": crossover, "compile": op.compile}
     return triton_utils.register_op_override(
         "aten",
         op.name,
@@ -325,17 +289,17 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
 def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
     op = norm.op(direction)
     samples = functools.partial(lazy("opgraft_kernels.norms.samples:samples"), norm.parameters)
-    from_python = op.clusters_from_python
+    ranges = {**_CLUSTER_RANGES, "hidden": op.clusters}
     return cutedsl_utils.register_op_override(
         "aten",
         op.name,
         "CUDA",
         impl(norm, direction, "cutedsl"),
         cond=cluster_condition(norm, direction),
+        crossover=_crossover(norm, direction, ranges, ["hidden"]),
         name=f"opgraft_kernels.{norm.name}.{direction}_by_cluster",
         priority=1,  # before Triton's
         launch_plan=True,
-        unplanned=None if from_python is None else _is_wide_and_large_enough(from_python),
         compile=op.compile,
         samples=samples if direction == "forward" else None,
     )

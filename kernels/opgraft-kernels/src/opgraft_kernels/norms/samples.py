@@ -1,4 +1,4 @@
-"""Calls of the norms' forward ops for `opgraft verify`, on both sides of the conditions."""
+"""Calls of the norms' ops: for `opgraft verify` on both sides of conditions, for `opgraft tune`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["samples"]
+__all__ = ["calls", "samples"]
 
 _SHORT, _LONG = 65536, 131072
 #: The shape, and what else is particular.
 _CASES: tuple[tuple[tuple[int, ...], torch.dtype, str], ...] = (
-    # Of each width first the fewest rows of which every backward is taken.
+    # Of each width many rows first.
     ((256, _SHORT), torch.bfloat16, ""),
     ((128, _LONG), torch.float16, ""),
     ((512, 32768), torch.bfloat16, ""),
     ((2048, 16384), torch.float16, ""),
-    # And of which LayerNorm's forward is.
+    # Then few.
     ((1, _SHORT), torch.bfloat16, ""),
     ((2, 32768), torch.float16, ""),
     ((1024, 16384), torch.bfloat16, ""),
-    # One row less.
+    # Odd numbers of them.
     ((255, _SHORT), torch.float16, ""),
     ((1, 32768), torch.bfloat16, ""),
     ((1023, 16384), torch.float16, ""),
@@ -56,6 +56,55 @@ def samples(parameters: Sequence[str], device: torch.device) -> Iterator[dict[st
             **{name: None if particular == "no weight" else random(hidden) for name in parameters},
             "eps": 1e-6,
         }
+
+
+def calls(
+    parameters: Sequence[str],
+    statistics: Sequence[str],
+    direction: str,
+    device: torch.device,
+    *,
+    elements: int,
+    hidden: int,
+    itemsize: int = 2,
+    misalignment: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """A call of a norm's op to measure, as arguments by name; none if there is no such call.
+
+    Args:
+        parameters: as in `samples`.
+        statistics: the names of what the forward returns for the backward.
+        direction: ``"forward"`` or ``"backward"``.
+        device: where the tensors are to live.
+        elements: of the input, at least.
+        hidden: elements of a row, at least; less than twice as many.
+        itemsize: bytes of an element.
+        misalignment: 0: rows are multiples of 16 bytes, 1: of 8, 2: of less.
+    """
+    rows = elements // hidden
+    widths = range(hidden, min(2 * hidden, hidden + 16))
+    width = next((w for w in widths if _misalignment(w * itemsize) == misalignment), None)
+    if rows == 0 or width is None:
+        return
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    random = partial(torch.randn, device=device, dtype=dtype)
+    call: dict[str, Any] = {
+        "input": random(rows, width),
+        "normalized_shape": [width],
+        **{name: random(width) for name in parameters},
+    }
+    if direction == "forward":
+        yield {**call, "eps": 1e-6}
+        return
+    for name in statistics:
+        call[name] = torch.ones(rows, 1, device=device)
+    call["grad_out"] = random(rows, width)
+    yield {**call, "output_mask": [True] * (1 + len(parameters))}
+
+
+def _misalignment(row: int) -> int:
+    """By the bytes of a row, as the crossover's feature."""
+    return (row % 16 != 0) + (row % 8 != 0)
 
 
 def _input(

@@ -9,10 +9,11 @@ write y, the backward to read x and g and to write dx, once each. Everything her
 * dw and db are summed in float32, in registers, by as many programs as the device runs at once,
   which walk over the rows. Each writes one row of partial sums, and the same programs or those of a
   second kernel add those up, in a fixed order: no atomics on floats, the same bits on every run;
-* ``hidden`` is a run-time integer under a power-of-two block, so a new hidden size compiles a
-  kernel only when it needs another block or loses its divisibility by 16 (which decides whether
-  loads are 16 bytes wide). A new number of rows compiles no forward, and a backward only where it
-  changes by whom, and in which of three ways, the partial sums are added up.
+* ``hidden`` is a run-time integer under a power-of-two block, and a second one, the tail, where it
+  is no power of two: one block around 5120 columns would keep 3072 lanes and their registers idle.
+  A new hidden size compiles a kernel only when it needs other blocks or another unit (how wide
+  loads may be). A new number of rows compiles no forward, and a backward only where it changes by
+  whom, and in which of three ways, the partial sums are added up.
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ from opgraft_kernels.rows import (
     contiguous,
     load_if,
     mask_if,
+    multiple_of,
     multiprocessors,
     plan_sum,
     power_of_2,
     publish,
+    shared_memory_of_multiprocessor,
     split_rows,
     store_if,
     sum_after_barrier,
     sum_constexprs,
     sums_in_one_launch,
+    unit_of,
 )
 
 __all__ = [
@@ -133,7 +137,7 @@ def _store_partial_sums(
         tl.store(ptrs, db, mask=in_row)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "hidden", "x_stride"])
 def _forward_rows_kernel(
     x_ptr,
     w_ptr,
@@ -147,45 +151,88 @@ def _forward_rows_kernel(
     eps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     MASK_COLS: tl.constexpr,
     PARAMETERS_FIRST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """A program normalises a tile of ROWS whole rows, which stays in registers.
+    """A program normalises a tile of ROWS whole rows, which stays in registers: BLOCK columns, and
+    TAIL more where that is not 0.
 
     MASK_ROWS, MASK_COLS: the tile may hold more rows, or columns, than there are. Where it does
     not, masks would cost some percent of the bandwidth. PARAMETERS_FIRST: weight and bias are
     loaded while x is on its way, and take registers from there on; after the reduction they would
     be waited for once more.
     """
+    hidden = multiple_of(hidden, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # What is left over is in the last block.
+    MASK_BLOCK: tl.constexpr = MASK_COLS and TAIL == 0
     col = tl.arange(0, BLOCK)
-    in_row = col < hidden
-    mask = (row < rows)[:, None]
-    if MASK_COLS:
-        mask = mask & in_row[None, :]
-    x_ptrs = x_ptr + (row * x_stride)[:, None] + col[None, :]
-    y_ptrs = y_ptr + (row * hidden)[:, None] + col[None, :]
-    x = load_if(x_ptrs, mask, MASK_ROWS or MASK_COLS).to(tl.float32)
+    mask = _tile_mask(row, rows, col, hidden, MASK_BLOCK)
+    x = load_if(_tile(x_ptr, row, x_stride, col), mask, MASK_ROWS or MASK_BLOCK).to(tl.float32)
+    if TAIL:
+        tail = BLOCK + tl.arange(0, TAIL)
+        tail_mask = _tile_mask(row, rows, tail, hidden, MASK_COLS)
+        x_tail = load_if(_tile(x_ptr, row, x_stride, tail), tail_mask, MASK_ROWS or MASK_COLS)
+        x_tail = x_tail.to(tl.float32)
     if PARAMETERS_FIRST:
-        w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
+        w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
+        if TAIL:
+            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, tail < hidden, MASK_COLS)
     if mean_ptr is not None:
-        mean = tl.sum(x, axis=1) / hidden
-        x = x - mean[:, None]
-        if MASK_COLS:
-            x = tl.where(in_row[None, :], x, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
-    y = x * rstd[:, None]
-    if not PARAMETERS_FIRST:
-        w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
-    y = _scale_and_shift(y, w_ptr, w, b_ptr, b)
-    store_if(y_ptrs, y.to(y_ptr.dtype.element_ty), mask, MASK_ROWS or MASK_COLS)
-    if mean_ptr is not None:
+        total = tl.sum(x, axis=1)
+        if TAIL:
+            total += tl.sum(x_tail, axis=1)
+        mean = total / hidden
+        x = _center(x, mean, col < hidden, MASK_BLOCK)
+        if TAIL:
+            x_tail = _center(x_tail, mean, tail < hidden, MASK_COLS)
         tl.store(mean_ptr + row, mean, mask=row < rows)
+    squares = tl.sum(x * x, axis=1)
+    if TAIL:
+        squares += tl.sum(x_tail * x_tail, axis=1)
+    rstd = tl.rsqrt(squares / hidden + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if not PARAMETERS_FIRST:
+        w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
+        if TAIL:
+            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, tail < hidden, MASK_COLS)
+    y = _scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
+    store_if(_tile(y_ptr, row, hidden, col), y, mask, MASK_ROWS or MASK_BLOCK)
+    if TAIL:
+        y = _scale_and_shift(x_tail * rstd[:, None], w_ptr, w_tail, b_ptr, b_tail)
+        y = y.to(y_ptr.dtype.element_ty)
+        store_if(_tile(y_ptr, row, hidden, tail), y, tail_mask, MASK_ROWS or MASK_COLS)
 
 
 @triton.jit
+def _tile(ptr, row, stride, col):
+    """Pointers to columns of rows."""
+    return ptr + (row * stride)[:, None] + col[None, :]
+
+
+@triton.jit
+def _tile_mask(row, rows, col, hidden, MASK_COLS: tl.constexpr):
+    """Which elements of a tile there are."""
+    mask = (row < rows)[:, None]
+    if MASK_COLS:
+        mask = mask & (col < hidden)[None, :]
+    return mask
+
+
+@triton.jit
+def _center(x, mean, in_row, MASK_COLS: tl.constexpr):
+    """x - mean, and 0 beyond the row's end."""
+    x = x - mean[:, None]
+    if MASK_COLS:
+        x = tl.where(in_row[None, :], x, 0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["hidden", "x_stride"])
 def _forward_chunks_kernel(
     x_ptr,
     w_ptr,
@@ -198,12 +245,15 @@ def _forward_chunks_kernel(
     eps,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A program reads a row that is too long for registers again for each step, from cache.
 
     Each pass goes the other way than the one before: what was read last is the likeliest to be in
     cache still.
     """
+    hidden = multiple_of(hidden, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
     HAS_MEAN: tl.constexpr = mean_ptr is not None
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * x_stride
@@ -246,7 +296,7 @@ def _forward_chunks_kernel(
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "splits", "steps"])
+@triton.jit(do_not_specialize=["rows", "hidden", "x_stride", "splits", "steps"])
 def _forward_split_kernel(
     x_ptr,
     w_ptr,
@@ -264,12 +314,15 @@ def _forward_split_kernel(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A group of `splits` programs reduces a row a step, and writes the one before.
 
     LayerNorm's variance is that of the parts' own means, and of the parts around them (Chan, Golub
     and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
     """
+    hidden = multiple_of(hidden, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
     groups = tl.num_programs(0) // splits
     group = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -329,7 +382,7 @@ def _group_slots(slots_ptr, group, mean_ptr, SLOTS: tl.constexpr):
     return first, second
 
 
-@triton.jit(do_not_specialize=["rows", "steps"])
+@triton.jit(do_not_specialize=["rows", "hidden", "g_stride", "x_stride", "steps"])
 def _backward_rows_kernel(
     g_ptr,
     x_ptr,
@@ -349,56 +402,111 @@ def _backward_rows_kernel(
     NEED_DB: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
     STAGES: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A program walks over tiles of ROWS whole rows, a grid apart, with its part of dw and db in
-    registers.
+    registers. A row is BLOCK columns, and TAIL more where that is not 0.
 
     With `sum_ptr` (and `other_sum_ptr`, where both are wanted) the programs add up their parts as
     well.
     """
+    hidden = multiple_of(hidden, UNIT)
+    g_stride = multiple_of(g_stride, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
-    in_row = col < hidden
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
+    if TAIL:
+        tail = BLOCK + tl.arange(0, TAIL)
+        dw_tail = tl.zeros([ROWS, TAIL], tl.float32)
+        db_tail = tl.zeros([ROWS, TAIL], tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
         row = (program + step * programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         in_rows = row < rows
-        mask = in_rows[:, None] & in_row[None, :]
-        x = tl.load(x_ptr + (row * x_stride)[:, None] + col[None, :], mask=mask, other=0.0)
-        g = tl.load(g_ptr + (row * g_stride)[:, None] + col[None, :], mask=mask, other=0.0)
+        mask = _tile_mask(row, rows, col, hidden, True)
+        x = tl.load(_tile(x_ptr, row, x_stride, col), mask=mask, other=0.0)
+        g = tl.load(_tile(g_ptr, row, g_stride, col), mask=mask, other=0.0).to(tl.float32)
+        if TAIL:
+            tail_mask = _tile_mask(row, rows, tail, hidden, True)
+            x_tail = tl.load(_tile(x_ptr, row, x_stride, tail), mask=tail_mask, other=0.0)
+            g_tail = tl.load(_tile(g_ptr, row, g_stride, tail), mask=tail_mask, other=0.0)
+            g_tail = g_tail.to(tl.float32)
         mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, in_rows)
         xhat = _standardize(x, mean_ptr, mean, rstd)
-        g = g.to(tl.float32)
         if NEED_DB:
             db += g
         if NEED_DW:
             dw += g * xhat
+        if TAIL:
+            xhat_tail = _standardize(x_tail, mean_ptr, mean, rstd)
+            if NEED_DB:
+                db_tail += g_tail
+            if NEED_DW:
+                dw_tail += g_tail * xhat_tail
         if dx_ptr is not None:
-            if w_ptr is not None:
-                # In the loop: it comes out of L1, and registers are what this kernel is short of.
-                w = tl.load(w_ptr + col, mask=in_row, other=0.0)
-                g = g * w.to(tl.float32)[None, :]
+            g = _weigh(g, w_ptr, col, hidden)
+            mean_gx = tl.sum(g * xhat, axis=1)
+            mean_g = 0.0
             if mean_ptr is not None:
-                mean_g = tl.sum(g, axis=1) / hidden
-            mean_gx = tl.sum(g * xhat, axis=1) / hidden
+                mean_g = tl.sum(g, axis=1)
+            if TAIL:
+                g_tail = _weigh(g_tail, w_ptr, tail, hidden)
+                mean_gx += tl.sum(g_tail * xhat_tail, axis=1)
+                if mean_ptr is not None:
+                    mean_g += tl.sum(g_tail, axis=1)
+            mean_gx = mean_gx / hidden
             if mean_ptr is not None:
-                g = g - mean_g[:, None]
-            dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
-            dx_ptrs = dx_ptr + (row * hidden)[:, None] + col[None, :]
-            tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                mean_g = mean_g / hidden
+            dx = _dx_of_tile(g, mean_ptr, mean_g, xhat, mean_gx, rstd).to(dx_ptr.dtype.element_ty)
+            tl.store(_tile(dx_ptr, row, hidden, col), dx, mask=mask)
+            if TAIL:
+                dx = _dx_of_tile(g_tail, mean_ptr, mean_g, xhat_tail, mean_gx, rstd)
+                dx = dx.to(dx_ptr.dtype.element_ty)
+                tl.store(_tile(dx_ptr, row, hidden, tail), dx, mask=tail_mask)
     _store_partial_sums(
-        partial_ptr, program, programs, hidden, col, in_row, dw, db, NEED_DW, NEED_DB
+        partial_ptr, program, programs, hidden, col, col < hidden, dw, db, NEED_DW, NEED_DB
     )
+    if TAIL:
+        _store_partial_sums(
+            partial_ptr,
+            program,
+            programs,
+            hidden,
+            tail,
+            tail < hidden,
+            dw_tail,
+            db_tail,
+            NEED_DW,
+            NEED_DB,
+        )
     if sum_ptr is not None:
         sum_after_barrier(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
 
 
 @triton.jit
+def _weigh(g, w_ptr, col, hidden):
+    """w * g of a tile. w is loaded for each: it comes out of L1, and registers are short."""
+    if w_ptr is not None:
+        w = tl.load(w_ptr + col, mask=col < hidden, other=0.0)
+        g = g * w.to(tl.float32)[None, :]
+    return g
+
+
+@triton.jit
+def _dx_of_tile(g, mean_ptr, mean_g, xhat, mean_gx, rstd):
+    """dx of a tile, where `g` is w * g."""
+    if mean_ptr is not None:
+        g = g - mean_g[:, None]
+    return (g - xhat * mean_gx[:, None]) * rstd[:, None]
+
+
+@triton.jit(do_not_specialize=["hidden", "g_stride", "x_stride"])
 def _row_means_kernel(
     g_ptr,
     x_ptr,
@@ -411,9 +519,13 @@ def _row_means_kernel(
     x_stride,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """mean(w * g), with a mean, and mean(w * g * xhat) of one row of any length, for
     `_backward_columns_kernel`."""
+    hidden = multiple_of(hidden, UNIT)
+    g_stride = multiple_of(g_stride, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     if mean_ptr is not None:
@@ -439,7 +551,7 @@ def _row_means_kernel(
     tl.store(means_ptr + row * VALUES + (VALUES - 1), tl.sum(products, axis=0) * rstd / hidden)
 
 
-@triton.jit(do_not_specialize=["rows", "row_splits", "steps"])
+@triton.jit(do_not_specialize=["rows", "hidden", "g_stride", "x_stride", "row_splits", "steps"])
 def _backward_columns_kernel(
     g_ptr,
     x_ptr,
@@ -458,8 +570,12 @@ def _backward_columns_kernel(
     NEED_DW: tl.constexpr,
     NEED_DB: tl.constexpr,
     BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A program owns BLOCK columns of every `row_splits`-th row, the means being known."""
+    hidden = multiple_of(hidden, UNIT)
+    g_stride = multiple_of(g_stride, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
     VALUES: tl.constexpr = 1 if mean_ptr is None else 2
     split = tl.program_id(0) % row_splits
     col = (tl.program_id(0) // row_splits) * BLOCK + tl.arange(0, BLOCK)
@@ -500,7 +616,7 @@ def _add_pairs(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit(do_not_specialize=["rows", "splits", "steps"])
+@triton.jit(do_not_specialize=["rows", "hidden", "g_stride", "x_stride", "splits", "steps"])
 def _backward_split_kernel(
     g_ptr,
     x_ptr,
@@ -521,8 +637,12 @@ def _backward_split_kernel(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A group of `splits` programs reduces a row a step, and writes dx of the one before."""
+    hidden = multiple_of(hidden, UNIT)
+    g_stride = multiple_of(g_stride, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
     groups = tl.num_programs(0) // splits
     group = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -582,11 +702,14 @@ def _backward_split_kernel(
 # --------------------------------------------------------------------------------------------------
 
 # The tiles below are the fastest, or within 2% of it, of those tried on an H200 in bfloat16 at
-# hidden sizes 128 to 131072, in bytes, so that float32 moves as many of them: 32 bytes of each
-# tensor a thread, 64 for RMSNorm's longer rows and for LayerNorm.
+# hidden sizes 40 to 131072, in bytes, so that float32 moves as many of them: 32 bytes of each
+# tensor a thread, 64 for RMSNorm's longer rows, for LayerNorm, and for the block of rows that have
+# a tail, which adds to it.
 
 # The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
 _MIN_BLOCK = 16
+# Rows whose lanes take up to this many bytes are narrow: a tile has 16 of them or more.
+_NARROW_ROW_BYTES = 512
 # Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
 _WHOLE_ROW_BYTES = 32 * 1024
 # Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
@@ -603,6 +726,7 @@ class Device(NamedTuple):
     """What of a device launches depend on."""
 
     multiprocessors: int
+    shared_memory: int  # of a multiprocessor, in bytes
     can_wait: bool  # whether programs may wait for one another: the interpreter runs them in turn
 
 
@@ -619,9 +743,15 @@ class Tiling(NamedTuple):
     #: Rows of up to this many bytes get weight and bias before the reduction. Beside longer ones
     #: they take the registers of other programs, which is slower.
     parameters_first_bytes: int
+    #: The same for rows with a tail, of which this is the block's part.
+    parameters_first_block_bytes: int
+    #: So many bytes of the block a warp, in a forward of narrow rows with a tail.
+    narrow_warp_bytes: int
     #: Rows of up to this many bytes are not split in the backward: the sums of longer ones take all
     #: of a program's registers, and loading ahead stops.
     whole_backward_bytes: int
+    #: Rows with a tail share a program of the backward, up to so many bytes of them.
+    backward_bytes: int
     #: A backward of up to this many elements is computed by one program.
     one_program_elements: int
 
@@ -632,7 +762,10 @@ _RMS_NORM = Tiling(
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=4, stages=3),
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
     parameters_first_bytes=_WHOLE_ROW_BYTES,
+    parameters_first_block_bytes=8 * 1024,
+    narrow_warp_bytes=512,
     whole_backward_bytes=_WHOLE_ROW_BYTES,
+    backward_bytes=16 * 1024,
     one_program_elements=ONE_PROGRAM_ELEMENTS,
 )
 _LAYER_NORM = Tiling(
@@ -641,7 +774,10 @@ _LAYER_NORM = Tiling(
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=3, stages=3),
     backward_split=lambda itemsize: Tile(1, 4096 // itemsize, 4, per_sm=3, stages=3),
     parameters_first_bytes=8 * 1024,
+    parameters_first_block_bytes=2 * 1024,
+    narrow_warp_bytes=2048,
     whole_backward_bytes=16 * 1024,
+    backward_bytes=8 * 1024,  # it sums two gradients
     one_program_elements=0,  # the sums of two gradients are always added up afterwards
 )
 
@@ -650,24 +786,53 @@ def tiling(has_mean: bool) -> Tiling:
     return _LAYER_NORM if has_mean else _RMS_NORM
 
 
+def _blocks(hidden: int) -> tuple[int, int]:
+    """A block of columns and a tail, which hold a row: powers of two, and 0 for no tail."""
+    whole = max(power_of_2(hidden), _MIN_BLOCK)
+    if whole in (hidden, _MIN_BLOCK):
+        return whole, 0
+    block = whole // 2
+    return block, max(power_of_2(hidden - block), _MIN_BLOCK)
+
+
 @functools.lru_cache(maxsize=1024)
 def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
     sizes = tiling(has_mean)
-    block = max(power_of_2(hidden), _MIN_BLOCK)
-    row = block * itemsize
+    block, tail = _blocks(hidden)
+    row = (2 * block if tail else block) * itemsize
     rows = 1 if row > 2048 else sizes.forward_bytes // row
-    size = rows * row
-    return Tile(rows, block, size // (1024 if size <= sizes.small_forward_bytes else 2048))
+    size = rows * block * itemsize
+    if tail:
+        a_warp = sizes.narrow_warp_bytes if row <= _NARROW_ROW_BYTES else 2048
+    else:
+        a_warp = 1024 if size <= sizes.small_forward_bytes else 2048
+    return Tile(rows, block, max(1, size // a_warp), tail=tail)
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_tile(hidden: int, itemsize: int) -> Tile:
-    block = max(power_of_2(hidden), _MIN_BLOCK)
-    if block * itemsize > 16384:
-        # Nothing is left for loading ahead.
-        return Tile(1, block, block * itemsize // 1024)
-    rows = max(1, 16384 // itemsize // block)
-    return Tile(rows, block, 8, stages=3)
+def _backward_tile(hidden: int, itemsize: int, has_mean: bool, shared_memory: int) -> Tile:
+    block, tail = _blocks(hidden)
+    row = (2 * block if tail else block) * itemsize
+    # Fewer registers are needed where the tail leaves lanes out, and elements are loaded together.
+    is_short = 0 < tail < block and unit_of(itemsize, hidden) > 1
+    if row > 16384:
+        ahead = Tile(1, block, 16, stages=3, tail=tail)
+        if is_short and _bytes_ahead(ahead, itemsize) <= shared_memory:
+            return ahead
+        return Tile(1, block, row // 1024, tail=tail)  # no registers are left for loading ahead
+    rows = max(1, 16384 // row)
+    if not is_short:
+        return Tile(rows, block, 8, stages=3, tail=tail)
+    if row <= _NARROW_ROW_BYTES:
+        return Tile(rows, block, 8, stages=4, tail=tail)
+    # The two parts of a row take turns, so there is time for a second program.
+    rows = max(1, tiling(has_mean).backward_bytes // row)
+    return Tile(rows, block, 4, per_sm=2, stages=3, tail=tail)
+
+
+def _bytes_ahead(tile: Tile, itemsize: int) -> int:
+    """The shared memory that a backward's loads of two tensors take, at most."""
+    return 2 * tile.stages * tile.rows * (tile.block + tile.tail) * itemsize
 
 
 def _values(mean: torch.Tensor | None) -> int:
@@ -682,8 +847,12 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
     x, x_stride = as_rows(call.input, rows, hidden)
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     tensors = (x, weight, bias, call.output, call.mean, call.rstd)
+    unit = {"UNIT": unit_of(itemsize, hidden, x_stride)}
     if hidden * itemsize <= _WHOLE_ROW_BYTES:
         tile = _forward_tile(hidden, itemsize, call.mean is not None)
+        first_bytes = sizes.parameters_first_bytes
+        if tile.tail:
+            first_bytes = sizes.parameters_first_block_bytes
         return Launch(
             _forward_rows_kernel,
             ceil_div(rows, tile.rows),
@@ -691,9 +860,11 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
             {
                 "ROWS": tile.rows,
                 "BLOCK": tile.block,
+                "TAIL": tile.tail,
                 "MASK_ROWS": tile.rows > 1,
-                "MASK_COLS": hidden < tile.block,
-                "PARAMETERS_FIRST": tile.block * itemsize <= sizes.parameters_first_bytes,
+                "MASK_COLS": hidden < tile.block + tile.tail,
+                "PARAMETERS_FIRST": tile.block * itemsize <= first_bytes,
+                **unit,
             },
             tile.num_warps,
         )
@@ -707,7 +878,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
             _forward_split_kernel,
             split.programs,
             (*tensors, slots, rows, hidden, x_stride, call.eps, split.splits, steps),
-            split.constexprs,
+            {**split.constexprs, **unit},
             split.tile.num_warps,
             split.options,
         )
@@ -716,7 +887,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
         _forward_chunks_kernel,
         rows,
         (*tensors, hidden, x_stride, call.eps),
-        {"BLOCK": tile.block, "CHUNKS": _chunks(hidden, tile)},
+        {"BLOCK": tile.block, "CHUNKS": _chunks(hidden, tile), **unit},
         tile.num_warps,
     )
 
@@ -754,9 +925,13 @@ def _plan_backward_rows(
     """
     rows, hidden, *_ = matrix
     has_mean, sums = call.mean is not None, _sums(call)
-    tile = _backward_tile(hidden, call.input.element_size())
+    itemsize = call.input.element_size()
+    tile = _backward_tile(hidden, itemsize, has_mean, device.shared_memory)
     tiles = ceil_div(rows, tile.rows)
-    programs = min(device.multiprocessors * tile.per_sm, tiles)
+    # All of them at once, for they may wait for one another.
+    fitting = max(1, device.shared_memory // _bytes_ahead(tile, itemsize))
+    per_sm = min(tile.per_sm, fitting)
+    programs = min(device.multiprocessors * per_sm, tiles)
     if rows * hidden <= sizes.one_program_elements:
         # Its partial sums are the sums, which saves small calls a launch.
         programs, partial, sums = 1, call.dw, []
@@ -772,8 +947,10 @@ def _plan_backward_rows(
             **_needs(call),
             "ROWS": tile.rows,
             "BLOCK": tile.block,
+            "TAIL": tile.tail,
             "STAGES": tile.stages,
             **sum_constexprs(hidden, programs, one_launch),
+            **_unit(call, matrix),
         },
         tile.num_warps,
         {
@@ -796,7 +973,7 @@ def _plan_backward_split(
         _backward_split_kernel,
         split.programs,
         (*inputs, call.dx, partial, slots, *matrix, split.splits, steps),
-        {**_needs(call), **split.constexprs},
+        {**_needs(call), **split.constexprs, **_unit(call, matrix)},
         split.tile.num_warps,
         split.options,
     )
@@ -808,6 +985,7 @@ def _plan_backward_columns(
 ) -> list[Launch]:
     rows, hidden, *strides = matrix
     launches, means = [], None
+    unit = _unit(call, matrix)
     if call.dx is not None:
         shape = (rows, _values(call.mean))
         means = torch.empty(shape, dtype=torch.float32, device=call.input.device)
@@ -816,7 +994,7 @@ def _plan_backward_columns(
                 _row_means_kernel,
                 rows,
                 (*inputs, means, hidden, *strides),
-                {"BLOCK": tile.block, "CHUNKS": _chunks(hidden, tile)},
+                {"BLOCK": tile.block, "CHUNKS": _chunks(hidden, tile), **unit},
                 tile.num_warps,
             )
         )
@@ -829,11 +1007,16 @@ def _plan_backward_columns(
             _backward_columns_kernel,
             row_splits * blocks,
             (*inputs, means, call.dx, partial, *matrix, row_splits, ceil_div(rows, row_splits)),
-            {**_needs(call), "BLOCK": tile.block},
+            {**_needs(call), "BLOCK": tile.block, **unit},
             tile.num_warps,
         )
     )
     return [*launches, *_plan_sums(partial, sums)]
+
+
+def _unit(call: ops.Backward, matrix: _Matrix) -> dict[str, int]:
+    _, *lengths = matrix
+    return {"UNIT": unit_of(call.input.element_size(), *lengths)}
 
 
 def _needs(call: ops.Backward) -> dict[str, bool]:
@@ -878,7 +1061,11 @@ def backward(call: ops.Backward) -> None:
 
 @functools.cache
 def _device(device: torch.device) -> Device:
-    return Device(multiprocessors(device), can_wait=device.type == "cuda")
+    return Device(
+        multiprocessors(device),
+        shared_memory_of_multiprocessor(device),
+        can_wait=device.type == "cuda",
+    )
 
 
 # ATen's ops, around these two.

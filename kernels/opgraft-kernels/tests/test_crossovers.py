@@ -1,0 +1,52 @@
+"""What the norms' crossovers declare: samples fall into the cells that they are asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import opgraft_kernels
+from opgraft import Crossover
+from opgraft.when.grid import SteppedAxis
+from opgraft_kernels.norms import overrides as norms
+
+pytestmark = pytest.mark.crossovers
+CPU = torch.device("cpu")
+
+
+def crossovers() -> dict[str, Crossover]:
+    return {
+        f"{norm.name}.{direction}": norms._crossover(
+            norm, direction, norms._TRITON_RANGES, ["itemsize", "misalignment"]
+        )
+        for norm in (norms.RMS_NORM, norms.LAYER_NORM)
+        for direction in norms.DIRECTIONS
+    }
+
+
+@pytest.mark.parametrize("name", crossovers())
+def test_samples_fall_into_their_cells(name: str) -> None:
+    crossover = crossovers()[name]
+    axes = {key: SteppedAxis(1, 1, 2**31) for key in ("elements", "hidden")}
+    made = 0
+    for elements, hidden, itemsize, misalignment in itertools.product(
+        (1, 2, 64, 4096), (1, 2, 4, 8, 16, 1024), (2, 4), (0, 1, 2)
+    ):
+        cell = {"elements": elements, "hidden": hidden}
+        exact = {"itemsize": itemsize, "misalignment": misalignment}
+        assert crossover.calls is not None
+        for call in crossover.calls(CPU, **cell, **exact):
+            made += 1
+            found = {key: each.evaluate(call) for key, each in crossover.features.items()}
+            assert {key: found[key] for key in exact} == exact
+            for key, value in cell.items():
+                assert axes[key].index_of(found[key]) == axes[key].index_of(value), (cell, found)
+    assert made > 50
+
+
+def test_every_norm_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for override in opgraft_kernels.register():
+        assert (override.crossover is not None) == ("_norm." in override.name), override
