@@ -235,7 +235,8 @@ Condition::Test Condition::test_of(int32_t index) const {
   test.argument = static_cast<uint16_t>(node.argument_ref.position);
   test.integer = node.integer;
   const auto is_one_of = [](const Instruction& what, Code code) {
-    return what.code == code && !what.argument_ref.is_item;
+    // One with a child is of a dimension that an argument names.
+    return what.code == code && !what.argument_ref.is_item && what.count == 0;
   };
   if (is_one_of(node, Code::Dtype)) test.kind = Test::Kind::Dtype;
   if (is_one_of(node, Code::Contiguous)) test.kind = Test::Kind::Contiguous;
@@ -477,7 +478,7 @@ Condition::Feature Condition::feature_of(int32_t index) const {
   Feature feature;
   feature.node = index;
   const auto set = [&feature](const Instruction& what, Code code, Feature::Kind kind) {
-    if (what.code != code || what.argument_ref.is_item) return false;
+    if (what.code != code || what.argument_ref.is_item || what.count != 0) return false;
     feature.kind = kind;
     feature.argument = static_cast<uint16_t>(what.argument_ref.position);
     feature.dim = what.integer;
@@ -575,7 +576,10 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
       const auto* tensor = tensor_of(node.argument_ref, arguments);
       if (tensor == nullptr) return {};
       const auto values = node.code == Code::Size ? tensor->sizes() : tensor->strides();
-      const int64_t* value = at_dim(values, node.integer);
+      const Number dim = node.count == 0 ? Number::of(node.integer)
+                                         : number(child(node, 0), arguments);
+      if (dim.kind != Number::Integer) return {};
+      const int64_t* value = at_dim(values, dim.integer);
       return value == nullptr ? Number{} : Number::of(*value);
     }
     case Code::Capability: {

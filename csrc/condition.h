@@ -121,7 +121,7 @@ class Lookup {
 };
 
 // A node of the expression tree, as it is built. What the fields hold depends on the code:
-//   Size, Stride              argument_ref, integer = dimension
+//   Size, Stride              argument_ref, integer = dimension, or a child that computes it
 //   Item                      argument_ref
 //   Aligned                   argument_ref, integer = bytes
 //   Dtype                     argument_ref, integer = bit set of ScalarTypes

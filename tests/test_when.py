@@ -77,6 +77,11 @@ HOLDS: list[tuple[Condition, dict[str, Any], bool]] = [
     (when.size("x", -1) == 4, {}, True),
     (when.size("x", -2) == 3, {}, True),
     (when.size("x", 0) == 0, {"x": torch.zeros(0, 4)}, True),
+    (when.size("x", when.value("dim")) == 4, {}, True),
+    (when.size("x", when.value("dim")) == 3, {"dim": -2}, True),
+    (when.size("x", when.value("dim")) == 4, {"dim": 2}, False),
+    (when.size("x", when.value("dim") - 1) == 3, {"dim": 1}, True),
+    (when.stride("x", when.value("dim")) == 4, {"dim": 0}, True),
     (when.stride("x", 0) == 4, {}, True),
     (when.stride("x", 0) == 1, {"x": X34.t()}, True),
     (when.stride("x", 0) == 0, {"x": torch.zeros(1).expand(5)}, True),
@@ -286,6 +291,7 @@ PRINTED = [
     "~(when.is_none('w') | when.is_contiguous('x'))",
     "~when.is_contiguous('x', torch.channels_last)",
     "~(when.size('x', 0) == 3)",
+    "when.size('x', when.value('dim')) == 4",
     "~~when.is_none('w')",
     "when.numel('x') // when.size('x', -1) >= 3",
     "when.size('x', 0) - (when.size('x', 1) - 1) == 0",
@@ -481,7 +487,9 @@ def test_a_condition_that_does_not_fit_the_schema_fails_at_registration(
     ("lib_op", "build"),
     [
         ("cat", lambda: when.item("tensors", 0) == 3),
-        ("_softmax", lambda: when.size("self", when.value("dim")) == 3),
+        ("_softmax", lambda: when.size("self", when.is_contiguous("self")) == 3),  # type: ignore[arg-type]
+        ("_softmax", lambda: when.size("self", when.value("half_to_float")) == 3),
+        ("_softmax", lambda: when.size("self", when.value("axis")) == 3),
         ("_softmax", lambda: when.size("self", 1.5) == 3),  # type: ignore[arg-type]
         ("_softmax", lambda: when.size("self", 0) < when.device_capability("self")),
         ("gelu", lambda: when.value("approximate") < 3),
@@ -490,7 +498,9 @@ def test_a_condition_that_does_not_fit_the_schema_fails_at_registration(
     ],
     ids=[
         "a tensor item where a number is wanted",
-        "a dimension that is no literal",
+        "a condition as a dimension",
+        "a flag as a dimension",
+        "a dimension of no such argument",
         "a fractional dimension",
         "a size against a capability",
         "an order on a string",
@@ -613,6 +623,12 @@ def test_alignment_of_a_copy_on_write_view() -> None:
         (when.size("self", -1) >= 5, 0),
         (when.value("dim") == -1, 0),  # the dispatcher hands on what `torch.softmax` normalised
         (when.value("dim") == 1, 1),
+        (when.size("self", when.value("dim")) == 4, 1),
+        (when.size("self", when.value("dim")) == 3, 0),
+        (when.size("self", when.value("dim") - 1) == 3, 1),
+        (when.size("self", when.value("dim") + 1) != 3, 0),
+        (when.stride("self", when.value("dim")) == 1, 1),
+        (when.stride("self", when.value("dim") - 1) > 4, 0),
         (when.value("half_to_float") == False, 1),  # noqa: E712
         (when.requires_grad("self"), 0),
     ],

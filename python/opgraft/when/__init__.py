@@ -98,24 +98,33 @@ def ndim(tensor: TensorName) -> Number:
     return TensorNumber("ndim", tensor)
 
 
-def size(tensor: TensorName, dim: int) -> Number:
+def size(tensor: TensorName, dim: int | Number) -> Number:
     """The size of dimension `dim`. A negative one counts from the end. Undefined if there is none.
 
     >>> import torch
     >>> print((size("x", -1) <= 64).failure({"x": torch.ones(3, 128)}))
     when.size('x', -1) <= 64 (when.size('x', -1) is 128)
+
+    The dimension may be one that a scalar argument names:
+
+    >>> (size("x", value("dim")) == 3).holds({"x": torch.ones(3, 128), "dim": -2})
+    True
     """
-    return TensorNumber("size", tensor, _literal(dim))
+    return TensorNumber("size", tensor, _dimension(dim))
 
 
-def stride(tensor: TensorName, dim: int) -> Number:
-    """The stride of dimension `dim`, in elements.
+def stride(tensor: TensorName, dim: int | Number) -> Number:
+    """The stride of dimension `dim`, in elements; the dimension is given as in :func:`size`.
 
     >>> import torch
     >>> (stride("x", 0) == 1).holds({"x": torch.ones(3, 4).t()})
     True
     """
-    return TensorNumber("stride", tensor, _literal(dim))
+    return TensorNumber("stride", tensor, _dimension(dim))
+
+
+def _dimension(dim: object) -> int | Number:
+    return dim if isinstance(dim, Number) else _literal(dim)
 
 
 def _literal(position: object) -> int:

@@ -159,10 +159,11 @@ def _arithmetic(compiler: _Compiler, part: nodes.Arithmetic) -> int:
 
 
 def _tensor_number(compiler: _Compiler, part: nodes.TensorNumber) -> int:
+    argument_ref = compiler.argument_ref(part.tensor)
+    if isinstance(part.dim, nodes.Number):
+        return compiler.emit(part.function, argument_ref=argument_ref, children=(part.dim,))
     dim = 0 if part.dim is None else _int64(part.dim)
-    return compiler.emit(
-        part.function, argument_ref=compiler.argument_ref(part.tensor), integer=dim
-    )
+    return compiler.emit(part.function, argument_ref=argument_ref, integer=dim)
 
 
 def _length(compiler: _Compiler, part: nodes.Length) -> int:

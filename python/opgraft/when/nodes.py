@@ -266,7 +266,7 @@ def _check_tensor(kinds: Mapping[str, str], tensor: TensorName, where: Expressio
 class TensorNumber(Number):
     """A number of a tensor: those of `_TENSOR_NUMBERS`."""
 
-    def __init__(self, function: str, tensor: TensorName, dim: int | None = None) -> None:
+    def __init__(self, function: str, tensor: TensorName, dim: Operand | None = None) -> None:
         self.function = function
         self.tensor = tensor
         self.dim = dim
@@ -275,12 +275,19 @@ class TensorNumber(Number):
         tensor = tensor_of(arguments, self.tensor)
         if isinstance(tensor, Undefined):
             return tensor
-        if self.dim is not None and (missing := _dim(tensor, self.dim, _plain(self.tensor))):
+        dim = self.dim.evaluate(arguments) if isinstance(self.dim, Number) else self.dim
+        if isinstance(dim, Undefined):
+            return dim
+        if dim is not None and (missing := _dim(tensor, dim, _plain(self.tensor))):
             return missing
-        return _TENSOR_NUMBERS[self.function](tensor, self.dim)
+        return _TENSOR_NUMBERS[self.function](tensor, dim)
 
     def check(self, kinds: Mapping[str, str]) -> None:
         _check_tensor(kinds, self.tensor, self)
+        if isinstance(self.dim, Number):
+            self.dim.check(kinds)
+            if self.dim.type(kinds) != "int":
+                raise ExpressionError(f"{self!r}: {self.dim!r} is not an integer")
 
     def type(self, kinds: Mapping[str, str]) -> str:
         return _TENSOR_NUMBER_TYPES.get(self.function, "int")
