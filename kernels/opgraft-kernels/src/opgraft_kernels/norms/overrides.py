@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
+from opgraft_kernels.crossovers import TABLES, misalignment
 from opgraft_kernels.norms import in_graphs
 
 __all__ = [
@@ -221,8 +221,7 @@ def _features() -> dict[str, Any]:
         "elements": when.numel("input"),
         "hidden": hidden,
         "itemsize": itemsize,
-        # 0: rows are multiples of 16 bytes, 1: of 8, 2: of less.
-        "misalignment": (row % 16 + 15) // 16 + (row % 8 + 7) // 8,
+        "misalignment": misalignment(row),
     }
 
 
@@ -239,7 +238,7 @@ def _crossover(
         # launch does, at the other what the memory needs.
         open_ended={"elements", "hidden"} & ranges.keys() - set(exact),
         version=norm.op(direction).version,
-        tables=Path(__file__).parents[1] / "tables",
+        tables=TABLES,
         **{name: feature for name, feature in _features().items() if name in ranges},
     )
 

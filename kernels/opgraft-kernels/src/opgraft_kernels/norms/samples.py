@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from opgraft_kernels.crossovers import aligned_width
+
 __all__ = ["calls", "samples"]
 
 _SHORT, _LONG = 65536, 131072
@@ -82,8 +84,7 @@ def calls(
         misalignment: 0: rows are multiples of 16 bytes, 1: of 8, 2: of less.
     """
     rows = elements // hidden
-    widths = range(hidden, min(2 * hidden, hidden + 16))
-    width = next((w for w in widths if _misalignment(w * itemsize) == misalignment), None)
+    width = aligned_width(hidden, itemsize, misalignment)
     if rows == 0 or width is None:
         return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
@@ -100,11 +101,6 @@ def calls(
         call[name] = torch.ones(rows, 1, device=device)
     call["grad_out"] = random(rows, width)
     yield {**call, "output_mask": [True] * (1 + len(parameters))}
-
-
-def _misalignment(row: int) -> int:
-    """By the bytes of a row, as the crossover's feature."""
-    return (row % 16 != 0) + (row % 8 != 0)
 
 
 def _input(
