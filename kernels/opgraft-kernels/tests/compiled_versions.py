@@ -1,4 +1,4 @@
-"""What the norms' Triton kernels compile to, beside the versions that they declare.
+"""What the row-wise Triton kernels compile to, beside the versions that they declare.
 
 Tables of a crossover hold for one version of a kernel. Here it is recorded what the kernels of a
 version compile to, so that a test tells when a kernel was changed and its version was not:
@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -55,19 +55,42 @@ def _compile_from(folder: str) -> dict[str, Found]:
     """In a process of its own, for the package is imported once in a process."""
     if folder:
         sys.path.insert(0, folder)
-    from opgraft_kernels.norms import overrides
+    from opgraft_kernels.norms import overrides as norms
+    from opgraft_kernels.softmax import overrides as softmax
 
-    return {
-        f"{norm.name}.{way}": Found(
-            norm.op(way).version,
-            {
-                name: _hash([_text(launch) for launch in by_way[way]])
-                for name, by_way in _launches(norm.name)
-            },
-        )
-        for norm in (overrides.RMS_NORM, overrides.LAYER_NORM)
-        for way in overrides.DIRECTIONS
+    of_norms = {
+        f"{norm.name}.{way}": Found(norm.op(way).version, _hashes(_launches(norm.name), way))
+        for norm in (norms.RMS_NORM, norms.LAYER_NORM)
+        for way in norms.DIRECTIONS
     }
+    of_softmax = {
+        f"{op.function}.{op.direction}": Found(
+            op.version, _hashes(_softmax_launches(op.function == "log_softmax"), op.direction)
+        )
+        for op in softmax.OPS
+    }
+    return {**of_norms, **of_softmax}
+
+
+def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> Compiled:
+    return {name: _hash([_text(launch) for launch in by_way[way]]) for name, by_way in launches}
+
+
+def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """Rows and strided lines, whole and read in blocks."""
+    import torch
+
+    from configurations import softmax_launches
+
+    for dtype, shape in (
+        (torch.bfloat16, (1024, 4096)),
+        (torch.float32, (1024, 128256)),
+        (torch.bfloat16, (8, 64, 4096)),
+        (torch.bfloat16, (8, 4096, 128)),
+    ):
+        forward, backward = softmax_launches(dtype, shape, log)
+        name = f"{dtype} {' x '.join(map(str, shape))}".removeprefix("torch.")
+        yield name, {"forward": [forward], "backward": [backward]}
 
 
 def _launches(norm: str) -> Iterator[tuple[str, dict[str, list[Any]]]]:
@@ -149,7 +172,7 @@ def problem(name: str, recorded: Mapping[str, Any], found: Found, triton_version
         return ""
     return (
         f"{name} compiles to other code than its version {found.version} did "
-        f"({', '.join(changed)}): raise version= in norms/overrides.py, so that tables that were "
+        f"({', '.join(changed)}): raise version= in its overrides.py, so that tables that were "
         f"measured before count no more, and record anew: {MEND}"
     )
 

@@ -13,7 +13,7 @@ import torch
 
 from opgraft_kernels.rows import Launch
 
-__all__ = ["cutedsl_kinds", "launches", "norm_launches"]
+__all__ = ["cutedsl_kinds", "launches", "norm_launches", "softmax_launches"]
 
 MULTIPROCESSORS = 132  # an H200's
 
@@ -22,9 +22,11 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
     """The launches of a family of Triton kernels.
 
     Args:
-        family: ``"rms_norm"``, ``"layer_norm"`` or ``"attention"``.
+        family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"`` or ``"attention"``.
         capability: 80, 90 or 100.
     """
+    if family == "softmax":
+        return _softmax()
     return _attention(capability // 10) if family == "attention" else _norms(family)
 
 
@@ -115,6 +117,37 @@ def _norm_kinds(norm: str) -> Iterator[Any]:
                 yield BackwardKind(bfloat16, tile, True, has_mean, needs_dw, needs_db, None)
             yield BackwardKind(bfloat16, tile, False, has_mean, False, needs_db, None)
         yield BackwardKind(torch.float16, tile, True, has_mean, True, has_mean, None)
+
+
+# ------------------------------------------------------------------ softmax
+
+
+def _softmax() -> Iterator[Launch]:
+    """Rows that share a program, that fit one and longer ones, strided lines, and odd sizes."""
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    for log in (False, True):
+        for dtype in (bfloat16, float32):
+            for size in (16, 128, 1000, 4096, 8192, 16384, 50257, 128256, 262144):
+                yield from softmax_launches(dtype, (1024, size), log)
+            for shape in ((8, 21, 65536), (8, 4096, 128), (4, 50000, 33), (512, 64, 6)):
+                yield from softmax_launches(dtype, shape, log)
+        yield from softmax_launches(float16, (1024, 4096), log)
+        yield from softmax_launches(float16, (1024, 4096), log, wide=float32)
+        yield from softmax_launches(float16, (64, 128256), log, wide=float32)
+
+
+def softmax_launches(
+    dtype: torch.dtype, shape: tuple[int, ...], log: bool, wide: torch.dtype | None = None
+) -> list[Launch]:
+    """The launch of a forward over dimension 1, and of a backward."""
+    from opgraft_kernels.softmax import triton_kernels
+
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    y = torch.empty(shape, dtype=wide or dtype, device="meta")
+    return [
+        triton_kernels.plan_forward(x, y, 1, log),
+        triton_kernels.plan_backward(y, y, x, 1, log),
+    ]
 
 
 # ------------------------------------------------------------------ attention

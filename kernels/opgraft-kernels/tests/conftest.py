@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 import opgraft
 from opgraft_kernels.norms import overrides as norms
+from opgraft_kernels.softmax import overrides as softmax
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,7 +40,8 @@ def no_override_outlives_its_test() -> Iterator[None]:
 def whatever_tables_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overrides take all calls that they are right for, but in tests marked `crossovers`."""
     if request.node.get_closest_marker("crossovers") is None:
-        monkeypatch.setattr(norms, "_crossover", lambda *_: None)
+        for family in (norms, softmax):
+            monkeypatch.setattr(family, "_crossover", lambda *_: None)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

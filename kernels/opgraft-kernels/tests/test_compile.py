@@ -62,6 +62,16 @@ def test_layer_norm_fits(capability: int) -> None:
         _check(found, capability, UNALIGNED_SPILL if unaligned else NORM_SPILL)
 
 
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_softmax_fits(capability: int) -> None:
+    compiled = compile_all("softmax", capability)
+    assert {found["kernel"] for found in compiled} == {"_forward_kernel", "_backward_kernel"}
+    for found in compiled:
+        *_, size, inner = map(int, [each for each in found["arguments"] if each.isdigit()][:3])
+        unaligned = (size if inner == 1 else inner) % 2
+        _check(found, capability, NORM_SPILL if unaligned else 0)
+
+
 # -------------------------------------------------------------------------------------- CuteDSL
 
 # Functions that differ in their tiles alone would overwrite each other's files.

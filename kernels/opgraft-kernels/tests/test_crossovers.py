@@ -1,4 +1,4 @@
-"""What the norms' crossovers declare: samples fall into the cells that they are asked for."""
+"""What crossovers declare: samples fall into the cells that they are asked for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import opgraft_kernels
 from opgraft import Crossover
 from opgraft.when.grid import SteppedAxis
 from opgraft_kernels.norms import overrides as norms
+from opgraft_kernels.softmax import overrides as softmax
 
 pytestmark = pytest.mark.crossovers
 CPU = torch.device("cpu")
@@ -46,7 +47,29 @@ def test_samples_fall_into_their_cells(name: str) -> None:
     assert made > 50
 
 
-def test_every_norm_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", softmax.OPS, ids=lambda op: op.name)
+def test_samples_of_softmax_fall_into_their_cells(op: softmax.Op) -> None:
+    crossover = softmax._crossover(op)
+    axis = SteppedAxis(1, 1, 2**31)
+    made = 0
+    for elements, size, inner, itemsize, misalignment in itertools.product(
+        (64, 4096, 65536), (2, 16, 64), (1, 2, 8, 32), (2, 4), (0, 1, 2)
+    ):
+        cell = {"elements": elements, "size": size, "inner": inner}
+        exact = {"itemsize": itemsize, "misalignment": misalignment}
+        assert crossover.calls is not None
+        for call in crossover.calls(CPU, **cell, **exact):
+            made += 1
+            assert softmax.condition(op, "CPU").holds(call) or itemsize == 2
+            found = {key: each.evaluate(call) for key, each in crossover.features.items()}
+            assert {key: found[key] for key in exact} == exact
+            for key, value in cell.items():
+                assert axis.index_of(found[key]) == axis.index_of(value), (cell, found)
+    assert made > 50
+
+
+def test_every_norm_and_softmax_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for override in opgraft_kernels.register():
-        assert (override.crossover is not None) == ("_norm." in override.name), override
+        declares = "_norm." in override.name or "softmax." in override.name
+        assert (override.crossover is not None) == declares, override

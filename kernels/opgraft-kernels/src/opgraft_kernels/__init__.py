@@ -34,10 +34,12 @@ def register() -> list[Override]:
     from opgraft import triton_utils
     from opgraft_kernels.attention import overrides as attention_overrides
     from opgraft_kernels.norms import overrides as norms
+    from opgraft_kernels.softmax import overrides as softmax
 
     key = "CPU" if triton_utils.interpreted() else "CUDA"
     return [
         *norms.register(norms.RMS_NORM, key),
         *norms.register(norms.LAYER_NORM, key),
+        *softmax.register(key),
         *attention_overrides.register(key),
     ]

@@ -48,10 +48,10 @@ let_tensors_bound_loops()
 
 
 @triton.jit
-def load_if(ptrs, mask, MASKED: tl.constexpr):
-    """Loads, with zeros where `mask` is false; if not MASKED it is true everywhere."""
+def load_if(ptrs, mask, MASKED: tl.constexpr, OTHER: tl.constexpr = 0.0):
+    """Loads, with OTHER where `mask` is false; if not MASKED it is true everywhere."""
     if MASKED:
-        return tl.load(ptrs, mask=mask, other=0.0)
+        return tl.load(ptrs, mask=mask, other=OTHER)
     else:
         return tl.load(ptrs)
 

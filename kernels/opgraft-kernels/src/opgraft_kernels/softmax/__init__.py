@@ -1,0 +1,1 @@
+"""Softmax and log-softmax, forward and backward, over any dimension."""

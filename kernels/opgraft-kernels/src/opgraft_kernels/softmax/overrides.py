@@ -1,0 +1,162 @@
+"""Overrides of the ops that ``F.softmax`` and ``F.log_softmax`` call; `register` puts them there.
+
+Nothing here imports Triton: the first call that a condition wants does.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft_kernels.crossovers import TABLES, misalignment
+
+__all__ = ["OPS", "Op", "condition", "register"]
+
+Direction: TypeAlias = Literal["forward", "backward"]
+
+
+class Op(NamedTuple):
+    """An op in ``aten``."""
+
+    name: str
+    function: str
+    direction: Direction
+    #: Of the kernel: raised when it becomes faster or slower. A test says when it changes.
+    version: int = 1
+
+    @property
+    def normalized(self) -> str:
+        """The argument whose shape and dtype say what there is to do."""
+        return "self" if self.direction == "forward" else "output"
+
+
+OPS = (
+    Op("_softmax", "softmax", "forward"),
+    Op("_log_softmax", "log_softmax", "forward"),
+    Op("_softmax_backward_data", "softmax", "backward"),
+    Op("_log_softmax_backward_data", "log_softmax", "backward"),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Conditions
+# --------------------------------------------------------------------------------------------------
+
+
+def condition(op: Op, dispatch_key: str) -> Any:
+    """Which calls of an op go to Triton at `dispatch_key`."""
+    t = op.normalized
+    # Undefined, and native's, for a tensor without dimensions and for a `dim` that it has not.
+    size = when.size(t, when.value("dim"))
+    wanted = (
+        _device(t, dispatch_key)
+        # An empty grid is a launch error.
+        & (when.numel(t) > 0)
+        # Elements of a row are indexed with 32 bits, padded to a power of two.
+        & (size <= 2**30)
+        # Strides say what there is to do, see `_crossover`. Others are copied first, by native too.
+        & (
+            when.is_contiguous(t)
+            | ((when.dim("dim", t) == -1) & ((when.stride(t, -1) == 1) | (size == 1)))
+        )
+    )
+    if op.direction == "forward":
+        keeps_dtype: Any = when.value("half_to_float") == False  # noqa: E712
+        if dispatch_key == "CUDA":  # native refuses it on the CPU, and of bfloat16
+            keeps_dtype = keeps_dtype | when.dtype("self", torch.float16)
+        return wanted & keeps_dtype
+    return (
+        wanted
+        & when.same_dtype("grad_output", "output")
+        & when.same_device("grad_output", "output")
+        # Fewer elements would be read out of bounds.
+        & (when.numel("grad_output") == when.numel("output"))
+        & (when.size("grad_output", when.value("dim")) == size)
+        & _input_dtype(dispatch_key)
+    )
+
+
+def _device(tensor: str, dispatch_key: str) -> Any:
+    if dispatch_key == "CPU":
+        # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
+        return when.dtype(tensor, torch.float32, torch.float16)
+    return (
+        # float64 is ATen's: the kernels compute in float32.
+        when.dtype(tensor, torch.float32, torch.float16, torch.bfloat16)
+        # bfloat16 begins with Ampere.
+        & (when.device_capability(tensor) >= (8, 0))
+    )
+
+
+def _input_dtype(dispatch_key: str) -> Any:
+    """The gradient has the output's dtype, or is float16 where the forward was `half_to_float`."""
+    half = (torch.float16, torch.float32) if dispatch_key == "CUDA" else (torch.float16,)
+    outputs = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16,)}
+    allowed = (
+        (when.value("input_dtype") == dtype) & when.dtype("output", *each)
+        for dtype, each in {**outputs, torch.float16: half}.items()
+    )
+    return functools.reduce(operator.or_, allowed)
+
+
+# --------------------------------------------------------------------------------------------------
+# Registration
+# --------------------------------------------------------------------------------------------------
+
+_RANGES: dict[str, tuple[int, ...]] = {
+    "elements": (2**12, 2**31),
+    "size": (2**4, 2**20),
+    "inner": (1, 2**12),
+    "itemsize": (2, 4),
+    "misalignment": (0, 1, 2),
+}
+
+
+def _crossover(op: Op) -> Crossover:
+    """On what it depends whether a kernel is faster than ATen's."""
+    t = op.normalized
+    size, inner = when.size(t, when.value("dim")), when.stride(t, when.value("dim"))
+    # What is contiguous and begins anywhere: a row, or the elements of other lines beside one.
+    segment = inner + 1 // inner * (size - 1)
+    return Crossover(
+        elements=when.numel(t),
+        size=size,
+        inner=inner,
+        itemsize=when.itemsize(t),
+        misalignment=misalignment(segment * when.itemsize(t)),
+        calls=_made("calls", op),
+        ranges=_RANGES,
+        exact=["itemsize", "misalignment"],
+        version=op.version,
+        tables=TABLES,
+    )
+
+
+def _made(what: str, op: Op) -> Any:
+    made = lazy(f"opgraft_kernels.softmax.samples:{what}")
+    return functools.partial(made, op.function, op.direction)
+
+
+def register(dispatch_key: str) -> list[Override]:
+    """Register the four ops at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
+    return [_register(op, dispatch_key) for op in OPS]
+
+
+def _register(op: Op, dispatch_key: str) -> Override:
+    options: dict[str, Any] = {}
+    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
+        options = {"launch_plan": True, "crossover": _crossover(op)}
+    return triton_utils.register_op_override(
+        "aten",
+        op.name,
+        dispatch_key,
+        lazy(f"opgraft_kernels.softmax.triton_kernels:{op.function}_{op.direction}"),
+        cond=condition(op, dispatch_key),
+        name=f"opgraft_kernels.{op.function}.{op.direction}",
+        samples=_made("samples", op),
+        **options,
+    )

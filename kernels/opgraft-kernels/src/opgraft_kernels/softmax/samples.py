@@ -1,0 +1,125 @@
+"""Calls of the softmax ops: for `opgraft verify` at the ends of the range, for `opgraft tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from opgraft_kernels.crossovers import aligned_width
+
+__all__ = ["calls", "samples"]
+
+#: The shape, the dimension, and what is particular.
+_CASES: tuple[tuple[tuple[int, ...], int, str], ...] = (
+    # Rows that share a program, that fit one, that are read in blocks; odd sizes of each.
+    ((129, 16), -1, ""),
+    ((3, 5, 100), -1, ""),
+    ((7, 4096), 1, ""),
+    ((3, 4097), -1, ""),
+    ((2, 40000), -1, ""),
+    ((2, 50257), -1, ""),
+    ((5, 1), -1, ""),
+    # Lines that are strided: short, and read in blocks.
+    ((2, 21, 33, 17), 1, ""),
+    ((2, 64, 128), -2, ""),
+    ((40, 3), 0, ""),
+    ((9000, 70), 0, ""),
+    # A mask: some rows are nothing but -inf.
+    ((64, 200), -1, "masked"),
+    ((2, 40000), -1, "masked"),
+    ((64, 200), -1, "NaN"),
+    # In place, or after a copy.
+    ((32, 200), -1, "sliced"),
+    ((32, 200), -1, "transposed"),
+    ((32, 200), 0, "transposed"),
+    # Native's.
+    ((0, 16), -1, ""),
+    ((), 0, ""),
+)
+
+
+def samples(function: str, direction: str, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of an op, as arguments by name.
+
+    Args:
+        function: ``"softmax"`` or ``"log_softmax"``.
+        direction: ``"forward"`` or ``"backward"``.
+        device: where the tensors are to live.
+    """
+    make = partial(_call, function, direction)
+    dtypes = [torch.float32, torch.float16]
+    if device.type != "cpu":
+        dtypes += [torch.bfloat16, torch.float64]
+    for shape, dim, particular in _CASES:
+        for dtype in dtypes:
+            x = _input(shape, particular, dtype, device)
+            yield make(x, torch.randn_like(x), dim)
+    if device.type != "cpu":
+        x = torch.randn(64, 200, dtype=torch.float16, device=device)
+        yield make(x, torch.randn_like(x, dtype=torch.float32), -1, half_to_float=True)
+
+
+def calls(
+    function: str,
+    direction: str,
+    device: torch.device,
+    *,
+    elements: int,
+    size: int,
+    inner: int,
+    itemsize: int,
+    misalignment: int,
+) -> Iterator[dict[str, Any]]:
+    """A call of a softmax op to measure, as arguments by name; none if there is no such call.
+
+    Args:
+        function: ``"softmax"`` or ``"log_softmax"``.
+        direction: ``"forward"`` or ``"backward"``.
+        device: where the tensors are to live.
+        elements: of the input, at least.
+        size: of the softmax's dimension, at least; less than twice as many.
+        inner: elements of the dimensions behind it, likewise.
+        itemsize: bytes of an element.
+        misalignment: of a row if inner is 1, else of `inner` elements; see `crossovers`.
+    """
+    outer = elements // (size * inner)
+    found = aligned_width(size if inner == 1 else inner, itemsize, misalignment)
+    if outer == 0 or found is None:
+        return
+    shape = (outer, found) if inner == 1 else (outer, size, found)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    x = torch.randn(shape, dtype=dtype, device=device)
+    yield _call(function, direction, x, torch.randn_like(x), 1)
+
+
+def _call(
+    function: str,
+    direction: str,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    dim: int,
+    half_to_float: bool = False,
+) -> dict[str, Any]:
+    if direction == "forward":
+        return {"self": x, "dim": dim, "half_to_float": half_to_float}
+    output = getattr(torch, function)(x.to(grad.dtype), dim)
+    return {"grad_output": grad, "output": output, "dim": dim, "input_dtype": x.dtype}
+
+
+def _input(
+    shape: tuple[int, ...], particular: str, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if particular == "transposed":
+        return torch.randn(shape[::-1], dtype=dtype, device=device).t()
+    if particular == "sliced":
+        return torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device)[..., : shape[-1]]
+    x = torch.randn(shape, dtype=dtype, device=device)
+    if particular == "masked":
+        x[..., shape[-1] // 3 :] = -torch.inf
+        x[0] = -torch.inf
+    if particular == "NaN":
+        x[0, 0], x[1, 1] = torch.nan, torch.inf
+    return x

@@ -1,0 +1,354 @@
+"""Softmax and log-softmax in Triton, each forward and backward: one kernel a direction.
+
+A tensor is seen as ``[outer, size, inner]``, with the softmax over `size`. A *line* is what is
+normalised together: `size` elements that are `inner` apart. All arithmetic is in float32::
+
+    softmax        y = exp(x - max(x)) / sum(exp(x - max(x)))      dx = (g - sum(g * y)) * y
+    log_softmax    y = x - max(x) - log(sum(exp(x - max(x))))      dx = g - exp(y) * sum(g)
+
+Both directions are bound by memory. A program holds a tile of lines, which stays in registers
+between the reduction and its use. A longer line is read in blocks, twice: the maximum and the sum
+are found in one pass, the second reads what may still be in the L2 cache. Where inner is 1 threads
+read along a line, otherwise across lines, so that neighbours in memory are read together.
+
+`size` is a run-time integer under a power-of-two block, as in the norms: another size compiles
+another kernel only if it needs another block or mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opgraft_kernels.rows import Launch, as_rows, ceil_div, load_if, power_of_2, store_if
+
+__all__ = [
+    "log_softmax_backward",
+    "log_softmax_forward",
+    "plan_backward",
+    "plan_forward",
+    "softmax_backward",
+    "softmax_forward",
+]
+
+# --------------------------------------------------------------------------------------------------
+# Kernels
+# --------------------------------------------------------------------------------------------------
+
+# LOG: log-softmax. STRIDED: inner is not 1. A program has LINES lines, in blocks of BLOCK elements:
+# one of them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that; where there may not,
+# masks would cost bandwidth.
+
+# What a maximum begins with. Not -inf: -inf - -inf is NaN.
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _lines(lines, inner, LINES: tl.constexpr, STRIDED: tl.constexpr):
+    """A program's lines: by the index of their [size, inner] and the place in it, and which are
+    there. The first is 64-bit, since offsets are."""
+    index = tl.arange(0, LINES)
+    if STRIDED:
+        blocks = tl.cdiv(inner, LINES)
+        outer = (tl.program_id(0) // blocks).to(tl.int64)
+        index = (tl.program_id(0) % blocks) * LINES + index
+        return outer, index, index < inner
+    else:
+        row = tl.program_id(0).to(tl.int64) * LINES + index
+        return row, 0, row < lines
+
+
+@triton.jit
+def _columns(first, inner, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
+    """The next BLOCK elements of a line, and how far they are from its first one."""
+    col = first + tl.arange(0, BLOCK)
+    if STRIDED:
+        return col, col.to(tl.int64) * inner
+    else:
+        return col, col
+
+
+@triton.jit
+def _mask(there, col, size, MASK_COLS: tl.constexpr):
+    mask = there[:, None]
+    if MASK_COLS:
+        mask = mask & (col < size)[None, :]
+    return mask
+
+
+@triton.jit
+def _normalized(shifted, total, LOG: tl.constexpr):
+    """What a forward writes; `shifted` is x minus the line's maximum."""
+    if LOG:
+        return shifted - tl.log(total)[:, None]
+    else:
+        return tl.exp(shifted) * (1.0 / total)[:, None]
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _forward_kernel(
+    x_ptr,
+    y_ptr,
+    lines,
+    size,
+    inner,
+    x_stride,
+    LOG: tl.constexpr,
+    STRIDED: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    MASK_LINES: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+):
+    MASKED: tl.constexpr = MASK_LINES or MASK_COLS
+    outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    y_stride = size.to(tl.int64) * inner
+    x_line = x_ptr + (outer * x_stride + place)[:, None]
+    y_line = y_ptr + (outer * y_stride + place)[:, None]
+    if WHOLE:
+        col, offset = _columns(0, inner, BLOCK, STRIDED)
+        mask = _mask(there, col, size, MASK_COLS)
+        x = load_if(x_line + offset[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+        shifted = x - tl.max(x, axis=1)[:, None]
+        y = _normalized(shifted, tl.sum(tl.exp(shifted), axis=1), LOG)
+        store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
+    else:
+        # Each thread keeps the maximum of what it read and the sum of exponentials under it.
+        best = tl.full([LINES, BLOCK], _LOWEST, tl.float32)
+        total = tl.zeros([LINES, BLOCK], tl.float32)
+        for first in range(0, size, BLOCK):
+            col, offset = _columns(first, inner, BLOCK, STRIDED)
+            mask = _mask(there, col, size, MASK_COLS)
+            x = load_if(x_line + offset[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+            # One exponential, of the difference, whichever is larger: the special units compute few
+            # of them a cycle. A NaN goes to the sum and stays there.
+            ratio = tl.exp(-tl.abs(x - best))
+            total = tl.where(x > best, total * ratio + 1.0, total + ratio)
+            best = tl.where(x > best, x, best)
+        line_best = tl.max(best, axis=1)
+        line_total = tl.sum(total * tl.exp(best - line_best[:, None]), axis=1)
+        for first in range(0, size, BLOCK):
+            col, offset = _columns(first, inner, BLOCK, STRIDED)
+            mask = _mask(there, col, size, MASK_COLS)
+            x = load_if(x_line + offset[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+            y = _normalized(x - line_best[:, None], line_total, LOG)
+            store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
+
+
+@triton.jit
+def _summand(g, y, LOG: tl.constexpr):
+    """What a backward sums over a line."""
+    if LOG:
+        return g
+    else:
+        return g * y
+
+
+@triton.jit
+def _gradient(g, y, total, LOG: tl.constexpr):
+    if LOG:
+        return g - tl.exp(y) * total[:, None]
+    else:
+        return (g - total[:, None]) * y
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _backward_kernel(
+    g_ptr,
+    y_ptr,
+    dx_ptr,
+    lines,
+    size,
+    inner,
+    g_stride,
+    y_stride,
+    LOG: tl.constexpr,
+    STRIDED: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    MASK_LINES: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+):
+    MASKED: tl.constexpr = MASK_LINES or MASK_COLS
+    outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    dx_stride = size.to(tl.int64) * inner
+    g_line = g_ptr + (outer * g_stride + place)[:, None]
+    y_line = y_ptr + (outer * y_stride + place)[:, None]
+    dx_line = dx_ptr + (outer * dx_stride + place)[:, None]
+    if WHOLE:
+        col, offset = _columns(0, inner, BLOCK, STRIDED)
+        mask = _mask(there, col, size, MASK_COLS)
+        g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
+        y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
+        dx = _gradient(g, y, tl.sum(_summand(g, y, LOG), axis=1), LOG)
+        store_if(dx_line + offset[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
+    else:
+        total = tl.zeros([LINES, BLOCK], tl.float32)
+        for first in range(0, size, BLOCK):
+            col, offset = _columns(first, inner, BLOCK, STRIDED)
+            mask = _mask(there, col, size, MASK_COLS)
+            g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
+            # Of log-softmax nothing uses y here, and the compiler drops the load.
+            y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
+            total += _summand(g, y, LOG)
+        line_total = tl.sum(total, axis=1)
+        for first in range(0, size, BLOCK):
+            col, offset = _columns(first, inner, BLOCK, STRIDED)
+            mask = _mask(there, col, size, MASK_COLS)
+            g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
+            y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
+            dx = _gradient(g, y, line_total, LOG)
+            store_if(dx_line + offset[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
+
+
+# --------------------------------------------------------------------------------------------------
+# Launches
+# --------------------------------------------------------------------------------------------------
+
+# Bytes of one tensor. Short lines share a program, up to so many; a thread has 32 of them, and 64
+# of longer tiles.
+_SHORT_TILE = 8 * 1024
+# The largest tile that stays in registers: of one tensor, and where a backward holds two.
+_FORWARD_TILE, _BACKWARD_TILE = 64 * 1024, 32 * 1024
+# A block of a line that is longer: 16 warps at 32 bytes a thread.
+_BLOCK = 16 * 1024
+# What is read together across lines, at least, if there are as many.
+_SEGMENT = 128
+_MIN_BLOCK = 16
+
+
+class Tile(NamedTuple):
+    """What a program holds: `lines` x `block` elements, all of these lines if `whole`."""
+
+    lines: int
+    block: int
+    whole: bool
+    num_warps: int
+
+
+class Lines(NamedTuple):
+    """A tensor as ``[outer, size, inner]``, with the softmax over `size`."""
+
+    outer: int
+    size: int
+    inner: int
+
+    @classmethod
+    def of(cls, t: Tensor, dim: int) -> Lines:
+        dim %= t.dim()
+        return cls(math.prod(t.shape[:dim]), t.shape[dim], math.prod(t.shape[dim + 1 :]))
+
+    def matrix(self, t: Tensor) -> tuple[Tensor, int]:
+        """`t` with each ``[size, inner]`` contiguous, a copy if need be, and how far they are
+        apart."""
+        return as_rows(t, self.outer, self.size * self.inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tile(size: int, inner: int, itemsize: int, largest: int) -> Tile:
+    """The tile for lines of `size`, of `largest` bytes at most."""
+    block = max(power_of_2(size), _MIN_BLOCK)
+    line = block * itemsize
+    if inner == 1:
+        lines = _SHORT_TILE // line if line <= _SHORT_TILE // 4 else 1
+    else:
+        lines = min(power_of_2(inner), max(_SEGMENT // itemsize, _SHORT_TILE // line))
+    whole = lines * line <= largest
+    if not whole:
+        block = _BLOCK // itemsize // lines
+    bytes_of_tile = lines * block * itemsize
+    a_warp = 1024 if bytes_of_tile <= _SHORT_TILE or not whole else 2048
+    return Tile(lines, block, whole, min(max(bytes_of_tile // a_warp, 1), 32))
+
+
+def _launch(
+    kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
+    tile: Tile,
+) -> Launch:  # fmt: skip
+    is_strided = lines.inner != 1
+    if is_strided:
+        programs = lines.outer * ceil_div(lines.inner, tile.lines)
+    else:
+        programs = ceil_div(lines.outer, tile.lines)
+    return Launch(
+        kernel,
+        programs,
+        (*tensors, lines.outer, lines.size, lines.inner, *strides),
+        {
+            "LOG": log,
+            "STRIDED": is_strided,
+            "LINES": tile.lines,
+            "BLOCK": tile.block,
+            "WHOLE": tile.whole,
+            "MASK_LINES": tile.lines > 1,
+            "MASK_COLS": lines.size % tile.block != 0,
+        },
+        tile.num_warps,
+    )
+
+
+def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
+    """The launch that fills `y`, contiguous, of which the dtype may be wider than that of `x`."""
+    lines = Lines.of(x, dim)
+    itemsize = max(x.element_size(), y.element_size())
+    tile = _tile(lines.size, lines.inner, itemsize, _FORWARD_TILE)
+    x, x_stride = lines.matrix(x)
+    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, tile)
+
+
+def plan_backward(g: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool) -> Launch:
+    """The launch that fills `dx`, contiguous, of which the dtype may be narrower than the rest."""
+    lines = Lines.of(y, dim)
+    tile = _tile(lines.size, lines.inner, y.element_size(), _BACKWARD_TILE)
+    (g, g_stride), (y, y_stride) = lines.matrix(g), lines.matrix(y)
+    return _launch(_backward_kernel, (g, y, dx), (g_stride, y_stride), lines, log, tile)
+
+
+# --------------------------------------------------------------------------------------------------
+# Ops
+# --------------------------------------------------------------------------------------------------
+
+
+def _forward(log: bool, self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """``aten::_softmax`` and ``aten::_log_softmax``, of a tensor that is not empty."""
+    dtype = torch.float32 if half_to_float else self.dtype
+    output = torch.empty(self.shape, dtype=dtype, device=self.device)
+    plan_forward(self, output, dim, log)()
+    return output
+
+
+def _backward(
+    log: bool, grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    """``aten::_softmax_backward_data`` and ``aten::_log_softmax_backward_data``, likewise."""
+    grad_input = torch.empty(output.shape, dtype=input_dtype, device=output.device)
+    plan_backward(grad_output, output, grad_input, dim, log)()
+    return grad_input
+
+
+def softmax_forward(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return _forward(False, self, dim, half_to_float)
+
+
+def log_softmax_forward(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return _forward(True, self, dim, half_to_float)
+
+
+def softmax_backward(
+    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    return _backward(False, grad_output, output, dim, input_dtype)
+
+
+def log_softmax_backward(
+    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    return _backward(True, grad_output, output, dim, input_dtype)

@@ -1,0 +1,380 @@
+"""The softmax ops' Triton kernels against float64, with native's own error as the measure.
+
+On a machine without a GPU they run in Triton's interpreter (tests/conftest.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+import opgraft
+from opgraft import Override
+from opgraft_kernels.softmax import triton_kernels as kernels
+from opgraft_kernels.softmax.overrides import OPS, Op, condition, register
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+INF, NAN = math.inf, math.nan
+
+
+class Function(NamedTuple):
+    """One of both functions: its kernels, and the ops that they stand for."""
+
+    name: str
+    forward: Callable[..., torch.Tensor]
+    backward: Callable[..., torch.Tensor]
+    op: Callable[..., torch.Tensor]
+    backward_op: Callable[..., torch.Tensor]
+
+
+aten = torch.ops.aten
+FUNCTIONS = (
+    Function(
+        "softmax",
+        kernels.softmax_forward,
+        kernels.softmax_backward,
+        aten._softmax,
+        aten._softmax_backward_data,
+    ),
+    Function(
+        "log_softmax",
+        kernels.log_softmax_forward,
+        kernels.log_softmax_backward,
+        aten._log_softmax,
+        aten._log_softmax_backward_data,
+    ),
+)
+
+
+@pytest.fixture(params=FUNCTIONS, ids=lambda each: each.name)
+def function(request: pytest.FixtureRequest) -> Function:
+    return request.param
+
+
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(sum(shape))
+    x, g = torch.randn(2, *shape, device=device)
+    return (4 * x).to(dtype), g.to(dtype)
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error, relative to the largest element."""
+    assert not actual.isnan().any()
+    worst = (actual.double() - expected).abs().max()
+    return float(worst / expected.abs().max().clamp(min=1e-30))
+
+
+def _check_one(one: torch.Tensor, native: torch.Tensor, right: torch.Tensor) -> None:
+    """What native promises, and at most twice its error."""
+    assert one.shape == native.shape and one.dtype == native.dtype
+    assert one.stride() == native.stride()
+    floor = 4 * torch.finfo(one.dtype).eps
+    assert _error(one, right) <= 2 * _error(native, right) + floor
+
+
+def _check(function: Function, x: torch.Tensor, g: torch.Tensor, dim: int) -> None:
+    y, native = function.forward(x, dim, False), function.op(x, dim, False)
+    _check_one(y, native, function.op(x.double(), dim, False))
+    # Of the same output, as the two backward kernels.
+    dx = function.backward(g, native, dim, x.dtype)
+    native_dx = function.backward_op(g, native, dim, x.dtype)
+    right = function.backward_op(g.double(), native.double(), dim, torch.float64)
+    _check_one(dx, native_dx, right)
+
+
+@pytest.mark.parametrize("size", [1, 2, 17, 1000, 4097])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows(
+    function: Function, rows: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    _check(function, *_random((rows, size), dtype, device), -1)
+
+
+@pytest.mark.parametrize("shape", [(70, 16), (3, 3, 130), (1000, 3), (24,)], ids=str)
+def test_rows_that_share_a_program(
+    function: Function, shape: tuple[int, ...], device: torch.device
+) -> None:
+    _check(function, *_random(shape, torch.float32, device), -1)
+
+
+@pytest.mark.parametrize("size", [32768, 40000, 50257, 128256])
+def test_rows_that_are_read_in_blocks(
+    function: Function, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    _check(function, *_random((2, size), dtype, device), -1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((2, 17, 5), 1),
+        ((3, 7), 0),
+        ((2, 21, 6, 50), 1),
+        ((2, 3, 4, 5), -3),
+        ((2, 1000, 2), -2),
+        ((1, 64, 33), 0),
+        ((300, 40), 0),
+        ((2, 3000, 70), 1),
+    ],
+    ids=str,
+)
+def test_any_dimension(
+    function: Function,
+    shape: tuple[int, ...],
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    _check(function, *_random(shape, dtype, device), dim)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "sliced rows": lambda t: torch.cat([t, t[:, :3]], dim=1)[:, : t.shape[1]],
+    "spread": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+    "misaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "one row": lambda t: t[:1].expand(t.shape),
+    "one column": lambda t: t[:, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_layouts(function: Function, layout: str, dim: int, device: torch.device) -> None:
+    x, g = _random((6, 48), torch.float32, device)
+    _check(function, LAYOUTS[layout](x), g, dim)
+    _check(function, x, LAYOUTS[layout](g), dim)
+
+
+def _special(size: int) -> torch.Tensor:
+    """Rows at the ends of the range."""
+    rows = torch.randn(10, size)
+    rows[0] = -INF
+    rows[1] = -INF
+    rows[1, size // 2] = 3.0  # one finite value
+    rows[2, 0] = NAN
+    rows[3, -1] = INF
+    rows[4] = 7.0
+    rows[5, : size - 1] = -INF
+    rows[6, size // 3 :] = -INF
+    rows[7] = torch.finfo(torch.float32).min
+    rows[8] = torch.linspace(-3e38, 3e38, size)
+    rows[9] = INF
+    return rows
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [17, 30000], ids=["a tile", "in blocks"])
+def test_special_values(function: Function, size: int, dim: int, device: torch.device) -> None:
+    x = _special(size).to(device)
+    x = x if dim == 1 else x.t().contiguous()
+    native = function.op(x, dim, False)
+    y, right = function.forward(x, dim, False), function.op(x.double(), dim, False)
+    _check_special(y, native, right)
+    g = torch.randn_like(x)
+    native_dx = function.backward_op(g, native, dim, x.dtype)
+    right = function.backward_op(g.double(), native.double(), dim, torch.float64)
+    _check_special(function.backward(g, native, dim, x.dtype), native_dx, right)
+
+
+def _check_special(one: torch.Tensor, native: torch.Tensor, right: torch.Tensor) -> None:
+    """Not finite where native is not; elsewhere near float64, which long sums of native are not."""
+    finite = native.isfinite()
+    torch.testing.assert_close(one[~finite], native[~finite], equal_nan=True)
+    torch.testing.assert_close(one[finite], right[finite].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 100), 1), ((2, 40000), 1), ((5, 40, 9), 1)])
+def test_half_to_float(
+    function: Function, shape: tuple[int, ...], dim: int, device: torch.device
+) -> None:
+    """The CPU's own ops refuse it: what it is to be there is what float32 gives."""
+    x, g = _random(shape, torch.float16, device)
+    y, expected = function.forward(x, dim, True), function.op(x.float(), dim, False)
+    _check_one(y, expected, function.op(x.double(), dim, False))
+    dx = function.backward(g.float(), expected, dim, torch.float16)
+    assert dx.dtype is torch.float16
+    right = function.backward_op(g.float(), expected, dim, torch.float32)
+    assert _error(dx, right.double()) <= torch.finfo(torch.float16).eps
+
+
+# ---------------------------------------------------------------------------- through opgraft
+
+
+@pytest.fixture
+def overrides(dispatch_key: str) -> dict[str, Override]:
+    return {each.name.removeprefix("opgraft_kernels."): each for each in register(dispatch_key)}
+
+
+def _gradient(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    y = function(x)
+    weights = 1 / (1 + torch.arange(y.numel(), device=y.device).view_as(y))
+    (dx,) = torch.autograd.grad(y, x, weights)
+    return y.detach(), dx
+
+
+def _cross_entropy(x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x, torch.arange(x.shape[0], device=x.device) % x.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("softmax", lambda x: F.softmax(x, 1)),
+        ("softmax", lambda x: F.softmax(x, 0)),
+        ("log_softmax", lambda x: F.log_softmax(x, -1)),
+        ("log_softmax", lambda x: F.log_softmax(x, -2)),
+        ("log_softmax", _cross_entropy),
+    ],
+    ids=["softmax", "softmax of columns", "log_softmax", "log_softmax of columns", "cross_entropy"],
+)
+def test_gradients(
+    name: str,
+    call: Callable[[torch.Tensor], torch.Tensor],
+    overrides: dict[str, Override],
+    device: torch.device,
+) -> None:
+    x, _ = _random((33, 70), torch.float32, device)
+    ours = _gradient(call, x)
+    hit = {each: override.hits for each, override in overrides.items() if override.hits}
+    assert hit == {f"{name}.forward": 1, f"{name}.backward": 1}
+    with opgraft.disabled():
+        native = _gradient(call, x)
+    torch.testing.assert_close(ours, native)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_compiled(overrides: dict[str, Override], device: torch.device) -> None:
+    """Inductor's own code computes it, or the override: the result is the same."""
+    x, _ = _random((33, 70), torch.float32, device)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(F.softmax(x, 0), 1)
+
+    torch._dynamo.reset()
+    expected = _gradient(call, x)
+    assert all(override.hits == 1 for override in overrides.values())
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(_gradient(compiled, x), expected)
+
+
+def _fine(direction: str) -> dict[str, object]:
+    x = torch.ones(4, 8)
+    if direction == "forward":
+        return {"self": x, "dim": -1, "half_to_float": False}
+    return {"grad_output": x, "output": x, "dim": 1, "input_dtype": torch.float32}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_condition_takes(op: Op) -> None:
+    wanted, fine = condition(op, "CPU"), _fine(op.direction)
+    assert wanted.holds(fine)
+    for dim in (0, -2, 1):
+        assert wanted.holds({**fine, "dim": dim})
+    assert wanted.holds({**fine, op.normalized: torch.ones(4, 12)[:, :8]})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"self": torch.ones(4, 8, dtype=torch.float64)},
+        {"self": torch.ones(4, 8, dtype=torch.bfloat16)},
+        {"self": torch.ones(())},
+        {"self": torch.ones(0, 8)},
+        {"self": torch.ones(8, 4).t()},
+        {"self": torch.ones(4, 12)[:, :8], "dim": 0},
+        {"dim": 2},
+        {"dim": -3},
+        {"half_to_float": True},
+    ],
+)
+def test_forward_condition_declines(wrong: dict[str, object]) -> None:
+    assert not condition(OPS[0], "CPU").holds({**_fine("forward"), **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"grad_output": torch.ones(4, 7)},
+        {"grad_output": torch.ones(8, 4)},
+        {"grad_output": torch.ones(4, 8, dtype=torch.float16)},
+        {"output": torch.ones(4, 8, dtype=torch.float64)},
+        {"input_dtype": torch.float16},
+        {"input_dtype": torch.float64},
+        {"dim": 2},
+    ],
+)
+def test_backward_condition_declines(wrong: dict[str, object]) -> None:
+    assert not condition(OPS[2], "CPU").holds({**_fine("backward"), **wrong})
+
+
+# ------------------------------------------------------------------------------- the GPU alone
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((8193, 16), 1),
+        ((777, 1000), 1),
+        ((300, 4097), 1),
+        ((33, 65537), 1),
+        ((5, 262144), 1),
+        ((3, 1_000_003), 1),
+        ((4, 150, 128, 128), 1),
+        ((2, 4096, 1000), 1),
+        ((70000, 33), 0),
+    ],
+    ids=str,
+)
+def test_large(
+    function: Function,
+    shape: tuple[int, ...],
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    _check(function, *_random(shape, dtype, device), dim)
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((2**19 + 3, 4096), 1), ((2**14 + 1, 2**17), 1), ((8, 2**28 + 16), 0)],
+    ids=str,
+)
+def test_more_than_2_to_31_elements(
+    function: Function, shape: tuple[int, int], dim: int, device: torch.device
+) -> None:
+    """Offsets past 32 bits: the first and the last lines are right."""
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    assert x.numel() >= 2**31
+    y = function.forward(x, dim, False)
+    dx = function.backward(x, y, dim, x.dtype)
+    for some in (slice(0, 3), slice(-3, None)):
+        where = (some, slice(None)) if dim == 1 else (slice(None), some)
+        expected = function.op(x[where].double(), dim, False)
+        assert _error(y[where], expected) < 0.01
+        right = function.backward_op(x[where].double(), y[where].double(), dim, torch.float64)
+        assert _error(dx[where], right) < 0.01
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+def test_half_to_float_is_natives(function: Function, device: torch.device) -> None:
+    x, g = _random((64, 1000), torch.float16, device)
+    y = function.op(x, -1, True)
+    torch.testing.assert_close(function.forward(x, -1, True), y)
+    arguments = (g.float(), y, -1, torch.float16)
+    torch.testing.assert_close(function.backward(*arguments), function.backward_op(*arguments))
