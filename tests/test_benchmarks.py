@@ -23,7 +23,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     "name",
     [
         *("attention", "compiled_norms", "crossovers", "layer_norm", "llama", "models"),
-        *("profile_shares", "rms_norm"),
+        *("profile_shares", "rms_norm", "rows"),
     ],
 )
 def test_smoke(name: str) -> None:
