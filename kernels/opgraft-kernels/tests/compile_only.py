@@ -7,7 +7,8 @@ A driver stands in for CUDA's, so this has to run in a process of its own, witho
 
 compiles every launch of `configurations.launches(FAMILY, CAPABILITY)` for that compute capability
 (80, 90, 100) and prints one JSON object a line: the kernel's name, its constexprs, its warps, and
-the registers, spilled bytes and shared memory of the machine code.
+the registers, spilled bytes and shared memory of the machine code, and how many bytes its narrowest
+access to global memory has.
 """
 
 from __future__ import annotations
@@ -93,6 +94,12 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
+def _narrowest_access(ptx: str) -> int:
+    """Bytes of the narrowest load or store of a thread."""
+    found = re.findall(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx)
+    return min(int(vector or 1) * int(bits) // 8 for vector, bits in found)
+
+
 def _compile(launch: Any) -> dict[str, Any]:
     compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.keywords)
     if hasattr(compiled, "result"):
@@ -103,6 +110,7 @@ def _compile(launch: Any) -> dict[str, Any]:
         "num_warps": launch.num_warps,
         "arguments": [str(getattr(each, "dtype", each)) for each in launch.arguments],
         "shared": compiled.metadata.shared,
+        "narrowest": _narrowest_access(compiled.asm["ptx"]),
         **_resources(compiled.asm["cubin"]),
     }
 

@@ -12,7 +12,7 @@ are found in one pass, the second reads what may still be in the L2 cache. Where
 read along a line, otherwise across lines, so that neighbours in memory are read together.
 
 `size` is a run-time integer under a power-of-two block, as in the norms: another size compiles
-another kernel only if it needs another block or mask.
+another kernel only if it needs another block, mask, or unit (how wide loads may be).
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opgraft_kernels.rows import Launch, as_rows, ceil_div, load_if, power_of_2, store_if
+from opgraft_kernels.rows import (
+    Launch,
+    as_rows,
+    ceil_div,
+    load_if,
+    multiple_of,
+    power_of_2,
+    store_if,
+    unit_of,
+)
 
 __all__ = [
     "log_softmax_backward",
@@ -43,7 +52,8 @@ __all__ = [
 
 # LOG: log-softmax. STRIDED: inner is not 1. A program has LINES lines, in blocks of BLOCK elements:
 # one of them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that; where there may not,
-# masks would cost bandwidth.
+# masks would cost bandwidth. Strides, and what is contiguous (a row's size, or inner), are multiples
+# of UNIT.
 
 # What a maximum begins with. Not -inf: -inf - -inf is NaN.
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -91,7 +101,16 @@ def _normalized(shifted, total, LOG: tl.constexpr):
         return tl.exp(shifted) * (1.0 / total)[:, None]
 
 
-@triton.jit(do_not_specialize=["lines"])
+@triton.jit
+def _units(size, inner, UNIT: tl.constexpr, STRIDED: tl.constexpr):
+    """`size` and `inner`, of which Triton knows now that what is contiguous has whole units."""
+    if STRIDED:
+        return size, multiple_of(inner, UNIT)
+    else:
+        return multiple_of(size, UNIT), inner
+
+
+@triton.jit(do_not_specialize=["lines", "size", "inner", "x_stride"])
 def _forward_kernel(
     x_ptr,
     y_ptr,
@@ -106,9 +125,12 @@ def _forward_kernel(
     WHOLE: tl.constexpr,
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
+    size, inner = _units(size, inner, UNIT, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    x_stride = multiple_of(x_stride, UNIT)
     y_stride = size.to(tl.int64) * inner
     x_line = x_ptr + (outer * x_stride + place)[:, None]
     y_line = y_ptr + (outer * y_stride + place)[:, None]
@@ -159,7 +181,7 @@ def _gradient(g, y, total, LOG: tl.constexpr):
         return (g - total[:, None]) * y
 
 
-@triton.jit(do_not_specialize=["lines"])
+@triton.jit(do_not_specialize=["lines", "size", "inner", "g_stride", "y_stride"])
 def _backward_kernel(
     g_ptr,
     y_ptr,
@@ -176,9 +198,13 @@ def _backward_kernel(
     WHOLE: tl.constexpr,
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
+    size, inner = _units(size, inner, UNIT, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    g_stride = multiple_of(g_stride, UNIT)
+    y_stride = multiple_of(y_stride, UNIT)
     dx_stride = size.to(tl.int64) * inner
     g_line = g_ptr + (outer * g_stride + place)[:, None]
     y_line = y_ptr + (outer * y_stride + place)[:, None]
@@ -274,6 +300,8 @@ def _launch(
     tile: Tile,
 ) -> Launch:  # fmt: skip
     is_strided = lines.inner != 1
+    contiguous = lines.inner if is_strided else lines.size
+    itemsize = min(t.element_size() for t in tensors)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
     else:
@@ -290,6 +318,7 @@ def _launch(
             "WHOLE": tile.whole,
             "MASK_LINES": tile.lines > 1,
             "MASK_COLS": lines.size % tile.block != 0,
+            "UNIT": unit_of(itemsize, contiguous, *strides),
         },
         tile.num_warps,
     )
