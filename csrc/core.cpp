@@ -532,6 +532,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   py::class_<Derivative, std::shared_ptr<Derivative>>(core, "Derivative")
       .def(py::init(&Derivative::install), py::arg("name"), py::arg("overload"),
            py::arg("dispatch_key"))
+      .def_static(
+          "of_composite",
+          [](const RouterHandle& handle, py::object hook) {
+            auto derivative = std::make_shared<Derivative>(handle.router->op());
+            derivative->set_hook(std::move(hook));  // before calls can find it
+            handle.router->set_derivative(derivative);
+            return derivative;
+          },
+          py::arg("router"), py::arg("hook"),
+          "For a composite op, whose router is at the autograd key.")
       .def("set_hook", &Derivative::set_hook)
       .def("publish",
            [](Derivative& self, const std::vector<std::optional<std::vector<NodeTuple>>>& all) {

@@ -30,15 +30,6 @@ class WithoutWarning {
   c10::WarningUtils::WarnAlways always_{true};
 };
 
-struct Kernel final : c10::OperatorKernel {
-  explicit Kernel(std::shared_ptr<Derivative> derivative) : derivative(std::move(derivative)) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
-                  torch::jit::Stack* stack) {
-    (*derivative)(op, keyset, stack);
-  }
-  std::shared_ptr<Derivative> derivative;
-};
-
 // What autograd needs for the tensors of a call. Ops with custom derivatives have no lists of
 // tensors.
 struct AutogradNeeds {
@@ -59,14 +50,46 @@ struct AutogradNeeds {
   }
 };
 
+// Stands in front of an op's kernel at the autograd key.
+class Kernel final : public c10::OperatorKernel {
+ public:
+  Kernel(std::shared_ptr<Derivative> derivative, const c10::OperatorHandle& op,
+         c10::DispatchKey key)
+      : derivative_(std::move(derivative)), native_(op, key) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+                  torch::jit::Stack* stack) {
+    const c10::IValue* const end = stack->data() + stack->size();
+    const c10::IValue* const begin = end - derivative_->argument_count();
+    const AutogradNeeds needs(begin, end);
+    if (!needs.backward && !needs.forward && !needs.wrapped) {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
+      return;
+    }
+    if (needs.backward && (needs.wrapped || may_differentiate(begin)) &&
+        derivative_->differentiate(keyset, *stack))
+      return;
+    native_.call(op, keyset, stack);
+  }
+
+ private:
+  bool may_differentiate(const c10::IValue* arguments) const {
+    const auto count = derivative_->argument_count();
+    return derivative_->may_differentiate(
+        view(c10::ArrayRef<c10::IValue>(arguments, count)).data());
+  }
+
+  std::shared_ptr<Derivative> derivative_;
+  NativeKernel native_;
+};
+
 }  // namespace
 
-Derivative::Derivative(c10::OperatorHandle op, c10::DispatchKey key)
-    : native_(op, key),
-      converter_(op.schema()),
+Derivative::Derivative(const c10::OperatorHandle& op)
+    : converter_(op.schema()),
       display_name_("the derivative of an override of " + c10::toString(op.operator_name())),
-      argument_count_(op.schema().arguments().size()),
-      is_composite_(native_.origin().find(kOrigin) != std::string::npos) {
+      argument_count_(op.schema().arguments().size()) {
   conditions_.store(new Conditions(), std::memory_order_release);
 }
 
@@ -76,15 +99,15 @@ std::shared_ptr<Derivative> Derivative::install(const std::string& name,
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   const auto backend = c10::toBackendComponent(c10::parseDispatchKey(dispatch_key));
   const auto key = c10::getAutogradKeyFromBackend(backend);
-  auto derivative = std::make_shared<Derivative>(std::move(op), key);
+  auto derivative = std::make_shared<Derivative>(op);
   const WithoutWarning quiet;
   // Never destroyed, like the routers' own.
   auto* library = new torch::Library(torch::Library::IMPL, name.substr(0, name.find("::")), key,
                                      __FILE__, __LINE__);
   const auto full = overload.empty() ? name : name + "." + overload;
+  auto kernel = std::make_unique<Kernel>(derivative, op, key);
   library->impl(full.c_str(),
-                torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(derivative))
-                    .debug(kOrigin));
+                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)).debug(kOrigin));
   return derivative;
 }
 
@@ -94,27 +117,10 @@ void Derivative::publish(Conditions conditions) {
   Epochs::instance().retire([old] { delete old; });
 }
 
-void Derivative::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
-                            torch::jit::Stack* stack) {
-  const c10::IValue* const end = stack->data() + stack->size();
-  const c10::IValue* const begin = end - argument_count_;
-  const AutogradNeeds needs(begin, end);
-  if (!is_composite_ && !needs.backward && !needs.forward && !needs.wrapped) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    op.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
-    return;
-  }
-  if (needs.backward && (needs.wrapped || may_differentiate(begin)) &&
-      differentiate(keyset, *stack))
-    return;
-  native_.call(op, keyset, stack);
-}
-
-bool Derivative::may_differentiate(const c10::IValue* arguments) const {
-  const Arguments seen = view(c10::ArrayRef<c10::IValue>(arguments, argument_count_));
+bool Derivative::may_differentiate(const Argument* arguments) const {
   const Epochs::Reader reading;
   for (const auto& condition : *conditions_.load(std::memory_order_seq_cst)) {
-    if (!condition || condition->holds(seen.data())) return true;
+    if (!condition || condition->holds(arguments)) return true;
   }
   return false;
 }

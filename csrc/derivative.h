@@ -1,6 +1,8 @@
-// Our kernel at an op's autograd key, for overrides with a custom derivative.
+// Custom derivatives of overrides, at an op's autograd key.
 //
-// Calls that no such override may take go on without the GIL. Python handles the others.
+// Calls that no such override may take go on without the GIL. Python handles the others. An op with
+// a kernel of its own gets a kernel of ours in front of autograd's. A composite op's router is at
+// the autograd key already, and asks there.
 #pragma once
 
 #include <atomic>
@@ -24,7 +26,7 @@ class Derivative {
   static std::shared_ptr<Derivative> install(const std::string& name, const std::string& overload,
                                              const std::string& dispatch_key);
 
-  Derivative(c10::OperatorHandle op, c10::DispatchKey key);
+  explicit Derivative(const c10::OperatorHandle& op);
 
   void publish(Conditions conditions);
 
@@ -32,18 +34,19 @@ class Derivative {
   // derivative.
   void set_hook(py::object hook) { hook_ = PythonRef(std::move(hook)); }
 
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
-                  torch::jit::Stack* stack);
+  size_t argument_count() const noexcept { return argument_count_; }
 
- private:
-  bool may_differentiate(const c10::IValue* arguments) const;
+  // Whether an override with a derivative may take a call.
+  bool may_differentiate(const Argument* arguments) const;
+
+  // Replaces the arguments on the stack by results. Returns false, with the stack unchanged, if the
+  // call gets the op's own derivative.
   bool differentiate(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const;
 
-  NativeKernel native_;
+ private:
   PythonConverter converter_;
   std::string display_name_;
   size_t argument_count_;
-  bool is_composite_;  // the next kernel is the op's router, which is at the autograd key too
   PythonRef hook_;
   std::atomic<const Conditions*> conditions_{nullptr};
 };

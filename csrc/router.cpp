@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "derivative.h"
 #include "epochs.h"
 #include "tensors.h"
 #include "torch_private.h"
@@ -182,6 +183,11 @@ void Router::publish(Overrides overrides) {
   if (old != nullptr) Epochs::instance().retire([old] { delete old; });
 }
 
+void Router::set_derivative(std::shared_ptr<Derivative> derivative) {
+  const auto* kept = new std::shared_ptr<Derivative>(std::move(derivative));
+  derivative_.store(kept->get(), std::memory_order_release);
+}
+
 void Router::shut_down() noexcept {
   shutting_down.store(true, std::memory_order_seq_cst);
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(2);
@@ -259,12 +265,38 @@ std::unique_ptr<PendingCall> Router::pending_call_at_autograd(const Argument* ar
   if (C10_LIKELY(!keeps_derivative && found == Interceptor::None)) return pending_call(arguments);
   if (!keeps_derivative && found == Interceptor::Tracer && !writes_or_aliases_)
     return with_action(PendingCall::Action::PassToTracer);
+  if (keeps_derivative) {
+    if (auto pending = pending_derivative(arguments, keyset)) return pending;
+  }
   if (C10_UNLIKELY(Scope::any()) && Scope::is_observed()) {
     return with_action(keeps_derivative ? PendingCall::Action::ObserveKeptDerivative
                                         : PendingCall::Action::ObserveComposite);
   }
   if (!keeps_derivative) count_misses();
   return nullptr;
+}
+
+// What sees a composite op's pieces (a dispatch mode, a subclass, functorch) sees them in training,
+// too.
+std::unique_ptr<PendingCall> Router::pending_derivative(const Argument* arguments,
+                                                        c10::DispatchKeySet keyset) const {
+  const Interceptor found = interceptor_of(keyset, key_);
+  if (found == Interceptor::Other) return nullptr;
+  {
+    const Epochs::Reader reader;
+    const Chain* chain = chain_.load(std::memory_order_seq_cst);
+    if (chain != nullptr && chain->overrides().front()->is_placeholder &&
+        !(Scope::any() && Scope::is_off(chain->overrides().front()->identity))) {
+      auto pending = with_action(PendingCall::Action::RegisterDeferred);
+      pending->rest.push_back(chain->overrides().front());
+      return pending;
+    }
+  }
+  const Derivative* derivative = derivative_.load(std::memory_order_acquire);
+  if (derivative == nullptr) return nullptr;
+  // A tracer's tensors may have symbolic sizes, of which Python decides.
+  if (found != Interceptor::Tracer && !derivative->may_differentiate(arguments)) return nullptr;
+  return with_action(PendingCall::Action::Differentiate);
 }
 
 // Every call runs this, after the op itself has filled the caches. So it is one small function, and
@@ -448,6 +480,22 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
       return;
     case Action::ObserveKeptDerivative:
       observer_->observe(call, /*keeps_derivative=*/true, run_native);
+      return;
+    case Action::RegisterDeferred: {
+      const Override& placeholder = *pending.rest.front();
+      if (placeholder.impl->takes(placeholder, call))
+        (*this)(call.op, call.keyset, &call.stack, /*at_autograd=*/true);
+      else
+        run_native();
+      return;
+    }
+    case Action::Differentiate:
+      if (derivative_.load(std::memory_order_acquire)->differentiate(call.keyset, call.stack))
+        return;
+      if (C10_UNLIKELY(Scope::any()) && Scope::is_observed())
+        observer_->observe(call, /*keeps_derivative=*/true, run_native);
+      else
+        run_native();
       return;
     case Action::PassToTracer:
       const at::AutoDispatchBelowADInplaceOrView below;

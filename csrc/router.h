@@ -25,6 +25,7 @@
 
 namespace opgraft {
 
+class Derivative;
 class Override;
 struct PlanEntry;
 
@@ -212,6 +213,8 @@ struct PendingCall {
     ObserveComposite,       // tell the observer, then run the composite whatever conditions say
     ObserveKeptDerivative,  // the same, because autograd differentiates the call
     PassToTracer,           // redispatch below autograd, so that a tracer sees the op whole
+    RegisterDeferred,       // deferred overrides may have a derivative: register, and route again
+    Differentiate,          // an override's custom derivative may apply; if not, the composite runs
   };
   Action action = Action::TryOverrides;
   torch::jit::Stack results;     // of the replayed plan, for ReturnResults
@@ -230,6 +233,9 @@ class alignas(64) Router {
                                          std::unique_ptr<Observer> observer);
 
   void publish(Overrides overrides);
+
+  // Sets the custom derivatives of the overrides of a composite op, for good.
+  void set_derivative(std::shared_ptr<Derivative> derivative);
 
   // A boxed call. `at_autograd`: the call of a composite op, at the autograd key.
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
@@ -301,6 +307,10 @@ class alignas(64) Router {
   C10_NOINLINE static std::unique_ptr<PendingCall> with_overrides(const Chain& chain, size_t first,
                                                                   bool condition_holds,
                                                                   c10::Device device);
+  // What to do with a call of a composite op that autograd must differentiate. Null: the composite
+  // runs.
+  C10_NOINLINE std::unique_ptr<PendingCall> pending_derivative(const Argument* arguments,
+                                                               c10::DispatchKeySet keyset) const;
   C10_NOINLINE static void count_misses(const Chain& chain);
   C10_NOINLINE void count_misses() const;
   // Null if the override declines.
@@ -333,6 +343,7 @@ class alignas(64) Router {
   bool writes_or_aliases_ = false;
   c10::DispatchKeySet excluded_;
   std::unique_ptr<Observer> observer_;
+  std::atomic<const Derivative*> derivative_{nullptr};  // never destroyed
   bool is_typed_ = false;
 };
 

@@ -215,7 +215,7 @@ def test_a_pack_sees_nothing_of_the_call_that_activates_it(
     assert (found["hits"]["softmax"], err) == (1 if "Fake" in how else 2, "")
 
 
-def test_composite_ops_keep_their_derivative_and_the_others_activate(
+def test_a_composite_op_keeps_its_derivative_and_activates(
     environment: Environment, put_pack: Any
 ) -> None:
     code = "\ndef register(): put('_fused_rms_norm', rms_norm)"
@@ -223,7 +223,7 @@ def test_composite_ops_keep_their_derivative_and_the_others_activate(
         import torch.nn.functional as F
         x.requires_grad_()
         F.rms_norm(x, (8,)).sum().backward()
-        assert x.grad is not None and not is_active()
+        assert x.grad is not None and is_active()
         with torch.no_grad():
             F.rms_norm(x, (8,))
         x.grad = None
@@ -232,6 +232,74 @@ def test_composite_ops_keep_their_derivative_and_the_others_activate(
     """
     found, _ = run(environment, program, put_pack(code, 'r = "aten:_fused_rms_norm"'))
     assert found["hits"] == {"rms_norm": 1}
+
+
+CROSS_ENTROPY = """
+def cross_entropy(self, target, weight, reduction, ignore_index, label_smoothing):
+    return -self.log_softmax(1).gather(1, target[:, None]).mean()
+def setup(ctx, inputs, output): ctx.save_for_backward(*inputs[:2])
+def backward(ctx, grad):
+    global differentiated
+    differentiated = True
+    x, target = ctx.saved_tensors
+    one = torch.nn.functional.one_hot(target, x.shape[1])
+    return (grad * (x.softmax(1) - one) / len(x), *[None] * 5)
+def register():
+    put("cross_entropy_loss", cross_entropy, autograd=(setup, backward), compile="inductor")
+import torch
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_first_call_in_training_is_a_hit_with_a_derivative_of_its_own(
+    environment: Environment, put_pack: Any, threads: int
+) -> None:
+    """For a composite op, whose router is at the autograd key before its pack is imported."""
+    program = f"""
+        import threading
+        import torch.nn.functional as F
+        target, barrier, grads = torch.tensor([1, 0, 7, 3]), threading.Barrier({threads}), []
+        F.nll_loss(x, target)
+        import opgraft
+        with opgraft.disabled():
+            F.cross_entropy(x.clone().requires_grad_(), target)
+        assert not is_active()
+        def train():
+            y = x.clone().requires_grad_()
+            barrier.wait()
+            F.cross_entropy(y, target).backward()
+            grads.append(y.grad)
+        all_threads = [threading.Thread(target=train) for _ in range({threads})]
+        for thread in all_threads: thread.start()
+        for thread in all_threads: thread.join()
+        assert is_active() and sys.modules["the_pack"].differentiated
+        right = (x.softmax(1) - F.one_hot(target, 8)) / 4
+        for grad in grads: torch.testing.assert_close(grad, right)
+        assert len(grads) == {threads}
+    """
+    declared = 'c = "aten:cross_entropy_loss"'
+    found, err = run(environment, program, put_pack(CROSS_ENTROPY, declared))
+    assert (found["hits"], err) == ({"cross_entropy": threads}, "")
+    assert active(found)
+
+
+def test_a_call_in_training_that_native_takes_while_a_pack_is_imported(
+    environment: Environment, put_pack: Any
+) -> None:
+    """A pack whose import trains: it cannot be registered then, and is by the next call."""
+    code = CROSS_ENTROPY + (
+        "y = torch.ones(2, 3, requires_grad=True)\n"
+        "torch.nn.functional.cross_entropy(y, torch.tensor([0, 1])).backward()\n"
+        "assert y.grad is not None\n"
+    )
+    program = """
+        import the_pack, torch.nn.functional as F
+        y = x.clone().requires_grad_()
+        F.cross_entropy(y, torch.tensor([1, 0, 7, 3])).backward()
+        assert the_pack.differentiated
+    """
+    found, _ = run(environment, program, put_pack(code, 'c = "aten:cross_entropy_loss"'))
+    assert found["hits"] == {"cross_entropy": 1}
 
 
 def test_calls_that_no_override_may_take_activate_nothing(

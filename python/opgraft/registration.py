@@ -96,6 +96,7 @@ def register_op_override(
             `torch.library.register_autograd`: `setup_context(ctx, inputs, output)` with all of the
             op's arguments, `backward(ctx, *grads)` with a gradient or None for each of them.
             Without it the op keeps its derivative, and its backward op can be overridden as well.
+            So it does in compiled graphs that leave the op to the compiler.
         launch_plan: the author declares `impl` a pure function of its arguments' metadata. What it
             does for one kind of call may then be recorded, and replayed without Python; see
             docs/plans.md.
@@ -230,7 +231,7 @@ def _install(override: Override, *, replace: bool) -> None:
         if override.autograd is not None:
             from opgraft.router import derivative
 
-            derivative.install(chain, installed.composite_kernel)
+            derivative.install(installed)
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override, replace=replace)

@@ -16,7 +16,9 @@ from opgraft import OpgraftError, Override, RegistrationError, when
 from opgraft.core import loader
 from opgraft.router.derivative import DerivativeKernel
 from tests import ops
+from tests.modes import RecordOps
 from tests.pt2 import models
+from tests.python_router import run_again, where_the_core_routes
 
 
 class Derivative:
@@ -298,6 +300,113 @@ def test_a_composite_op_gets_hits_in_training(backend: str) -> None:
         torch.testing.assert_close(result, torch.autograd.grad(loss(), (x, weight)))
 
 
+# ------------------------------------------------------------------ composite ops
+
+
+def cross_entropy(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return -x.log_softmax(1).gather(1, target[:, None]).mean()
+
+
+class CrossEntropy:
+    """A composite op's override with a derivative of its own, which is counted."""
+
+    def __init__(self, compile: Any) -> None:
+        self.backwards = 0
+        self.override = models.override(
+            "cross_entropy_loss",
+            cross_entropy,
+            autograd=(self.setup_context, self.backward),
+            compile=compile,
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    def backward(self, ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        self.backwards += 1
+        x, target = ctx.saved_tensors
+        return grad * (x.softmax(1) - F.one_hot(target, x.shape[1])) / len(x), *[None] * 5
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x, torch.tensor([1, 0, 7]))
+
+
+def gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    x = an_input(3).requires_grad_()
+    (dx,) = torch.autograd.grad(function(x), x)
+    return dx
+
+
+def native_gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    with opgraft.disabled():
+        return gradient(function)
+
+
+def test_a_dispatch_mode_sees_the_pieces_of_a_composite_op_forward_and_backward() -> None:
+    ours = CrossEntropy("inductor")
+    with RecordOps() as seen:
+        dx = gradient(loss)
+    assert {"aten._log_softmax.default", "aten.nll_loss_backward.default"} <= set(seen.ops)
+    torch.testing.assert_close(dx, native_gradient(loss))
+    assert (ours.override.hits, ours.backwards) == (0, 0)
+    gradient(loss)
+    assert (ours.override.hits, ours.backwards) == (1, 1)
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMS, "hessian", "jvp"])
+def test_functorch_sees_the_pieces_of_a_composite_op(name: str) -> None:
+    transforms: dict[str, Callable[[torch.Tensor], Any]] = {
+        "grad": grad(loss),
+        "vmap of grad": lambda x: vmap(grad(loss))(torch.stack([x, -x])),
+        "grad of vmap": grad(lambda x: vmap(loss)(torch.stack([x, -x])).sum()),
+        "vmap of vmap of grad": lambda x: vmap(vmap(grad(loss)))(torch.stack([x, -x])[None]),
+        "jacrev": jacrev(loss),
+        "hessian": hessian(loss),
+        "jvp": lambda x: jvp(loss, (x,), (x,)),
+    }
+    ours = CrossEntropy("inductor")
+    result = transforms[name](an_input(3))
+    assert (ours.override.hits, ours.backwards) == (0, 0)
+    with opgraft.disabled():
+        torch.testing.assert_close(result, transforms[name](an_input(3)))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no DTensor")
+def test_loss_parallel_sees_the_pieces_of_cross_entropy() -> None:
+    """It has a rule of its own for each, by which ranks keep their part of the classes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    ours = CrossEntropy("inductor")
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = an_input(3).requires_grad_()
+        with loss_parallel():
+            loss(DTensor.from_local(x, mesh, [Shard(1)])).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(x.grad, native_gradient(loss))
+    assert (ours.override.hits, ours.backwards) == (0, 0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("compile", "used"), [("opaque", 1), ("inductor", 0), ("auto", 0)])
+def test_a_graph_that_leaves_the_op_to_the_compiler_leaves_it_its_derivative(
+    compile: Any, used: int, dynamic: bool
+) -> None:
+    ours = CrossEntropy(compile)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(gradient(compiled), native_gradient(loss))
+    assert (ours.override.hits, ours.backwards) == (used, used)
+
+
 def test_the_wrong_number_of_gradients_is_an_error_that_names_the_override() -> None:
     opgraft.register_op_override(
         "aten",
@@ -330,3 +439,8 @@ def test_a_derivative_that_cannot_be_is_refused(op: str, autograd: Any, message:
 
 def test_disabled_differentiates_natively(derivative: Derivative, override: Override) -> None:
     torch.testing.assert_close(reference(an_input(2)), softmax(an_input(2)))
+
+
+@where_the_core_routes
+def test_the_python_router_does_the_same() -> None:
+    run_again(__file__)

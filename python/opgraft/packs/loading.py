@@ -222,6 +222,8 @@ def misdeclared(pack: Pack) -> list[str]:
     # In Triton's interpreter packs register at another key, and wait for nothing.
     if pack.ops is None or env.interprets_triton():
         return []
+    from opgraft import router
+
     found = []
     for override in _overrides(pack):
         if (override.op, override.dispatch_key) not in pack.ops:
@@ -231,10 +233,12 @@ def misdeclared(pack: Pack) -> list[str]:
                 f"overrides {override.op} and does not declare it: name it in the entry-point "
                 f'group "{group}" as "{value}", or a call of it does not activate the pack'
             )
-        elif override.autograd is not None:
+        elif override.autograd is not None and router.has_own_kernel(
+            override.operator, override.dispatch_key
+        ):
             found.append(
-                f"declares {override.op}, whose override has autograd=: such a pack must be active "
-                "before the first call, so let it declare no ops"
+                f"declares {override.op}, whose override has autograd= and which is no composite "
+                "op: such a pack must be active before the first call, so let it declare no ops"
             )
     return list(dict.fromkeys(found))
 

@@ -103,14 +103,16 @@ def _traced_state(override: Override) -> str | None:
     traced: list[Any] = []
     if override.has_policy("traceable"):
         traced.append(override.impl)
-    if override.autograd is not None:
-        traced += override.autograd
+    # A graph that leaves the op to the compiler leaves it its derivative.
+    derivative = None if override.has_policy("inductor") else override.autograd
+    if derivative is not None:
+        traced += derivative
     if callable(override.cond):  # it is evaluated while a graph is traced
         traced.append(override.cond)
     if not traced:
         return ""
     digest = fingerprint.digest_reachable(*traced)
-    if digest is not None and override.autograd is not None and threads.is_disabled_here(override):
+    if digest is not None and derivative is not None and threads.is_disabled_here(override):
         return f"{digest} off"
     return digest
 

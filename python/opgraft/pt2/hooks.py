@@ -8,7 +8,10 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+import torch
+
 from opgraft.base import env, imports
+from opgraft.ops.schema import Call
 from opgraft.pt2 import dispatch_rule
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import derivative
@@ -27,6 +30,7 @@ def attach() -> None:
         return
     registry.add_listener(_on_chain_change)
     derivative.listener = _add_guard
+    derivative.is_left_to_compiler = _is_left_to_compiler
     imports.after(_CACHES, _salt)
     imports.after(_PACKAGES, _define_registered)
 
@@ -49,6 +53,16 @@ def _add_guard(chain: Chain) -> None:
         from opgraft.pt2 import guards
 
         guards.guard_on(chain)
+
+
+def _is_left_to_compiler(override: Override, call: Call) -> bool:
+    """Whether a call is being traced into a graph in which the compiler has the override's op."""
+    functional = torch._C._TorchDispatchModeKey.FUNCTIONAL  # type: ignore[attr-defined]
+    if torch._C._get_dispatch_mode(functional) is None:
+        return False
+    from opgraft.pt2 import policy
+
+    return policy.resolve(override, call)[0] == "inductor"
 
 
 def _salt(codecache: ModuleType) -> None:

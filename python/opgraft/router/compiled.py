@@ -88,6 +88,11 @@ class CompiledRouter(Router):
         self.publish(chain)
 
     @property
+    def handle(self) -> Any:
+        """The core's router."""
+        return self._router
+
+    @property
     def native_origin(self) -> str:
         origin: str = self._router.native_origin
         return origin

@@ -1,11 +1,13 @@
 """Custom derivatives of overrides: `autograd=(setup_context, backward)`.
 
 By default an override is below autograd, and the op keeps ATen's derivative. An override with a
-custom derivative needs a kernel at the backend's autograd key, in front of ATen's. That kernel runs
-a call that must be differentiated, and that the override takes, through a
-`torch.autograd.Function`. The function's forward calls the op again, below autograd, where it is
-routed like any call. In a graph that is compiled for all sizes, the op keeps its own derivative if
-the override's condition depends on them.
+custom derivative needs a kernel at the backend's autograd key, in front of ATen's. (The router of a
+composite op is at that key already.) That kernel runs a call that must be differentiated, and that
+the override takes, through a `torch.autograd.Function`. The function's forward calls the op again,
+below autograd, where it is routed like any call. In a graph that is compiled for all sizes, the op
+keeps its own derivative if the override's condition depends on them; in a graph that leaves the op
+to the compiler, always. So does a composite op whose pieces somebody must see: a dispatch mode, a
+tensor subclass, a functorch transform.
 
 Forward-mode differentiation uses the op's own derivative, which is correct. Double backward is an
 error: an override's backward may call kernels that autograd cannot differentiate.
@@ -27,8 +29,10 @@ from opgraft.errors import OpgraftError, RegistrationError
 from opgraft.ops.bypass import bypassing
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain, Override, registry
-from opgraft.router import dispatcher, threads
-from opgraft.router.composite import CompositeAutogradKernel, needs_grad
+from opgraft.router import composite, dispatcher, threads
+from opgraft.router.base import Router
+from opgraft.router.compiled import CompiledRouter
+from opgraft.router.composite import needs_grad
 from opgraft.router.native import NativeKernel
 from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
@@ -60,6 +64,8 @@ _installed: dict[tuple[str, str], DerivativeKernel] = {}
 #: Called with each chain that decides on the derivative of a call. A graph that is being traced
 #: depends on the decision.
 listener: Callable[[Chain], None] | None = None
+#: Whether a call is being traced into a graph that leaves an override's op to the compiler.
+is_left_to_compiler: Callable[[Override, Call], bool] | None = None
 
 
 def check(autograd: object, op: Op) -> None:
@@ -86,18 +92,19 @@ def check(autograd: object, op: Op) -> None:
         )
 
 
-def install(chain: Chain, composite_kernel: CompositeAutogradKernel | None) -> None:
-    """Register the kernel for custom derivatives in front of the op's autograd kernel. Idempotent.
+def install(router: Router) -> None:
+    """Let a router's chain have custom derivatives. Idempotent.
+
+    That registers a kernel in front of the op's autograd kernel. For a composite op in the core it
+    does not: the dispatcher, which threads may be using, stays as it is.
 
     Args:
-        chain: one whose router is installed.
-        composite_kernel: our Python kernel at the autograd key of a composite op, if there is one.
-            It cannot be captured: while a mode is on, a captured Python kernel calls the Python
-            kernel that was registered last, which would be ours.
+        router: the chain's installed router.
 
     Raises:
         RegistrationError: the backend has no autograd key of its own.
     """
+    chain = router.chain
     key = (chain.op.name, chain.dispatch_key)
     with dispatcher.lock:
         if key in _installed:
@@ -108,9 +115,7 @@ def install(chain: Chain, composite_kernel: CompositeAutogradKernel | None) -> N
                 "own; leave autograd= out"
             )
         core = loader.in_use()
-        _installed[key] = (
-            PythonKernel(chain, composite_kernel) if core is None else CompiledKernel(chain, core)
-        )
+        _installed[key] = PythonKernel(router) if core is None else CompiledKernel(router, core)
         dispatcher.clear_dispatch_cache(chain.op)
 
 
@@ -140,7 +145,7 @@ class DerivativeKernel:
             listener(self._chain)
         for override in self._chain.active:
             if not threads.is_disabled_here(override) and _takes_call(override, call):
-                return override if override.autograd is not None else None
+                return override if _differentiates(override, call) else None
         return None
 
     def differentiate(self, override: Override, call: Call) -> Any:
@@ -162,15 +167,24 @@ class DerivativeKernel:
 class PythonKernel(DerivativeKernel):
     """The kernel in Python."""
 
-    def __init__(self, chain: Chain, composite_kernel: CompositeAutogradKernel | None) -> None:
+    def __init__(self, router: Router) -> None:
+        chain = router.chain
         super().__init__(chain)
         key = f"Autograd{chain.dispatch_key}"
+        self._backend = DispatchKey.__members__[chain.dispatch_key]
+        # Ours cannot be captured: while a mode is on, a captured Python kernel calls the Python
+        # kernel that was registered last, which would be this one.
+        composite_kernel = router.composite_kernel
+        self._is_composite = composite_kernel is not None
         self._native = composite_kernel.call if composite_kernel else NativeKernel(chain.op, key)
         self._library = dispatcher.register(chain.op, key, self)
 
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = self._chain.op.bind(args, kwargs)
-        override = self.differentiating_override(call)
+        are_pieces_seen = self._is_composite and (
+            composite.interceptor_of(keyset, self._backend) == "other"
+        )
+        override = None if are_pieces_seen else self.differentiating_override(call)
         if override is None:
             return self._native(keyset, call)
         return self.differentiate(override, call)
@@ -179,11 +193,15 @@ class PythonKernel(DerivativeKernel):
 class CompiledKernel(DerivativeKernel):
     """The kernel in C++. It calls Python if an override with a derivative may take a call."""
 
-    def __init__(self, chain: Chain, core: Core) -> None:
+    def __init__(self, router: Router, core: Core) -> None:
+        chain = router.chain
         super().__init__(chain)
         schema = chain.op.overload._schema
-        self._kernel = core.Derivative(schema.name, schema.overload_name, chain.dispatch_key)
-        self._kernel.set_hook(self._differentiate)
+        if isinstance(router, CompiledRouter) and router.is_composite:
+            self._kernel = core.Derivative.of_composite(router.handle, self._differentiate)
+        else:
+            self._kernel = core.Derivative(schema.name, schema.overload_name, chain.dispatch_key)
+            self._kernel.set_hook(self._differentiate)
         registry.add_listener(self._publish_conditions)
 
     def _differentiate(self, keyset: torch.DispatchKeySet, values: tuple[Any, ...]) -> Any:
@@ -212,6 +230,13 @@ def _takes_call(override: Override, call: Call) -> bool:
         return override.condition_holds(call)
     except Exception:  # routing evaluates it again, below autograd, and raises or falls back
         return False
+
+
+def _differentiates(override: Override, call: Call) -> bool:
+    """Whether a call that an override takes gets its derivative."""
+    if override.autograd is None:
+        return False
+    return is_left_to_compiler is None or not is_left_to_compiler(override, call)
 
 
 def _is_forward_mode() -> bool:
