@@ -16,6 +16,7 @@ import triton.language as tl
 from opgraft_kernels.interpreter import let_tensors_bound_loops
 
 __all__ = [
+    "LOWEST",
     "ONE_PROGRAM_ELEMENTS",
     "RING",
     "Launch",
@@ -26,6 +27,7 @@ __all__ = [
     "collect",
     "collect_sum",
     "contiguous",
+    "grow_exponentials",
     "load_if",
     "mask_if",
     "multiple_of",
@@ -38,6 +40,7 @@ __all__ = [
     "store_if",
     "sum_after_barrier",
     "sum_constexprs",
+    "sum_exponentials",
     "sum_partials_kernel",
     "sums_in_one_launch",
     "unit_of",
@@ -83,6 +86,35 @@ def multiple_of(length, UNIT: tl.constexpr):
     multiple of 8: rows of 5496 bfloat16 would be loaded by 2 bytes in place of 16.
     """
     return length // UNIT * UNIT
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums of exponentials
+# --------------------------------------------------------------------------------------------------
+
+# The maximum of a row, and the sum of the exponentials of what is less than that, in one pass: each
+# thread keeps the maximum of what it read, and the sum of exponentials under it.
+
+# What a maximum begins with. Not -inf: -inf - -inf is NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def grow_exponentials(best, total, x):
+    """`best` and `total`, of which each element has seen one of `x` more."""
+    # One exponential, of the difference, whichever is larger: the special units compute few of
+    # them a cycle. A NaN goes to the sum and stays there.
+    ratio = tl.exp(-tl.abs(x - best))
+    total = tl.where(x > best, total * ratio + 1.0, total + ratio)
+    best = tl.where(x > best, x, best)
+    return best, total
+
+
+@triton.jit
+def sum_exponentials(best, total):
+    """The maximum of each row, and the sum of exponentials, of what its threads have."""
+    row_best = tl.max(best, axis=1)
+    return row_best, tl.sum(total * tl.exp(best - row_best[:, None]), axis=1)
 
 
 # --------------------------------------------------------------------------------------------------

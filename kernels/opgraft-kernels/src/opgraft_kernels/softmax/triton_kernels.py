@@ -27,23 +27,29 @@ import triton.language as tl
 from torch import Tensor
 
 from opgraft_kernels.rows import (
+    LOWEST,
     Launch,
     as_rows,
     ceil_div,
+    grow_exponentials,
     load_if,
     multiple_of,
     power_of_2,
     store_if,
+    sum_exponentials,
     unit_of,
 )
 
 __all__ = [
+    "BACKWARD_TILE",
+    "FORWARD_TILE",
     "log_softmax_backward",
     "log_softmax_forward",
     "plan_backward",
     "plan_forward",
     "softmax_backward",
     "softmax_forward",
+    "tile_of",
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -52,11 +58,8 @@ __all__ = [
 
 # LOG: log-softmax. STRIDED: inner is not 1. A program has LINES lines, in blocks of BLOCK elements:
 # one of them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that; where there may not,
-# masks would cost bandwidth. Strides, and what is contiguous (a row's size, or inner), are multiples
-# of UNIT.
-
-# What a maximum begins with. Not -inf: -inf - -inf is NaN.
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
+# masks would cost bandwidth. Strides are multiples of UNIT; so is what is contiguous, a row's size
+# or inner.
 
 
 @triton.jit
@@ -142,20 +145,14 @@ def _forward_kernel(
         y = _normalized(shifted, tl.sum(tl.exp(shifted), axis=1), LOG)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
-        # Each thread keeps the maximum of what it read and the sum of exponentials under it.
-        best = tl.full([LINES, BLOCK], _LOWEST, tl.float32)
+        best = tl.full([LINES, BLOCK], LOWEST, tl.float32)
         total = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = _mask(there, col, size, MASK_COLS)
             x = load_if(x_line + offset[None, :], mask, MASKED, float("-inf")).to(tl.float32)
-            # One exponential, of the difference, whichever is larger: the special units compute few
-            # of them a cycle. A NaN goes to the sum and stays there.
-            ratio = tl.exp(-tl.abs(x - best))
-            total = tl.where(x > best, total * ratio + 1.0, total + ratio)
-            best = tl.where(x > best, x, best)
-        line_best = tl.max(best, axis=1)
-        line_total = tl.sum(total * tl.exp(best - line_best[:, None]), axis=1)
+            best, total = grow_exponentials(best, total, x)
+        line_best, line_total = sum_exponentials(best, total)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = _mask(there, col, size, MASK_COLS)
@@ -243,7 +240,7 @@ def _backward_kernel(
 # of longer tiles.
 _SHORT_TILE = 8 * 1024
 # The largest tile that stays in registers: of one tensor, and where a backward holds two.
-_FORWARD_TILE, _BACKWARD_TILE = 64 * 1024, 32 * 1024
+FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
 # A block of a line that is longer: 16 warps at 32 bytes a thread.
 _BLOCK = 16 * 1024
 # What is read together across lines, at least, if there are as many.
@@ -279,7 +276,7 @@ class Lines(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _tile(size: int, inner: int, itemsize: int, largest: int) -> Tile:
+def tile_of(size: int, inner: int, itemsize: int, largest: int) -> Tile:
     """The tile for lines of `size`, of `largest` bytes at most."""
     block = max(power_of_2(size), _MIN_BLOCK)
     line = block * itemsize
@@ -328,7 +325,7 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     """The launch that fills `y`, contiguous, of which the dtype may be wider than that of `x`."""
     lines = Lines.of(x, dim)
     itemsize = max(x.element_size(), y.element_size())
-    tile = _tile(lines.size, lines.inner, itemsize, _FORWARD_TILE)
+    tile = tile_of(lines.size, lines.inner, itemsize, FORWARD_TILE)
     x, x_stride = lines.matrix(x)
     return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, tile)
 
@@ -336,7 +333,7 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
 def plan_backward(g: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool) -> Launch:
     """The launch that fills `dx`, contiguous, of which the dtype may be narrower than the rest."""
     lines = Lines.of(y, dim)
-    tile = _tile(lines.size, lines.inner, y.element_size(), _BACKWARD_TILE)
+    tile = tile_of(lines.size, lines.inner, y.element_size(), BACKWARD_TILE)
     (g, g_stride), (y, y_stride) = lines.matrix(g), lines.matrix(y)
     return _launch(_backward_kernel, (g, y, dx), (g_stride, y_stride), lines, log, tile)
 
