@@ -7,8 +7,8 @@ A driver stands in for CUDA's, so this has to run in a process of its own, witho
 
 compiles every launch of `configurations.launches(FAMILY, CAPABILITY)` for that compute capability
 (80, 90, 100) and prints one JSON object a line: the kernel's name, its constexprs, its warps, and
-the registers, spilled bytes and shared memory of the machine code, and how many bytes its narrowest
-access to global memory has.
+the registers, spilled bytes and shared memory of the machine code, how many bytes its narrowest and
+its widest access to global memory have, and whether it asserts anything.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
-def _narrowest_access(ptx: str) -> int:
-    """Bytes of the narrowest load or store of a thread."""
+def _accesses(ptx: str) -> list[int]:
+    """Bytes of a thread's loads and stores."""
     found = re.findall(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx)
-    return min(int(vector or 1) * int(bits) // 8 for vector, bits in found)
+    return [int(vector or 1) * int(bits) // 8 for vector, bits in found]
 
 
 def _compile(launch: Any) -> dict[str, Any]:
@@ -110,7 +110,9 @@ def _compile(launch: Any) -> dict[str, Any]:
         "num_warps": launch.num_warps,
         "arguments": [str(getattr(each, "dtype", each)) for each in launch.arguments],
         "shared": compiled.metadata.shared,
-        "narrowest": _narrowest_access(compiled.asm["ptx"]),
+        "narrowest": min(_accesses(compiled.asm["ptx"])),
+        "widest": max(_accesses(compiled.asm["ptx"])),
+        "asserts": "__assertfail" in compiled.asm["ptx"],
         **_resources(compiled.asm["cubin"]),
     }
 

@@ -55,6 +55,7 @@ def _compile_from(folder: str) -> dict[str, Found]:
     """In a process of its own, for the package is imported once in a process."""
     if folder:
         sys.path.insert(0, folder)
+    from opgraft_kernels.cross_entropy import overrides as cross_entropy
     from opgraft_kernels.norms import overrides as norms
     from opgraft_kernels.softmax import overrides as softmax
 
@@ -69,7 +70,9 @@ def _compile_from(folder: str) -> dict[str, Found]:
         )
         for op in softmax.OPS
     }
-    return {**of_norms, **of_softmax}
+    hashes = _hashes(_cross_entropy_launches(), "both")
+    of_cross_entropy = {"cross_entropy": Found(cross_entropy.VERSION, hashes)}
+    return {**of_norms, **of_softmax, **of_cross_entropy}
 
 
 def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> Compiled:
@@ -91,6 +94,22 @@ def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
         forward, backward = softmax_launches(dtype, shape, log)
         name = f"{dtype} {' x '.join(map(str, shape))}".removeprefix("torch.")
         yield name, {"forward": [forward], "backward": [backward]}
+
+
+def _cross_entropy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """Rows that fit a program, and that are read in blocks."""
+    import torch
+
+    from configurations import cross_entropy_launches
+
+    for dtype, classes, smoothing in (
+        (torch.bfloat16, 4096, 0.0),
+        (torch.bfloat16, 128256, 0.0),
+        (torch.float32, 4096, 0.1),
+        (torch.float32, 128256, 0.1),
+    ):
+        name = f"{dtype} {classes}, smoothing {smoothing}".removeprefix("torch.")
+        yield name, {"both": cross_entropy_launches(dtype, 1024, classes, smoothing)}
 
 
 def _launches(norm: str) -> Iterator[tuple[str, dict[str, list[Any]]]]:

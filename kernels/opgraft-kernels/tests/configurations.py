@@ -13,7 +13,13 @@ import torch
 
 from opgraft_kernels.rows import Launch
 
-__all__ = ["cutedsl_kinds", "launches", "norm_launches", "softmax_launches"]
+__all__ = [
+    "cross_entropy_launches",
+    "cutedsl_kinds",
+    "launches",
+    "norm_launches",
+    "softmax_launches",
+]
 
 MULTIPROCESSORS = 132  # an H200's
 
@@ -22,11 +28,14 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
     """The launches of a family of Triton kernels.
 
     Args:
-        family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"`` or ``"attention"``.
+        family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"cross_entropy"`` or
+            ``"attention"``.
         capability: 80, 90 or 100.
     """
     if family == "softmax":
         return _softmax()
+    if family == "cross_entropy":
+        return _cross_entropy()
     return _attention(capability // 10) if family == "attention" else _norms(family)
 
 
@@ -147,6 +156,47 @@ def softmax_launches(
     return [
         triton_kernels.plan_forward(x, y, 1, log),
         triton_kernels.plan_backward(y, y, x, 1, log),
+    ]
+
+
+# ------------------------------------------------------------------ cross-entropy
+
+
+def _cross_entropy() -> Iterator[Launch]:
+    """Rows that share a program, that fit one and longer ones, odd sizes, and each option."""
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    some = cross_entropy_launches
+    for dtype in (bfloat16, float32):
+        for classes in (2, 16, 128, 1000, 4096, 5496, 8192, 16384, 32768, 50257, 128256, 262144):
+            yield from some(dtype, 1024, classes)
+        for classes in (1000, 16384, 50257, 128256):
+            for smoothing, is_weighted in ((0.1, False), (0.0, True), (0.1, True)):
+                yield from some(dtype, 1024, classes, smoothing, is_weighted)
+    for is_mean in (False, True):
+        yield from some(float16, 1 << 20, 1000, is_mean=is_mean)
+        yield from some(float16, 64, 128256, is_mean=is_mean)
+
+
+def cross_entropy_launches(
+    dtype: torch.dtype,
+    rows: int,
+    classes: int,
+    smoothing: float = 0.0,
+    is_weighted: bool = False,
+    is_mean: bool = True,
+) -> list[Launch]:
+    """The launches of a forward, and then of a backward."""
+    from opgraft_kernels.cross_entropy import triton_kernels as kernels
+
+    make = functools.partial(torch.empty, device="meta")
+    x, target = make((rows, classes), dtype=dtype), make(rows, dtype=torch.int64)
+    weight = make(classes, dtype=dtype) if is_weighted else None
+    losses, statistics, loss = make(rows), make((2, rows)), make((), dtype=dtype)
+    masses, mass = (make(rows), make(())) if is_mean else (None, None)
+    return [
+        kernels.plan_forward(x, target, weight, losses, masses, statistics, -100, smoothing),
+        *kernels.plan_sums(losses, masses, loss, mass),
+        kernels.plan_backward(loss, x, target, weight, statistics, mass, x, -100, smoothing),
     ]
 
 

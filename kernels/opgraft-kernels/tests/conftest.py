@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import opgraft
+from opgraft_kernels.cross_entropy import overrides as cross_entropy
 from opgraft_kernels.norms import overrides as norms
 from opgraft_kernels.softmax import overrides as softmax
 
@@ -40,7 +41,7 @@ def no_override_outlives_its_test() -> Iterator[None]:
 def whatever_tables_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overrides take all calls that they are right for, but in tests marked `crossovers`."""
     if request.node.get_closest_marker("crossovers") is None:
-        for family in (norms, softmax):
+        for family in (norms, softmax, cross_entropy):
             monkeypatch.setattr(family, "_crossover", lambda *_: None)
 
 

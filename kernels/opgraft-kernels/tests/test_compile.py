@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -76,6 +77,26 @@ def test_softmax_fits(capability: int) -> None:
         _check(found, capability, NORM_SPILL if unaligned else aligned_spill)
         itemsize = min(getattr(torch, each).itemsize for each in _dtypes(found))
         assert found["narrowest"] == found["constexprs"]["UNIT"] * itemsize, found
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_cross_entropy_fits(capability: int) -> None:
+    compiled = compile_all("cross_entropy", capability)
+    assert {found["kernel"] for found in compiled} == {
+        "_forward_kernel",
+        "_sum_kernel",
+        "_backward_kernel",
+    }
+    for found in compiled:
+        _check(found, capability, NORM_SPILL)
+        asserts = found["kernel"] == "_forward_kernel"
+        assert found["asserts"] == asserts, found
+        if not asserts:
+            continue
+        numbers = [int(each) for each in found["arguments"] if each.isdigit()]
+        classes, itemsize = numbers[1], getattr(torch, _dtypes(found)[0]).itemsize
+        block = min(found["constexprs"]["BLOCK"], classes)
+        assert found["widest"] >= min(16, math.gcd(classes, block) * itemsize), found
 
 
 def _dtypes(found: dict[str, Any]) -> list[str]:

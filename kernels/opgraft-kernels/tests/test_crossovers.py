@@ -10,6 +10,7 @@ import torch
 import opgraft_kernels
 from opgraft import Crossover
 from opgraft.when.grid import SteppedAxis
+from opgraft_kernels.cross_entropy import overrides as cross_entropy
 from opgraft_kernels.norms import overrides as norms
 from opgraft_kernels.softmax import overrides as softmax
 
@@ -68,8 +69,32 @@ def test_samples_of_softmax_fall_into_their_cells(op: softmax.Op) -> None:
     assert made > 50
 
 
-def test_every_norm_and_softmax_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_cross_entropy_fall_into_their_cells() -> None:
+    crossover = cross_entropy._crossover()
+    assert crossover is not None and crossover.calls is not None
+    axis = SteppedAxis(1, 1, 2**31)
+    made = 0
+    for elements, classes, itemsize, misalignment in itertools.product(
+        (64, 4096, 65536), (2, 16, 64, 1024), (2, 4), (0, 1, 2)
+    ):
+        cell, exact = (
+            {"elements": elements, "classes": classes},
+            {"itemsize": itemsize, "misalignment": misalignment},
+        )
+        for call in crossover.calls(CPU, **cell, **exact):
+            made += 1
+            assert cross_entropy.condition("CPU").holds(call) or itemsize == 2
+            found = {key: each.evaluate(call) for key, each in crossover.features.items()}
+            assert {key: found[key] for key in exact} == exact
+            for key, value in cell.items():
+                assert axis.index_of(found[key]) == axis.index_of(value), (cell, found)
+    assert made > 30
+
+
+def test_every_norm_softmax_and_cross_entropy_declares_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for override in opgraft_kernels.register():
-        declares = "_norm." in override.name or "softmax." in override.name
+        declares = any(each in override.name for each in ("_norm.", "softmax.", "cross_entropy"))
         assert (override.crossover is not None) == declares, override

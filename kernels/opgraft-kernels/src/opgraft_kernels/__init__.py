@@ -33,6 +33,7 @@ def register() -> list[Override]:
     # where a program imports this module before torch.
     from opgraft import triton_utils
     from opgraft_kernels.attention import overrides as attention_overrides
+    from opgraft_kernels.cross_entropy import overrides as cross_entropy
     from opgraft_kernels.norms import overrides as norms
     from opgraft_kernels.softmax import overrides as softmax
 
@@ -41,5 +42,6 @@ def register() -> list[Override]:
         *norms.register(norms.RMS_NORM, key),
         *norms.register(norms.LAYER_NORM, key),
         *softmax.register(key),
+        *cross_entropy.register(key),
         *attention_overrides.register(key),
     ]

@@ -1,0 +1,1 @@
+"""Cross-entropy as one op, of logits and class indices."""

@@ -1,0 +1,118 @@
+"""The override of the op that ``F.cross_entropy`` calls; `register` puts it there.
+
+Nothing here imports Triton: the first call that the condition wants does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft_kernels.cross_entropy.derivative import backward, setup_context
+from opgraft_kernels.crossovers import TABLES, misalignment
+
+__all__ = ["VERSION", "condition", "register"]
+
+
+def condition(dispatch_key: str) -> Any:
+    """Which calls go to Triton at `dispatch_key`: class indices of a matrix, or of one row."""
+    classes = when.size("self", -1)
+    is_row = (when.ndim("self") == 1) & (when.ndim("target") == 0)
+    is_matrix = (
+        (when.ndim("self") == 2)
+        & (when.ndim("target") == 1)
+        & (when.size("target", 0) == when.size("self", 0))
+    )
+    return (
+        _device(dispatch_key)
+        # More dimensions have classes that are strided. Probabilities as targets are floats.
+        & (is_row | is_matrix)
+        & when.dtype("target", torch.int64)
+        & when.same_device("self", "target")
+        # An empty grid is a launch error.
+        & (when.numel("self") > 0)
+        # Elements of a row are indexed with 32 bits, padded to a power of two.
+        & (classes <= 2**30)
+        # Other rows would be copied.
+        & ((when.stride("self", -1) == 1) | (classes == 1))
+        & (when.is_none("weight") | _weight(classes))
+        # Others are native's errors; native takes a negative smoothing for none.
+        & (when.value("reduction") >= 0)
+        & (when.value("reduction") <= 2)
+        & (when.value("label_smoothing") >= 0)
+        & (when.value("label_smoothing") <= 1)
+    )
+
+
+def _device(dispatch_key: str) -> Any:
+    if dispatch_key == "CPU":
+        # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
+        return when.dtype("self", torch.float32, torch.float16)
+    return (
+        # float64 is ATen's: the kernels compute in float32.
+        when.dtype("self", torch.float32, torch.float16, torch.bfloat16)
+        # bfloat16 begins with Ampere.
+        & (when.device_capability("self") >= (8, 0))
+    )
+
+
+def _weight(classes: Any) -> Any:
+    return (
+        when.same_dtype("self", "weight")
+        & when.same_device("self", "weight")
+        & (when.ndim("weight") == 1)
+        & (when.numel("weight") == classes)
+        & when.is_contiguous("weight")
+        # Label smoothing has a derivative by the weights, too.
+        & ~when.requires_grad("weight")
+    )
+
+
+#: Of the kernels: raised when they become faster or slower. A test says when they change.
+VERSION = 1
+
+_CROSSOVER = Crossover(
+    # On what it depends whether the kernel is faster than ATen's.
+    elements=when.numel("self"),
+    classes=when.size("self", -1),
+    itemsize=when.itemsize("self"),
+    misalignment=misalignment(when.size("self", -1) * when.itemsize("self")),
+    calls=lazy("opgraft_kernels.cross_entropy.samples:calls"),
+    ranges={
+        "elements": (2**12, 2**31),
+        "classes": (2**4, 2**20),
+        "itemsize": (2, 4),
+        "misalignment": (0, 1, 2),
+    },
+    exact=["itemsize", "misalignment"],
+    version=VERSION,
+    tables=TABLES,
+)
+
+
+def _crossover() -> Crossover | None:
+    return _CROSSOVER
+
+
+def register(dispatch_key: str) -> list[Override]:
+    """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
+    options: dict[str, Any] = {}
+    if dispatch_key == "CUDA":
+        options = {"crossover": _crossover()}
+    return [
+        triton_utils.register_op_override(
+            "aten",
+            "cross_entropy_loss",
+            dispatch_key,
+            lazy("opgraft_kernels.cross_entropy.triton_kernels:cross_entropy"),
+            cond=condition(dispatch_key),
+            name="opgraft_kernels.cross_entropy",
+            autograd=(setup_context, backward),
+            # Inductor fuses the logits' last operation with both passes over them.
+            compile="inductor",
+            samples=lazy("opgraft_kernels.cross_entropy.samples:samples"),
+            **options,
+        )
+    ]

@@ -1,0 +1,126 @@
+"""Calls of cross-entropy: for `opgraft verify` at the ends of the range, for `opgraft tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opgraft_kernels.crossovers import aligned_width
+
+__all__ = ["calls", "samples"]
+
+#: The logits' shape, and what is particular.
+_CASES: tuple[tuple[tuple[int, ...], str], ...] = (
+    # Rows that share a program, that fit one, that are read in blocks; odd sizes of each.
+    ((129, 16), ""),
+    ((15, 100), ""),
+    ((3, 4097), ""),
+    ((2, 40000), ""),
+    ((2, 50257), ""),
+    ((5, 1), ""),
+    ((100,), ""),
+    # More rows than a program adds up.
+    ((16500, 3), ""),
+    ((40, 200), "ignored"),
+    ((4, 40000), "ignored"),
+    ((4, 100), "all ignored"),
+    ((64, 200), "masked"),
+    ((4, 40000), "masked"),
+    ((64, 200), "NaN"),
+    # In place.
+    ((32, 200), "sliced"),
+    # Native's.
+    ((32, 200), "transposed"),
+    ((32, 200), "probabilities"),
+    ((4, 20, 5), ""),
+    ((0, 16), ""),
+)
+#: Of each case: reduction, label smoothing, and whether classes have weights.
+_KINDS = ((0, 0.0, False), (1, 0.0, True), (1, 0.1, False), (2, 0.2, True))
+_IGNORED = -100
+
+
+def samples(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op, as arguments by name.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    dtypes = [torch.float32, torch.float16]
+    if device.type != "cpu":
+        dtypes += [torch.bfloat16, torch.float64]
+    for shape, particular in _CASES:
+        for dtype in dtypes:
+            for reduction, smoothing, is_weighted in _KINDS:
+                logits = _logits(shape, particular, dtype, device)
+                yield {
+                    "self": logits,
+                    "target": _target(logits, particular),
+                    "weight": _weight(logits) if is_weighted else None,
+                    "reduction": reduction,
+                    "ignore_index": _IGNORED,
+                    "label_smoothing": smoothing,
+                }
+
+
+def calls(
+    device: torch.device, *, elements: int, classes: int, itemsize: int, misalignment: int
+) -> Iterator[dict[str, Any]]:
+    """A call to measure, as arguments by name; none if there is no such call.
+
+    Args:
+        device: where the tensors are to live.
+        elements: of the logits, at least.
+        classes: at least; less than twice as many.
+        itemsize: bytes of an element.
+        misalignment: of a row; see `crossovers`.
+    """
+    rows, found = elements // classes, aligned_width(classes, itemsize, misalignment)
+    if rows == 0 or found is None:
+        return
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    logits = torch.randn(rows, found, dtype=dtype, device=device)
+    yield {
+        "self": logits,
+        "target": _target(logits, ""),
+        "weight": None,
+        "reduction": 1,
+        "ignore_index": _IGNORED,
+        "label_smoothing": 0.0,
+    }
+
+
+def _logits(
+    shape: tuple[int, ...], particular: str, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if particular == "transposed":
+        return torch.randn(shape[::-1], dtype=dtype, device=device).t()
+    if particular == "sliced":
+        return torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device)[..., : shape[-1]]
+    logits = torch.randn(shape, dtype=dtype, device=device)
+    if particular == "masked":
+        logits[..., shape[-1] // 3 :] = -torch.inf
+        logits[0] = -torch.inf
+    if particular == "NaN":
+        logits[0, 0], logits[1, 1] = torch.nan, torch.inf
+    return logits
+
+
+def _target(logits: torch.Tensor, particular: str) -> torch.Tensor:
+    if particular == "probabilities":
+        return torch.randn_like(logits).softmax(-1)
+    class_dim = min(1, logits.dim() - 1)
+    shape = [size for dim, size in enumerate(logits.shape) if dim != class_dim]
+    target = torch.randint(0, logits.shape[class_dim], shape, device=logits.device)
+    if particular == "ignored":
+        target[::2] = _IGNORED
+    if particular == "all ignored":
+        target.fill_(_IGNORED)
+    return target
+
+
+def _weight(logits: torch.Tensor) -> torch.Tensor:
+    classes = logits.shape[min(1, logits.dim() - 1)]
+    return torch.linspace(0.5, 2, classes, device=logits.device).to(logits.dtype)

@@ -1,0 +1,447 @@
+"""Cross-entropy in Triton, of logits and class indices, forward and backward.
+
+Native makes log-probabilities, as large as the logits, and picks one a row. Here the forward reads
+the logits once, as online softmax does, and keeps two numbers a row: the maximum, and the logarithm
+of the sum of what the others are to it. (Their sum alone, the log-sum-exp, would round away what
+large logits differ by.) The backward reads the logits once and writes their gradient. With class
+weights w, smoothing s, C classes, and the class t of a row::
+
+    loss = (1 - s) * w[t] * (lse - x[t]) + s / C * sum(w * (lse - x))
+    dx   = g * ((1 - s) * w[t] * (p - [class is t]) + s / C * (sum(w) * p - w))     p = exp(x - lse)
+
+All arithmetic is in float32. The losses are added up in a fixed order; the mean divides their sum
+by that of the weights of the rows' classes.
+
+A class that there is not is never read with: on the GPU it fails the assertion that native fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opgraft_kernels.cross_entropy.kept import Statistics, keep
+from opgraft_kernels.rows import (
+    LOWEST,
+    Launch,
+    as_rows,
+    ceil_div,
+    contiguous,
+    grow_exponentials,
+    load_if,
+    multiple_of,
+    store_if,
+    sum_exponentials,
+    unit_of,
+)
+from opgraft_kernels.softmax.triton_kernels import BACKWARD_TILE, FORWARD_TILE, tile_of
+
+__all__ = ["cross_entropy", "gradient", "plan_backward", "plan_forward", "plan_sums"]
+
+#: Values of the argument `reduction`.
+NONE, MEAN = 0, 1
+
+# --------------------------------------------------------------------------------------------------
+# Kernels
+# --------------------------------------------------------------------------------------------------
+
+# SMOOTH: there is label smoothing. A program has LINES rows, in blocks of BLOCK elements, one of
+# them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that. The length of a row, and what
+# is between two of them, is a multiple of UNIT.
+
+
+@triton.jit
+def _targets(target_ptr, row, in_rows, classes, ignore_index):
+    """The classes of rows, -1 where a row is ignored, and which rows count."""
+    target = tl.load(target_ptr + row, mask=in_rows, other=0)
+    is_ignored = target == ignore_index
+    is_class = (target >= 0) & (target < classes)
+    tl.device_assert(is_ignored | is_class, "Target is out of bounds.", mask=in_rows)
+    counts = in_rows & is_class & (is_ignored == 0)
+    return tl.where(counts, target, -1).to(tl.int32), counts
+
+
+@triton.jit
+def _weights(w_ptr, col, classes):
+    """The weights of classes, as a row; 0 beyond the last one."""
+    return tl.load(w_ptr + col, mask=col < classes, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "classes", "x_stride", "ignore_index"])
+def _forward_kernel(
+    x_ptr,
+    target_ptr,
+    w_ptr,
+    loss_ptr,
+    mass_ptr,
+    statistics_ptr,
+    rows,
+    classes,
+    x_stride,
+    ignore_index,
+    smoothing,
+    SMOOTH: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    MASK_LINES: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Each row's loss; where `mass_ptr` is there its weight in the mean; and `statistics`."""
+    MASKED: tl.constexpr = MASK_LINES or MASK_COLS
+    classes = multiple_of(classes, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
+    row = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    in_rows = row < rows
+    target, counts = _targets(target_ptr, row, in_rows, classes, ignore_index)
+    x_row = x_ptr + row * x_stride
+    if WHOLE:
+        col = tl.arange(0, BLOCK)
+        mask = _mask(in_rows, col, classes, MASK_COLS)
+        x = load_if(x_row[:, None] + col[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+        best = tl.max(x, axis=1)
+        shifted = x - best[:, None]
+        total = tl.sum(tl.exp(shifted), axis=1)
+        if SMOOTH:
+            # The weights of all classes, and the sum of how far they are below the maximum.
+            weights = tl.full([LINES, BLOCK], 1.0, tl.float32)
+            if w_ptr is not None:
+                weights *= _weights(w_ptr, col, classes)
+            if MASK_COLS:
+                weights = tl.where((col < classes)[None, :], weights, 0.0)
+                shifted = tl.where((col < classes)[None, :], shifted, 0.0)
+            all_weights = tl.sum(weights, axis=1)
+            below = tl.sum(weights * shifted, axis=1)
+    else:
+        bests = tl.full([LINES, BLOCK], LOWEST, tl.float32)
+        totals = tl.zeros([LINES, BLOCK], tl.float32)
+        if SMOOTH:
+            seen = tl.zeros([LINES, BLOCK], tl.float32)
+            belows = tl.zeros([LINES, BLOCK], tl.float32)
+        for first in range(0, classes, BLOCK):
+            col = first + tl.arange(0, BLOCK)
+            mask = _mask(in_rows, col, classes, MASK_COLS)
+            x = load_if(x_row[:, None] + col[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+            if SMOOTH:
+                weights = tl.full([LINES, BLOCK], 1.0, tl.float32)
+                if w_ptr is not None:
+                    weights *= _weights(w_ptr, col, classes)
+                next_bests = tl.where(x > bests, x, bests)
+                # What was seen is further below a new maximum.
+                belows = _lowered(belows, seen, next_bests - bests)
+                added = weights * (x - next_bests)
+                if MASK_COLS:
+                    added = tl.where((col < classes)[None, :], added, 0.0)
+                    weights = tl.where((col < classes)[None, :], weights, 0.0)
+                belows += added
+                seen += weights
+            bests, totals = grow_exponentials(bests, totals, x)
+        best, total = sum_exponentials(bests, totals)
+        if SMOOTH:
+            all_weights = tl.sum(seen, axis=1)
+            below = tl.sum(_lowered(belows, seen, best[:, None] - bests), axis=1)
+    log_total = tl.log(total)
+    weight = tl.where(counts, 1.0, 0.0)
+    if w_ptr is not None:
+        weight = tl.load(w_ptr + target, mask=counts, other=0.0).to(tl.float32)
+    chosen = tl.load(x_row + target, mask=counts, other=0.0).to(tl.float32)
+    loss = weight * ((best - chosen) + log_total)
+    if SMOOTH:
+        loss = (1.0 - smoothing) * loss + smoothing / classes * (all_weights * log_total - below)
+    loss = tl.where(counts, loss, 0.0)
+    tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=in_rows)
+    if mass_ptr is not None:
+        tl.store(mass_ptr + row, weight, mask=in_rows)
+    tl.store(statistics_ptr + row, best, mask=in_rows)
+    tl.store(statistics_ptr + rows + row, log_total, mask=in_rows)
+
+
+@triton.jit
+def _lowered(below, seen, by):
+    """`below`, of elements of the weight `seen`, under a maximum that is higher by so much.
+
+    Where nothing was seen the maximum is LOWEST, and the difference may be infinite.
+    """
+    return tl.where(seen == 0.0, below, below - seen * by)
+
+
+@triton.jit
+def _mask(in_rows, col, classes, MASK_COLS: tl.constexpr):
+    mask = in_rows[:, None]
+    if MASK_COLS:
+        mask = mask & (col < classes)[None, :]
+    return mask
+
+
+@triton.jit(do_not_specialize=["rows", "steps"])
+def _sum_kernel(
+    loss_ptr,
+    mass_ptr,
+    loss_sum_ptr,
+    mass_sum_ptr,
+    rows,
+    steps,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sums of `steps` blocks a program; with DIVIDE of the losses by that of the masses."""
+    program = tl.program_id(0)
+    losses = tl.zeros([BLOCK], tl.float32)
+    masses = tl.zeros([BLOCK], tl.float32)
+    for step in range(steps):
+        row = (program * steps + step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        losses += tl.load(loss_ptr + row, mask=row < rows, other=0.0)
+        if mass_ptr is not None:
+            masses += tl.load(mass_ptr + row, mask=row < rows, other=0.0)
+    loss = tl.sum(losses, axis=0)
+    if mass_ptr is not None:
+        mass = tl.sum(masses, axis=0)
+        tl.store(mass_sum_ptr + program, mass)
+        if DIVIDE:
+            loss = loss / mass
+    tl.store(loss_sum_ptr + program, loss.to(loss_sum_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["rows", "classes", "x_stride", "g_stride", "ignore_index"])
+def _backward_kernel(
+    g_ptr,
+    x_ptr,
+    target_ptr,
+    w_ptr,
+    all_weights_ptr,
+    statistics_ptr,
+    mass_sum_ptr,
+    dx_ptr,
+    rows,
+    classes,
+    x_stride,
+    g_stride,
+    ignore_index,
+    smoothing,
+    SMOOTH: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASK_LINES: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """The gradient of a tile of the logits."""
+    MASKED: tl.constexpr = MASK_LINES or MASK_COLS
+    classes = multiple_of(classes, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
+    blocks = tl.cdiv(classes, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * LINES + tl.arange(0, LINES)
+    in_rows = row < rows
+    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = _mask(in_rows, col, classes, MASK_COLS)
+    x = load_if((x_ptr + row * x_stride)[:, None] + col[None, :], mask, MASKED).to(tl.float32)
+    target = tl.load(target_ptr + row, mask=in_rows, other=0)
+    counts = in_rows & (target != ignore_index)
+    g = tl.load(g_ptr + row * g_stride, mask=in_rows, other=0.0).to(tl.float32)
+    if mass_sum_ptr is not None:
+        g = g / tl.load(mass_sum_ptr)
+    g = tl.where(counts, g, 0.0)
+    best = tl.load(statistics_ptr + row, mask=in_rows, other=0.0)
+    log_total = tl.load(statistics_ptr + rows + row, mask=in_rows, other=0.0)
+    p = tl.exp((x - best[:, None]) - log_total[:, None])
+    is_target = col[None, :] == target[:, None]
+    dx = p - tl.where(is_target, 1.0, 0.0)
+    if w_ptr is not None:
+        is_class = counts & (target >= 0) & (target < classes)
+        weight = tl.load(w_ptr + target, mask=is_class, other=0.0).to(tl.float32)
+        dx *= weight[:, None]
+    if SMOOTH:
+        dx *= 1.0 - smoothing
+        if w_ptr is not None:
+            all_weights = tl.load(all_weights_ptr)
+            dx += smoothing / classes * (all_weights * p - _weights(w_ptr, col, classes))
+        else:
+            dx += smoothing * p - smoothing / classes
+    dx *= g[:, None]
+    dx_row = dx_ptr + row * classes
+    store_if(dx_row[:, None] + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
+
+
+# --------------------------------------------------------------------------------------------------
+# Launches
+# --------------------------------------------------------------------------------------------------
+
+# What a program of the sums adds up at a time, and how many such steps it takes before there are
+# more programs, of which the sums are added up by one.
+_SUM_BLOCK, _SUM_STEPS = 1024, 16
+
+
+def _tile_options(classes: int, itemsize: int, largest: int) -> tuple[dict[str, Any], int, bool]:
+    tile = tile_of(classes, 1, itemsize, largest)
+    constexprs = {
+        "LINES": tile.lines,
+        "BLOCK": tile.block,
+        "MASK_LINES": tile.lines > 1,
+        "MASK_COLS": classes % tile.block != 0,
+    }
+    return constexprs, tile.num_warps, tile.whole
+
+
+def _asserting(device: torch.device) -> dict[str, Any]:
+    """What makes Triton compile assertions; without its own, that integers do not overflow."""
+    return {} if device.type == "cpu" else {"debug": True, "sanitize_overflow": False}
+
+
+def plan_forward(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    losses: Tensor,
+    masses: Tensor | None,
+    statistics: Tensor,
+    ignore_index: int,
+    smoothing: float,
+) -> Launch:
+    """The launch that fills `losses` and `statistics`, and `masses` where there is a mean."""
+    rows, classes = target.numel(), x.shape[-1]
+    itemsize = x.element_size()
+    constexprs, num_warps, whole = _tile_options(classes, itemsize, FORWARD_TILE)
+    x, x_stride = as_rows(x, rows, classes)
+    return Launch(
+        _forward_kernel,
+        ceil_div(rows, constexprs["LINES"]),
+        (
+            *(x, contiguous(target), weight, losses, masses, statistics),
+            *(rows, classes, x_stride, ignore_index, smoothing),
+        ),
+        {
+            "SMOOTH": smoothing > 0,
+            "WHOLE": whole,
+            "UNIT": unit_of(itemsize, classes, x_stride),
+            **constexprs,
+        },
+        num_warps,
+        _asserting(x.device),
+    )
+
+
+def plan_sums(
+    losses: Tensor, masses: Tensor | None, loss: Tensor, mass: Tensor | None
+) -> list[Launch]:
+    """The launches that fill `loss`, with the mean where there are masses, else with the sum."""
+    launches = []
+    while True:
+        rows = losses.numel()
+        blocks = ceil_div(rows, _SUM_BLOCK)
+        programs = 1 if blocks <= _SUM_STEPS else ceil_div(blocks, _SUM_STEPS)
+        is_last = programs == 1
+        partial = loss if is_last else losses.new_empty(programs)
+        partial_mass = mass if is_last or masses is None else masses.new_empty(programs)
+        launches.append(
+            Launch(
+                _sum_kernel,
+                programs,
+                (losses, masses, partial, partial_mass, rows, ceil_div(blocks, programs)),
+                {"DIVIDE": is_last, "BLOCK": _SUM_BLOCK},
+                4,
+            )
+        )
+        if is_last:
+            return launches
+        losses, masses = partial, partial_mass
+
+
+def plan_backward(
+    g: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    mass: Tensor | None,
+    dx: Tensor,
+    ignore_index: int,
+    smoothing: float,
+) -> Launch:
+    """The launch that fills `dx`, contiguous."""
+    rows, classes = target.numel(), x.shape[-1]
+    itemsize = x.element_size()
+    constexprs, num_warps, _ = _tile_options(classes, itemsize, BACKWARD_TILE)
+    x, x_stride = as_rows(x, rows, classes)
+    all_weights = None
+    if weight is not None and smoothing > 0:
+        all_weights = weight.sum(dtype=torch.float32)
+    return Launch(
+        _backward_kernel,
+        ceil_div(rows, constexprs["LINES"]) * ceil_div(classes, constexprs["BLOCK"]),
+        (
+            *(g, x, contiguous(target), weight, all_weights, statistics, mass, dx),
+            *(rows, classes, x_stride, g.stride(0) if g.dim() else 0, ignore_index, smoothing),
+        ),
+        {"SMOOTH": smoothing > 0, "UNIT": unit_of(itemsize, classes, x_stride), **constexprs},
+        num_warps,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The op
+# --------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """``aten::cross_entropy_loss``, of one row of logits or a matrix, and class indices.
+
+    Raises:
+        IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
+    """
+    if self.device.type == "cpu":
+        _check_targets(target, self.shape[-1], ignore_index)
+    new = self.new_empty
+    # Native's autocast computes what cross-entropy is made of in float32.
+    autocast = torch.is_autocast_enabled(self.device.type)
+    dtype = torch.float32 if autocast else self.dtype
+    statistics = new((2, target.numel()), dtype=torch.float32)
+    masses = new(target.shape, dtype=torch.float32) if reduction == MEAN else None
+    losses = new(target.shape, dtype=dtype if reduction == NONE else torch.float32)
+    plan_forward(self, target, weight, losses, masses, statistics, ignore_index, label_smoothing)()
+    if reduction == NONE:
+        keep(self, losses, Statistics(statistics, None))
+        return losses
+    loss = new((), dtype=dtype)
+    mass = new((), dtype=torch.float32) if reduction == MEAN else None
+    for launch in plan_sums(losses, masses, loss, mass):
+        launch()
+    keep(self, loss, Statistics(statistics, mass))
+    return loss
+
+
+def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """As native: Triton's interpreter makes another error of an assertion, after the fact."""
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if wrong.any():
+        raise IndexError(f"Target {target[wrong].flatten()[0].item()} is out of bounds.")
+
+
+def gradient(
+    grad: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    statistics: Statistics,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """The gradient of the logits, contiguous."""
+    dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    rows, mass = statistics
+    # Autograd's gradients may be lazy: no router has looked at them.
+    lazy_zero = grad._is_zerotensor()
+    grad = torch.zeros((), device=dx.device) if lazy_zero else grad.resolve_neg()
+    plan_backward(grad, self, target, weight, rows, mass, dx, ignore_index, label_smoothing)()
+    return dx
