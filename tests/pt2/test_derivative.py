@@ -395,6 +395,44 @@ def test_loss_parallel_sees_the_pieces_of_cross_entropy() -> None:
     assert (ours.override.hits, ours.backwards) == (0, 0)
 
 
+def test_explain_says_why_the_override_does_not_differentiate_a_composite_op() -> None:
+    models.override(
+        "cross_entropy_loss",
+        cross_entropy,
+        when.dtype("target", torch.int64),
+        autograd=(CrossEntropy.setup_context, CrossEntropy.backward),
+    )
+    x = an_input(3).requires_grad_()
+    taken = opgraft.explain("aten::cross_entropy_loss", x, torch.tensor([1, 0, 7]))
+    declined = opgraft.explain(
+        "aten::cross_entropy_loss", x, torch.tensor([1, 0, 7], dtype=torch.uint8)
+    )
+    assert taken.winner is not None
+    assert declined.winner is None
+    assert "declines: when.dtype('target', torch.int64)" in str(declined)
+
+
+@pytest.mark.skipif(loader.in_use() is None, reason="the router in Python has a kernel more")
+def test_a_composite_op_gets_a_derivative_without_a_change_of_the_dispatcher() -> None:
+    """Changing it while other threads dispatch can crash the process."""
+    first = models.override("cosine_similarity", models.itself("cosine_similarity"))
+    before = torch._C._dispatch_dump("aten::cosine_similarity")
+    second = models.override(
+        "cosine_similarity",
+        models.itself("cosine_similarity"),
+        priority=1,
+        autograd=(
+            lambda ctx, inputs, output: None,
+            lambda ctx, grad: (grad[:, None].expand(3, 8), None, None, None),
+        ),
+    )
+    x = an_input(3).requires_grad_()
+    (dx,) = torch.autograd.grad(F.cosine_similarity(x, x.detach()).sum(), x)
+    assert torch._C._dispatch_dump("aten::cosine_similarity") == before
+    assert (first.hits, second.hits) == (0, 1)
+    assert dx.eq(1).all()
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("compile", "used"), [("opaque", 1), ("inductor", 0), ("auto", 0)])
 def test_a_graph_that_leaves_the_op_to_the_compiler_leaves_it_its_derivative(

@@ -82,8 +82,10 @@ def _judge_override(override: Override, call: Call, *, keeps_derivative: bool) -
     off = override.why_off()
     if off is not None:
         return Verdict(override, "unavailable" if override.unavailable else "disabled", off)
-    if keeps_derivative:
-        return Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
+    not_asked = Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
+    # One with a derivative of its own is asked.
+    if keeps_derivative and override.autograd is None:
+        return not_asked
     try:
         where = device.of_call(call, override.dispatch_key)
         decline = why_not(override, call, capturing=device.is_capturing(where))
@@ -95,6 +97,8 @@ def _judge_override(override: Override, call: Call, *, keeps_derivative: bool) -
         return Verdict(override, "declines", reason)
     if decline is not None:
         return _declined(override, decline, failure)
+    if keeps_derivative:
+        return not_asked
     if override.plans is None:
         return Verdict(override, "takes")
     takes, plan = override.plans.predict(call)
