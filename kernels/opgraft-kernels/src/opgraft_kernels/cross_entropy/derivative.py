@@ -1,4 +1,8 @@
-"""The derivative of cross-entropy. Nothing here imports Triton before a backward runs."""
+"""The derivative of cross-entropy. Nothing here imports Triton before a backward runs.
+
+It saves the logits, where native saves log-probabilities: so whoever writes to logits before the
+backward gets autograd's error, which native does not raise.
+"""
 
 from __future__ import annotations
 
