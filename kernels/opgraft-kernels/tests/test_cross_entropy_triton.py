@@ -9,6 +9,7 @@ import itertools
 import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_rows_that_share_a_program(
 ) -> None:
     logits = _logits(shape, torch.float32, device)
     _check(override, logits, _targets(logits))
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("shape", [(70, 17), (2, 40000)], ids=str)
+def test_no_nan_is_made_of_what_nothing_uses(
+    override: Override, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """The interpreter warns of each."""
+    logits = _logits(shape, torch.float32, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _check(override, logits, _targets(logits), label_smoothing=0.1, weight=_weight(logits))
 
 
 @pytest.mark.parametrize("classes", [32768, 40000, 50257, 128256])

@@ -6,6 +6,7 @@ On a machine without a GPU they run in Triton's interpreter (tests/conftest.py).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -104,6 +105,20 @@ def test_rows_that_share_a_program(
     function: Function, shape: tuple[int, ...], device: torch.device
 ) -> None:
     _check(function, *_random(shape, torch.float32, device), -1)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((70, 16), 1), ((2, 40000), 1), ((2, 9, 5), 1), ((2, 3000, 70), 1)], ids=str
+)
+def test_no_nan_is_made_of_what_nothing_uses(
+    function: Function, shape: tuple[int, ...], dim: int, device: torch.device
+) -> None:
+    """The interpreter warns of each."""
+    x, g = _random(shape, torch.float32, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _check(function, x, g, dim)
 
 
 @pytest.mark.parametrize("size", [32768, 40000, 50257, 128256])

@@ -29,6 +29,7 @@ __all__ = [
     "contiguous",
     "grow_exponentials",
     "load_if",
+    "load_logits",
     "mask_if",
     "multiple_of",
     "multiprocessors",
@@ -97,6 +98,18 @@ def multiple_of(length, UNIT: tl.constexpr):
 
 # What a maximum begins with. Not -inf: -inf - -inf is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def load_logits(ptrs, mask, in_rows, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr):
+    """A tile in float32, with -inf beyond the rows' ends, and zeros in rows that there are not.
+
+    Nothing uses those, but -inf throughout would make NaN, of which Triton's interpreter warns.
+    """
+    x = load_if(ptrs, mask, MASKED, float("-inf")).to(tl.float32)
+    if MASK_ROWS:
+        x = tl.where(in_rows[:, None], x, 0.0)
+    return x
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from opgraft_kernels.rows import (
     contiguous,
     grow_exponentials,
     load_if,
+    load_logits,
     multiple_of,
     store_if,
     sum_exponentials,
@@ -103,7 +104,7 @@ def _forward_kernel(
     if WHOLE:
         col = tl.arange(0, BLOCK)
         mask = _mask(in_rows, col, classes, MASK_COLS)
-        x = load_if(x_row[:, None] + col[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+        x = load_logits(x_row[:, None] + col[None, :], mask, in_rows, MASKED, MASK_LINES)
         best = tl.max(x, axis=1)
         shifted = x - best[:, None]
         total = tl.sum(tl.exp(shifted), axis=1)
@@ -126,7 +127,7 @@ def _forward_kernel(
         for first in range(0, classes, BLOCK):
             col = first + tl.arange(0, BLOCK)
             mask = _mask(in_rows, col, classes, MASK_COLS)
-            x = load_if(x_row[:, None] + col[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+            x = load_logits(x_row[:, None] + col[None, :], mask, in_rows, MASKED, MASK_LINES)
             if SMOOTH:
                 weights = tl.full([LINES, BLOCK], 1.0, tl.float32)
                 if w_ptr is not None:
@@ -134,11 +135,11 @@ def _forward_kernel(
                 next_bests = tl.where(x > bests, x, bests)
                 # What was seen is further below a new maximum.
                 belows = _lowered(belows, seen, next_bests - bests)
-                added = weights * (x - next_bests)
+                shifted = x - next_bests
                 if MASK_COLS:
-                    added = tl.where((col < classes)[None, :], added, 0.0)
                     weights = tl.where((col < classes)[None, :], weights, 0.0)
-                belows += added
+                    shifted = tl.where((col < classes)[None, :], shifted, 0.0)
+                belows += weights * shifted
                 seen += weights
             bests, totals = grow_exponentials(bests, totals, x)
         best, total = sum_exponentials(bests, totals)

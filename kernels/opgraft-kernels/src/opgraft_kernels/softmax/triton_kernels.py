@@ -33,6 +33,7 @@ from opgraft_kernels.rows import (
     ceil_div,
     grow_exponentials,
     load_if,
+    load_logits,
     multiple_of,
     power_of_2,
     store_if,
@@ -140,7 +141,7 @@ def _forward_kernel(
     if WHOLE:
         col, offset = _columns(0, inner, BLOCK, STRIDED)
         mask = _mask(there, col, size, MASK_COLS)
-        x = load_if(x_line + offset[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+        x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
         shifted = x - tl.max(x, axis=1)[:, None]
         y = _normalized(shifted, tl.sum(tl.exp(shifted), axis=1), LOG)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
@@ -150,13 +151,13 @@ def _forward_kernel(
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = _mask(there, col, size, MASK_COLS)
-            x = load_if(x_line + offset[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
             best, total = grow_exponentials(best, total, x)
         line_best, line_total = sum_exponentials(best, total)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = _mask(there, col, size, MASK_COLS)
-            x = load_if(x_line + offset[None, :], mask, MASKED, float("-inf")).to(tl.float32)
+            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
             y = _normalized(x - line_best[:, None], line_total, LOG)
             store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
 
