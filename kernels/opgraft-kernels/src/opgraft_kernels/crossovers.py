@@ -23,6 +23,11 @@ def misalignment(row: Any) -> Any:
 
 
 def aligned_width(width: int, itemsize: int, wanted: int) -> int | None:
-    """The first width from `width` on, in its octave, whose rows have the wanted misalignment."""
-    widths = range(width, min(2 * width, width + 16))
+    """A width in the bucket that begins at `width`, whose rows have the wanted misalignment.
+
+    From the middle of the bucket: its lower end is a power of two, which kernels are best at, and
+    the bucket's one decision holds for the widths in between, too.
+    """
+    middle = width + width // 2
+    widths = (*range(middle, min(2 * width, middle + 16)), *range(width, min(middle, width + 16)))
     return next((each for each in widths if misalignment(each * itemsize) == wanted), None)

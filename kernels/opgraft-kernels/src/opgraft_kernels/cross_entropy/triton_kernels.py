@@ -31,6 +31,7 @@ from opgraft_kernels.rows import (
     as_rows,
     ceil_div,
     contiguous,
+    exp,
     grow_exponentials,
     load_if,
     load_logits,
@@ -107,7 +108,7 @@ def _forward_kernel(
         x = load_logits(x_row[:, None] + col[None, :], mask, in_rows, MASKED, MASK_LINES)
         best = tl.max(x, axis=1)
         shifted = x - best[:, None]
-        total = tl.sum(tl.exp(shifted), axis=1)
+        total = tl.sum(exp(shifted), axis=1)
         if SMOOTH:
             # The weights of all classes, and the sum of how far they are below the maximum.
             weights = tl.full([LINES, BLOCK], 1.0, tl.float32)
@@ -249,7 +250,7 @@ def _backward_kernel(
     g = tl.where(counts, g, 0.0)
     best = tl.load(statistics_ptr + row, mask=in_rows, other=0.0)
     log_total = tl.load(statistics_ptr + rows + row, mask=in_rows, other=0.0)
-    p = tl.exp((x - best[:, None]) - log_total[:, None])
+    p = exp((x - best[:, None]) - log_total[:, None])
     is_target = col[None, :] == target[:, None]
     dx = p - tl.where(is_target, 1.0, 0.0)
     if w_ptr is not None:

@@ -234,8 +234,8 @@ def _crossover(
         calls=functools.partial(calls, norm.parameters, norm.statistics, direction),
         ranges=ranges,
         exact=exact,
-        # Beyond these ranges nothing changes any more: at one end native and kernel take as long as a
-        # launch does, at the other what the memory needs.
+        # Beyond these ranges nothing changes any more: at one end native and kernel take as long as
+        # a launch does, at the other what the memory needs.
         open_ended={"elements", "hidden"} & ranges.keys() - set(exact),
         version=norm.op(direction).version,
         tables=TABLES,

@@ -108,9 +108,9 @@ def _input_dtype(dispatch_key: str) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 _RANGES: dict[str, tuple[int, ...]] = {
-    "elements": (2**12, 2**31),
-    "size": (2**4, 2**20),
-    "inner": (1, 2**12),
+    "elements": (2**14, 2**27),
+    "size": (2**4, 2**17),
+    "inner": (1, 2**8),
     "itemsize": (2, 4),
     "misalignment": (0, 1, 2),
 }
@@ -131,6 +131,7 @@ def _crossover(op: Op) -> Crossover:
         calls=_made("calls", op),
         ranges=_RANGES,
         exact=["itemsize", "misalignment"],
+        open_ended=["elements", "size", "inner"],
         version=op.version,
         tables=TABLES,
     )

@@ -31,6 +31,7 @@ from opgraft_kernels.rows import (
     Launch,
     as_rows,
     ceil_div,
+    exp,
     grow_exponentials,
     load_if,
     load_logits,
@@ -102,7 +103,7 @@ def _normalized(shifted, total, LOG: tl.constexpr):
     if LOG:
         return shifted - tl.log(total)[:, None]
     else:
-        return tl.exp(shifted) * (1.0 / total)[:, None]
+        return exp(shifted) * (1.0 / total)[:, None]
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def _forward_kernel(
         mask = _mask(there, col, size, MASK_COLS)
         x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
         shifted = x - tl.max(x, axis=1)[:, None]
-        y = _normalized(shifted, tl.sum(tl.exp(shifted), axis=1), LOG)
+        y = _normalized(shifted, tl.sum(exp(shifted), axis=1), LOG)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
         best = tl.full([LINES, BLOCK], LOWEST, tl.float32)
@@ -174,7 +175,7 @@ def _summand(g, y, LOG: tl.constexpr):
 @triton.jit
 def _gradient(g, y, total, LOG: tl.constexpr):
     if LOG:
-        return g - tl.exp(y) * total[:, None]
+        return g - exp(y) * total[:, None]
     else:
         return (g - total[:, None]) * y
 
