@@ -196,8 +196,11 @@ def test_an_open_ended_feature_goes_on_as_at_its_ends() -> None:
     cells = cell(16), cell(64, override=20), cell(32, "float16")
     found = grid(*cells, open_ended=["rows"])
     assert taken(found, [0, 1, 16, 32, 64, 2**62]) == [False, True, True, False, False, False]
-    # Where one dtype was measured further out than another, each has its own ends.
-    assert taken(found, [1, 16, 64, 2**62], torch.float16) == [True] * 4
+    # Nothing is known of what lies between what was measured and an end.
+    assert taken(found, [1, 16, 32, 64, 2**62], torch.float16) == [
+        *(False, False, True),
+        *(False, False),
+    ]
     assert taken(found, [16], torch.float64) == [False]
 
 

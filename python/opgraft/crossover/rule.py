@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from opgraft.crossover.tables import Cell, Entry
@@ -65,8 +65,7 @@ def grid_of(entry: Entry, margin: float) -> Grid:
     A cell that was not measured follows its neighbours: along each axis with steps, the nearest
     decided cells on both sides. It is taken if all of them are, and declined if one is. Where no
     axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
-    the end. Along an open-ended axis, cells beyond the outermost decided one follow that one. Each
-    column has cells of its own: fewer are measured in compiled graphs.
+    the end. Each column has cells of its own: fewer are measured in compiled graphs.
     """
     cells = bytearray(math.prod(axis.count for axis in entry.axes))
     for column in range(len(COLUMNS)):
@@ -75,7 +74,7 @@ def grid_of(entry: Entry, margin: float) -> Grid:
             for indices, cell in entry.cells.items()
             if is_measured(cell, column)
         }
-        for indices, decision in _extended(filled(measured, entry.axes, operator.and_), entry.axes):
+        for indices, decision in filled(measured, entry.axes, operator.and_).items():
             cells[_flat(indices, entry.axes)] |= decision << column
     return Grid(entry.axes, bytes(cells))
 
@@ -115,32 +114,6 @@ def _between(
                 for cell in cells[1:-1]:
                     found[cell] = join(found.get(cell, ends), ends)
     yield from found.items()
-
-
-def _extended(decided: dict[Indices, int], axes: Sequence[Axis]) -> Iterable[tuple[Indices, int]]:
-    """Decisions, and those for the cells that lie beyond them along open-ended axes."""
-    found = dict(decided)
-    while new := _beyond(found, axes):
-        found |= new
-    return found.items()
-
-
-def _beyond(decided: Mapping[Indices, int], axes: Sequence[Axis]) -> dict[Indices, int]:
-    """Undecided cells beyond decided ones, and what those decide; declined if one declines."""
-    found: dict[Indices, int] = {}
-    for which, axis in enumerate(axes):
-        if isinstance(axis, ExactAxis) or not axis.open_ended:
-            continue
-        for (before, behind), places in _lines(decided, which).items():
-            for end, cells in (
-                (places[0], range(places[0])),
-                (places[-1], range(places[-1] + 1, axis.count)),
-            ):
-                outermost = (*before, end, *behind)
-                for place in cells:
-                    cell = (*before, place, *behind)
-                    found[cell] = found.get(cell, 1) & decided[outermost]
-    return found
 
 
 def _lines(decided: Mapping[Indices, int], which: int) -> dict[tuple[Indices, Indices], list[int]]:
