@@ -576,8 +576,8 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
       const auto* tensor = tensor_of(node.argument_ref, arguments);
       if (tensor == nullptr) return {};
       const auto values = node.code == Code::Size ? tensor->sizes() : tensor->strides();
-      const Number dim = node.count == 0 ? Number::of(node.integer)
-                                         : number(child(node, 0), arguments);
+      const Number dim =
+          node.count == 0 ? Number::of(node.integer) : number(child(node, 0), arguments);
       if (dim.kind != Number::Integer) return {};
       const int64_t* value = at_dim(values, dim.integer);
       return value == nullptr ? Number{} : Number::of(*value);

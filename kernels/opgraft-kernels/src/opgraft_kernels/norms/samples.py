@@ -69,7 +69,7 @@ def calls(
     elements: int,
     hidden: int,
     itemsize: int = 2,
-    misalignment: int = 0,
+    misalignment: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A call of a norm's op to measure, as arguments by name; none if there is no such call.
 
@@ -81,10 +81,11 @@ def calls(
         elements: of the input, at least.
         hidden: elements of a row, at least; less than twice as many.
         itemsize: bytes of an element.
-        misalignment: 0: rows are multiples of 16 bytes, 1: of 8, 2: of less.
+        misalignment: 0: rows are multiples of 16 bytes, 1: of 8, 2: of less. None: `hidden` is the
+            exact number.
     """
     rows = elements // hidden
-    width = aligned_width(hidden, itemsize, misalignment)
+    width = hidden if misalignment is None else aligned_width(hidden, itemsize, misalignment)
     if rows == 0 or width is None:
         return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
