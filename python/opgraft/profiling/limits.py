@@ -99,7 +99,7 @@ class Limits:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # without a writable cache the limits are not kept
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.make_folder(self._path.parent)
             files.replace(self._path, json.dumps(self.as_dict()))
 
 

@@ -17,6 +17,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from opgraft.base import files
 from opgraft.core import store
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Claim:
     def _take(self) -> bool:
         if self.owner() is not None:  # the common case, while somebody waits, writes nothing
             return False
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.make_folder(self._path.parent)
         return _create(self._path) or (self._remove_void() and _create(self._path))
 
     def release(self) -> None:

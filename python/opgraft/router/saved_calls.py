@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from opgraft.base import files
 from opgraft.errors import RegistrationError
 from opgraft.ops.describing import device_name, dtype_name
 from opgraft.ops.schema import Call, resolve
@@ -61,7 +62,7 @@ def make_private(folder: Path) -> None:
     Raises:
         RegistrationError: others can write to it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.make_folder(folder)
     info = folder.stat()
     if hasattr(os, "geteuid") and info.st_uid not in (os.geteuid(), 0):
         fault = f"belongs to user {info.st_uid}"

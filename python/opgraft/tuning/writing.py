@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from opgraft.base import files
+from opgraft.crossover import sources
 from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import FORMAT, Cell, parse
@@ -81,19 +86,34 @@ def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) 
     Raises:
         BadTable: the file that is there is no table: nothing is overwritten.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder, mode=0o755)
     path = folder / file_name(model.name)
-    before: Mapping[str, Any] = parse(path, path.read_text()).overrides if path.exists() else {}
-    table = {
-        "format": FORMAT,
-        "device": model.name,
-        "capability": model.capability and list(model.capability),
-        "overrides": dict(sorted({**before, **entries}.items())),
-    }
-    text = _with_a_line_for_each_cell(table)
-    parse(path, text)
-    files.replace(path, text, mode=0o644)
+    with _lock(path):
+        before: Mapping[str, Any] = parse(path, path.read_text()).overrides if path.exists() else {}
+        table = {
+            "format": FORMAT,
+            "device": model.name,
+            "capability": model.capability and list(model.capability),
+            "overrides": dict(sorted({**before, **entries}.items())),
+        }
+        text = _with_a_line_for_each_cell(table)
+        parse(path, text)
+        files.replace(path, text, mode=0o644)
     return path
+
+
+def _lock(path: Path) -> AbstractContextManager[object]:
+    """Held between reading and replacing a table, else two processes lose each other's parts.
+
+    The lock is beside the user's tables: a folder that a pack ships has nothing else than tables.
+    """
+    folder = sources.user_folder() / ".locks"
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+    try:
+        files.make_folder(folder)
+    except OSError:  # nothing can be locked: one process tunes as before
+        return nullcontext()
+    return FileLock(folder / f"{name}.lock")
 
 
 def _with_a_line_for_each_cell(table: Mapping[str, Any]) -> str:
