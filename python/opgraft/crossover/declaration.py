@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from opgraft.errors import RegistrationError
+from opgraft.when.grid import MAX_CELLS, SteppedAxis
 from opgraft.when.nodes import Number, TensorNumber, tensors_of
 
 __all__ = ["Crossover"]
@@ -93,6 +97,37 @@ class Crossover:
         return f"Crossover({', '.join(f'{key}={each!r}' for key, each in self.features.items())})"
 
 
+def _why_no_range(values: object, is_exact: bool, is_of_dtypes: bool) -> str:
+    """What is wrong with what a feature's range says, and what to give; empty if nothing is."""
+    if not isinstance(values, (tuple, list)) or not values:
+        return (
+            "give the smallest and the largest number, or the values of an exact feature, as a "
+            "tuple"
+        )
+    types = {type(value) for value in values}
+    if is_of_dtypes:
+        return "" if types == {torch.dtype} and _differ(values) else "give dtypes, each once"
+    if types not in ({int}, {bool}):
+        return "give integers, or booleans"
+    if is_exact or types == {bool}:
+        in_range = all(-(2**63) <= value < 2**63 for value in values)
+        return "" if in_range and _differ(values) else "give numbers of 64 bits, each once"
+    if not all(1 <= value < 2**63 for value in values):
+        return "buckets begin at 1 and end below 2**63; name it in exact= if it has other values"
+    return ""
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return len(set(values)) == len(values)
+
+
+def _buckets(values: Sequence[Any], is_exact: bool) -> int:
+    """How many buckets a feature with this range has, where each is an octave."""
+    if is_exact or type(values[0]) is not int:
+        return len(values)
+    return SteppedAxis(1, min(values), max(values)).count
+
+
 def is_dtype(feature: object) -> bool:
     """Whether a feature is the dtype of a tensor."""
     return isinstance(feature, TensorNumber) and feature.function == "dtype_of"
@@ -137,11 +172,14 @@ def _check(
             f"Crossover(ranges={dict(ranges)}): give one of each feature: {', '.join(features)}"
         )
     for name, values in ranges.items():
-        if not isinstance(values, (tuple, list)) or not values:
-            raise RegistrationError(
-                f"Crossover(ranges=): {name} is {values!r}: give the smallest and the largest "
-                "number, or the values of an exact feature, as a tuple"
-            )
+        if fault := _why_no_range(values, name in exact, is_dtype(features[name])):
+            raise RegistrationError(f"Crossover(ranges=): {name} is {values!r}: {fault}")
+    cells = math.prod(_buckets(values, name in exact) for name, values in ranges.items())
+    if ranges and cells > MAX_CELLS:
+        raise RegistrationError(
+            f"Crossover(ranges=) has {cells} cells, and {MAX_CELLS} are the most: narrow the "
+            "ranges, and name the features that go on beyond them in open_ended="
+        )
     if type(version) is not int:
         raise RegistrationError(f"Crossover(version={version!r}): give an integer")
     if calls is not None and not callable(calls):
