@@ -670,7 +670,7 @@ def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
     assert overrides
     for override in overrides:
         print(override["name"], override["samples"], override["hits"], override["misses"])
-        assert override["hits"] > 2 and override["misses"] > 2
+        assert override["hits"] >= 2 and override["misses"] >= 2
         assert sum(override["samples"].values()) <= 12
     assert len(ElementTree.parse(tmp_path / "report.xml").getroot()) == len(overrides)
 
