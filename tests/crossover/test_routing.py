@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -230,13 +229,6 @@ def test_tables_are_read_once(user_tables: Path) -> None:
 # ------------------------------------------------------------------ registration
 
 
-def ranged(
-    *, rows: Any = (1, 16), dtype: Any = (torch.float32,), **declared: Any
-) -> dict[str, Any]:
-    """What a crossover on rows and the dtype is declared with."""
-    return {"ranges": {"rows": rows, "dtype": dtype}, **declared}
-
-
 @pytest.mark.parametrize(
     ("declare", "expected"),
     [
@@ -249,28 +241,6 @@ def ranged(
         (lambda: crossover(open_ended="dtype"), "dtype is exact, and has no ends"),
         (lambda: crossover(open_ended="rows", exact="rows"), "rows is exact, and has no ends"),
         (lambda: crossover(version="1"), "give an integer"),
-        *(
-            (functools.partial(crossover, **declared), expected)
-            for declared, expected in (
-                (ranged(rows=5), "rows is 5: give the smallest"),
-                (ranged(rows=()), "give the smallest"),
-                (ranged(rows=(0, 16)), "buckets begin at 1"),
-                (ranged(rows=(-4, 16)), "buckets begin at 1"),
-                (ranged(rows=(1, 2**63)), "end below"),
-                (ranged(rows=("1", "16")), "give integers"),
-                (ranged(rows=(1, 2.5)), "give integers"),
-                (ranged(rows=(1, True)), "give integers"),
-                (ranged(rows=([1], [2])), "give integers"),
-                (ranged(rows=(torch.float32,)), "give integers"),
-                (ranged(rows=(8, 8), exact=["rows"]), "each once"),
-                (ranged(rows=(2**63,), exact=["rows"]), "64 bits"),
-                (ranged(dtype=(torch.float32, 4)), "dtype is .*: give dtypes"),
-                (ranged(dtype=("float32",)), "give dtypes"),
-                (ranged(dtype=(torch.float32, torch.float32)), "each once"),
-                (ranged(rows=range(2**16 + 1), exact=["rows"]), "give the smallest"),
-                (ranged(rows=tuple(range(2**16 + 1)), exact=["rows"]), "65536 are the most"),
-            )
-        ),
         (lambda: crossover(calls=[1]), "give a function"),
         (lambda: register(crossover="fast"), "give an opgraft.Crossover"),
         (lambda: register(crossover=crossover(rows=when.size("x", 0))), "no argument 'x'"),

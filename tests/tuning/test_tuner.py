@@ -382,6 +382,30 @@ def test_a_crossover_without_samples_or_ranges_is_refused(missing: str, tmp_path
         tune(tmp_path, register(crossover(**{missing: None})))
 
 
+def test_ranges_of_too_many_cells_are_refused(tmp_path: Path, clock: Clock) -> None:
+    numel = {f"numel{number}": when.numel("self") for number in range(3)}
+    declared = opgraft.Crossover(calls=calls, ranges=dict.fromkeys(numel, (1, 2**62)), **numel)
+    with pytest.raises(RegistrationError, match=r"span 250047 cells \(numel0 63, .*narrow them"):
+        tune(tmp_path, register(declared))
+    assert not clock.cells
+
+
+def test_ranges_far_from_what_the_table_has_are_refused(tmp_path: Path, clock: Clock) -> None:
+    features = {"rows": when.size("self", 0), **{f"n{i}": when.size("self", 1) for i in range(2)}}
+
+    def declared(low: int, high: int) -> opgraft.Crossover:
+        return opgraft.Crossover(
+            calls=calls, ranges=dict.fromkeys(features, (low, high)), **features
+        )
+
+    first = tune(tmp_path, register(declared(1, 2)))
+    assert first.measured and first.path is not None
+    before, measured = first.path.read_text(), len(clock.cells)
+    with pytest.raises(RegistrationError, match=r"outside of them, span 250047 cells.*--output"):
+        tune(tmp_path, register(declared(2**62, 2**62)))
+    assert first.path.read_text() == before and len(clock.cells) == measured
+
+
 def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clock) -> None:
     first = tune(tmp_path, register())
     options = tuner.Options(tmp_path)

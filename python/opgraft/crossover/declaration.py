@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 
 from opgraft.errors import RegistrationError
-from opgraft.when.grid import MAX_CELLS, SteppedAxis
 from opgraft.when.nodes import Number, TensorNumber, tensors_of
 
 __all__ = ["Crossover"]
@@ -33,8 +31,8 @@ class Crossover:
         exact: the integer features whose every value is a bucket of its own, such as a number of
             heads. Dtypes and booleans are exact anyway; other integers fall into buckets between
             powers of two.
-        ranges: what `opgraft tune` measures: by feature, the smallest and the largest number, or
-            the values of an exact one.
+        ranges: what `opgraft tune` measures: by feature, the smallest and the largest number, from
+            1 on, or the values of an exact one.
         open_ended: the features whose range goes on without a change at both ends: the smallest
             and the largest number that were measured also decide for what lies beyond them. For
             example, a kernel that is limited by memory at 2**27 elements is so for any more.
@@ -45,7 +43,8 @@ class Crossover:
 
     Raises:
         RegistrationError: there is no feature; one is no number; none is about a tensor, whose
-            device could be looked up; or `exact` or `open_ended` names another one.
+            device could be looked up; `exact` or `open_ended` names another one; or a range is
+            none: negative, zero, beyond 64 bits, of another type, or with a value twice.
 
     >>> import opgraft
     >>> from opgraft import when
@@ -79,12 +78,12 @@ class Crossover:
     ) -> None:
         exact = (exact,) if isinstance(exact, str) else tuple(exact)
         open_ended = (open_ended,) if isinstance(open_ended, str) else tuple(open_ended)
-        _check(calls, version, exact, ranges or {}, open_ended, features)
+        _check(calls, version, exact, {} if ranges is None else ranges, open_ended, features)
         vars(self).update(
             calls=calls,
             version=version,
             exact=frozenset(exact),
-            ranges=MappingProxyType(dict(ranges or {})),
+            ranges=MappingProxyType({key: tuple(each) for key, each in (ranges or {}).items()}),
             open_ended=frozenset(open_ended),
             tables=None if tables is None else Path(tables),
             features=MappingProxyType(dict(features)),
@@ -95,37 +94,6 @@ class Crossover:
 
     def __repr__(self) -> str:
         return f"Crossover({', '.join(f'{key}={each!r}' for key, each in self.features.items())})"
-
-
-def _why_no_range(values: object, is_exact: bool, is_of_dtypes: bool) -> str:
-    """What is wrong with what a feature's range says, and what to give; empty if nothing is."""
-    if not isinstance(values, (tuple, list)) or not values:
-        return (
-            "give the smallest and the largest number, or the values of an exact feature, as a "
-            "tuple"
-        )
-    types = {type(value) for value in values}
-    if is_of_dtypes:
-        return "" if types == {torch.dtype} and _differ(values) else "give dtypes, each once"
-    if types not in ({int}, {bool}):
-        return "give integers, or booleans"
-    if is_exact or types == {bool}:
-        in_range = all(-(2**63) <= value < 2**63 for value in values)
-        return "" if in_range and _differ(values) else "give numbers of 64 bits, each once"
-    if not all(1 <= value < 2**63 for value in values):
-        return "buckets begin at 1 and end below 2**63; name it in exact= if it has other values"
-    return ""
-
-
-def _differ(values: Sequence[Any]) -> bool:
-    return len(set(values)) == len(values)
-
-
-def _buckets(values: Sequence[Any], is_exact: bool) -> int:
-    """How many buckets a feature with this range has, where each is an octave."""
-    if is_exact or type(values[0]) is not int:
-        return len(values)
-    return SteppedAxis(1, min(values), max(values)).count
 
 
 def is_dtype(feature: object) -> bool:
@@ -167,19 +135,17 @@ def _check(
             raise RegistrationError(
                 f"Crossover(open_ended=): {name} is exact, and has no ends: leave it out"
             )
+    if not isinstance(ranges, Mapping):
+        raise RegistrationError(
+            f"Crossover(ranges={ranges!r}): give a dict, by feature: {', '.join(features)}"
+        )
     if ranges and ranges.keys() != features.keys():
         raise RegistrationError(
             f"Crossover(ranges={dict(ranges)}): give one of each feature: {', '.join(features)}"
         )
     for name, values in ranges.items():
-        if fault := _why_no_range(values, name in exact, is_dtype(features[name])):
+        if fault := _fault_of_range(values, features[name], is_exact=name in exact):
             raise RegistrationError(f"Crossover(ranges=): {name} is {values!r}: {fault}")
-    cells = math.prod(_buckets(values, name in exact) for name, values in ranges.items())
-    if ranges and cells > MAX_CELLS:
-        raise RegistrationError(
-            f"Crossover(ranges=) has {cells} cells, and {MAX_CELLS} are the most: narrow the "
-            "ranges, and name the features that go on beyond them in open_ended="
-        )
     if type(version) is not int:
         raise RegistrationError(f"Crossover(version={version!r}): give an integer")
     if calls is not None and not callable(calls):
@@ -187,3 +153,29 @@ def _check(
             f"Crossover(calls={calls!r}): give a function of a device and the features that "
             "yields the op's arguments"
         )
+
+
+def _fault_of_range(values: object, feature: Number, *, is_exact: bool) -> str:
+    """What is wrong with a feature's range, and what to give instead; empty if nothing is."""
+    if not isinstance(values, (tuple, list)) or not values:
+        return (
+            "give the smallest and the largest number, or the values of an exact feature, as a "
+            "tuple"
+        )
+    types = {type(value) for value in values}
+    if is_dtype(feature):
+        if types != {torch.dtype}:
+            return "give dtypes, such as (torch.float32,)"
+    elif types not in ({int}, {bool}):
+        return "give integers, or the booleans of a feature that is one, and no mixture"
+    if is_exact or types != {int}:
+        if twice := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
+            return f"{twice[0]} stands twice: give each value once"
+        if types == {int} and not -(2**63) <= min(values) <= max(values) < 2**63:
+            return "give integers of 64 bits"
+    elif len(values) != 2 or not 1 <= values[0] <= values[1] < 2**63:
+        return (
+            "give the smallest and the largest number, from 1 to 2**63 - 1; or name the feature "
+            "in exact=, and give its values"
+        )
+    return ""

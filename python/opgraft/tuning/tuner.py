@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from opgraft.tuning import search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.verification.runner import Progress
 from opgraft.verification.sources import call_of_sample
-from opgraft.when.grid import Axis, ExactAxis, Feature, SteppedAxis
+from opgraft.when.grid import MAX_CELLS, Axis, ExactAxis, Feature, SteppedAxis
 
 #: Buckets of an octave.
 STEPS = 1
@@ -111,7 +112,7 @@ def axes_of(crossover: Crossover) -> dict[str, Axis]:
     """The axes of a crossover's grid, from its ranges.
 
     Raises:
-        RegistrationError: it has no `calls=` or no `ranges=`.
+        RegistrationError: it has no `calls=` or no `ranges=`, or its ranges span too many cells.
     """
     if crossover.calls is None or not crossover.ranges:
         raise RegistrationError(
@@ -123,6 +124,14 @@ def axes_of(crossover: Crossover) -> dict[str, Axis]:
         values = crossover.ranges[name]
         is_exact = name in crossover.exact or not all(type(value) is int for value in values)
         axes[name] = ExactAxis(values) if is_exact else SteppedAxis(STEPS, min(values), max(values))
+    count = math.prod(axis.count for axis in axes.values())
+    if count > MAX_CELLS:
+        each = ", ".join(f"{name} {axis.count}" for name, axis in axes.items())
+        raise RegistrationError(
+            f"{crossover!r} cannot be tuned: its ranges= span {count} cells ({each}), and a table "
+            f"has {MAX_CELLS} at the most: narrow them, and name what goes on beyond them in "
+            "open_ended=; or leave out a feature"
+        )
     return axes
 
 
@@ -190,6 +199,7 @@ class _Tuning:
         #: What the table has outside of the ranges, by where the cells begin. It stays.
         self._outside: dict[tuple[Feature, ...], Cell] = {}
         self._cells = self._known_cells()
+        self._check_span()
         self._result.known = len(self._cells)
         #: Cells whose calls the condition declines, or that cannot be made. There is nothing to
         #: decide, so what lies between them and others says nothing either.
@@ -370,6 +380,24 @@ class _Tuning:
             elif at is None and all(map(_is_corner, self._axes, corner)):
                 self._outside[corner] = cell
         return known
+
+    def _check_span(self) -> None:
+        """Raise where the ranges and what the table has outside of them are no table together."""
+        count = 1
+        for which, axis in enumerate(self._axes):
+            values = [corner[which] for corner in self._outside]
+            if isinstance(axis, ExactAxis):
+                count *= len({*axis.values, *values})
+            else:
+                inside = axis.lower(0), axis.lower(axis.count - 1)
+                numbers = [*inside, *(value for value in values if isinstance(value, int))]
+                count *= SteppedAxis(axis.steps, min(numbers), max(numbers)).count
+        if count > MAX_CELLS:
+            raise RegistrationError(
+                f"{self._override.name!r} cannot be tuned: its ranges=, and what the table in "
+                f"{self._options.folder} has outside of them, span {count} cells, and a table has "
+                f"{MAX_CELLS} at the most: write into another folder with --output"
+            )
 
     def _cell_of(self, values: Sequence[Any]) -> Indices | None:
         """The cell that a call's features fall into; None if it is outside of the ranges."""
