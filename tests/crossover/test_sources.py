@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from opgraft.crossover import rule, sources
+from opgraft.crossover import rule, sources, tables
 from opgraft.crossover.models import Model
+from opgraft.crossover.rule import PLAN
 from opgraft.crossover.sources import Source
+from opgraft.crossover.tables import BadTable
 from tests.crossover.tables import cell, crossover, entry, table, write
 
 H200, H100 = Model("NVIDIA H200", (9, 0)), Model("NVIDIA H100 80GB HBM3", (9, 0))
@@ -80,3 +88,178 @@ def test_no_line_is_told_of_this_device_s_own(
     with caplog.at_level(logging.WARNING, "opgraft"):
         chosen(user_tables, tmp_path, [H200], [], H200)
     assert not caplog.records
+
+
+# ------------------------------------------------------------------ files that are none
+
+
+def of_h200(**changes: Any) -> dict[str, Any]:
+    return table({"fast": entry(cell(4))}, H200.name, capability=[9, 0]) | changes
+
+
+def with_text(text: str | bytes) -> Callable[[Path], object]:
+    content = text if isinstance(text, bytes) else text.encode()
+    return lambda path: path.write_bytes(content)
+
+
+def make_socket(path: Path) -> None:
+    before = Path.cwd()
+    os.chdir(path.parent)  # a socket's path is short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+def make_large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 100 * 2**20)
+
+
+def in_fast(key: str, text: str) -> Callable[[Path], object]:
+    """A table whose override `fast` has, under a key, JSON that `json.dumps` would not make."""
+    return with_text(
+        json.dumps(of_h200(overrides={"fast": entry(cell(4)) | {key: "HERE"}})).replace(
+            '"HERE"', text
+        )
+    )
+
+
+DEEP, HUGE = "[" * 900 + "]" * 900, "9" * 5000
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a socket": make_socket,
+    "a link to nothing": lambda path: path.symlink_to("absent"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "100 MB": make_large,
+    "empty": with_text(""),
+    "no UTF-8": with_text(b'{"format": 1, "device": "\xff"}'),
+    "UTF-16": with_text(json.dumps(of_h200()).encode("utf-16")),
+    "a NUL": with_text(json.dumps(of_h200()) + "\0"),
+    "deep": with_text("[" * 200_000),
+    "deep in the table": with_text('{"format": ' + DEEP + "}"),
+    "deep in the entry": in_fast("version", DEEP),
+    "deep in a key that nobody reads": in_fast("more", "[" * 200_000 + "]" * 200_000),
+    "deep in at": in_fast("cells", '[{"at": ' + DEEP + "}]"),
+    "a huge format": with_text('{"format": ' + HUGE + "}"),
+    "a huge version": in_fast("version", HUGE),
+    "a huge at": in_fast("cells", '[{"at": [' + HUGE + ', "float32"]}]'),
+    "4000 digits": in_fast("cells", '[{"at": [' + HUGE[:4000] + ', "float32"]}]'),
+    "NaN": in_fast("cells", "[NaN]"),
+    "an overflow": in_fast("cells", '[{"at": [4, "float32"], "native_us": 1e999}]'),
+    "a surrogate": in_fast("cells", '[{"at": [4, "\\ud800"]}]'),
+    "a key twice": in_fast("version", '1, "version": 1'),
+    "a cell twice": in_fast("cells", json.dumps([cell(4), cell(4)])),
+    "a long format": with_text(json.dumps(of_h200(format="x" * 10**6))),
+    "a format of lines": with_text(json.dumps(of_h200(format="\n\x1b[31mopgraft: all is well"))),
+    "a device of lines": with_text(json.dumps(of_h200(device="NVIDIA\nH200"))),
+    "a long device": with_text(json.dumps(of_h200(device=f"NVIDIA{' ' * 10**6}H200"))),
+    "another device of lines": with_text(json.dumps(of_h200(device="A\n\x1b[31m100"))),
+    "a date of lines": in_fast("measured", json.dumps({"date": "\n\x1b[31m2026"})),
+    "a long date": in_fast("measured", json.dumps({"date": "2" * 10**6})),
+    "a long dtype": in_fast("cells", json.dumps([cell(4, "x" * 10**6)])),
+    "a dtype of lines": in_fast("cells", json.dumps([cell(4, "\u2028\x9b31m\u202e")])),
+    "a module as a dtype": in_fast("cells", json.dumps([cell(4, "_inductor")])),
+    "a long place": in_fast("cells", json.dumps([cell(4) | {"at": [4] * 10**5}])),
+    "a long time": in_fast("cells", json.dumps([cell(4, native="1" * 10**6)])),
+}
+
+
+@pytest.mark.parametrize("whose", ["user", "author"])
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_cannot_be_read_is_told_in_a_short_line_and_the_next_source_counts(
+    what: str, whose: str, user_tables: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shipped = tmp_path / "shipped"
+    bad, good = (user_tables, shipped) if whose == "user" else (shipped, user_tables)
+    write(good, of_h200(device=H100.name), H100.name)
+    bad.mkdir(parents=True)
+    UNREADABLE[what](bad / "nvidia_h200.json")
+    with caplog.at_level(logging.WARNING, "opgraft"):
+        found = sources.find("fast", "user", crossover(tables=shipped))
+    (line,) = [record.message for record in caplog.records]
+    assert found.refused == (line,)
+    assert line.startswith(f"the table {bad / 'nvidia_h200.json'} is not used: ")
+    assert line.isprintable() and len(line) < len(str(bad)) + 800
+    source = sources.choose(found, H200, "user")
+    assert source is not None and source.table.model == H100
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a\nb.json", "\x1b[31m.json", "\udcff.json", "x" * 250 + ".json"],
+    ids=["lines", "colour", "no UTF-8", "long"],
+)
+def test_the_name_of_a_file_is_told_without_control_characters(
+    name: str, user_tables: Path, tmp_path: Path
+) -> None:
+    user_tables.mkdir(parents=True)
+    (user_tables / name).write_text("")
+    (line,) = sources.find("fast", "user", crossover()).refused
+    assert line.isprintable() and ".json is not used: it is damaged" in line
+
+
+@pytest.mark.parametrize(
+    "folder", ["~no-such-user/tables", "/dev/null/tables", "/proc/1/fd/nothing"]
+)
+def test_a_folder_that_cannot_be_is_none(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPGRAFT_TABLES", folder)
+    found = sources.find("fast", "user", crossover(tables=folder))
+    assert found.user == found.author == ()
+    assert ["tables are not used" in line for line in found.refused] == [True, True] * (
+        "~" in folder
+    )
+
+
+REPLACEMENTS = [
+    b"",
+    b"\0",
+    b"\xff",
+    b"\xc3",
+    b'"',
+    b"\\",
+    b"{",
+    b"]",
+    b",",
+    b":",
+    b" ",
+    b"-",
+    b"e",
+    b"0",
+    b"9",
+]
+ROWS = (4, 64, 1024)
+
+
+def test_a_damaged_byte_is_an_error_or_changes_one_cell(tmp_path: Path) -> None:
+    """Whatever a byte becomes, nothing else is raised, and no other cell is decided otherwise."""
+    path = tmp_path / "nvidia_h200.json"
+    cells = [cell(4), cell(64), cell(1024, override=20.0)]
+    content = json.dumps(of_h200(overrides={"fast": entry(*cells)})).encode()
+
+    def taken(damaged: bytes) -> list[bool] | None:
+        path.write_bytes(damaged)
+        try:
+            found = tables.entry_of(tables.read(path), "fast", crossover())
+        except BadTable as error:
+            assert str(error).isprintable() and len(str(error)) < 800
+            return None
+        if found is None:  # its name is damaged
+            return None
+        grid = rule.grid_of(found, rule.MARGIN)
+        return [grid.takes([rows, torch.float32], PLAN) for rows in ROWS]
+
+    expected = taken(content)
+    assert expected == [True, True, False]
+    read = 0
+    for place, byte in enumerate(content):
+        flipped = [bytes([byte ^ 1 << bit]) for bit in range(8)]
+        for new in (*REPLACEMENTS, *flipped, bytes([byte, byte])):
+            found = taken(content[:place] + new + content[place + 1 :])
+            if found is not None:
+                read += 1
+                others = [a != b for a, b in zip(found, expected, strict=True)]
+                assert sum(others) <= 1, (place, new)
+    assert read > 100

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from opgraft.core import store
+from opgraft.crossover import models
 from opgraft.tuning import busy
+from tests.crossover.test_sources import UNREADABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,6 +156,48 @@ def test_a_file_that_is_no_table_is_kept(folder: Path) -> None:
     done = run(folder)
     assert done.returncode == 1 and "damaged" in done.stderr
     assert table.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments"), [("a folder", []), ("a pipe", []), ("no UTF-8", ["--check", "1"])]
+)
+def test_what_cannot_be_read_as_a_table_is_told(
+    what: str, arguments: list[str], folder: Path
+) -> None:
+    place = folder / "tables" / "user"
+    place.mkdir(parents=True)
+    path = place / models.file_name(models.of_device(torch.device("cpu")).name)
+    UNREADABLE[what](path)
+    done = run(folder, *arguments)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"Error: the table {path} stays as it is: it ")
+    assert list(place.iterdir()) == [path]
+
+
+def test_nothing_is_measured_for_a_folder_whose_tables_would_not_be_read(folder: Path) -> None:
+    (folder / "tables").mkdir()
+    (folder / "tables").chmod(0o775)
+    done = run(folder)
+    assert done.returncode == 1
+    assert "would not be used: others may write to" in done.stderr and "chmod go-w" in done.stderr
+    assert run(folder, "--output", "mine").returncode == 0
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(folder: Path) -> None:
+    output = "/dev/null/tables"
+    done = run(folder, "--output", output)
+    assert done.returncode == 1 and output in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_table_that_is_written_with_a_umask_for_groups_is_trusted(folder: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        assert run(folder).returncode == 0
+    finally:
+        os.umask(before)
+    (table,) = (folder / "tables" / "user").iterdir()
+    assert store.why_untrusted(table) == ""
 
 
 @pytest.mark.parametrize("answer", ["", "a\nb", "1, 2"])

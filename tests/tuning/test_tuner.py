@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import operator
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from opgraft.crossover.tables import BadTable, Cell
 from opgraft.errors import RegistrationError
 from opgraft.tuning import measuring, search, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
+from tests.crossover.test_sources import UNREADABLE
 
 CPU = torch.device("cpu")
 
@@ -472,6 +474,17 @@ def test_what_others_have_in_a_table_stays_whatever_it_is(tmp_path: Path, other:
     mine = writing.entry(1, {}, AXES, {(0, 0): CELL})
     path = writing.write(tmp_path, model, {"mine": mine})
     assert json.loads(path.read_text())["overrides"] == {"mine": mine, "other": other}
+
+
+@pytest.mark.parametrize("what", ["a folder", "a pipe", "a link to itself", "100 MB", "no UTF-8"])
+def test_nothing_is_measured_where_the_table_cannot_be_read(
+    what: str, tmp_path: Path, clock: Clock
+) -> None:
+    path = tmp_path / models.file_name(models.of_device(CPU).name)
+    UNREADABLE[what](path)
+    with pytest.raises(BadTable, match=f"{re.escape(str(path))} stays as it is: it .*; mend or"):
+        tune(tmp_path, register())
+    assert not clock.cells and list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_no_table_is_not_overwritten(tmp_path: Path) -> None:

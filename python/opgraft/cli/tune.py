@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ import click
 
 import opgraft
 from opgraft import verification
+from opgraft.base import files
 from opgraft.cli import modules as named_modules
 from opgraft.cli import output, scripts
+from opgraft.core import store
 from opgraft.crossover import sources
 from opgraft.crossover.tables import BadTable
 from opgraft.registry import Override
@@ -132,9 +135,10 @@ def command(
         seen = None if script is None else _run(script, arguments, found)
         if count is not None:
             return _check(found, folder, count, seed, as_json)
+        _make_folders(found, folder)
         terms = {"again": again, "graphs": graphs}
         status, results = _tune(found, folder, budget, seen, terms, progress=not as_json)
-    except (opgraft.RegistrationError, BadTable) as error:
+    except (opgraft.RegistrationError, BadTable, OSError) as error:
         raise click.ClickException(str(error)) from error
     if pictures is not None:
         _draw(results, pictures)
@@ -157,6 +161,18 @@ def _check_fit(overrides: list[Override]) -> None:
         reason = busy.why_unfit(device)
         if reason is not None:
             raise click.ClickException(f"{device} is not fit to measure on: {reason} (--anyway)")
+
+
+def _make_folders(overrides: list[Override], folder: Path | None) -> None:
+    """Make the folders of the tables, or raise an error before hours are measured in vain."""
+    for place in dict.fromkeys(_options(each, folder).folder for each in overrides):
+        files.make_folder(place, mode=0o755)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise click.ClickException(f"tables cannot be written into {place} (--output)")
+        if folder is None and (reason := store.why_untrusted(place)):
+            raise click.ClickException(
+                f"tables in {place} would not be used: {reason}; or set OPGRAFT_TABLES"
+            )
 
 
 def _draw(results: list[tuner.Result], folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import stat
 from collections.abc import Iterator
 from functools import cache
@@ -58,8 +59,8 @@ def read(folder: Path, owner: Owner) -> Folder:
     found, refused = [], []
     for path in _files(folder):
         try:
-            found.append(tables.parse(path, _text(path, owner)))
-        except (BadTable, OSError, UnicodeDecodeError) as error:
+            found.append(tables.read(path, _read_trusted if owner == "user" else _read_author_s))
+        except BadTable as error:
             refused.append(_refuse(path, str(error)))
     return Folder(tuple(found), tuple(refused))
 
@@ -71,14 +72,11 @@ def _files(folder: Path) -> list[Path]:
         return []
 
 
-def _text(path: Path, owner: Owner) -> str:
-    info = path.stat()
-    if not stat.S_ISREG(info.st_mode):
-        raise BadTable("it is no file")
-    if info.st_size > tables.MAX_BYTES:
-        raise BadTable(f"it has {info.st_size} bytes, more than any table")
-    if owner == "user":
-        return store.read_trusted(path)
+def _read_trusted(path: Path, info: os.stat_result) -> str:
+    return store.read_trusted(path)
+
+
+def _read_author_s(path: Path, info: os.stat_result) -> str:
     # Beside it is the code that names the folder, which was run: whoever could have written that
     # could have done anything. So only a table that is more open than code ever is, is refused.
     if info.st_mode & stat.S_IWOTH:
@@ -87,7 +85,11 @@ def _text(path: Path, owner: Owner) -> str:
 
 
 def _refuse(path: Path, reason: str) -> str:
-    line = f"the table {path} is not used: {reason}"
+    name = str(path)
+    return _warn(f"the table {tables.one_line(name, len(name))} is not used: {reason}")
+
+
+def _warn(line: str) -> str:
     env.warn_once(line)
     return line
 
@@ -109,11 +111,19 @@ def find(name: str, owner: str, crossover: Crossover) -> Found:
         crossover: what it declares.
     """
     refused: list[str] = []
-    users = tuple(_entries(user_folder() / owner, "user", name, crossover, refused))
-    if crossover.tables is None:
-        return Found(users, (), tuple(refused))
-    folder = crossover.tables.expanduser().absolute()
-    authors = tuple(_entries(folder, "author", name, crossover, refused))
+
+    def entries(whose: Owner) -> tuple[tuple[Table, Entry], ...]:
+        try:
+            folder = user_folder() / owner if whose == "user" else crossover.tables
+            if folder is None:
+                return ()
+            path = folder.expanduser().absolute()
+        except (RuntimeError, OSError) as error:  # no home, or a working directory that is gone
+            refused.append(_warn(f"the {whose}'s tables are not used: {error}"))
+            return ()
+        return tuple(_entries(path, whose, name, crossover, refused))
+
+    users, authors = entries("user"), entries("author")
     return Found(users, authors, tuple(refused))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,8 +30,28 @@ MAX_MICROSECONDS = 1e9
 Json: TypeAlias = Any
 
 
+#: No name of a device, and nothing about what measured it, is longer. Logs and messages have them.
+_MAX_TEXT = 200
+#: Longer reasons are cut: they quote the table.
+_MAX_REASON = 600
+
+
 class BadTable(ValueError):
-    """A table, or an override's part of it, that cannot be used, with the reason."""
+    """A table, or an override's part of it, that cannot be used, with the reason in one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(one_line(reason))
+
+
+def one_line(text: str, most: int = _MAX_REASON) -> str:
+    """Text from outside as a log can have it: bounded, and no control characters.
+
+    >>> one_line("a\\nb\\x1b[31m")
+    'a\\\\nb\\\\x1b[31m'
+    """
+    if len(text) > most:
+        text = f"{text[:most]}..."
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 class Cell(NamedTuple):
@@ -74,6 +96,30 @@ class Table(NamedTuple):
     overrides: Mapping[str, Json]
 
 
+def read(path: Path, read_text: Callable[[Path, os.stat_result], str] | None = None) -> Table:
+    """Read a table's file.
+
+    Args:
+        path: the file.
+        read_text: reads a regular file that is not too long; None: as UTF-8.
+
+    Raises:
+        BadTable: it is no table, or one of another format, or it cannot be read.
+    """
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise BadTable("it is no file")
+        if info.st_size > MAX_BYTES:
+            raise BadTable(f"it has {info.st_size} bytes, more than any table")
+        text = path.read_text(encoding="utf-8") if read_text is None else read_text(path, info)
+    except OSError as error:
+        raise BadTable(f"it cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise BadTable(f"it is damaged: byte {error.start} is no UTF-8") from None
+    return parse(path, text)
+
+
 def parse(path: Path, text: str) -> Table:
     """Read a table's text.
 
@@ -86,6 +132,13 @@ def parse(path: Path, text: str) -> Table:
         raise BadTable("it is damaged: it is nested too deeply") from None
     except ValueError as error:
         raise BadTable(f"it is damaged: {error}") from None
+    try:
+        return _table(path, found)
+    except RecursionError:  # where it is quoted
+        raise BadTable("it is damaged: it is nested too deeply") from None
+
+
+def _table(path: Path, found: Json) -> Table:
     if not isinstance(found, dict) or "format" not in found:
         raise BadTable('it is no table: it has no "format"')
     if found["format"] != FORMAT:
@@ -93,7 +146,7 @@ def parse(path: Path, text: str) -> Table:
             f"its format is {found['format']!r}, and this opgraft reads {FORMAT}: run opgraft tune"
         )
     name, capability = found.get("device"), found.get("capability")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or not _is_text(name):
         raise BadTable('"device" is no name')
     if file_name(name) != path.name:
         raise BadTable(f"it is of another device: it says {name}, which is {file_name(name)}")
@@ -120,6 +173,10 @@ def _is_capability(value: Json) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
 
 
+def _is_text(value: Json) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT and value.isprintable()
+
+
 def _is_count(value: Json) -> bool:
     return type(value) is int and 0 <= value < 2**16
 
@@ -137,6 +194,8 @@ def entry_of(table: Table, name: str, crossover: Crossover) -> Entry | None:
         return _entry(found, crossover)
     except BadTable as error:
         raise BadTable(f"override {name!r}: {error}") from None
+    except RecursionError:
+        raise BadTable(f"override {name!r}: it is nested too deeply") from None
 
 
 def _entry(found: Json, crossover: Crossover) -> Entry:
@@ -187,7 +246,7 @@ def _corner(cell: Mapping[str, Json], crossover: Crossover) -> tuple[Feature, ..
 
 def _feature(value: Json, feature: object) -> Feature:
     if isinstance(value, str) and is_dtype(feature):
-        dtype = getattr(torch, value, None)
+        dtype = vars(torch).get(value)  # getattr would import the modules that torch has lazily
         if isinstance(dtype, torch.dtype):
             return dtype
     elif isinstance(value, int) and not is_dtype(feature) and -(2**63) <= value < 2**63:
@@ -235,6 +294,6 @@ def _microseconds(cell: Mapping[str, Json], field: str) -> float | None:
 
 def _measured(found: Json) -> Mapping[str, str]:
     found = {} if found is None else found
-    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-        raise BadTable('"measured" is no object of strings')
+    if not isinstance(found, dict) or not all(map(_is_text, found.values())):
+        raise BadTable('"measured" is no object of short strings')
     return found

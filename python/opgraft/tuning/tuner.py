@@ -360,10 +360,9 @@ class _Tuning:
     # ------------------------------------------------------------------ the table
 
     def _known_cells(self) -> dict[Indices, Cell]:
-        path = self._options.folder / models.file_name(self._model.name)
-        if not path.exists():
+        table = writing.existing(self._options.folder, self._model)
+        if table is None:
             return {}
-        table = tables.parse(path, path.read_text())
         try:
             found = tables.entry_of(table, self._override.name, self._crossover)
         except tables.BadTable:  # of another version of the kernel, or of other features

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from opgraft.base import files
-from opgraft.crossover import sources
 from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
-from opgraft.crossover.tables import FORMAT, Cell, parse
+from opgraft.crossover.tables import FORMAT, BadTable, Cell, Table, parse, read
 from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, ExactAxis, Feature
 
@@ -70,6 +66,21 @@ def _rounded(microseconds: float | None) -> float | None:
     return None if microseconds is None else float(f"{microseconds:.4g}")
 
 
+def existing(folder: Path, model: Model) -> Table | None:
+    """The table of a model of device in a folder; None if there is none yet.
+
+    Raises:
+        BadTable: what is there is no table, or cannot be read; with its name.
+    """
+    path = folder / file_name(model.name)
+    if not os.path.lexists(path):
+        return None
+    try:
+        return read(path)
+    except BadTable as error:
+        raise BadTable(f"the table {path} stays as it is: {error}; mend or delete it") from None
+
+
 def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) -> Path:
     """Put overrides' parts into the table of a model of device; others' parts stay.
 
@@ -86,34 +97,19 @@ def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) 
     Raises:
         BadTable: the file that is there is no table: nothing is overwritten.
     """
-    files.make_folder(folder, mode=0o755)
+    files.make_folder(folder, mode=0o755)  # a pack's own is for everybody to read
     path = folder / file_name(model.name)
-    with _lock(path):
-        before: Mapping[str, Any] = parse(path, path.read_text()).overrides if path.exists() else {}
-        table = {
-            "format": FORMAT,
-            "device": model.name,
-            "capability": model.capability and list(model.capability),
-            "overrides": dict(sorted({**before, **entries}.items())),
-        }
-        text = _with_a_line_for_each_cell(table)
-        parse(path, text)
-        files.replace(path, text, mode=0o644)
+    found = existing(folder, model)
+    table = {
+        "format": FORMAT,
+        "device": model.name,
+        "capability": model.capability and list(model.capability),
+        "overrides": dict(sorted({**(found.overrides if found else {}), **entries}.items())),
+    }
+    text = _with_a_line_for_each_cell(table)
+    parse(path, text)
+    files.replace(path, text, mode=0o644)
     return path
-
-
-def _lock(path: Path) -> AbstractContextManager[object]:
-    """Held between reading and replacing a table, else two processes lose each other's parts.
-
-    The lock is beside the user's tables: a folder that a pack ships has nothing else than tables.
-    """
-    folder = sources.user_folder() / ".locks"
-    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
-    try:
-        files.make_folder(folder)
-    except OSError:  # nothing can be locked: one process tunes as before
-        return nullcontext()
-    return FileLock(folder / f"{name}.lock")
 
 
 def _with_a_line_for_each_cell(table: Mapping[str, Any]) -> str:
