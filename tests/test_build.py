@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from opgraft import cli
+from opgraft.base import locks
 from opgraft.cli import build as build_command
 from opgraft.core import building, loader, store
 
@@ -426,7 +427,7 @@ def test_a_build_waits_for_another(tmp_path: Path, capsys: pytest.CaptureFixture
     thread.start()
     held.wait(10)
     threading.Timer(0.2, free.set).start()
-    with build_command._lock(tmp_path / "core.lock"):
+    with locks.file_lock(tmp_path / "core.lock", build_command._say_that_it_waits):
         assert free.is_set()
     thread.join()
     assert "waiting for another process" in capsys.readouterr().out

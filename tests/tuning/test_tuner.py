@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import operator
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -493,6 +497,103 @@ def test_what_is_no_table_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(BadTable):
         writing.write(tmp_path, models.Model("Some GPU"), {})
     assert path.read_text() == "mine"
+
+
+# ------------------------------------------------------------------ several processes
+
+ROWS = [1, 16, 64, 256]
+
+
+def only(*rows: int) -> list[tuple[Any, ...]]:
+    """The features of calls of one dtype, to measure the cells of these alone."""
+    return [(each, torch.float32) for each in rows]
+
+
+@pytest.mark.parametrize("options", [{}, {"again": True}], ids=["new", "again"])
+@pytest.mark.parametrize("mine", [[1], [1, 16], [16, 64, 256]], ids=str)
+def test_what_another_process_measures_meanwhile_stays(
+    mine: list[int], options: dict[str, bool], tmp_path: Path, clock: Clock
+) -> None:
+    tune(tmp_path, register(), calls=only(1024))
+    override, inside = register(), []
+
+    def measure_others(line: str) -> None:
+        if not inside:
+            inside.append(line)
+            tune(tmp_path, register(), calls=only(*ROWS))
+            clock.from_rows = 2  # what follows is measured otherwise
+
+    options = {"calls": only(*mine), **options}
+    result = tuner.tune_override(override, CPU, tuner.Options(tmp_path, **options), measure_others)
+    assert [cell["at"][0] for cell in cells_in(result.path)] == [*ROWS, 1024]
+    ours = {cell["at"][0]: cell["override_us"] < 2 for cell in cells_in(result.path)}
+    again = {1024} if "again" in options else set()
+    assert {rows for rows, own in ours.items() if own} == {*mine, *again}
+
+
+def test_what_another_process_measures_of_graphs_meanwhile_stays(
+    tmp_path: Path, clock: Clock, graphs: list[int]
+) -> None:
+    override, inside = register(), []
+
+    def measure_graphs(line: str) -> None:
+        if not inside:
+            inside.append(line)
+            tune(tmp_path, register(), calls=only(256), graphs=True)
+
+    result = tuner.tune_override(
+        override, CPU, tuner.Options(tmp_path, calls=only(256)), measure_graphs
+    )
+    (cell,) = cells_in(result.path)
+    assert (cell["inductor_us"], cell["opaque_us"]) == (2.0, 1.0)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from opgraft.crossover.models import Model
+from opgraft.tuning import writing
+
+folder, mine, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(count):
+    writing.write(folder, Model("Some GPU"), {f"{mine} {number}": {"cells": [{"at": [1]}] * 200}})
+"""
+
+
+def test_processes_that_write_one_table_lose_nothing(tmp_path: Path) -> None:
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "tables"), name, "25"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OPGRAFT_CACHE": str(tmp_path / "cache")},
+            text=True,
+        )
+        for name in ("a", "b", "c")
+    ]
+    for writer in writers:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate(timeout=120)
+        assert writer.returncode == 0
+    (path,) = (tmp_path / "tables").iterdir()
+    written = json.loads(path.read_text())["overrides"]
+    assert sorted(written) == sorted(f"{name} {number}" for name in "abc" for number in range(25))
+
+
+def test_without_a_place_for_locks_a_table_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OPGRAFT_CACHE", "/dev/null/cache")
+    with caplog.at_level(logging.WARNING, "opgraft"):
+        path = writing.write(tmp_path, models.Model("Some GPU"), {})
+    assert path.exists() and "is written without a lock" in caplog.text
 
 
 # ------------------------------------------------------------------ search and timing

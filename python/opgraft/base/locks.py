@@ -1,9 +1,12 @@
-"""Locks that a fork does not break."""
+"""Locks that a fork does not break, and locks between processes."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _locks: list[threading.RLock] = []
 
@@ -21,6 +24,31 @@ def fork_safe_lock() -> threading.RLock:
     lock = threading.RLock()
     _locks.append(lock)
     return lock
+
+
+@contextmanager
+def file_lock(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """A scope in which one process at a time is. A process that ends leaves it.
+
+    Args:
+        path: a file for this alone, which stays. Its folder exists.
+        wait: called once before this waits for another process.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    import filelock  # torch depends on it
+
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _acquire_all() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import torch
 
+from opgraft.base import locks
 from opgraft.cli import output
 from opgraft.core import building, loader, store
 
@@ -64,7 +65,7 @@ def build(*, force: bool = False) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         if reason := store.why_untrusted(root):
             raise building.BuildError(f"the cache {root} cannot be used: {reason}")
-        with _lock(root / f"{target.parent.name}.lock"):
+        with locks.file_lock(root / f"{target.parent.name}.lock", _say_that_it_waits):
             if replaces or not target.is_file():
                 _build_into(target)
     print(f"opgraft: the core for torch {torch.__version__} is {target}")
@@ -121,17 +122,5 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    import filelock  # torch depends on it
-
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        print("opgraft: waiting for another process that is building it", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+def _say_that_it_waits() -> None:
+    print("opgraft: waiting for another process that is building it", flush=True)

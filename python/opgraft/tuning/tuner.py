@@ -198,7 +198,9 @@ class _Tuning:
         self._written = time.monotonic()
         #: What the table has outside of the ranges, by where the cells begin. It stays.
         self._outside: dict[tuple[Feature, ...], Cell] = {}
-        self._cells = self._known_cells()
+        self._cells = self._known_cells(writing.existing(options.folder, self._model))
+        #: Those that were measured now. Of the others the table may know more in the meantime.
+        self._measured: set[Indices] = set()
         self._check_span()
         self._result.known = len(self._cells)
         #: Cells whose calls the condition declines, or that cannot be made. There is nothing to
@@ -294,6 +296,7 @@ class _Tuning:
         cell = self._cell_or_skip(each, at)
         if cell is not None:
             self._cells[at] = cell
+            self._measured.add(at)
             self._result.measured += 1
         if time.monotonic() - self._written > WRITE_SECONDS:
             self._write()
@@ -359,8 +362,7 @@ class _Tuning:
 
     # ------------------------------------------------------------------ the table
 
-    def _known_cells(self) -> dict[Indices, Cell]:
-        table = writing.existing(self._options.folder, self._model)
+    def _known_cells(self, table: tables.Table | None) -> dict[Indices, Cell]:
         if table is None:
             return {}
         try:
@@ -406,8 +408,18 @@ class _Tuning:
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        if not self._cells:
-            return
+        if self._cells:
+            folder = self._options.folder
+            self._result.path = writing.update(folder, self._model, self._entries)
+
+    def _entries(self, table: tables.Table | None) -> dict[str, dict[str, Any]]:
+        """The override's part, with what others have measured since the table was read."""
+        for at, theirs in self._known_cells(table).items():
+            ours = self._cells.get(at)
+            if ours is None or at not in self._measured:
+                self._cells[at] = theirs
+            elif not rule.is_measured(ours, rule.GRAPH):
+                self._cells[at] = ours._replace(inductor=theirs.inductor, opaque=theirs.opaque)
         entry = writing.entry(
             self._crossover.version,
             _measured_with(self._override),
@@ -415,9 +427,7 @@ class _Tuning:
             self._cells,
             self._outside,
         )
-        self._result.path = writing.write(
-            self._options.folder, self._model, {self._override.name: entry}
-        )
+        return {self._override.name: entry}
 
 
 def _is_corner(axis: Axis, value: Feature) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from opgraft.base import files
+from opgraft.base import env, files, locks
+from opgraft.core import store
 from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import FORMAT, BadTable, Cell, Table, parse, read
@@ -84,8 +86,6 @@ def existing(folder: Path, model: Model) -> Table | None:
 def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) -> Path:
     """Put overrides' parts into the table of a model of device; others' parts stay.
 
-    The table is never half written: a reader sees the one before or this one.
-
     Args:
         folder: where the table is, or will be.
         model: what was measured on.
@@ -97,19 +97,54 @@ def write(folder: Path, model: Model, entries: Mapping[str, Mapping[str, Any]]) 
     Raises:
         BadTable: the file that is there is no table: nothing is overwritten.
     """
+    return update(folder, model, lambda table: entries)
+
+
+def update(
+    folder: Path,
+    model: Model,
+    entries: Callable[[Table | None], Mapping[str, Mapping[str, Any]]],
+) -> Path:
+    """As `write`, with parts that depend on what the table has now.
+
+    No other process writes to it meanwhile. The table is never half written: a reader, which needs
+    no lock, sees the one before or this one.
+
+    Args:
+        folder: where the table is, or will be.
+        model: what was measured on.
+        entries: what to put there, given the table that is there.
+    """
     files.make_folder(folder, mode=0o755)  # a pack's own is for everybody to read
     path = folder / file_name(model.name)
-    found = existing(folder, model)
-    table = {
-        "format": FORMAT,
-        "device": model.name,
-        "capability": model.capability and list(model.capability),
-        "overrides": dict(sorted({**(found.overrides if found else {}), **entries}.items())),
-    }
-    text = _with_a_line_for_each_cell(table)
-    parse(path, text)
-    files.replace(path, text, mode=0o644)
+    with _writing_alone(path):
+        found = existing(folder, model)
+        before = {} if found is None else found.overrides
+        table = {
+            "format": FORMAT,
+            "device": model.name,
+            "capability": model.capability and list(model.capability),
+            "overrides": dict(sorted({**before, **entries(found)}.items())),
+        }
+        text = _with_a_line_for_each_cell(table)
+        parse(path, text)
+        files.replace(path, text, mode=0o644)
     return path
+
+
+@contextmanager
+def _writing_alone(path: Path) -> Iterator[None]:
+    """A scope in which no other process of this user's writes a table.
+
+    The lock is in opgraft's cache: a pack's folder of tables has nothing else in it.
+    """
+    with ExitStack() as held:
+        try:
+            files.make_folder(store.root())
+            held.enter_context(locks.file_lock(store.root() / "tables.lock"))
+        except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
+            env.warn_once(f"{path} is written without a lock: {error}")
+        yield
 
 
 def _with_a_line_for_each_cell(table: Mapping[str, Any]) -> str:
