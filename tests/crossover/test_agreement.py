@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compared(folder: Path, tables: list[dict[str, Any] | None]) -> list[str]:
+def compared(
+    folder: Path, tables: list[dict[str, Any] | None], members: str = "", failing: str = ""
+) -> list[str]:
     """What each rank says of its tables."""
     processes = []
     for rank, content in enumerate(tables):
@@ -32,7 +34,7 @@ def compared(folder: Path, tables: list[dict[str, Any] | None]) -> list[str]:
         environment = os.environ | {"OPGRAFT_TABLES": str(folder / str(rank)), "OPGRAFT_PACKS": ""}
         processes.append(
             subprocess.Popen(
-                [*command, str(folder / "store")],
+                [*command, str(folder / "store"), members, failing],
                 cwd=ROOT,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -74,6 +76,23 @@ def test_every_rank_names_the_files_that_differ(
     of_the_odd = f"{tmp_path / str(odd) / 'user'}" if other else "no table"
     assert f"rank {odd} {of_the_odd}" in said[0]
     assert "fast (user's, aten::_softmax at CPU)" in said[0]
+
+
+@pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=str)
+def test_every_rank_is_told_of_one_whose_tables_cannot_be_told(
+    failing: list[int], tmp_path: Path
+) -> None:
+    said = compared(tmp_path, [ONE, ONE], failing=",".join(map(str, failing)))
+    assert said == said[:1] * 2
+    faults = [f"rank {rank}: RuntimeError: no driver" for rank in failing]
+    assert said[0].endswith(f"cannot be compared: {'; '.join(faults)}")
+
+
+def test_a_rank_outside_of_the_group_is_told_so_and_others_by_their_numbers(tmp_path: Path) -> None:
+    outside, *inside = compared(tmp_path, [ONE, ONE, OTHER], members="1,2")
+    assert outside.startswith("rank 0 is outside of the group that require_same was given")
+    assert inside == inside[:1] * 2
+    assert all(f"rank {rank} {tmp_path / str(rank) / 'user'}" in inside[0] for rank in (1, 2))
 
 
 def test_without_a_process_group_it_is_an_error() -> None:

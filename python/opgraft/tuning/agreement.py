@@ -61,8 +61,9 @@ def require_same(group: Any = None) -> None:
         group: of `torch.distributed`; None: the default group.
 
     Raises:
-        OpgraftError: the tables differ, on every rank, with the names of the files; or there is no
-            process group.
+        OpgraftError: the tables differ, on every rank, with the names of the files; those of a rank
+            cannot be told, on every rank, with the reason; there is no process group; or this rank
+            is not in it.
 
     >>> import os, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -76,9 +77,24 @@ def require_same(group: Any = None) -> None:
             "require_same compares the ranks of a process group, and there is none: call "
             "torch.distributed.init_process_group first"
         )
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, {key: tuple(each) for key, each in _in_force().items()}, group)
-    differences = _differences([{k: _InForce(*v) for k, v in rank.items()} for rank in ranks])
+    if dist.get_rank(group) < 0:
+        raise OpgraftError(
+            f"rank {dist.get_rank()} is outside of the group that require_same was given: call it "
+            "on the ranks of the group alone"
+        )
+    fault = None
+    mine: dict[str, _InForce] = {}
+    try:
+        mine = _in_force()
+    except Exception as error:  # the other ranks would wait for this one until they time out
+        fault = error
+    ranks = _gathered(mine, fault, group)
+    faults = [f"rank {rank}: {said}" for rank, (_, said) in ranks.items() if said is not None]
+    if faults:
+        raise OpgraftError(
+            f"the ranks' crossover tables cannot be compared: {'; '.join(faults)}"
+        ) from fault
+    differences = _differences({rank: tables for rank, (tables, _) in ranks.items()})
     if differences:
         raise OpgraftError(
             "the ranks decide by different crossover tables; give all of them the same files: "
@@ -86,12 +102,28 @@ def require_same(group: Any = None) -> None:
         )
 
 
-def _differences(ranks: list[Mapping[str, _InForce]]) -> list[str]:
+def _gathered(
+    mine: Mapping[str, _InForce], fault: Exception | None, group: Any
+) -> dict[int, tuple[Mapping[str, _InForce], str | None]]:
+    """By rank of the job: what is in force there, or else why that cannot be told."""
+    import torch.distributed as dist
+
+    said = None if fault is None else f"{type(fault).__name__}: {fault}"
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, ({key: tuple(each) for key, each in mine.items()}, said), group)
+    numbers = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return {
+        number: ({key: _InForce(*each) for key, each in tables.items()}, said)
+        for number, (tables, said) in zip(numbers, found, strict=True)
+    }
+
+
+def _differences(ranks: Mapping[int, Mapping[str, _InForce]]) -> list[str]:
     """What differs between ranks, by override and device: which ranks have which file."""
     differences = []
-    for key in sorted(set().union(*ranks)):
+    for key in sorted(set().union(*ranks.values())):
         by_table: dict[_InForce, list[int]] = {}
-        for number, rank in enumerate(ranks):
+        for number, rank in ranks.items():
             # The path may differ: the same file copied to each machine is the same table.
             each = rank.get(key, _NOTHING)
             same = next((other for other in by_table if other.digest == each.digest), each)
