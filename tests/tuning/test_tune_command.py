@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 import torch
 
+import opgraft
+from opgraft import when
+from opgraft.cli import tune
 from opgraft.core import store
 from opgraft.crossover import models
-from opgraft.tuning import busy
+from opgraft.tuning import busy, heat, tuner
 from tests.crossover.test_sources import UNREADABLE
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +92,51 @@ def test_a_picture_is_drawn_for_each_override(folder: Path) -> None:
     done = run(folder, "--png", "pictures")
     assert done.returncode == 0, done.stderr
     assert (folder / "pictures" / "tuned.png").read_bytes().startswith(b"\x89PNG")
+
+
+def named(*names: tuple[str, str], **declared: Any) -> list[opgraft.Override]:
+    """Overrides by their names and dispatch keys."""
+    return [
+        opgraft.register_op_override(
+            *("aten", op, key, lambda *args: args[0]),
+            name=name,
+            unconditional_override=True,
+            **declared,
+        )
+        for op, (name, key) in zip(("_softmax", "_log_softmax", "relu", "neg"), names, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [("a", "CPU"), ("a", "CPU"), ("b", "CPU")],
+        [("a", "CPU"), ("a", "CUDA")],
+        [("a/b", "CPU"), ("a:b", "CPU"), ("../../a", "CPU")],
+        [("a b", "CPU"), ("a/b", "CPU"), ("a_b", "CPU"), ("a_b", "CPU")],
+    ],
+    ids=str,
+)
+def test_each_override_has_a_picture_of_its_own(
+    names: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Path] = []
+    monkeypatch.setattr(heat, "save", lambda path, *_: saved.append(path))
+    overrides = named(*names)
+    tune._draw(overrides, [tuner.Result(each.name) for each in overrides], tmp_path / "pictures")
+    assert len(set(saved)) == len(overrides)
+    assert {each.parent for each in saved} == {tmp_path / "pictures"}
+    assert ("b", "CPU") not in names or tmp_path / "pictures" / "b.png" in saved
+
+
+@pytest.mark.parametrize("folder", [None, Path("mine")])
+def test_overrides_of_one_place_in_a_table_are_refused(folder: Path | None) -> None:
+    crossover = opgraft.Crossover(rows=when.size("self", 0))
+    tune._check_names(named(("a", "CPU"), ("a", "CUDA"), ("b", "CPU"), crossover=crossover), folder)
+    for chosen in (slice(2), slice(1)):
+        clashing = named(("c", "CPU"), ("c", "CPU"), crossover=crossover)
+        with pytest.raises(click.ClickException, match=r"softmax at CPU and .* are both named 'c'"):
+            tune._check_names(clashing[chosen], folder)
 
 
 def test_a_scripts_own_sizes_are_measured(folder: Path) -> None:

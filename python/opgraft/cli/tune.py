@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def command(
         raise click.ClickException(
             f"no override{of} here declares a crossover=: nothing to tune (opgraft list names them)"
         )
+    _check_names(found, folder)
     if not anyway:
         _check_fit(found)
     try:
@@ -141,7 +143,7 @@ def command(
     except (opgraft.RegistrationError, BadTable, OSError) as error:
         raise click.ClickException(str(error)) from error
     if pictures is not None:
-        _draw(results, pictures)
+        _draw(found, results, pictures)
     if as_json:
         output.print_json([each.as_dict() for each in results])
     else:
@@ -175,13 +177,51 @@ def _make_folders(overrides: list[Override], folder: Path | None) -> None:
             )
 
 
-def _draw(results: list[tuner.Result], folder: Path) -> None:
+def _check_names(overrides: list[Override], folder: Path | None) -> None:
+    """Raise an error where two overrides would have one place in a table, which is by name."""
+
+    def place(override: Override) -> tuple[Path, str, str]:
+        return _options(override, folder).folder, override.dispatch_key, override.name
+
+    for each in overrides:
+        # Not only those that are measured now: the others of its owner were, or will be.
+        for other in opgraft.overrides():
+            if other is each or other.crossover is None or place(other) != place(each):
+                continue
+            if other in overrides or other.pack == each.pack:
+                raise click.ClickException(
+                    f"{_place(each)} and {_place(other)} are both named {each.name!r}, and would "
+                    "overwrite each other in the table: give one of them another name="
+                )
+
+
+def _place(override: Override) -> str:
+    return f"{override.pack or 'user'}'s {override.op} at {override.dispatch_key}"
+
+
+def _draw(overrides: list[Override], results: list[tuner.Result], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for each in results:
+    for name, each in zip(_picture_names(overrides), results, strict=False):
         try:
-            heat.save(folder / f"{each.name}.png", each.name, each.axes, each.cells)
+            heat.save(folder / f"{name}.png", each.name, each.axes, each.cells)
         except ModuleNotFoundError as error:
             raise click.ClickException(f"--png needs it: {error}; pip install matplotlib") from None
+
+
+def _picture_names(overrides: list[Override]) -> list[str]:
+    """A file's name for each override: its own name, with more where that says not which it is."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^\w.-]+", "_", text)
+
+    short = Counter(plain(each.name) for each in overrides)
+    names = [
+        plain(each.name if short[plain(each.name)] == 1 else f"{each.name} of {_place(each)}")
+        for each in overrides
+    ]
+    return [
+        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
+    ]
 
 
 def _run(script: str, arguments: tuple[str, ...], overrides: list[Override]) -> watching.Seen:
