@@ -766,3 +766,34 @@ def test_the_help_names_each_command_as_the_command_does(name: str) -> None:
     described = cli.opgraft.get_command(None, name)
     assert described is not None and described.help is not None
     assert " ".join(described.help.split("\n\n")[0].split()) == cli._COMMANDS[name].help
+
+
+FORKING = """
+import os, sys
+from opgraft.cli import scripts
+
+def script():
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    else:
+        END
+
+print("the script ended with", scripts.run(script))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError", 1), ("raise KeyboardInterrupt", 130)],
+)
+def test_what_a_script_forks_ends_with_the_script(end: str, status: int) -> None:
+    """A command goes on when the script has ended, in its own process alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING.replace("END", end)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [str(status), "the script ended with 0"]

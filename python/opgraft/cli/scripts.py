@@ -77,7 +77,19 @@ def _search_first(folder: str) -> None:
 
 
 def run(script_main: Callable[[], Any]) -> int:
-    """Run the script; returns the exit status with which Python would end."""
+    """Run the script; returns the exit status with which Python would end.
+
+    In a process that the script forked, nothing is returned: it ends, as it would without opgraft,
+    and the caller goes on in this process alone.
+    """
+    process = os.getpid()
+    status = _run(script_main)
+    if os.getpid() != process:
+        raise SystemExit(status)
+    return status
+
+
+def _run(script_main: Callable[[], Any]) -> int:
     try:
         script_main()
     except SystemExit as end:
