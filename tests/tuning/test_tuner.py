@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -410,6 +411,88 @@ def test_ranges_far_from_what_the_table_has_are_refused(tmp_path: Path, clock: C
     with pytest.raises(RegistrationError, match=r"outside of them, span 250047 cells.*--output"):
         tune(tmp_path, register(declared(2**62, 2**62)))
     assert first.path.read_text() == before and len(clock.cells) == measured
+
+
+def none_at_all() -> None:
+    return None
+
+
+def ends_the_process() -> None:
+    raise SystemExit(0)
+
+
+def endless() -> Iterator[Any]:
+    while True:
+        yield torch.zeros(16, 4), -1, False
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (none_at_all, "TypeError: 'NoneType' object is not iterable"),
+        (ends_the_process, "SystemExit: 0"),
+        (lambda: [None], "a call of calls= of override 'tuned' is a NoneType: give the op's"),
+        (lambda: ["abc"], "a call of calls= of override 'tuned' is a str: give the op's"),
+        (lambda: [(torch.zeros(16, 4),)], "misses dim, half_to_float"),
+        (lambda: [{"input": 1}], "has no argument 'input'"),
+        (lambda: [], "calls= makes none"),
+        (lambda: [(torch.zeros(16, 4, device="meta"), -1, False)], "the condition declines"),
+    ],
+)
+def test_what_calls_makes_wrong_is_one_reason_for_all_cells(
+    made: Callable[[], Any], reason: str, tmp_path: Path
+) -> None:
+    def calls(device: torch.device, rows: int, dtype: torch.dtype) -> Any:
+        samples = made()
+        for sample in samples:
+            if isinstance(sample, tuple) and len(sample) == 3:
+                sample = (sample[0][:1].expand(rows, 4).to(dtype), *sample[1:])
+            yield sample
+
+    override = register(crossover(calls=calls))
+    result = tune(tmp_path, override)
+    ((said, count),) = result.skipped.items()
+    assert reason in said and count == 22
+    assert result.measured == 0 and result.path is None
+    assert opgraft.overrides() == [override]
+
+
+def test_of_endless_calls_as_many_are_made_as_are_measured(tmp_path: Path) -> None:
+    declared = crossover(calls=lambda device, rows, dtype: endless(), ranges=SMALL)
+    assert tune(tmp_path, register(declared)).measured == 1
+
+
+def test_a_call_without_tensors_is_told_with_what_it_lacks(tmp_path: Path) -> None:
+    declared = crossover(calls=lambda device, rows, dtype: [(5, -1, False)], ranges=SMALL)
+    with pytest.raises(
+        RegistrationError, match=r"made a call with .*'self has 0 dimensions'.* when asked"
+    ):
+        tune(tmp_path, register(declared))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError, GeneratorExit])
+@pytest.mark.parametrize("where", ["calls", "impl", "progress"])
+def test_whatever_is_raised_the_stand_ins_are_gone(
+    where: str, error: type[BaseException], tmp_path: Path
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error("now")
+
+    declared = crossover(calls=fail if where == "calls" else calls, ranges=SMALL)
+    override = register(declared)
+    if where == "impl":
+        override.remove()
+        override = opgraft.register_op_override(
+            *("aten", "_softmax", "CPU", fail),
+            name="tuned",
+            crossover=declared,
+            unconditional_override=True,
+        )
+    with contextlib.suppress(BaseException):
+        progress = fail if where == "progress" else lambda line: None
+        tuner.tune_override(override, CPU, tuner.Options(tmp_path), progress)
+    assert opgraft.overrides() == [override]
+    assert override.enabled
 
 
 def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clock) -> None:

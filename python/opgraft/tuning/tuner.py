@@ -26,6 +26,7 @@ from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.verification.runner import Progress
 from opgraft.verification.sources import call_of_sample
 from opgraft.when.grid import MAX_CELLS, Axis, ExactAxis, Feature, SteppedAxis
+from opgraft.when.nodes import Undefined
 
 #: Buckets of an octave.
 STEPS = 1
@@ -312,7 +313,7 @@ class _Tuning:
             self._skip(at, "the device has too little memory")
         except RegistrationError:
             raise
-        except Exception as error:  # of native or the impl: other cells may well work
+        except (Exception, SystemExit) as error:  # of native, the impl or calls=: others may work
             first_line = next(iter(str(error).splitlines()), "")
             self._skip(at, f"{type(error).__name__}: {first_line[:200]}")
         return None
@@ -350,12 +351,13 @@ class _Tuning:
         features = self._features(at)
         assert self._crossover.calls is not None
         for sample in self._crossover.calls(self._device, **features):
-            call = call_of_sample(self._override, sample, f"calls= at {self._describe(at)}")
+            call = call_of_sample(self._override, sample, "a call of calls=")
             values = [each.evaluate(call.named) for each in self._crossover.features.values()]
             if self._cell_of(values) != at:
+                found = [each.reason if isinstance(each, Undefined) else each for each in values]
                 raise RegistrationError(
                     f"calls= of {self._override.name!r} made a call with "
-                    f"{dict(zip(features, values, strict=True))} when asked for {features}"
+                    f"{dict(zip(features, found, strict=True))} when asked for {features}"
                 )
             return call
         raise Skip("calls= makes none")
