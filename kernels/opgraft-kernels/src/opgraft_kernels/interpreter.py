@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import triton
 
 from opgraft import triton_utils
 
-__all__ = ["let_tensors_bound_loops"]
+__all__ = ["prepare"]
 
 
-def let_tensors_bound_loops() -> None:
+def prepare() -> None:
+    """Mend and hasten the interpreter, where kernels run in it. The second call does nothing."""
+    if not triton_utils.interpreted():
+        return
+    from triton.runtime import interpreter
+
+    if interpreter._patch_lang.__module__ == __name__:
+        return
+    _patch_once_a_launch(interpreter)
+    if triton.__version__.startswith("3.6."):
+        _let_tensors_bound_loops(interpreter)
+
+
+def _patch_once_a_launch(interpreter: Any) -> None:
+    """Leave `triton.language` as it is where a kernel calls a function of its own.
+
+    The interpreter puts its own functions there when it starts a kernel, and goes through all of
+    the module again at each call of a function with `triton.jit`, though nothing is left to be put
+    there. That took more than half of the time of the pack's kernels.
+    """
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version, which may work otherwise
+        return
+    import triton.language as tl
+
+    patch = interpreter._patch_lang
+
+    def patch_if_needed(fn: Any) -> Any:
+        modules = [each for each in fn.__globals__.values() if inspect.ismodule(each)]
+        if any(tl.core.is_builtin(each.load) for each in (tl, tl.core) if each in modules):
+            return patch(fn)
+        return interpreter._LangPatchScope() if tl in modules or tl.core in modules else patch(fn)
+
+    interpreter._patch_lang = patch_if_needed
+
+
+def _let_tensors_bound_loops(interpreter: Any) -> None:
     """Let the interpreter of Triton 3.6 run loops between tensors with numpy 2.4 and newer.
 
     It makes an index of a scalar by `int` of an array with one dimension, which numpy has refused
     since 2.4. Triton 3.7 squeezes the array first, as this does.
     """
-    if not triton_utils.interpreted() or not triton.__version__.startswith("3.6."):
-        return
-    from triton.runtime import interpreter
-
     patch = interpreter._patch_lang_tensor
-    if patch.__module__ == __name__:
-        return
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from opgraft_kernels.interpreter import let_tensors_bound_loops
+from opgraft_kernels.interpreter import prepare
 
 __all__ = [
     "LOWEST",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # Here, since all of the pack's Triton kernels import this module.
-let_tensors_bound_loops()
+prepare()
 
 
 @triton.jit

@@ -1,0 +1,48 @@
+"""What the pack does to Triton's interpreter."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+
+from opgraft import triton_utils
+from opgraft_kernels.norms import triton_kernels
+
+pytestmark = pytest.mark.skipif(
+    not triton_utils.interpreted(), reason="kernels run on the GPU here"
+)
+
+
+def test_a_function_that_a_kernel_calls_leaves_triton_s_language_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreter puts its own functions there once a launch, whatever the grid is."""
+    from triton.runtime import interpreter
+
+    patched = []
+    patch = interpreter._patch_builtin
+
+    def counted(*arguments: object) -> None:
+        patched.append(arguments[0])
+        patch(*arguments)
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", counted)
+    counts = []
+    triton_kernels.rms_norm_forward(torch.randn(1, 64), [64], None, 1e-6)
+    patched.clear()
+    for rows in (1, 300):
+        triton_kernels.rms_norm_forward(torch.randn(rows, 64), [64], None, 1e-6)
+        counts.append(len(patched))
+        patched.clear()
+    assert counts[0] == counts[1] > 0
+
+
+def test_what_the_interpreter_put_there_is_gone_afterwards() -> None:
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    assert tl.core.is_builtin(tl.load) and inspect.isfunction(tl.load)
