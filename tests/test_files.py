@@ -84,11 +84,3 @@ def test_several_that_write_to_one_table_lose_nothing(tmp_path: Path) -> None:
         written = pool.map(lambda name: writing.write(tmp_path, MODEL, {name: entry()}), names)
         (path,) = set(written)
     assert sorted(parse(path, path.read_text()).overrides) == sorted(names)
-
-
-def test_without_a_cache_a_table_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "file"))
-    assert _write_table(tmp_path / "tables").exists()

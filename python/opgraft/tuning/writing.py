@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from opgraft.base import env, files, locks
-from opgraft.core import store
+from opgraft.crossover import sources
 from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import FORMAT, BadTable, Cell, Table, parse, read
@@ -136,12 +136,12 @@ def update(
 def _writing_alone(path: Path) -> Iterator[None]:
     """A scope in which no other process of this user's writes a table.
 
-    The lock is in opgraft's cache: a pack's folder of tables has nothing else in it.
+    The lock is beside the user's tables: a pack's folder of tables has nothing else in it.
     """
     with ExitStack() as held:
         try:
-            files.make_folder(store.root())
-            held.enter_context(locks.file_lock(store.root() / "tables.lock"))
+            files.make_folder(sources.user_folder())
+            held.enter_context(locks.file_lock(sources.user_folder() / ".lock"))
         except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
             env.warn_once(f"{path} is written without a lock: {error}")
         yield
