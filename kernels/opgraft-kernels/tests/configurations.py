@@ -204,24 +204,45 @@ def cross_entropy_launches(
 
 
 def _attention(major: int) -> Iterator[Launch]:
-    """Every tile, causal with a logsumexp and full without; and heads that need padding."""
+    """Every tile, causal with a logsumexp and full without; heads that need padding; and each way
+    to read a bias, of what tiles grow with."""
     for dim in (64, 128):
         for causal in (False, True):
             for length in (1024, 4096, 16384):
                 yield from _attention_launches(torch.bfloat16, dim, length, causal, major)
     yield from _attention_launches(torch.float16, 96, 1024, True, major)
+    for dtype, dim, length, bias in (
+        (torch.bfloat16, 64, 1024, (2, 16, 1024, 1024)),
+        (torch.bfloat16, 128, 2048, (2, 1, 2048, 2048)),
+        (torch.float16, 256, 197, (2, 1, 1, 197)),
+        (torch.float32, 64, 1024, (1, 1, 1024, 1024)),
+        (torch.float32, 128, 200, (2, 16, 200, 200)),
+    ):
+        yield from _attention_launches(dtype, dim, length, False, major, bias)
 
 
 def _attention_launches(
-    dtype: torch.dtype, dim: int, length: int, causal: bool, major: int
+    dtype: torch.dtype,
+    dim: int,
+    length: int,
+    causal: bool,
+    major: int,
+    bias_shape: tuple[int, ...] | None = None,
 ) -> Iterator[Launch]:
     from opgraft_kernels.attention import triton_kernels as kernels
 
     device = kernels.Device(major)
     x = torch.empty((2, 16, length, dim), dtype=dtype, device="meta")
     logsumexp = torch.empty(x.shape[:3], dtype=torch.float32, device="meta")
-    yield kernels.plan_forward(x, x, x, x, logsumexp if causal else None, 0.1, causal, device)
-    yield from kernels.plan_backward(x, x, x, x, x, logsumexp, x, x, x, 0.1, causal, device)
+    bias, dbias = None, None
+    if bias_shape is not None:
+        bias = torch.empty(bias_shape, dtype=dtype, device="meta").expand(2, 16, length, length)
+        dbias = torch.empty(bias.shape, device="meta") if 0 not in bias.stride() else None
+    lse = logsumexp if causal or bias is not None else None
+    yield from kernels.plan_forward(x, x, x, x, lse, 0.1, causal, device, bias)
+    yield from kernels.plan_backward(
+        x, x, x, x, x, logsumexp, x, x, x, 0.1, causal, device, bias, dbias
+    )
 
 
 def _attention_kinds() -> Iterator[Any]:

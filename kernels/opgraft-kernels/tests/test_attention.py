@@ -573,8 +573,10 @@ def test_registering_goes_by_priority() -> None:
     for override in opgraft.overrides():
         names[override.op].append((override.dsl, override.priority))
     flash = names["aten::_scaled_dot_product_flash_attention"]
-    assert ("triton", 0) in flash
-    assert "aten::_scaled_dot_product_cudnn_attention" not in names or flash[0] == ("cutedsl", 1)
+    cudnn = names["aten::_scaled_dot_product_cudnn_attention"]
+    first = [("cutedsl", 1)] if overrides._has_flash_attn_4() else []
+    assert flash == [*first, ("triton", 0), ("triton", -1)]
+    assert cudnn == [*first, ("triton", -1), ("triton", -1)]
 
 
 # ------------------------------------------------------------------------------- the GPU alone

@@ -91,10 +91,13 @@ def test_samples_of_cross_entropy_fall_into_their_cells() -> None:
     assert made > 30
 
 
-def test_every_norm_softmax_and_cross_entropy_declares_one(
+BY_TABLE = ("_norm.", "softmax.", "cross_entropy", "attention.masked.", "attention.unmasked.")
+
+
+def test_every_family_but_some_attention_declares_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for override in opgraft_kernels.register():
-        declares = any(each in override.name for each in ("_norm.", "softmax.", "cross_entropy"))
+        declares = any(each in override.name for each in BY_TABLE)
         assert (override.crossover is not None) == declares, override

@@ -100,8 +100,8 @@ class Layout(NamedTuple):
     rows: Callable[[Tensor, Tensor], Tensor]
     #: What the forward returns, of the output, the logsumexp, the query and the key.
     results: Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Any, ...]]
-    #: What the backward returns after the gradients.
-    more_gradients: tuple[None, ...] = ()
+    #: Whether the backward returns the bias's gradient after the others.
+    has_bias_gradient: bool = False
 
 
 def _cudnn_logsumexp(query: Tensor, wanted: bool) -> Tensor | None:
@@ -199,7 +199,7 @@ EFFICIENT = Layout(
     logsumexp=_efficient_logsumexp,
     rows=lambda logsumexp, query: logsumexp[:, :, : query.shape[2]],
     results=_efficient_results,
-    more_gradients=(None,),
+    has_bias_gradient=True,
 )
 #: Where Triton's interpreter runs.
 CPU = Layout(
@@ -218,10 +218,37 @@ CPU = Layout(
 # --------------------------------------------------------------------------------------------------
 
 
+def _bias(given: dict[str, Any]) -> Tensor | None:
+    """The additive mask, ``[batch, heads, length, key length]``; None if there is none."""
+    bias = given.get("attn_bias", given.get("attn_mask"))
+    if bias is None:
+        return None
+    query, key = given["query"], given["key"]
+    return bias.expand(*query.shape[:3], key.shape[2])
+
+
+# Rows of the bias's gradient begin at multiples of this, as natively.
+_BIAS_KEYS = 16
+
+
+def _bias_gradient(bias: Tensor | None, given: dict[str, Any]) -> Tensor | None:
+    """Memory for it; None where it is not wanted."""
+    if bias is None or not given["grad_input_mask"][3]:
+        return None
+    new = torch.zeros if given.get("is_causal", False) else torch.empty
+    *others, keys = bias.shape
+    padded = -(-keys // _BIAS_KEYS) * _BIAS_KEYS
+    return new((*others, padded), dtype=bias.dtype, device=bias.device)[..., :keys]
+
+
+def _only_given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors.items() if t is not None}
+
+
 def _forward(
-    layout: Layout, module: str, *args: Any, scale: float | None = None, **unused: Any
+    layout: Layout, module: str, *args: Any, scale: float | None = None, **more: Any
 ) -> tuple[Any, ...]:
-    given = dict(zip(_names(layout.op), args, strict=False))
+    given = dict(zip(_names(layout.op), args, strict=False)) | more
     query, key, value = given["query"], given["key"], given["value"]
     wanted = given.get("compute_log_sumexp", True)
     out, logsumexp = layout.out(query, value.shape[-1]), layout.logsumexp(query, wanted)
@@ -231,24 +258,28 @@ def _forward(
         layout.rows(logsumexp, query) if wanted and logsumexp is not None else None,
         _scale(query, scale),
         given.get("is_causal", False),
+        **_only_given(bias=_bias(given)),
     )
     return layout.results(out, logsumexp, query, key)
 
 
 def _backward(
-    layout: Layout, module: str, *args: Any, scale: float | None = None, **unused: Any
+    layout: Layout, module: str, *args: Any, scale: float | None = None, **more: Any
 ) -> tuple[Any, ...]:
-    given = dict(zip(_names(layout.backward_op), args, strict=False))
+    given = dict(zip(_names(layout.backward_op), args, strict=False)) | more
     query, key, value = given["query"], given["key"], given["value"]
     gradients = tuple(layout.gradient(t) for t in (query, key, value))
+    bias = _bias(given)
+    dbias = _bias_gradient(bias, given) if layout.has_bias_gradient else None
     _kernels(module).backward(
         *map(_aligned, (args[0], query, key, value, given["out"])),  # the first is grad_out
         layout.rows(given["logsumexp"], query),
         *gradients,
         _scale(query, scale),
         given.get("is_causal", False),
+        **_only_given(bias=bias, dbias=dbias),
     )
-    return (*gradients, *layout.more_gradients)
+    return (*gradients, dbias) if layout.has_bias_gradient else gradients
 
 
 cudnn_forward, cudnn_backward = partial(_forward, CUDNN), partial(_backward, CUDNN)

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opgraft import Override, cutedsl_utils, triton_utils, when
+from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
+from opgraft_kernels.crossovers import TABLES
 
 from . import aten
 
@@ -149,18 +150,27 @@ def _same_number_of_rows(one: str, other: str) -> Any:
     return when.numel(one) * when.size(other, -1) == when.numel(other) * when.size(one, -1)
 
 
-def _valid_options(op: _Op) -> Any:
-    """The op's other arguments, those that the running torch has."""
+def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
+    """The op's other arguments, those that the running torch has.
+
+    Args:
+        op: the op.
+        with_bias: whether there is an additive mask; None: either.
+    """
     names = op.arguments
     valid = [
         when.same_dtype(*op.tensors),
         when.same_device(*op.tensors),
-        # Neither kernel has dropout, nor masks besides causal.
+        # Neither kernel has dropout, nor other masks than causal and additive ones.
         when.value("dropout_p") == 0.0,
         # A row's maximum is taken before scaling.
         when.is_none("scale") | (when.value("scale") > 0.0),
     ]
-    for mask in ("attn_bias", "attn_mask", "seqused_k", "alibi_slopes", "block_table"):
+    for mask in ("attn_bias", "attn_mask"):
+        if mask in names:
+            choices = {False: when.is_none(mask), True: _valid_bias(op, mask)}
+            valid.append(_any(choices.values()) if with_bias is None else choices[with_bias])
+    for mask in ("seqused_k", "alibi_slopes", "block_table"):
         if mask in names:
             valid.append(when.is_none(mask))
     for side in ("window_size_left", "window_size_right"):
@@ -175,6 +185,25 @@ def _valid_options(op: _Op) -> Any:
     return _all(valid)
 
 
+def _valid_bias(op: _Op, mask: str) -> Any:
+    """An additive mask that can be seen as ``[batch, heads, length, key length]``."""
+    # The efficient op's backward returns a gradient of its size.
+    is_exact = op in (_EFFICIENT, _EFFICIENT_BACKWARD)
+
+    def fits(dim: int, size: Any) -> Any:
+        found = when.size(mask, dim)
+        return found == size if is_exact else (found == 1) | (found == size)
+
+    scores = fits(-1, when.size("key", op.length)) & fits(-2, when.size("query", op.length))
+    heads = fits(0, when.size("query", 0)) & fits(1, when.size("query", op.heads))
+    return (
+        (when.same_dtype("query", mask) | when.dtype(mask, torch.float32))
+        & when.same_device("query", mask)
+        & scores
+        & _any([(when.ndim(mask) == 4) & heads, *([] if is_exact else [when.ndim(mask) == 2])])
+    )
+
+
 def _valid_causal(op: _Op) -> Any:
     """Causal as the kernels mean it: aligned at the bottom right, and every query sees a key."""
     length_q, length_k = when.size("query", op.length), when.size("key", op.length)
@@ -182,8 +211,8 @@ def _valid_causal(op: _Op) -> Any:
     return (when.value("is_causal") == 0) | fits
 
 
-def _dense(op: _Op) -> Any:
-    return _valid_options(op) & _valid_sizes(op, 4) & _valid_causal(op)
+def _dense(op: _Op, *, with_bias: bool | None = False) -> Any:
+    return _valid_options(op, with_bias=with_bias) & _valid_sizes(op, 4) & _valid_causal(op)
 
 
 def _dense_only(op: _Op) -> Any:
@@ -217,6 +246,75 @@ def _varlen(op: _Op) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Where they are faster
 # --------------------------------------------------------------------------------------------------
+
+# By tables: calls with an additive mask, and those without one that the constants below leave out.
+
+# The largest head dimension of Triton's kernels, in 16 bits.
+MAX_DIM = 256
+# Of the kernels: raised when they become faster or slower.
+VERSION = 1
+_MASKED_OPS = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
+_UNMASKED_OPS = (*_MASKED_OPS, _FLASH, _FLASH_BACKWARD)
+_RANGES: dict[str, tuple[Any, ...]] = {
+    "rows": (2**8, 2**20),
+    "keys": (2**5, 2**13),
+    "dim": (32, 40, 64, 72, 80, 96, 128, 256),
+}
+
+
+def _crossover(op: _Op, *, is_masked: bool) -> Crossover:
+    """On what it depends whether Triton's kernels are faster than native's."""
+    dim = when.size("query", -1)
+    # native's kernels for 32 bits are the efficient op's.
+    itemsizes = (2, 4) if op in (_EFFICIENT, _EFFICIENT_BACKWARD) else (2,)
+    features: dict[str, Any] = {
+        "rows": when.numel("query") // dim,
+        "keys": when.size("key", op.length),
+        "dim": dim,
+        "itemsize": when.itemsize("query"),
+    }
+    ranges = {**_RANGES, "itemsize": itemsizes}
+    if is_masked:
+        # Whether queries, and heads, share the mask: 1 or 0. How much of it there is to read.
+        more = {
+            "for_all_queries": _is_broadcast("attn_bias", -2),
+            "for_all_heads": _is_broadcast("attn_bias", -3),
+        }
+    else:
+        more = {"is_causal": when.value("is_causal")}
+    return Crossover(
+        calls=partial(lazy("opgraft_kernels.attention.samples:calls"), op.name),
+        ranges={**ranges, **dict.fromkeys(more, (0, 1))},
+        exact=["dim", "itemsize", *more],
+        open_ended=["rows", "keys"],
+        version=VERSION,
+        tables=TABLES,
+        **features,
+        **more,
+    )
+
+
+def _is_broadcast(mask: str, dim: int) -> Any:
+    """1 where a mask of 4 dimensions is expanded, or has one element, else 0."""
+    return 1 // (when.stride(mask, dim) * (when.size(mask, dim) - 1) + 1)
+
+
+def _condition_by_table(op: _Op, *, is_masked: bool) -> Any:
+    """The calls that Triton's kernels are right for: with, or without, an additive mask."""
+    dims = (when.size("query", -1), when.size("value", -1))
+    # Rows of heads are read 16 bytes at a time.
+    half = when.dtype("query", torch.float16, torch.bfloat16) & _all(
+        (dim % 8 == 0) & (dim <= MAX_DIM) for dim in dims
+    )
+    single = when.dtype("query", torch.float32) & _all(
+        (dim % 4 == 0) & (dim <= MAX_DIM // 2) for dim in dims
+    )
+    return (
+        (when.device_capability("query") >= (8, 0))
+        & (half | single)
+        & _dense(op, with_bias=is_masked)
+    )
+
 
 # Measured on an H200, bfloat16, torch 2.11, cuDNN 9.19 (`benchmarks/attention.py`, its `--dims` and
 # `--crossover`): speed of FlashAttention-4's kernels over cuDNN's, which torch calls by default, at
@@ -330,7 +428,7 @@ def _condition(op: _Op, kernels: str, dispatch_key: str) -> Any:
             & (when.size("query", -1) <= 128)
             # Native's own kernel assumes it, too.
             & (when.size("value", -1) == when.size("query", -1))
-            & _dense(op)
+            & _dense(op, with_bias=None)
         )
     # What declines most calls first, and cheapest.
     dense = _is_faster(op, kernels) & _dense_only(op)
@@ -356,7 +454,26 @@ def register(dispatch_key: str) -> list[Override]:
         log.info("no overrides by FlashAttention-4: pip install 'opgraft-kernels[flash-attn-4]'")
     # cuDNN is faster than Triton.
     triton_ops = (op for op in _CUDA_OPS if op not in (_CUDNN, _CUDNN_BACKWARD))
-    return [*overrides, *(_register(op, "triton_kernels", "CUDA") for op in triton_ops)]
+    overrides += [_register(op, "triton_kernels", "CUDA") for op in triton_ops]
+    overrides += [_register_by_table(op, is_masked=True) for op in _MASKED_OPS]
+    return [*overrides, *(_register_by_table(op, is_masked=False) for op in _UNMASKED_OPS)]
+
+
+def _register_by_table(op: _Op, *, is_masked: bool) -> Override:
+    which = "masked" if is_masked else "unmasked"
+    return triton_utils.register_op_override(
+        "aten",
+        op.name,
+        "CUDA",
+        _impl(op, "triton_kernels"),
+        cond=_condition_by_table(op, is_masked=is_masked),
+        name=f"opgraft_kernels.attention.{which}.{op.name.lstrip('_')}",
+        # What was measured for certain sizes goes first.
+        priority=-1,
+        crossover=_crossover(op, is_masked=is_masked),
+        samples=None if op.is_backward else _samples(op),
+        launch_plan=True,
+    )
 
 
 def _register(op: _Op, kernels: str, dispatch_key: str) -> Override:

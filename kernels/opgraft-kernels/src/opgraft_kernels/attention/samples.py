@@ -27,7 +27,8 @@ class _Case(NamedTuple):
     batch: int = 1
     dropout_p: float = 0.0
     scale: float | None = None
-    has_bias: bool = False
+    # The shape of an additive mask; 1 where it is broadcast.
+    bias: tuple[int, ...] | None = None
     # In memory [batch, length, heads, dim], as a projection's output is seen.
     is_projected: bool = False
 
@@ -48,8 +49,10 @@ _CASES = (
     _Case(scale=0.25),
     _Case(scale=-0.25),
     _Case(dropout_p=0.1),
-    _Case(has_bias=True),
+    _Case(bias=(1, 16, 2048, 2048)),
+    _Case(_FLOAT16, batch=2, bias=(2, 1, 1, 2048)),
     _Case(torch.float32, heads=2, key_heads=2, queries=64, keys=64),
+    _Case(batch=4, queries=197, keys=200, dim=72, dim_v=72, bias=(1, 1, 197, 200)),
     _Case(heads=2, key_heads=2, queries=256, keys=256),
     _Case(dim=96, dim_v=96),
     _Case(dim=256, dim_v=256),
@@ -70,7 +73,7 @@ def samples(
             ``[batch, length, heads, dim]``.
     """
     for case in _CASES:
-        if case.has_bias and "attn_bias" not in arguments:
+        if case.bias is not None and "attn_bias" not in arguments:
             continue
         named = {**_tensors(case, device, heads_first), **_options(case, device)}
         yield {name: value for name, value in named.items() if name in arguments}
@@ -96,12 +99,8 @@ def _tensors(case: _Case, device: torch.device, heads_first: bool) -> dict[str, 
 
 
 def _options(case: _Case, device: torch.device) -> dict[str, Any]:
-    bias = None
-    if case.has_bias:
-        shape = (case.batch, case.heads, case.queries, case.keys)
-        bias = torch.randn(shape, device=device, dtype=case.dtype)
     return {
-        "attn_bias": bias,
+        "attn_bias": None if case.bias is None else _bias(case, device),
         "compute_log_sumexp": True,
         "cum_seq_q": None,
         "cum_seq_k": None,
@@ -111,6 +110,109 @@ def _options(case: _Case, device: torch.device) -> dict[str, Any]:
         "is_causal": case.is_causal,
         "return_debug_mask": False,
         "scale": case.scale,
+    }
+
+
+def _bias(case: _Case, device: torch.device) -> torch.Tensor:
+    """A mask as `F.scaled_dot_product_attention` gives it to the ops: expanded, with rows that
+    begin at multiples of 16 elements."""
+    assert case.bias is not None
+    *others, keys = case.bias
+    padded = torch.randn(*others, -(-keys // 16) * 16, device=device, dtype=case.dtype)
+    return padded[..., :keys].expand(case.batch, case.heads, case.queries, case.keys)
+
+
+def calls(
+    op: str,
+    device: torch.device,
+    *,
+    rows: int,
+    keys: int,
+    dim: int,
+    itemsize: int,
+    for_all_queries: int | None = None,
+    for_all_heads: int | None = None,
+    is_causal: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """A call of an attention op to measure, as arguments by name; none if there is no such call.
+
+    As many queries as keys, where that many rows are wanted, and up to 16 heads.
+
+    Args:
+        op: the op's name.
+        device: where the tensors are to live.
+        rows: queries of all heads and batches, at least; less than twice as many.
+        keys: of a head, likewise.
+        dim: of a head.
+        itemsize: bytes of an element.
+        for_all_queries: whether they share the mask, 1 or 0; None: there is no mask.
+        for_all_heads: likewise.
+        is_causal: whether it is causal; then there are as many queries as keys.
+    """
+    keys += keys // 2
+    queries = min(keys, rows + rows // 2)
+    found = _batch_and_heads(rows, queries)
+    if found is None or (is_causal and queries != keys):
+        return
+    batch, heads = found
+    bias = None
+    if for_all_queries is not None:
+        bias = (batch, 1 if for_all_heads else heads, 1 if for_all_queries else queries, keys)
+        # One head, or query, has a mask that cannot be told from one that all share.
+        if (not for_all_heads and heads == 1) or (not for_all_queries and queries == 1):
+            return
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    case = _Case(
+        dtype, heads, heads, queries, keys, dim, dim, is_causal, batch, bias=bias, is_projected=True
+    )
+    named = {**_tensors(case, device, heads_first=True), **_options(case, device)}
+    if op.endswith("_backward"):
+        named |= _of_backward(op, named)
+    schema = getattr(torch.ops.aten, op).default._schema
+    yield {each.name: named[each.name] for each in schema.arguments}
+
+
+def _batch_and_heads(rows: int, queries: int) -> tuple[int, int] | None:
+    """With which there are at least `rows` of queries, and less than twice as many."""
+    for heads in (16, 8, 4, 2, 1):
+        batch = (rows + rows // 2) // (heads * queries)
+        if batch and rows <= batch * heads * queries:
+            return batch, heads
+    return None
+
+
+def _of_backward(op: str, forward: dict[str, Any]) -> dict[str, Any]:
+    """What a backward takes besides its forward's arguments.
+
+    How long it takes does not depend on the values, if only no exponential is infinite.
+    """
+    query, key = forward["query"], forward["key"]
+    out = torch.randn_like(query)
+    shape: tuple[int, ...] = tuple(query.shape[:3])
+    if "cudnn" in op:
+        shape = (*shape, 1)
+    if "efficient" in op:
+        shape = (*shape[:2], -(-shape[2] // 32) * 32)
+    logsumexp = torch.full(shape, 8.0, dtype=torch.float32, device=query.device)
+    if "efficient" in op:
+        seed, offset = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    elif "cudnn" in op:
+        seed, offset = torch.zeros(2, dtype=torch.int64, device=query.device)
+    else:
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        offset = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return {
+        "grad_out": out,
+        "grad_out_": out,
+        "out": out,
+        "logsumexp": logsumexp,
+        "philox_seed": seed,
+        "philox_offset": offset,
+        "cum_seq_q": None,
+        "cum_seq_k": None,
+        "max_q": query.shape[2],
+        "max_k": key.shape[2],
+        "grad_input_mask": [True, True, True, forward["attn_bias"] is not None],
     }
 
 

@@ -1,0 +1,229 @@
+"""The forward of attention in Triton; `triton_kernels` says what it computes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from opgraft_kernels.rows import multiple_of
+
+from .triton_tiles import (
+    INF,
+    LN_2,
+    LOWEST,
+    NO_BIAS,
+    fast_exp,
+    head_at,
+    head_rows,
+    load_bias,
+    load_rows,
+    store_rows,
+)
+
+__all__ = ["forward_kernel"]
+
+
+@triton.jit
+def _attend(
+    q,
+    k_rows,
+    v_rows,
+    bias_ptr,
+    entries_ptr,
+    out,
+    top,
+    total,
+    begin,
+    end,
+    query,
+    length_q,
+    length_k,
+    shift,
+    stride_kn,
+    stride_vn,
+    stride_sm,
+    stride_sn,
+    scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Takes the keys from `begin` to `end` into a tile's output, maximum and sum.
+
+    With a list of tiles, `begin` and `end` are places in it. ADDED: the bias is not 0 there.
+    """
+    STEP: tl.constexpr = BLOCK_K if entries_ptr is None else 1
+    for at in tl.range(begin, end, STEP, num_stages=STAGES):
+        start = at
+        if entries_ptr is not None:
+            start = tl.load(entries_ptr + at) * BLOCK_K
+        k = load_rows(k_rows, start, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        key = (start + tl.arange(0, BLOCK_K))[None, :]
+        if BIAS != NO_BIAS:
+            scores = scores * scale
+            if ADDED:
+                scores += load_bias(
+                    bias_ptr, query[:, None], key, length_q, length_k,
+                    stride_sm, stride_sn, BIAS, MASKED,
+                )  # fmt: skip
+        if MASKED:
+            keep = key < length_k
+            if CAUSAL:
+                keep = keep & (key <= query[:, None] + shift)
+            scores = tl.where(keep, scores, -INF)
+        if BIAS == NO_BIAS:
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+            p = tl.exp2(scores * scale - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+        else:
+            # Not in powers of two: the lowest float, which stands for -inf in some models' masks,
+            # would become -inf, and rows of nothing else would attend to nothing.
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            # Of a row that has seen -inf alone. -inf - -inf would be NaN.
+            base = tl.where(new_top == -INF, 0.0, new_top)
+            p = fast_exp(scores - base[:, None])
+            shrink = fast_exp(top - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        out = out * shrink[:, None]
+        top = new_top
+        v = load_rows(v_rows, start, length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED)
+        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
+    return out, top, total
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    logsumexp_ptr,
+    bias_ptr,
+    tiles_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_lb,
+    stride_lh,
+    stride_lm,
+    stride_sb,
+    stride_sh,
+    stride_sm,
+    stride_sn,
+    stride_tb,
+    stride_tm,
+    heads,
+    group,
+    length_q,
+    length_k,
+    scale,
+    CAUSAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNIT_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program computes BLOCK_Q rows of one head. Without a bias `scale` is in powers of two."""
+    stride_qm = multiple_of(stride_qm, UNIT)
+    stride_kn = multiple_of(stride_kn, UNIT)
+    stride_vn = multiple_of(stride_vn, UNIT)
+    stride_om = multiple_of(stride_om, UNIT)
+    stride_sm = multiple_of(stride_sm, UNIT_BIAS)
+    blocks = tl.cdiv(length_q, BLOCK_Q)
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest first
+    batch = tl.program_id(0) // blocks // heads
+    head = tl.program_id(0) // blocks % heads
+    q_rows = head_rows(
+        head_at(q_ptr, batch, head, stride_qb, stride_qh, UNIT),
+        length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED,
+    )  # fmt: skip
+    k_rows = head_rows(
+        head_at(k_ptr, batch, head // group, stride_kb, stride_kh, UNIT),
+        length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED,
+    )  # fmt: skip
+    v_rows = head_rows(
+        head_at(v_ptr, batch, head // group, stride_vb, stride_vh, UNIT),
+        length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED,
+    )  # fmt: skip
+    first = block * BLOCK_Q
+    query = first + tl.arange(0, BLOCK_Q)
+    q = load_rows(q_rows, first, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED)
+
+    bias_head = bias_ptr
+    if BIAS != NO_BIAS:
+        bias_head = head_at(bias_ptr, batch, head, stride_sb, stride_sh, UNIT_BIAS)
+    shift = length_k - length_q
+    begin = 0
+    end = length_k
+    unmasked = length_k
+    entries_ptr = None
+    if tiles_ptr is not None:
+        entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
+        unmasked = tl.load(entries_ptr)
+        end = tl.cdiv(length_k, BLOCK_K)
+        begin = end - tl.load(entries_ptr + 1)
+        entries_ptr += 2
+    else:
+        if CAUSAL:
+            end = tl.minimum(length_k, first + BLOCK_Q + shift)
+            unmasked = tl.minimum(length_k, first + shift + 1)
+        unmasked = unmasked // BLOCK_K * BLOCK_K
+        begin = unmasked
+    out = tl.zeros([BLOCK_Q, BLOCK_DIM_V], tl.float32)
+    top = tl.full([BLOCK_Q], LOWEST if BIAS == NO_BIAS else -INF, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    out, top, total = _attend(
+        q, k_rows, v_rows, bias_head, entries_ptr, out, top, total, 0, unmasked,
+        query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn, scale,
+        False, CAUSAL, BIAS, tiles_ptr is None,
+        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+    )  # fmt: skip
+    out, top, total = _attend(
+        q, k_rows, v_rows, bias_head, entries_ptr, out, top, total, begin, end,
+        query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn, scale,
+        True, CAUSAL, BIAS, True,
+        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+    )  # fmt: skip
+
+    empty = total == 0.0
+    out = (out / tl.where(empty, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+    # Not by descriptor: one more would have to be made for a single store.
+    out_rows = head_at(out_ptr, batch, head, stride_ob, stride_oh, UNIT)
+    store_rows(out_rows, out, first, length_q, stride_om, DIM_V, BLOCK_Q, BLOCK_DIM_V, False)
+    if logsumexp_ptr is not None:
+        ptrs = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh) + query * stride_lm
+        # Infinity where there is nothing: exp(S - L) is then 0 in anybody's backward.
+        logsumexp = top + tl.log(total)
+        if BIAS == NO_BIAS:
+            logsumexp = (top + tl.log2(total)) * LN_2
+        logsumexp = tl.where(empty, INF, logsumexp)
+        tl.store(ptrs, logsumexp, mask=query < length_q)

@@ -1,0 +1,430 @@
+"""Attention with an additive mask, or with low scores: Triton's kernels and the ops around."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+pytest.importorskip("triton")
+
+import opgraft
+from opgraft_kernels.attention import aten, overrides, samples, triton_kernels
+
+# In tiles of 32, the interpreter's, and a part of one.
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 40, 70, 16
+SCALE = DIM**-0.5
+# As a mask is broadcast; by heads and queries that share it, kernels read it otherwise.
+SHAPES = {
+    "for each score": (BATCH, HEADS, QUERIES, KEYS),
+    "for all heads": (BATCH, 1, QUERIES, KEYS),
+    "for all heads and batches": (1, 1, QUERIES, KEYS),
+    "for all queries": (BATCH, HEADS, 1, KEYS),
+    "for all queries and heads": (BATCH, 1, 1, KEYS),
+    "for all keys": (BATCH, 1, QUERIES, 1),
+}
+NAMES = ("out", "logsumexp", "dq", "dk", "dv", "dbias")
+
+
+def inputs(dtype: torch.dtype, device: torch.device, heads_k: int = HEADS) -> list[torch.Tensor]:
+    """Query, key, value and the output's gradient."""
+    torch.manual_seed(1)
+    shapes = [(HEADS, QUERIES), (heads_k, KEYS), (heads_k, KEYS), (HEADS, QUERIES)]
+    return [torch.randn(BATCH, *each, DIM, device=device).to(dtype) for each in shapes]
+
+
+def bias_of(shape: tuple[int, ...], lowest: float, device: torch.device) -> torch.Tensor:
+    """Random numbers; with `lowest`, a mask with tiles that are that, or 0, throughout."""
+    torch.manual_seed(2)
+    bias = torch.randn(shape, device=device)
+    if lowest:
+        bias = torch.where(bias < -0.5, lowest, 0.0)
+        bias[..., :32] = 0.0
+        bias[..., 64:] = lowest
+    return bias
+
+
+def by_formula(
+    tensors: list[torch.Tensor], bias: torch.Tensor, dtype: torch.dtype, *, causal: bool = False
+) -> list[torch.Tensor]:
+    """With autograd; 0 for queries that no key is left for."""
+    *leaves, grad = [each.detach().to(dtype) for each in (*tensors[:3], bias, tensors[3])]
+    q, k, v, bias = [each.requires_grad_() for each in leaves]
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT * SCALE + bias
+    if causal:
+        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(~keep.tril(scores.shape[-1] - scores.shape[-2]), -math.inf)
+    is_left_alone = (scores == -math.inf).all(-1, keepdim=True)
+    p = scores.masked_fill(is_left_alone, 0.0).softmax(-1).masked_fill(is_left_alone, 0.0)
+    out = p @ v.repeat_interleave(group, 1)
+    gradients = torch.autograd.grad(out, (q, k, v, bias), grad)
+    return [out.detach(), scores.logsumexp(-1).detach(), *gradients]
+
+
+def by_triton(
+    tensors: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    *,
+    causal: bool = False,
+    with_dbias: bool = True,
+) -> list[torch.Tensor | None]:
+    q, k, v, grad = tensors
+    out, logsumexp = torch.full_like(q, math.nan), q.new_full(q.shape[:3], math.nan).float()
+    triton_kernels.forward(q, k, v, out, logsumexp, SCALE, causal, bias)
+    gradients = [torch.full_like(each, math.nan) for each in (q, k, v)]
+    dbias = None
+    if bias is not None and with_dbias:
+        dbias = torch.full(bias.shape, 0.0 if causal else math.nan, dtype=q.dtype, device=q.device)
+    triton_kernels.backward(grad, q, k, v, out, logsumexp, *gradients, SCALE, causal, bias, dbias)
+    return [out, logsumexp, *gradients, dbias]
+
+
+def assert_right(
+    ours: list[torch.Tensor | None], native: list[torch.Tensor], right: list[torch.Tensor]
+) -> None:
+    """At most twice the error that the formula has in the same dtype, and some roundings."""
+    for name, one, other, expected in zip(NAMES, ours, native, right, strict=True):
+        if one is None:
+            continue
+        there = expected.isfinite()  # a logsumexp of -inf is inf with us
+        scale = expected[there].abs().max().clamp(min=1.0)
+        worst = ((one.double() - expected)[there] / scale).abs().max()
+        yardstick = ((other.double() - expected)[there] / scale).abs().max()
+        assert worst <= 2 * yardstick + 4 * torch.finfo(one.dtype).eps, name
+
+
+def expanded(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return bias.to(dtype).expand(BATCH, HEADS, QUERIES, KEYS)
+
+
+@pytest.mark.parametrize("lowest", [0.0, -math.inf], ids=["numbers", "mask"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+def test_a_bias_is_added(
+    shape: tuple[int, ...], lowest: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    tensors, bias = inputs(dtype, device), expanded(bias_of(shape, lowest, device), dtype)
+    native, right = (by_formula(tensors, bias, each) for each in (dtype, torch.float64))
+    with_dbias = shape[1] == HEADS
+    assert_right(by_triton(tensors, bias, with_dbias=with_dbias), native, right)
+
+
+@pytest.mark.parametrize("heads_k", [1, 2])
+def test_query_heads_that_share_keys_have_their_own_bias(
+    heads_k: int, device: torch.device
+) -> None:
+    tensors = inputs(torch.float16, device, heads_k)
+    bias = expanded(bias_of(SHAPES["for each score"], 0.0, device), torch.float16)
+    native, right = (by_formula(tensors, bias, each) for each in (torch.float16, torch.float64))
+    assert_right(by_triton(tensors, bias), native, right)
+
+
+@pytest.mark.parametrize("shape", ["for each score", "for all queries and heads"])
+def test_causal_with_a_bias(shape: str, device: torch.device) -> None:
+    tensors = inputs(torch.float16, device)
+    bias = expanded(bias_of(SHAPES[shape], 0.0, device), torch.float16)
+    native, right = (
+        by_formula(tensors, bias, each, causal=True) for each in (torch.float16, torch.float64)
+    )
+    assert_right(by_triton(tensors, bias, causal=True), native, right)
+
+
+@pytest.mark.parametrize("strides", ["transposed", "every second key", "unaligned"])
+def test_a_bias_has_any_strides(strides: str, device: torch.device) -> None:
+    tensors = inputs(torch.float16, device)
+    bias = bias_of(SHAPES["for each score"], 0.0, device).half()
+    bias = {
+        "transposed": lambda: bias.mT.contiguous().mT,
+        "every second key": lambda: torch.stack([bias, bias], -1).flatten(-2)[..., ::2],
+        "unaligned": lambda: F.pad(bias, (3, 0))[..., 3:],
+    }[strides]()
+    native, right = (by_formula(tensors, bias, each) for each in (torch.float16, torch.float64))
+    assert_right(by_triton(tensors, bias), native, right)
+
+
+@pytest.mark.parametrize("shape", ["for all heads", "for each score", "for all queries and heads"])
+def test_queries_without_a_key_are_0_and_have_no_gradient(shape: str, device: torch.device) -> None:
+    tensors = inputs(torch.float16, device)
+    bias = bias_of(SHAPES[shape], 0.0, device)
+    bias[1, :, -1:] = -math.inf
+    out, logsumexp, dq, dk, dv, _ = by_triton(tensors, expanded(bias, torch.float16))
+    alone = bias.isneginf().all(-1).expand(BATCH, HEADS, QUERIES)
+    assert alone.any() and logsumexp[alone].eq(math.inf).all()
+    assert out[alone].eq(0).all() and dq[alone].eq(0).all()
+    assert all(each.isfinite().all() for each in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("shape", ["for all heads", "for each score", "for all queries and heads"])
+def test_a_mask_of_the_lowest_number_is_one_of_numbers(shape: str, device: torch.device) -> None:
+    """Of queries that have nothing else, the output is the mean of all values, as natively."""
+    tensors = inputs(torch.float16, device)
+    bias = torch.where(bias_of(SHAPES[shape], 0.0, device) < 0, torch.finfo(torch.float32).min, 0)
+    bias[0, :, :1] = torch.finfo(torch.float32).min
+    out = by_triton(tensors, bias.expand(BATCH, HEADS, QUERIES, KEYS))[0]
+    right = by_formula(tensors, bias, torch.float64)[0]
+    torch.testing.assert_close(out.double(), right, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", ["for all heads", "for all queries and heads"])
+def test_tiles_that_a_mask_removes_are_not_computed(shape: str, device: torch.device) -> None:
+    """What is not a number there reaches nothing."""
+    tensors = inputs(torch.float16, device)
+    bias = bias_of(SHAPES[shape], -math.inf, device)
+    bias[..., 64:] = -math.inf
+    for each in tensors[1:3]:
+        each[:, :, 64:] = math.nan
+    out, _, dq, dk, dv, _ = by_triton(tensors, expanded(bias, torch.float16), with_dbias=False)
+    assert out.isfinite().all() and dq.isfinite().all()
+    assert dk[:, :, 64:].eq(0).all() and dv[:, :, 64:].eq(0).all()
+
+
+def test_a_mask_that_is_not_a_number_is_not_taken_for_one(device: torch.device) -> None:
+    tensors = inputs(torch.float16, device)
+    bias = torch.full(SHAPES["for all heads"], -math.inf, device=device)
+    bias[..., 3], bias[0, 0, 5, 65] = 0.0, math.nan
+    out = by_triton(tensors, expanded(bias, torch.float16))[0]
+    assert out[0, :, 5].isnan().all() and out[1].isfinite().all()
+
+
+def test_the_same_bits_on_every_run(device: torch.device) -> None:
+    tensors = inputs(torch.float16, device)
+    bias = expanded(bias_of(SHAPES["for all heads"], -math.inf, device), torch.float16)
+    first, second = (by_triton(tensors, bias, with_dbias=False)[:5] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_low_scores_beside_keys_that_are_not_there(
+    has_bias: bool, causal: bool, device: torch.device
+) -> None:
+    """exp(0 - L) is infinite where all of a query's scores are under -89."""
+    tensors = inputs(torch.float32 if device.type == "cpu" else torch.float16, device)
+    tensors[0], tensors[1] = tensors[0] * 0.1 + 8, tensors[1] * 0.1 - 8
+    bias = torch.zeros(BATCH, HEADS, QUERIES, KEYS, device=device, dtype=tensors[0].dtype)
+    right = by_formula(tensors, bias, torch.float64, causal=causal)
+    native = by_formula(tensors, bias, tensors[0].dtype, causal=causal)
+    assert right[1].max() < -200
+    assert_right(by_triton(tensors, bias if has_bias else None, causal=causal), native, right)
+
+
+def test_the_largest_head_dimension_is_the_kernels() -> None:
+    assert overrides.MAX_DIM == triton_kernels.MAX_DIM
+
+
+# ------------------------------------------------------------------ through the ops
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[list[opgraft.Override]]:
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    yield overrides.register("CPU")
+
+
+MASKS = {
+    "boolean": lambda: torch.rand(BATCH, 1, QUERIES, KEYS) > 0.3,
+    "padding": lambda: (torch.arange(KEYS) < torch.tensor([[KEYS], [41]]))[:, None, None],
+    "of two dimensions": lambda: torch.randn(QUERIES, KEYS).half(),
+    "float32": lambda: torch.randn(BATCH, HEADS, QUERIES, KEYS),
+    "of one batch": lambda: torch.randn(1, HEADS, QUERIES, KEYS).half(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_sdpa_with_a_mask_hits_on_cpu(name: str, on_cpu: list[opgraft.Override]) -> None:
+    *leaves, grad = inputs(torch.float16, torch.device("cpu"))
+    mask = MASKS[name]()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        q, k, v = (each.detach().requires_grad_() for each in leaves)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out, *torch.autograd.grad(out, (q, k, v), grad)
+
+    ours = run()
+    assert [override.hits for override in on_cpu] == [1, 1]
+    with opgraft.disabled():
+        native = run()
+    for one, other in zip(ours, native, strict=True):
+        torch.testing.assert_close(one, other, rtol=4e-3, atol=4e-3)
+        assert one.stride() == other.stride()
+
+
+def _layout(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.shape, value.stride()
+
+
+def _on_meta(named: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+        if isinstance(each, torch.Tensor)
+        else each
+        for name, each in named.items()
+    }
+
+
+def _call(op: Any, named: dict[str, Any]) -> Any:
+    arguments = op._schema.arguments
+    positional = [named[each.name] for each in arguments if not each.kwarg_only]
+    return op(*positional, **{each.name: named[each.name] for each in arguments if each.kwarg_only})
+
+
+@pytest.mark.parametrize("wants_dbias", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_bias_has_the_gradient_that_the_efficient_op_promises(
+    is_causal: bool, wants_dbias: bool
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    op = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    q, k, v, grad = inputs(torch.float16, torch.device("cpu"))
+    k, v = k[:, :, :QUERIES].contiguous(), v[:, :, :QUERIES].contiguous()
+    bias = torch.randn(BATCH, HEADS, QUERIES, QUERIES).half()
+    out, logsumexp, *seeds = aten.efficient_forward(
+        "triton_kernels", q, k, v, bias, True, 0.0, is_causal
+    )
+    values = (grad, q, k, v, bias, out, logsumexp, *seeds, 0.0)
+    values = (*values, [True, True, True, wants_dbias], is_causal)
+    ours = aten.efficient_backward("triton_kernels", *values)
+    names = [each.name for each in op._schema.arguments]
+    named = {**dict(zip(names, values, strict=False)), "scale": None}
+    promised = _call(op, _on_meta(named))
+    assert [_layout(each) for each in ours] == [_layout(each) for each in promised]
+    right = by_formula([q, k, v, grad], bias, torch.float64, causal=is_causal)
+    expected = right[2:] if wants_dbias else right[2:5]
+    for one, other in zip(ours, expected, strict=False):
+        torch.testing.assert_close(one.double(), other, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+@pytest.mark.parametrize("dim", [40, 64, 72, 128, 256])
+@pytest.mark.parametrize("shape", ["for each score", "for all heads", "for all queries and heads"])
+def test_sdpa_with_a_mask_hits_on_a_gpu(
+    shape: str, dim: int, backend: SDPBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the tables say."""
+    monkeypatch.setattr(overrides, "_crossover", lambda *_, **__: None)
+    if backend is SDPBackend.CUDNN_ATTENTION and dim > 128:
+        pytest.skip("cuDNN takes no such heads")
+    overrides.register("CUDA")
+    device = torch.device("cuda")
+    torch.manual_seed(3)
+    q, k, v, grad = (
+        torch.randn(BATCH, HEADS, 200, dim, device=device, dtype=torch.bfloat16) for _ in range(4)
+    )
+    queries = 1 if SHAPES[shape][2] == 1 else 200
+    mask = bias_of((*SHAPES[shape][:2], queries, 200), 0.0, device).to(q.dtype)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    ours = run()
+    hits = {each.name: each.hits for each in opgraft.overrides() if each.hits}
+    assert len(hits) == 2 and all(".masked." in name for name in hits)
+    with opgraft.disabled():
+        native = run()
+    *leaves, expected = (each.double().requires_grad_() for each in (q, k, v, mask))
+    scores = leaves[0] @ leaves[1].mT * dim**-0.5 + expected
+    out = scores.softmax(-1) @ leaves[2]
+    right = (out, *torch.autograd.grad(out, leaves, grad.double()))
+    for one, other, each in zip(ours, native, right, strict=True):
+        assert one.stride() == other.stride()
+        error, yardstick = ((x.double() - each).abs().max() for x in (one, other))
+        assert error <= 2 * yardstick + 4 * torch.finfo(one.dtype).eps
+
+
+# ------------------------------------------------------------------ conditions and crossovers
+
+MASKED = [op.name for op in overrides._MASKED_OPS]
+
+
+def _named(op: str, *changes: tuple[str, Any], **features: Any) -> dict[str, Any]:
+    """A call that the crossover's samples make, with some of the arguments changed."""
+    given = {"rows": 2**8, "keys": 2**5, "dim": 64, "itemsize": 2, **features}
+    (named,) = samples.calls(op, torch.device("cpu"), **given)
+    return {**named, **dict(changes)}
+
+
+def _holds(op: str, named: dict[str, Any]) -> bool:
+    """Without what is about the device."""
+    found = next(each for each in overrides._UNMASKED_OPS if each.name == op)
+    return overrides._dense(found, with_bias=True).holds(named)
+
+
+@pytest.mark.parametrize("for_all_heads", [0, 1])
+@pytest.mark.parametrize("for_all_queries", [0, 1])
+@pytest.mark.parametrize("op", MASKED)
+def test_masks_are_taken(op: str, for_all_queries: int, for_all_heads: int) -> None:
+    named = _named(op, for_all_queries=for_all_queries, for_all_heads=for_all_heads)
+    assert _holds(op, named)
+    assert not _holds(op, {**named, "attn_bias": None})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bias: bias.double(),
+        lambda bias: bias.to("meta"),
+        lambda bias: bias > 0,
+        lambda bias: bias[..., 1:],
+        lambda bias: bias[..., 1:, :],
+        lambda bias: bias[0],
+        lambda bias: bias[None],
+        lambda bias: torch.cat([bias, bias], 1),
+        lambda bias: torch.cat([bias, bias], 0),
+    ],
+)
+@pytest.mark.parametrize("op", MASKED)
+def test_masks_of_other_kinds_are_native_s(op: str, change: Any) -> None:
+    named = _named(op, for_all_queries=0, for_all_heads=0)
+    assert not _holds(op, {**named, "attn_bias": change(named["attn_bias"])})
+
+
+@pytest.mark.parametrize("op", MASKED)
+def test_a_mask_of_one_head_is_the_efficient_op_s_if_it_is_expanded(op: str) -> None:
+    """Its backward returns a gradient of the mask's size."""
+    named = _named(op, for_all_queries=0, for_all_heads=0)
+    one = named["attn_bias"][:, :1]
+    assert _holds(op, {**named, "attn_bias": one}) == ("efficient" not in op)
+    assert _holds(op, {**named, "attn_bias": one.expand_as(named["attn_bias"])})
+
+
+@pytest.mark.crossovers
+@pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize("op", overrides._UNMASKED_OPS, ids=lambda op: op.name)
+def test_samples_fall_into_their_cells(op: overrides._Op, is_masked: bool) -> None:
+    if is_masked and op.name not in MASKED:
+        pytest.skip("it has no mask")
+    crossover = overrides._crossover(op, is_masked=is_masked)
+    made = 0
+    for rows, keys, dim in (
+        (2**8, 2**5, 32),
+        (2**10, 2**5, 72),
+        (2**9, 2**8, 128),
+        (2**8, 2**9, 64),
+    ):
+        for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim, "itemsize": 2}
+            if is_masked:
+                features |= {"for_all_queries": first, "for_all_heads": second}
+            else:
+                features["is_causal"] = bool(first)
+            for named in samples.calls(op.name, torch.device("cpu"), **features):
+                made += 1
+                found = {key: each.evaluate(named) for key, each in crossover.features.items()}
+                for key in ("rows", "keys"):
+                    assert features[key] <= found.pop(key) < 2 * features[key], key
+                assert found == {key: features[key] for key in found}
+                assert overrides._dense(op, with_bias=is_masked).holds(named)
+    assert made > 8
