@@ -4,6 +4,7 @@ the overrides, and flash-attn-4's own functions where it is installed.
     python benchmarks/attention.py              # 16384 tokens of width 2048, 512 to 16384 long
     python benchmarks/attention.py --dims       # the other head dimensions, and query groups
     python benchmarks/attention.py --crossover  # from which size an override pays, host included
+    python benchmarks/attention.py --everywhere # with masks, of other heads, in float32
     python benchmarks/attention.py --smoke      # tiny, without a GPU: does this script work?
 
 TFLOP/s count the two matrix products of a forward, 4 * batch * heads * queries * keys * dim
@@ -33,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
+import _everywhere
 from _gpu import Call, end_to_end_time, gpu_times
 
 import opgraft
@@ -405,7 +407,13 @@ def smoke() -> None:
         native = _through_sdpa(case, inputs, _native)
         torch.testing.assert_close(ours.forward(), native.forward(), rtol=0.01, atol=0.01)
         torch.testing.assert_close(ours.backward(), native.backward(), rtol=0.01, atol=0.01)
-    assert all(override.hits >= 2 for override in overrides)
+    for mask in ("causal and padding", "bias"):
+        row = _everywhere.Row("smoke", 2, 2, 40, 40, 24, mask, torch.float16)
+        for call in _everywhere.calls(row, "cpu"):
+            ours = call()
+            with opgraft.disabled():
+                torch.testing.assert_close(ours, call(), rtol=0.01, atol=0.01)
+    assert all(override.hits >= 4 for override in overrides)
     print("the overrides were hit and agree with native; nothing was measured")
 
 
@@ -414,6 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
     parser.add_argument("--dims", action="store_true", help="other head dimensions, and groups")
     parser.add_argument("--crossover", action="store_true", help="measure sizes around it")
+    parser.add_argument("--everywhere", action="store_true", help="masks and other kinds of calls")
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args(arguments)
     names = [*SCOPES, "flash-attn-4"]
@@ -421,6 +430,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         smoke()
     elif not torch.cuda.is_available():
         parser.error("there is no CUDA device; --smoke runs without one")
+    elif options.everywhere:
+        records = _everywhere.measure(options.rounds)
+        print("written to", save("attention_everywhere", records))
     elif options.crossover:
         records = crossover(min(options.rounds, 7))
         print("written to", save("attention_crossover", records))
