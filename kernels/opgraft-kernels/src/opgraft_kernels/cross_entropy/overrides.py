@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.cross_entropy.derivative import backward, setup_context
 from opgraft_kernels.crossovers import TABLES, misalignment
 
@@ -26,7 +27,7 @@ def condition(dispatch_key: str) -> Any:
         & (when.size("target", 0) == when.size("self", 0))
     )
     return (
-        _device(dispatch_key)
+        triton_computes("self", dispatch_key)
         # More dimensions have classes that are strided. Probabilities as targets are floats.
         & (is_row | is_matrix)
         & when.dtype("target", torch.int64)
@@ -43,18 +44,6 @@ def condition(dispatch_key: str) -> Any:
         & (when.value("reduction") <= 2)
         & (when.value("label_smoothing") >= 0)
         & (when.value("label_smoothing") <= 1)
-    )
-
-
-def _device(dispatch_key: str) -> Any:
-    if dispatch_key == "CPU":
-        # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
-        return when.dtype("self", torch.float32, torch.float16)
-    return (
-        # float64 is ATen's: the kernels compute in float32.
-        when.dtype("self", torch.float32, torch.float16, torch.bfloat16)
-        # bfloat16 begins with Ampere.
-        & (when.device_capability("self") >= (8, 0))
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import TABLES, misalignment
 
 __all__ = ["OPS", "Op", "condition", "register"]
@@ -53,7 +54,7 @@ def condition(op: Op, dispatch_key: str) -> Any:
     # Undefined, and native's, for a tensor without dimensions and for a `dim` that it has not.
     size = when.size(t, when.value("dim"))
     wanted = (
-        _device(t, dispatch_key)
+        triton_computes(t, dispatch_key)
         # An empty grid is a launch error.
         & (when.numel(t) > 0)
         # Elements of a row are indexed with 32 bits, padded to a power of two.
@@ -77,18 +78,6 @@ def condition(op: Op, dispatch_key: str) -> Any:
         & (when.numel("grad_output") == when.numel("output"))
         & (when.size("grad_output", when.value("dim")) == size)
         & _input_dtype(dispatch_key)
-    )
-
-
-def _device(tensor: str, dispatch_key: str) -> Any:
-    if dispatch_key == "CPU":
-        # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
-        return when.dtype(tensor, torch.float32, torch.float16)
-    return (
-        # float64 is ATen's: the kernels compute in float32.
-        when.dtype(tensor, torch.float32, torch.float16, torch.bfloat16)
-        # bfloat16 begins with Ampere.
-        & (when.device_capability(tensor) >= (8, 0))
     )
 
 
