@@ -56,6 +56,7 @@ def _compile_from(folder: str) -> dict[str, Found]:
     if folder:
         sys.path.insert(0, folder)
     from opgraft_kernels.cross_entropy import overrides as cross_entropy
+    from opgraft_kernels.embedding import overrides as embedding
     from opgraft_kernels.norms import overrides as norms
     from opgraft_kernels.softmax import overrides as softmax
 
@@ -72,7 +73,9 @@ def _compile_from(folder: str) -> dict[str, Found]:
     }
     hashes = _hashes(_cross_entropy_launches(), "both")
     of_cross_entropy = {"cross_entropy": Found(cross_entropy.VERSION, hashes)}
-    return {**of_norms, **of_softmax, **of_cross_entropy}
+    hashes = _hashes(_embedding_launches(), "backward")
+    of_embedding = {"embedding.backward": Found(embedding.VERSION, hashes)}
+    return {**of_norms, **of_softmax, **of_cross_entropy, **of_embedding}
 
 
 def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> Compiled:
@@ -110,6 +113,19 @@ def _cross_entropy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
     ):
         name = f"{dtype} {classes}, smoothing {smoothing}".removeprefix("torch.")
         yield name, {"both": cross_entropy_launches(dtype, 1024, classes, smoothing)}
+
+
+def _embedding_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """Rows that share a program, and that are split."""
+    import torch
+
+    from configurations import embedding_launches
+
+    for dtype, width in ((torch.bfloat16, 1024), (torch.float32, 2048)):
+        yield (
+            f"{dtype} {width}".removeprefix("torch."),
+            {"backward": embedding_launches(dtype, width)},
+        )
 
 
 def _launches(norm: str) -> Iterator[tuple[str, dict[str, list[Any]]]]:

@@ -16,6 +16,7 @@ from opgraft_kernels.rows import Launch
 __all__ = [
     "cross_entropy_launches",
     "cutedsl_kinds",
+    "embedding_launches",
     "launches",
     "norm_launches",
     "softmax_launches",
@@ -28,14 +29,16 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
     """The launches of a family of Triton kernels.
 
     Args:
-        family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"cross_entropy"`` or
-            ``"attention"``.
+        family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"cross_entropy"``,
+            ``"embedding"`` or ``"attention"``.
         capability: 80, 90 or 100.
     """
     if family == "softmax":
         return _softmax()
     if family == "cross_entropy":
         return _cross_entropy()
+    if family == "embedding":
+        return _embedding()
     return _attention(capability // 10) if family == "attention" else _norms(family)
 
 
@@ -198,6 +201,34 @@ def cross_entropy_launches(
         *kernels.plan_sums(losses, masses, loss, mass),
         kernels.plan_backward(loss, x, target, weight, statistics, mass, x, -100, smoothing),
     ]
+
+
+# ------------------------------------------------------------------ embedding
+
+
+def _embedding() -> Iterator[Launch]:
+    """Rows that share a program, that fit one, and that are split; and each option."""
+    some = embedding_launches
+    yield from some(torch.bfloat16, 2048, scaled=True)
+    for width in (96, 4096, 5496, 1001):
+        yield from some(torch.bfloat16, width)
+    yield from some(torch.float32, 1024, indices=torch.int32)
+
+
+def embedding_launches(
+    dtype: torch.dtype,
+    width: int,
+    tokens: int = 16384,
+    num_weights: int = 128256,
+    scaled: bool = False,
+    indices: torch.dtype = torch.int64,
+) -> list[Launch]:
+    """The launches of a backward."""
+    from opgraft_kernels.embedding import triton_kernels
+
+    make = functools.partial(torch.empty, device="meta")
+    g, dw = make((tokens, width), dtype=dtype), make((num_weights, width), dtype=dtype)
+    return triton_kernels.plan(g, make(tokens, dtype=indices), dw, -1, scaled)
 
 
 # ------------------------------------------------------------------ attention

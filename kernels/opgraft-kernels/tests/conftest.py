@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 import opgraft
 from opgraft_kernels.cross_entropy import overrides as cross_entropy
+from opgraft_kernels.embedding import overrides as embedding
 from opgraft_kernels.norms import overrides as norms
 from opgraft_kernels.softmax import overrides as softmax
 
@@ -41,7 +42,7 @@ def no_override_outlives_its_test() -> Iterator[None]:
 def whatever_tables_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overrides take all calls that they are right for, but in tests marked `crossovers`."""
     if request.node.get_closest_marker("crossovers") is None:
-        for family in (norms, softmax, cross_entropy):
+        for family in (norms, softmax, cross_entropy, embedding):
             monkeypatch.setattr(family, "_crossover", lambda *_: None)
 
 

@@ -103,6 +103,26 @@ def test_cross_entropy_fits(capability: int) -> None:
         assert found["widest"] >= min(16, math.gcd(classes, block) * itemsize), found
 
 
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_embedding_fits(capability: int) -> None:
+    compiled = compile_all("embedding", capability)
+    assert {found["kernel"] for found in compiled} == {
+        "_sort_kernel",
+        "_merge_kernel",
+        "_starts_kernel",
+        "_spans_kernel",
+        "_gradient_kernel",
+    }
+    for found in compiled:
+        _check(found, capability, 0)
+        if found["kernel"] == "_gradient_kernel":
+            itemsize = getattr(torch, _dtypes(found)[0]).itemsize
+            unit = found["constexprs"]["UNIT"] * itemsize
+            assert found["widest"] == max(unit, 4), found
+            # Seven programs of a multiprocessor at once, see `_TILE_BYTES`.
+            assert found["registers"] <= 72 or unit < 16, found
+
+
 def _dtypes(found: dict[str, Any]) -> list[str]:
     arguments = [each.removeprefix("torch.") for each in found["arguments"]]
     return [each for each in arguments if not each.isdigit()]

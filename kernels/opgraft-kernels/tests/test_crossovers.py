@@ -11,6 +11,7 @@ import opgraft_kernels
 from opgraft import Crossover
 from opgraft.when.grid import SteppedAxis
 from opgraft_kernels.cross_entropy import overrides as cross_entropy
+from opgraft_kernels.embedding import overrides as embedding
 from opgraft_kernels.norms import overrides as norms
 from opgraft_kernels.softmax import overrides as softmax
 
@@ -91,7 +92,38 @@ def test_samples_of_cross_entropy_fall_into_their_cells() -> None:
     assert made > 30
 
 
-BY_TABLE = ("_norm.", "softmax.", "cross_entropy", "attention.masked.", "attention.unmasked.")
+def test_samples_of_embedding_fall_into_their_cells() -> None:
+    crossover = embedding._crossover()
+    assert crossover is not None and crossover.calls is not None
+    axis = SteppedAxis(1, 1, 2**31)
+    made = 0
+    for tokens, width, num_weights, itemsize, misalignment in itertools.product(
+        (1, 256, 4096), (8, 64, 1024), (1, 512, 4096), (2, 4), (0, 1, 2)
+    ):
+        cell = {"tokens": tokens, "width": width, "num_weights": num_weights}
+        exact = {"itemsize": itemsize, "misalignment": misalignment}
+        for call in crossover.calls(CPU, **cell, **exact):
+            made += 1
+            assert embedding.condition("CPU").holds(call) or itemsize == 2
+            assert call["indices"].min() >= 0 and call["indices"].max() < num_weights
+            found = {key: each.evaluate(call) for key, each in crossover.features.items()}
+            assert {key: found[key] for key in exact} == exact
+            for key, value in cell.items():
+                assert axis.index_of(found[key]) == axis.index_of(value), (cell, found)
+    assert made > 100
+
+
+def test_no_sample_of_embedding_is_too_large() -> None:
+    crossover = embedding._crossover()
+    assert crossover is not None and crossover.calls is not None
+    largest = {"tokens": 2**18, "width": 2**13, "num_weights": 2**18}
+    assert not list(crossover.calls(CPU, **largest, itemsize=2, misalignment=0))
+
+
+BY_TABLE = (
+    *("_norm.", "softmax.", "cross_entropy", "embedding."),
+    *("attention.masked.", "attention.unmasked."),
+)
 
 
 def test_every_family_but_some_attention_declares_one(

@@ -34,6 +34,7 @@ def register() -> list[Override]:
     from opgraft import triton_utils
     from opgraft_kernels.attention import overrides as attention_overrides
     from opgraft_kernels.cross_entropy import overrides as cross_entropy
+    from opgraft_kernels.embedding import overrides as embedding
     from opgraft_kernels.norms import overrides as norms
     from opgraft_kernels.softmax import overrides as softmax
 
@@ -43,5 +44,6 @@ def register() -> list[Override]:
         *norms.register(norms.LAYER_NORM, key),
         *softmax.register(key),
         *cross_entropy.register(key),
+        *embedding.register(key),
         *attention_overrides.register(key),
     ]

@@ -1,0 +1,84 @@
+"""The override of the op that the backward of ``F.embedding`` calls; `register` puts it there.
+
+Nothing here imports Triton: the first call that the condition wants does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft_kernels.conditions import triton_computes
+from opgraft_kernels.crossovers import TABLES, misalignment
+
+__all__ = ["VERSION", "condition", "register"]
+
+
+def condition(dispatch_key: str) -> Any:
+    """Which calls go to Triton at `dispatch_key`."""
+    tokens, num_weights = when.numel("indices"), when.value("num_weights")
+    return (
+        triton_computes("grad_output", dispatch_key)
+        & when.dtype("indices", torch.int64, torch.int32)
+        & when.same_device("grad_output", "indices")
+        # An empty grid is a launch error.
+        & (when.numel("grad_output") > 0)
+        & (num_weights > 0)
+        # Fewer gradients would be read out of bounds.
+        & (when.numel("grad_output") == tokens * when.size("grad_output", -1))
+        # Tokens and rows are counted with 32 bits; tokens are rounded up to whole chunks.
+        & (tokens <= 2**30)
+        & (num_weights <= 2**30)
+    )
+
+
+#: Of the kernels: raised when they become faster or slower. A test says when they change.
+VERSION = 1
+
+_CROSSOVER = Crossover(
+    # On what it depends whether the kernels are faster than ATen's.
+    tokens=when.numel("indices"),
+    width=when.size("grad_output", -1),
+    num_weights=when.value("num_weights"),
+    itemsize=when.itemsize("grad_output"),
+    misalignment=misalignment(when.size("grad_output", -1) * when.itemsize("grad_output")),
+    calls=lazy("opgraft_kernels.embedding.samples:calls"),
+    ranges={
+        "tokens": (2**8, 2**18),
+        "width": (2**6, 2**13),
+        "num_weights": (2**9, 2**18),
+        "itemsize": (2, 4),
+        # Hardly an embedding has another width: native computes those.
+        "misalignment": (0,),
+    },
+    exact=["itemsize", "misalignment"],
+    # More tokens are sorted in more than linear time.
+    open_ended=["width", "num_weights"],
+    version=VERSION,
+    tables=TABLES,
+)
+
+
+def _crossover() -> Crossover | None:
+    return _CROSSOVER
+
+
+def register(dispatch_key: str) -> list[Override]:
+    """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
+    options: dict[str, Any] = {}
+    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
+        options = {"launch_plan": True, "crossover": _crossover()}
+    return [
+        triton_utils.register_op_override(
+            "aten",
+            "embedding_dense_backward",
+            dispatch_key,
+            lazy("opgraft_kernels.embedding.triton_kernels:embedding_dense_backward"),
+            cond=condition(dispatch_key),
+            name="opgraft_kernels.embedding.backward",
+            samples=lazy("opgraft_kernels.embedding.samples:samples"),
+            **options,
+        )
+    ]

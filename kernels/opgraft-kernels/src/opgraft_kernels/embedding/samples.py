@@ -1,0 +1,115 @@
+"""Calls of the op: for `opgraft verify` at the ends of the range, for `opgraft tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from opgraft_kernels.crossovers import aligned_width
+
+__all__ = ["calls", "samples"]
+
+#: The shape of the indices, the number of rows, the width, and what is particular.
+_CASES: tuple[tuple[tuple[int, ...], int, int, str], ...] = (
+    # Rows that share a program, that fit one, and that are split over programs; odd sizes of each.
+    ((60,), 90, 16, ""),
+    ((4, 10), 20, 100, ""),
+    ((30,), 9, 2500, ""),
+    ((3, 3, 3), 5, 1, ""),
+    ((), 10, 8, ""),
+    # Chunks that are merged, and spans of one row.
+    ((140,), 20, 33, ""),
+    ((140,), 1, 8, ""),
+    ((140,), 20, 8, "one row"),
+    ((100,), 20, 8, "padded"),
+    ((64,), 20, 8, "int32"),
+    ((100,), 20, 8, "padded, scaled"),
+    ((32,), 10, 24, "expanded"),
+    ((32,), 10, 24, "transposed"),
+    ((32,), 10, 24, "NaN"),
+    # Native's.
+    ((0,), 10, 8, ""),
+    ((4,), 10, 0, ""),
+)
+#: What would take the interpreter minutes.
+_LARGE_CASES = (
+    ((16384,), 50257, 64, ""),
+    ((16384,), 50257, 64, "one row"),
+    ((4096,), 1000, 1001, "padded, scaled"),
+)
+#: No more elements of either tensor are measured: there are several calls at once.
+_LARGEST = 2**30
+
+
+def samples(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op, as arguments by name.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    dtypes, cases = [torch.float32, torch.float16], _CASES
+    if device.type != "cpu":
+        dtypes += [torch.bfloat16, torch.float64]
+        cases += _LARGE_CASES
+    for shape, num_weights, width, particular in cases:
+        for dtype in dtypes:
+            indices = torch.randint(num_weights, shape, device=device)
+            if particular == "one row":
+                indices.fill_(num_weights // 2)
+            yield {
+                "grad_output": _gradients((*shape, width), particular, dtype, device),
+                "indices": indices.int() if particular == "int32" else indices,
+                "num_weights": num_weights,
+                "padding_idx": 3 if "padded" in particular else -1,
+                "scale_grad_by_freq": "scaled" in particular,
+            }
+
+
+def calls(
+    device: torch.device,
+    *,
+    tokens: int,
+    width: int,
+    num_weights: int,
+    itemsize: int,
+    misalignment: int,
+) -> Iterator[dict[str, Any]]:
+    """A call to measure, as arguments by name; none if there is no such call, or it is too large.
+
+    Rows are as frequent as words are: the n-th a half as often as that at n / 2.
+
+    Args:
+        device: where the tensors are to live.
+        tokens: the number of indices.
+        width: of a row, at least; less than twice as many.
+        num_weights: the number of rows.
+        itemsize: bytes of an element.
+        misalignment: of a row; see `crossovers`.
+    """
+    found = aligned_width(width, itemsize, misalignment)
+    if found is None or max(tokens, num_weights) * found > _LARGEST:
+        return
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    drawn = num_weights ** torch.rand(tokens, dtype=torch.float64, device=device)
+    yield {
+        "grad_output": torch.randn(tokens, found, dtype=dtype, device=device),
+        "indices": drawn.long() - 1,
+        "num_weights": num_weights,
+        "padding_idx": -1,
+        "scale_grad_by_freq": False,
+    }
+
+
+def _gradients(
+    shape: tuple[int, ...], particular: str, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if particular == "transposed":
+        return torch.randn(shape[::-1], dtype=dtype, device=device).t()
+    if particular == "expanded":
+        return torch.ones((), dtype=dtype, device=device).expand(shape)
+    gradients = torch.randn(shape, dtype=dtype, device=device)
+    if particular == "NaN":
+        gradients[0, 0], gradients[1, 1] = torch.nan, torch.inf
+    return gradients
