@@ -3,10 +3,10 @@
     python benchmarks/rows.py            # some minutes; needs a CUDA device
     python benchmarks/rows.py --smoke    # tiny, without a GPU: does this script work?
 
-Softmax and log-softmax, forward and backward, and cross-entropy with its backward. The limit is a
-device-to-device copy of as many bytes as must be moved: each input read once, each output written
-once (cross-entropy: its logits read twice, their gradient written once). The share of it is the
-copy's time over a contestant's.
+Softmax and log-softmax, forward and backward, cross-entropy with its backward, and the gradient of
+an embedding's weight. The limit is a device-to-device copy of as many bytes as must be moved: each
+input read once, each output written once (cross-entropy: its logits read twice, their gradient
+written once). The share of it is the copy's time over a contestant's.
 
 Times are the GPU's, medians over rounds in which every contestant takes its turn, native twice: how
 far its two times differ is what means nothing. Inputs rotate among sets that together are larger
@@ -34,6 +34,7 @@ import opgraft
 from opgraft import lazy, triton_utils
 from opgraft_kernels.cross_entropy import derivative
 from opgraft_kernels.cross_entropy.overrides import condition as cross_entropy_condition
+from opgraft_kernels.embedding.overrides import condition as embedding_condition
 from opgraft_kernels.softmax.overrides import OPS, condition
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -43,18 +44,21 @@ L2_BYTES = 2**28  # more than any has
 class Row(NamedTuple):
     """A call to measure."""
 
-    op: str  # of `OPS`, or "cross_entropy"
-    shape: tuple[int, ...]
+    op: str  # of `OPS`, "cross_entropy", or "embedding"
+    shape: tuple[int, ...]  # of an embedding: its weight's
     dim: int
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
         """What must be moved."""
+        if self.op == "embedding":
+            return (_TOKENS + self.shape[0]) * self.shape[1] * self.dtype.itemsize
         passes = 2 if self.op in ("_softmax", "_log_softmax") else 3
         return passes * math.prod(self.shape) * self.dtype.itemsize
 
 
+_TOKENS = 16384  # of an embedding
 _SOFTMAX = [op.name for op in OPS]
 _CASES = [
     # Logits: a Llama's, GPT-2's (odd), Gemma's, and of few tokens.
@@ -79,6 +83,11 @@ _CASES = [
 ROWS = [
     *(Row(op, *case) for op in _SOFTMAX for case in _CASES),
     *(Row("cross_entropy", *case) for case in _CASES if len(case[0]) == 2 and case[1] == 1),
+    # Embeddings of a Llama 3, a Llama 2, and a GPT-2.
+    *(
+        Row("embedding", shape, 0, BFLOAT16)
+        for shape in ((128256, 2048), (32000, 4096), (50257, 1024))
+    ),
 ]
 
 
@@ -93,6 +102,15 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         name="cross_entropy",
         autograd=(derivative.setup_context, derivative.backward),
     )
+    embedding = triton_utils.register_op_override(
+        "aten",
+        "embedding_dense_backward",
+        dispatch_key,
+        lazy("opgraft_kernels.embedding.triton_kernels:embedding_dense_backward"),
+        cond=embedding_condition(dispatch_key),
+        name="embedding",
+        launch_plan=dispatch_key == "CUDA",
+    )
     softmax = [
         triton_utils.register_op_override(
             "aten",
@@ -105,11 +123,18 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         )
         for op in OPS
     ]
-    return [cross_entropy, *softmax]
+    return [cross_entropy, embedding, *softmax]
 
 
 def _call(row: Row, device: str) -> Call:
     """One call, with inputs of its own."""
+    if row.op == "embedding":
+        rows, width = row.shape
+        tokens = _TOKENS if device == "cuda" else 40
+        g = torch.randn(tokens, width, dtype=row.dtype, device=device)
+        indices = torch.randint(rows, (tokens,), device=device)
+        backward = torch.ops.aten.embedding_dense_backward
+        return lambda: backward(g, indices, rows, -1, False)
     x = torch.randn(row.shape, dtype=row.dtype, device=device)
     if row.op == "cross_entropy":
         x.requires_grad_()
@@ -179,11 +204,11 @@ def _line(record: dict[str, Any]) -> str:
 def smoke() -> None:
     """Every op at the CPU key under the interpreter: whether the script works."""
     overrides = register("CPU")
-    for op in [*_SOFTMAX, "cross_entropy"]:
+    for op in [*_SOFTMAX, "cross_entropy", "embedding"]:
         call: Callable[[], Any] = _call(Row(op, (33, 40), 1, FLOAT32), "cpu")
         torch.testing.assert_close(call(), _natively(call)())
     # Forwards are hit for the inputs of the backwards, too.
-    assert [override.hits for override in overrides] == [1, 2, 2, 1, 1]
+    assert [override.hits for override in overrides] == [1, 1, 2, 2, 1, 1]
     print("the overrides were hit and agree with native; nothing was measured")
 
 
