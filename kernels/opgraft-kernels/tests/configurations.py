@@ -250,6 +250,10 @@ def _attention(major: int) -> Iterator[Launch]:
         (torch.float32, 128, 200, (2, 16, 200, 200)),
     ):
         yield from _attention_launches(dtype, dim, length, False, major, bias)
+    for dim in (64, 128):  # one query of heads that share keys
+        yield from _attention_launches(
+            torch.bfloat16, dim, 1024, False, major, queries=1, key_heads=4
+        )
 
 
 def _attention_launches(
@@ -259,20 +263,23 @@ def _attention_launches(
     causal: bool,
     major: int,
     bias_shape: tuple[int, ...] | None = None,
+    queries: int | None = None,
+    key_heads: int = 16,
 ) -> Iterator[Launch]:
     from opgraft_kernels.attention import triton_kernels as kernels
 
     device = kernels.Device(major)
-    x = torch.empty((2, 16, length, dim), dtype=dtype, device="meta")
+    x = torch.empty((2, 16, queries or length, dim), dtype=dtype, device="meta")
+    k = torch.empty((2, key_heads, length, dim), dtype=dtype, device="meta")
     logsumexp = torch.empty(x.shape[:3], dtype=torch.float32, device="meta")
     bias, dbias = None, None
     if bias_shape is not None:
         bias = torch.empty(bias_shape, dtype=dtype, device="meta").expand(2, 16, length, length)
         dbias = torch.empty(bias.shape, device="meta") if 0 not in bias.stride() else None
     lse = logsumexp if causal or bias is not None else None
-    yield from kernels.plan_forward(x, x, x, x, lse, 0.1, causal, device, bias)
+    yield from kernels.plan_forward(x, k, k, x, lse, 0.1, causal, device, bias)
     yield from kernels.plan_backward(
-        x, x, x, x, x, logsumexp, x, x, x, 0.1, causal, device, bias, dbias
+        x, x, k, k, x, logsumexp, x, k, k, 0.1, causal, device, bias, dbias
     )
 
 

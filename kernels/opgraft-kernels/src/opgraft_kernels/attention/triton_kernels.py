@@ -117,7 +117,9 @@ def _backward_keys_tile(device: Device, kind: Kind, length_q: int) -> Tile:
     if not kind.is_common:
         tile = _uncommon_backward_tile(kind)
         return tile._replace(q=32, k=tile.q)
-    if device.major != 9:
+    # One query Triton knows of: it unrolls the loop over queries, and cannot pipeline the one over
+    # heads that is left, since descriptors are made there.
+    if device.major != 9 or length_q == 1:
         return Tile(64, 64, 4, 2) if kind.dim <= 64 else Tile(32, 64, 8, 2)
     if kind.dim <= 64:
         return Tile(32 if length_q < 8192 else 64, 64, 4, 3, True)
