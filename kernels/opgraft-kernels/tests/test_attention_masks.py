@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,26 @@ def test_a_bias_has_any_strides(strides: str, device: torch.device) -> None:
     }[strides]()
     native, right = (by_formula(tensors, bias, each) for each in (torch.float16, torch.float64))
     assert_right(by_triton(tensors, bias), native, right)
+
+
+def test_a_bias_lies_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
+    """Where offsets of 32 bits would wrap around, there is -inf."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    apart, start = 2**26, 2**31
+    # Of the file only what is written takes space.
+    size = start + KEYS * apart
+    far = torch.from_file(str(tmp_path / "far"), shared=True, size=size, dtype=torch.float16)
+    far[:start:apart] = -math.inf
+    bias = far[start::apart].expand(BATCH, HEADS, QUERIES, KEYS)
+    tensors = inputs(torch.float16, torch.device("cpu"))
+    near = bias.contiguous()[:, :, :1].expand_as(bias)
+    for one, other in zip(
+        by_triton(tensors, bias, with_dbias=False)[:5],
+        by_triton(tensors, near, with_dbias=False)[:5],
+        strict=True,
+    ):
+        assert one is not None and other is not None and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("shape", ["for all heads", "for each score", "for all queries and heads"])

@@ -252,7 +252,8 @@ def backward_keys_kernel(
         if BIAS != NO_BIAS:
             bias_head = head_at(bias_ptr, batch, head, stride_sb, stride_sh, UNIT_BIAS)
         if BIAS == BY_KEY:
-            own = tl.load(bias_head + key * stride_sn, mask=key < length_k, other=-INF)
+            own_ptrs = bias_head + key.to(tl.int64) * stride_sn
+            own = tl.load(own_ptrs, mask=key < length_k, other=-INF)
             last = tl.where(tl.sum((own != -INF).to(tl.int32), axis=0) == 0, unmasked, end)
         if CAUSAL:
             dk, dv = _gather_keys(
