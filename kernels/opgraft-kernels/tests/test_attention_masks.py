@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,9 @@ def assert_right(
 ) -> None:
     """At most twice the error that the formula has in the same dtype, and some roundings."""
     for name, one, other, expected in zip(NAMES, ours, native, right, strict=True):
-        if one is None:
-            continue
         there = expected.isfinite()  # a logsumexp of -inf is inf with us
+        if one is None or not there.any():
+            continue
         scale = expected[there].abs().max().clamp(min=1.0)
         worst = ((one.double() - expected)[there] / scale).abs().max()
         yardstick = ((other.double() - expected)[there] / scale).abs().max()
@@ -133,6 +134,55 @@ def test_causal_with_a_bias(shape: str, device: torch.device) -> None:
         by_formula(tensors, bias, each, causal=True) for each in (torch.float16, torch.float64)
     )
     assert_right(by_triton(tensors, bias, causal=True), native, right)
+
+
+def _random_call(
+    seed: int, device: torch.device
+) -> tuple[list[torch.Tensor], torch.Tensor, bool, bool]:
+    """Query, key, value, the output's gradient, a bias with tiles of -inf, of 0 and of numbers;
+    whether it is causal, and whether its gradient is wanted."""
+    torch.manual_seed(seed)
+    choose = random.Random(seed).choice
+    batch, (heads_k, group) = 2, choose(((1, 4), (2, 2), (4, 1), (1, 3)))
+    # Of one key the gradients of queries are 0, and what is compared would be roundings.
+    queries, keys = choose((1, 33, 64, 75)), choose((31, 64, 75))
+    dtype = choose((torch.float16, torch.float32))
+    made = [
+        torch.randn(batch, heads, length, DIM, device=device).to(dtype)
+        for heads, length in (
+            (heads_k * group, queries), (heads_k, keys), (heads_k, keys), (heads_k * group, queries)
+        )
+    ]  # fmt: skip
+    sizes = (batch, heads_k * group, queries, keys)
+    # Mostly heads share it: tiles are listed.
+    of_heads = choose((1, 1, 1, heads_k * group))
+    shape = (choose((1, batch)), of_heads, choose((1, queries, queries)), keys)
+    bias = torch.randn(shape, device=device)
+    kinds = torch.randint(0, 3, (*shape[:2], 3, 3), device=device)
+    tiles = kinds.repeat_interleave(32, 2).repeat_interleave(32, 3)[..., : shape[2], :keys]
+    bias = bias.masked_fill(tiles == 0, -math.inf).masked_fill(tiles == 1, 0.0)
+    bias = bias.to(choose((dtype, torch.float32)))
+    if choose((True, False)):
+        bias = bias.mT.contiguous().mT
+    return (
+        made,
+        bias.expand(sizes),
+        queries <= keys and choose((True, False, False)),
+        choose((True, False, False)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_calls(seed: int, device: torch.device) -> None:
+    tensors, bias, causal, with_dbias = _random_call(seed, device)
+    dtype = tensors[0].dtype
+    native, right = (
+        by_formula(tensors, bias, each, causal=causal) for each in (dtype, torch.float64)
+    )
+    ours = by_triton(tensors, bias, causal=causal, with_dbias=with_dbias)
+    assert ours[1] is not None and ours[1].isinf().equal(right[1].isinf())
+    assert all(each is None or not each.isnan().any() for each in ours)
+    assert_right(ours, native, right)
 
 
 @pytest.mark.parametrize("strides", ["transposed", "every second key", "unaligned"])
