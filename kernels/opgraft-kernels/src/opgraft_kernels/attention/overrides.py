@@ -255,6 +255,7 @@ MAX_DIM = 256
 VERSION = 1
 _MASKED_OPS = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 _UNMASKED_OPS = (*_MASKED_OPS, _FLASH, _FLASH_BACKWARD)
+_FEWEST_QUERIES = 16
 _RANGES: dict[str, tuple[Any, ...]] = {
     "rows": (2**8, 2**20),
     "keys": (2**5, 2**13),
@@ -312,6 +313,10 @@ def _condition_by_table(op: _Op, *, is_masked: bool) -> Any:
     return (
         (when.device_capability("query") >= (8, 0))
         & (half | single)
+        # What tables were not measured for: values of another dimension, and few queries, as in
+        # decoding, which leave the GPU idle, as keys are not split over programs.
+        & (dims[0] == dims[1])
+        & (when.size("query", op.length) >= _FEWEST_QUERIES)
         & _dense(op, with_bias=is_masked)
     )
 
