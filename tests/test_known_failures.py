@@ -286,13 +286,14 @@ def test_memory_stays_flat_over_many_toggles() -> None:
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
         # Each toggle publishes every chain of this process, of which other tests left hundreds.
-        toggle(1_500)  # an object that each of them leaves behind has more than 16 bytes
+        # After all other tests some 60 kB more are traced, after few toggles as after many.
+        toggle(2_500)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
     torch.softmax(x, -1)
-    assert grown < 24 * 1024
+    assert grown < 2_500 * 48  # an object that refers to another one has no less than 48 bytes
     assert override.hits == 2
 
 
