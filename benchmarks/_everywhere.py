@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _gpu import Call, gpu_times
+from _gpu import Call, gpu_times, natively
 
 import opgraft
 from opgraft import triton_utils
@@ -83,14 +83,6 @@ def calls(row: Row, device: str) -> tuple[Call, Call]:
     return forward, lambda: torch.autograd.grad(attend(), (q, k, v), grad)
 
 
-def _natively(call: Call) -> Call:
-    def native() -> object:
-        with opgraft.disabled():
-            return call()
-
-    return native
-
-
 def register() -> list[opgraft.Override]:
     """Triton's overrides of masks, other heads and float32, without their crossovers."""
     wanted = [(op, True) for op in overrides._MASKED_OPS]
@@ -114,7 +106,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     registered, records = register(), []
     for row in ROWS:
         for direction, call in zip(("forward", "both"), calls(row, "cuda"), strict=True):
-            native = [_natively(call)]
+            native = [natively(call)]
             before = sum(each.hits for each in registered)
             times = gpu_times({"native": native, "native again": native, "opgraft": [call]}, rounds)
             hits = sum(each.hits for each in registered) - before

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: timing on the GPU."""
+"""Shared by the benchmarks: timing on the GPU, and native beside the overrides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from typing import TypeAlias
 
 import torch
 
+import opgraft
+
 Call: TypeAlias = Callable[[], object]
+
+
+def natively(call: Call) -> Call:
+    """The call without any override."""
+
+    def native() -> object:
+        with opgraft.disabled():
+            return call()
+
+    return native
 
 
 def gpu_times(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, float]:

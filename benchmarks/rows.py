@@ -28,7 +28,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
-from _gpu import Call, gpu_times
+from _gpu import Call, gpu_times, natively
 
 import opgraft
 from opgraft import lazy, triton_utils
@@ -148,14 +148,6 @@ def _call(row: Row, device: str) -> Call:
     return lambda: op(grad, y, row.dim, row.dtype)
 
 
-def _natively(call: Call) -> Call:
-    def native() -> object:
-        with opgraft.disabled():
-            return call()
-
-    return native
-
-
 def _copy(row: Row) -> Call:
     source, target = torch.empty(2, row.bytes // 2, dtype=torch.uint8, device="cuda").unbind()
     return lambda: target.copy_(source)
@@ -165,7 +157,7 @@ def measure(row: Row, rounds: int) -> dict[str, Any]:
     """The record of a row."""
     sets = max(2, min(16, L2_BYTES // row.bytes + 1))
     calls = [_call(row, "cuda") for _ in range(sets)]
-    native: Sequence[Call] = [_natively(call) for call in calls]
+    native: Sequence[Call] = [natively(call) for call in calls]
     contenders: dict[str, Sequence[Call]] = {
         "copy": [_copy(row) for _ in range(sets)],
         "native": native,
@@ -206,7 +198,7 @@ def smoke() -> None:
     overrides = register("CPU")
     for op in [*_SOFTMAX, "cross_entropy", "embedding"]:
         call: Callable[[], Any] = _call(Row(op, (33, 40), 1, FLOAT32), "cpu")
-        torch.testing.assert_close(call(), _natively(call)())
+        torch.testing.assert_close(call(), natively(call)())
     # Forwards are hit for the inputs of the backwards, too.
     assert [override.hits for override in overrides] == [1, 1, 2, 2, 1, 1]
     print("the overrides were hit and agree with native; nothing was measured")

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
+import special_inputs
+
 import opgraft
 from opgraft import OpgraftError, Override
 from opgraft_kernels.cross_entropy import kept, triton_kernels
@@ -215,10 +217,8 @@ def test_logits_that_grow_lose_no_digits(
     _check(override, logits, _targets(logits), label_smoothing=0.1, weight=_weight(logits))
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sliced rows": lambda t: torch.cat([t, t[:, :3]], dim=1)[:, : t.shape[1]],
-    "misaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
-    "one row": lambda t: t[:1].expand(t.shape),
+LAYOUTS = {
+    **{name: special_inputs.LAYOUTS[name] for name in ("sliced rows", "misaligned", "one row")},
     "some rows": lambda t: t.repeat_interleave(2, dim=0)[::2],
 }
 
@@ -274,22 +274,6 @@ def test_gradients_that_are_lazy(
 # ---------------------------------------------------------------------------- the range's ends
 
 
-def _special(classes: int) -> torch.Tensor:
-    rows = torch.randn(10, classes)
-    rows[0] = -INF
-    rows[1] = -INF
-    rows[1, classes // 2] = 3.0  # one finite value
-    rows[2, 0] = NAN
-    rows[3, -1] = INF
-    rows[4] = 7.0
-    rows[5, : classes - 1] = -INF
-    rows[6, classes // 3 :] = -INF
-    rows[7] = torch.finfo(torch.float32).min
-    rows[8] = torch.linspace(-3e38, 3e38, classes)
-    rows[9] = INF
-    return rows
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("chosen", ["first", "middle", "last", "ignored"])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -302,7 +286,7 @@ def test_special_values(
     smoothing: float,
     device: torch.device,
 ) -> None:
-    logits = _special(classes).to(device)
+    logits = special_inputs.special_rows(classes).to(device)
     index = {"first": 0, "middle": classes // 2, "last": classes - 1, "ignored": -100}[chosen]
     target = torch.full((10,), index, device=device)
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+import special_inputs
+
 import opgraft
 from opgraft import Override
 from opgraft_kernels.embedding import triton_kernels
@@ -185,12 +187,8 @@ def test_special_values_stay_in_their_row(override: Override, device: torch.devi
         torch.testing.assert_close(ours, native(g, indices, 8, -1, False), equal_nan=True)
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "transposed": lambda t: t.t().contiguous().t(),
-    "sliced rows": lambda t: torch.cat([t, t[:, :3]], dim=1)[:, : t.shape[1]],
-    "spread": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
-    "misaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
-    "one row": lambda t: t[:1].expand(t.shape),
+LAYOUTS = {
+    **special_inputs.LAYOUTS,
     "one element": lambda t: t[:1, :1].expand(t.shape),
 }
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+import special_inputs
+
 import opgraft
 from opgraft import Override
 from opgraft_kernels.softmax import triton_kernels as kernels
@@ -160,12 +162,8 @@ def test_any_dimension(
     _check(function, *_random(shape, dtype, device), dim)
 
 
-LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "transposed": lambda t: t.t().contiguous().t(),
-    "sliced rows": lambda t: torch.cat([t, t[:, :3]], dim=1)[:, : t.shape[1]],
-    "spread": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
-    "misaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
-    "one row": lambda t: t[:1].expand(t.shape),
+LAYOUTS = {
+    **special_inputs.LAYOUTS,
     "one column": lambda t: t[:, :1].expand(t.shape),
 }
 
@@ -178,27 +176,10 @@ def test_layouts(function: Function, layout: str, dim: int, device: torch.device
     _check(function, x, LAYOUTS[layout](g), dim)
 
 
-def _special(size: int) -> torch.Tensor:
-    """Rows at the ends of the range."""
-    rows = torch.randn(10, size)
-    rows[0] = -INF
-    rows[1] = -INF
-    rows[1, size // 2] = 3.0  # one finite value
-    rows[2, 0] = NAN
-    rows[3, -1] = INF
-    rows[4] = 7.0
-    rows[5, : size - 1] = -INF
-    rows[6, size // 3 :] = -INF
-    rows[7] = torch.finfo(torch.float32).min
-    rows[8] = torch.linspace(-3e38, 3e38, size)
-    rows[9] = INF
-    return rows
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("size", [17, 30000], ids=["a tile", "in blocks"])
 def test_special_values(function: Function, size: int, dim: int, device: torch.device) -> None:
-    x = _special(size).to(device)
+    x = special_inputs.special_rows(size).to(device)
     x = x if dim == 1 else x.t().contiguous()
     native = function.op(x, dim, False)
     y, right = function.forward(x, dim, False), function.op(x.double(), dim, False)

@@ -37,7 +37,7 @@ def file_lock(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator
     Raises:
         OSError: the file cannot be created.
     """
-    import filelock  # torch depends on it
+    import filelock  # few need it
 
     lock = filelock.FileLock(path)
     try:

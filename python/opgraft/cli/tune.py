@@ -180,22 +180,22 @@ def _make_folders(overrides: list[Override], folder: Path | None) -> None:
 def _check_names(overrides: list[Override], folder: Path | None) -> None:
     """Raise an error where two overrides would have one place in a table, which is by name."""
 
-    def place(override: Override) -> tuple[Path, str, str]:
+    def in_table(override: Override) -> tuple[Path, str, str]:
         return _options(override, folder).folder, override.dispatch_key, override.name
 
     for each in overrides:
         # Not only those that are measured now: the others of its owner were, or will be.
         for other in opgraft.overrides():
-            if other is each or other.crossover is None or place(other) != place(each):
+            if other is each or other.crossover is None or in_table(other) != in_table(each):
                 continue
             if other in overrides or other.pack == each.pack:
                 raise click.ClickException(
-                    f"{_place(each)} and {_place(other)} are both named {each.name!r}, and would "
+                    f"{_origin(each)} and {_origin(other)} are both named {each.name!r}, and would "
                     "overwrite each other in the table: give one of them another name="
                 )
 
 
-def _place(override: Override) -> str:
+def _origin(override: Override) -> str:
     return f"{override.pack or 'user'}'s {override.op} at {override.dispatch_key}"
 
 
@@ -216,7 +216,7 @@ def _picture_names(overrides: list[Override]) -> list[str]:
 
     short = Counter(plain(each.name) for each in overrides)
     names = [
-        plain(each.name if short[plain(each.name)] == 1 else f"{each.name} of {_place(each)}")
+        plain(each.name if short[plain(each.name)] == 1 else f"{each.name} of {_origin(each)}")
         for each in overrides
     ]
     return [

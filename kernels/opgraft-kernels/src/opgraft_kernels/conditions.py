@@ -19,6 +19,6 @@ def triton_computes(tensor: str, dispatch_key: str) -> Any:
     return (
         # float64 is ATen's: the kernels compute in float32.
         when.dtype(tensor, torch.float32, torch.float16, torch.bfloat16)
-        # bfloat16 begins with Ampere.
+        # bfloat16 and asynchronous copies to shared memory begin with Ampere.
         & (when.device_capability(tensor) >= (8, 0))
     )

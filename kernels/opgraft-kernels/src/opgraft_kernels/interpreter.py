@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import triton
@@ -39,10 +38,11 @@ def _patch_once_a_launch(interpreter: Any) -> None:
     patch = interpreter._patch_lang
 
     def patch_if_needed(fn: Any) -> Any:
-        modules = [each for each in fn.__globals__.values() if inspect.ismodule(each)]
-        if any(tl.core.is_builtin(each.load) for each in (tl, tl.core) if each in modules):
+        seen = {id(each) for each in fn.__globals__.values()}
+        modules = [each for each in (tl, tl.core) if id(each) in seen]
+        if not modules or any(tl.core.is_builtin(each.load) for each in modules):
             return patch(fn)
-        return interpreter._LangPatchScope() if tl in modules or tl.core in modules else patch(fn)
+        return interpreter._LangPatchScope()  # nothing to be put back
 
     interpreter._patch_lang = patch_if_needed
 

@@ -168,8 +168,8 @@ def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
     ]
     for mask in ("attn_bias", "attn_mask"):
         if mask in names:
-            choices = {False: when.is_none(mask), True: _valid_bias(op, mask)}
-            valid.append(_any(choices.values()) if with_bias is None else choices[with_bias])
+            choices = [] if with_bias else [when.is_none(mask)]
+            valid.append(_any(choices if with_bias is False else [*choices, _valid_bias(op, mask)]))
     for mask in ("seqused_k", "alibi_slopes", "block_table"):
         if mask in names:
             valid.append(when.is_none(mask))

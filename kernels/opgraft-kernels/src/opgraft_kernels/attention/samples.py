@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["samples"]
+from . import aten
+
+__all__ = ["calls", "samples"]
 
 
 class _Case(NamedTuple):
@@ -186,21 +188,14 @@ def _of_backward(op: str, forward: dict[str, Any]) -> dict[str, Any]:
 
     How long it takes does not depend on the values, if only no exponential is infinite.
     """
+    (layout,) = (
+        each for each in (aten.CUDNN, aten.FLASH, aten.EFFICIENT) if each.backward_op == op
+    )
     query, key = forward["query"], forward["key"]
-    out = torch.randn_like(query)
-    shape: tuple[int, ...] = tuple(query.shape[:3])
-    if "cudnn" in op:
-        shape = (*shape, 1)
-    if "efficient" in op:
-        shape = (*shape[:2], -(-shape[2] // 32) * 32)
-    logsumexp = torch.full(shape, 8.0, dtype=torch.float32, device=query.device)
-    if "efficient" in op:
-        seed, offset = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    elif "cudnn" in op:
-        seed, offset = torch.zeros(2, dtype=torch.int64, device=query.device)
-    else:
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        offset = torch.zeros((), dtype=torch.uint64, device=query.device)
+    out, logsumexp = torch.randn_like(query), layout.logsumexp(query, True)
+    assert logsumexp is not None
+    results = layout.results(out, logsumexp.fill_(8.0), query, key)
+    seed, offset = results[6:8] or results[2:4]
     return {
         "grad_out": out,
         "grad_out_": out,

@@ -15,9 +15,11 @@ from .triton_tiles import (
     fast_exp,
     head_at,
     head_rows,
+    keys_seen,
     load_bias,
     load_rows,
     store_rows,
+    tiles_listed,
 )
 
 __all__ = ["backward_keys_kernel", "backward_queries_kernel", "delta_kernel"]
@@ -223,9 +225,8 @@ def backward_keys_kernel(
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, tl.program_id(0) % blocks, stride_tb, stride_tn)
-        zeros = tl.load(entries_ptr)
         end = tl.cdiv(length_q, BLOCK_Q)
-        unmasked = end - tl.load(entries_ptr + 1)
+        zeros, unmasked = tiles_listed(entries_ptr, end)
         entries_ptr += 2
     if CAUSAL:
         begin = tl.maximum(0, first - shift) // BLOCK_Q * BLOCK_Q
@@ -279,8 +280,8 @@ def backward_keys_kernel(
     dv = dv.to(dv_ptr.dtype.element_ty)
     dk_rows = head_at(dk_ptr, batch, head_k, stride_dkb, stride_dkh, UNIT)
     dv_rows = head_at(dv_ptr, batch, head_k, stride_dvb, stride_dvh, UNIT)
-    store_rows(dk_rows, dk, first, length_k, stride_dkn, DIM, BLOCK_K, BLOCK_DIM, False)
-    store_rows(dv_rows, dv, first, length_k, stride_dvn, DIM_V, BLOCK_K, BLOCK_DIM_V, False)
+    store_rows(dk_rows, dk, first, length_k, stride_dkn, DIM, BLOCK_K, BLOCK_DIM)
+    store_rows(dv_rows, dv, first, length_k, stride_dvn, DIM_V, BLOCK_K, BLOCK_DIM_V)
 
 
 @triton.jit
@@ -456,22 +457,14 @@ def backward_queries_kernel(
     if dbias_ptr is not None:
         dbias_head = dbias_ptr + flat_head.to(tl.int64) * length_q * stride_dsm
     shift = length_k - length_q
-    begin = 0
-    end = length_k
-    unmasked = length_k
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
-        unmasked = tl.load(entries_ptr)
         end = tl.cdiv(length_k, BLOCK_K)
-        begin = end - tl.load(entries_ptr + 1)
+        unmasked, begin = tiles_listed(entries_ptr, end)
         entries_ptr += 2
     else:
-        if CAUSAL:
-            end = tl.minimum(length_k, first + BLOCK_Q + shift)
-            unmasked = tl.minimum(length_k, first + shift + 1)
-        if CAUSAL or HAS_TAIL:
-            unmasked = unmasked // BLOCK_K * BLOCK_K
+        unmasked, end = keys_seen(first, length_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
         begin = unmasked
     dq = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     dq = _gather_queries(
@@ -491,4 +484,4 @@ def backward_queries_kernel(
         )  # fmt: skip
     dq = (dq * grad_scale).to(dq_ptr.dtype.element_ty)
     dq_rows = head_at(dq_ptr, batch, head, stride_dqb, stride_dqh, UNIT)
-    store_rows(dq_rows, dq, first, length_q, stride_dqm, DIM, BLOCK_Q, BLOCK_DIM, False)
+    store_rows(dq_rows, dq, first, length_q, stride_dqm, DIM, BLOCK_Q, BLOCK_DIM)

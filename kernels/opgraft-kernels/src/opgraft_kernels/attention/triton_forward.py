@@ -15,9 +15,11 @@ from .triton_tiles import (
     fast_exp,
     head_at,
     head_rows,
+    keys_seen,
     load_bias,
     load_rows,
     store_rows,
+    tiles_listed,
 )
 
 __all__ = ["forward_kernel"]
@@ -182,21 +184,14 @@ def forward_kernel(
     if BIAS != NO_BIAS:
         bias_head = head_at(bias_ptr, batch, head, stride_sb, stride_sh, UNIT_BIAS)
     shift = length_k - length_q
-    begin = 0
-    end = length_k
-    unmasked = length_k
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
-        unmasked = tl.load(entries_ptr)
         end = tl.cdiv(length_k, BLOCK_K)
-        begin = end - tl.load(entries_ptr + 1)
+        unmasked, begin = tiles_listed(entries_ptr, end)
         entries_ptr += 2
     else:
-        if CAUSAL:
-            end = tl.minimum(length_k, first + BLOCK_Q + shift)
-            unmasked = tl.minimum(length_k, first + shift + 1)
-        unmasked = unmasked // BLOCK_K * BLOCK_K
+        unmasked, end = keys_seen(first, length_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
         begin = unmasked
     out = tl.zeros([BLOCK_Q, BLOCK_DIM_V], tl.float32)
     top = tl.full([BLOCK_Q], LOWEST if BIAS == NO_BIAS else -INF, tl.float32)
@@ -216,9 +211,8 @@ def forward_kernel(
 
     empty = total == 0.0
     out = (out / tl.where(empty, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
-    # Not by descriptor: one more would have to be made for a single store.
     out_rows = head_at(out_ptr, batch, head, stride_ob, stride_oh, UNIT)
-    store_rows(out_rows, out, first, length_q, stride_om, DIM_V, BLOCK_Q, BLOCK_DIM_V, False)
+    store_rows(out_rows, out, first, length_q, stride_om, DIM_V, BLOCK_Q, BLOCK_DIM_V)
     if logsumexp_ptr is not None:
         ptrs = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh) + query * stride_lm
         # Infinity where there is nothing: exp(S - L) is then 0 in anybody's backward.

@@ -18,10 +18,12 @@ __all__ = [
     "fast_exp",
     "head_at",
     "head_rows",
+    "keys_seen",
     "list_tiles_kernel",
     "load_bias",
     "load_rows",
     "store_rows",
+    "tiles_listed",
 ]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,14 +54,27 @@ def head_rows(
     BLOCK_DIM: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """A head, ``[length, DIM]``, as `load_rows` and `store_rows` take it: a descriptor, or where it
-    begins."""
+    """A head, ``[length, DIM]``, as `load_rows` takes it: a descriptor, or where it begins."""
     if DESCRIBED:
         return tl.make_tensor_descriptor(
             ptr, shape=[length, DIM], strides=[stride, 1], block_shape=[BLOCK, BLOCK_DIM]
         )
     else:
         return ptr
+
+
+@triton.jit
+def _tile(
+    rows, start, length, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Pointers to rows `start` to ``start + BLOCK``, and which of their elements there are."""
+    row = tl.arange(0, BLOCK)
+    dim = tl.arange(0, BLOCK_DIM)
+    ptrs = rows + tl.full([], start, tl.int64) * stride + row[:, None] * stride + dim[None, :]
+    mask = (start + row < length)[:, None]
+    if DIM != BLOCK_DIM:
+        mask = mask & (dim < DIM)[None, :]
+    return ptrs, mask
 
 
 @triton.jit
@@ -77,12 +92,7 @@ def load_rows(
     if DESCRIBED:
         return rows.load([start, 0])
     else:
-        row = tl.arange(0, BLOCK)
-        dim = tl.arange(0, BLOCK_DIM)
-        ptrs = rows + tl.full([], start, tl.int64) * stride + row[:, None] * stride + dim[None, :]
-        mask = (start + row < length)[:, None]
-        if DIM != BLOCK_DIM:
-            mask = mask & (dim < DIM)[None, :]
+        ptrs, mask = _tile(rows, start, length, stride, DIM, BLOCK, BLOCK_DIM)
         return tl.load(ptrs, mask=mask, other=0.0)
 
 
@@ -96,18 +106,10 @@ def store_rows(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    DESCRIBED: tl.constexpr,
 ):
-    if DESCRIBED:
-        rows.store([start, 0], value)
-    else:
-        row = tl.arange(0, BLOCK)
-        dim = tl.arange(0, BLOCK_DIM)
-        ptrs = rows + tl.full([], start, tl.int64) * stride + row[:, None] * stride + dim[None, :]
-        mask = (start + row < length)[:, None]
-        if DIM != BLOCK_DIM:
-            mask = mask & (dim < DIM)[None, :]
-        tl.store(ptrs, value, mask=mask)
+    # Not by descriptor: one would have to be made for a single store.
+    ptrs, mask = _tile(rows, start, length, stride, DIM, BLOCK, BLOCK_DIM)
+    tl.store(ptrs, value, mask=mask)
 
 
 @triton.jit
@@ -138,6 +140,25 @@ def load_bias(
 @triton.jit
 def fast_exp(x):
     return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def keys_seen(
+    first, length_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Up to which key whole tiles are seen by all queries from `first` on, and up to which any."""
+    end = length_k
+    unmasked = length_k
+    if CAUSAL:
+        end = tl.minimum(length_k, first + BLOCK_Q + shift)
+        unmasked = tl.minimum(length_k, first + shift + 1)
+    return unmasked // BLOCK_K * BLOCK_K, end
+
+
+@triton.jit
+def tiles_listed(entries_ptr, tiles):
+    """Of what `list_tiles_kernel` wrote: how many tiles are 0, and where the others begin."""
+    return tl.load(entries_ptr), tiles - tl.load(entries_ptr + 1)
 
 
 @triton.jit

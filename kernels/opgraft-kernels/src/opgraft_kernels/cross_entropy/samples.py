@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.samples import tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -54,7 +55,7 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
     for shape, particular in _CASES:
         for dtype in dtypes:
             for reduction, smoothing, is_weighted in _KINDS:
-                logits = _logits(shape, particular, dtype, device)
+                logits = tensor_of(shape, particular, dtype, device)
                 yield {
                     "self": logits,
                     "target": _target(logits, particular),
@@ -90,22 +91,6 @@ def calls(
         "ignore_index": _IGNORED,
         "label_smoothing": 0.0,
     }
-
-
-def _logits(
-    shape: tuple[int, ...], particular: str, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    if particular == "transposed":
-        return torch.randn(shape[::-1], dtype=dtype, device=device).t()
-    if particular == "sliced":
-        return torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device)[..., : shape[-1]]
-    logits = torch.randn(shape, dtype=dtype, device=device)
-    if particular == "masked":
-        logits[..., shape[-1] // 3 :] = -torch.inf
-        logits[0] = -torch.inf
-    if particular == "NaN":
-        logits[0, 0], logits[1, 1] = torch.nan, torch.inf
-    return logits
 
 
 def _target(logits: torch.Tensor, particular: str) -> torch.Tensor:

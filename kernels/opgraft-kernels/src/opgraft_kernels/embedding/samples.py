@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.samples import tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -59,7 +60,7 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
             if particular == "one row":
                 indices.fill_(num_weights // 2)
             yield {
-                "grad_output": _gradients((*shape, width), particular, dtype, device),
+                "grad_output": tensor_of((*shape, width), particular, dtype, device),
                 "indices": indices.int() if particular == "int32" else indices,
                 "num_weights": num_weights,
                 "padding_idx": 3 if "padded" in particular else -1,
@@ -100,16 +101,3 @@ def calls(
         "padding_idx": -1,
         "scale_grad_by_freq": False,
     }
-
-
-def _gradients(
-    shape: tuple[int, ...], particular: str, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    if particular == "transposed":
-        return torch.randn(shape[::-1], dtype=dtype, device=device).t()
-    if particular == "expanded":
-        return torch.ones((), dtype=dtype, device=device).expand(shape)
-    gradients = torch.randn(shape, dtype=dtype, device=device)
-    if particular == "NaN":
-        gradients[0, 0], gradients[1, 1] = torch.nan, torch.inf
-    return gradients

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
+from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import TABLES, misalignment
 from opgraft_kernels.norms import in_graphs
 
@@ -183,12 +184,7 @@ def _device(norm: Norm, dispatch_key: str) -> Any:
         return when.dtype("input", *norm.cpu_dtypes) & (
             when.numel("input") // when.size("input", -1) >= _CPU_ROWS
         )
-    return (
-        # float64 is ATen's: the kernels compute in float32.
-        when.dtype("input", torch.float32, torch.float16, torch.bfloat16)
-        # bfloat16 and asynchronous copies to shared memory begin with Ampere.
-        & (when.device_capability("input") >= (8, 0))
-    )
+    return triton_computes("input", dispatch_key)
 
 
 def _loads_by_16_bytes(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.samples import tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -55,7 +56,7 @@ def samples(function: str, direction: str, device: torch.device) -> Iterator[dic
         dtypes += [torch.bfloat16, torch.float64]
     for shape, dim, particular in _CASES:
         for dtype in dtypes:
-            x = _input(shape, particular, dtype, device)
+            x = tensor_of(shape, particular, dtype, device)
             yield make(x, torch.randn_like(x), dim)
     if device.type != "cpu":
         x = torch.randn(64, 200, dtype=torch.float16, device=device)
@@ -107,19 +108,3 @@ def _call(
         return {"self": x, "dim": dim, "half_to_float": half_to_float}
     output = getattr(torch, function)(x.to(grad.dtype), dim)
     return {"grad_output": grad, "output": output, "dim": dim, "input_dtype": x.dtype}
-
-
-def _input(
-    shape: tuple[int, ...], particular: str, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    if particular == "transposed":
-        return torch.randn(shape[::-1], dtype=dtype, device=device).t()
-    if particular == "sliced":
-        return torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device)[..., : shape[-1]]
-    x = torch.randn(shape, dtype=dtype, device=device)
-    if particular == "masked":
-        x[..., shape[-1] // 3 :] = -torch.inf
-        x[0] = -torch.inf
-    if particular == "NaN":
-        x[0, 0], x[1, 1] = torch.nan, torch.inf
-    return x

@@ -1,0 +1,34 @@
+"""Tensors that samples of several families have alike."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["tensor_of"]
+
+
+def tensor_of(
+    shape: tuple[int, ...], particular: str, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Random numbers, of a layout or with values that are particular.
+
+    Args:
+        shape: of two dimensions for ``"transposed"`` and ``"NaN"``.
+        particular: ``"transposed"``, ``"sliced"`` or ``"expanded"`` in memory; ``"masked"`` or
+            ``"NaN"`` in its values; anything else: neither.
+        dtype: of the tensor.
+        device: where it is to live.
+    """
+    if particular == "transposed":
+        return torch.randn(shape[::-1], dtype=dtype, device=device).t()
+    if particular == "sliced":
+        return torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device)[..., : shape[-1]]
+    if particular == "expanded":
+        return torch.ones((), dtype=dtype, device=device).expand(shape)
+    tensor = torch.randn(shape, dtype=dtype, device=device)
+    if particular == "masked":
+        tensor[..., shape[-1] // 3 :] = -torch.inf
+        tensor[0] = -torch.inf
+    if particular == "NaN":
+        tensor[0, 0], tensor[1, 1] = torch.nan, torch.inf
+    return tensor
