@@ -716,3 +716,29 @@ def test_each_way_has_its_turn_in_its_scope() -> None:
         turns.round()
     assert len(turns.ratios("slow", "fast")) == 3
     assert turns.median("slow")[0] >= 2e3
+
+
+def test_a_call_that_waits_for_the_device_is_measured_nevertheless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device's sleep is over whenever it returns: no longer one would be long enough."""
+    slept: list[int] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None: ...
+        def record(self) -> None: ...
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Event) -> float:
+            return 8.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append, raising=False)
+    _, seconds, cycles = timing._cuda_burst([lambda: None], 4, 1_000_000)
+    assert seconds == pytest.approx(0.002)
+    assert cycles == slept[-1] and max(slept) < 2**29
+    # The next turn does not begin all over.
+    _, _, again = timing._cuda_burst([lambda: None], 4, cycles)
+    assert again == cycles and slept[-1] == cycles
