@@ -1,12 +1,13 @@
 """Attention as models call it beyond long causal sequences: masks, biases, other heads, float32.
 
 `attention.py --everywhere` measures it. Every row is a call of F.scaled_dot_product_attention, or
-its backward, with the overrides and without: torch's own choice of a backend both times. The
-overrides take all that they are right for, whatever tables say.
+its backward, with the overrides and without: torch's own choice of a backend both times. Beside the
+overrides as tables decide, each DSL's take all that they are right for.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from _gpu import Call, gpu_times, natively
 
 import opgraft
-from opgraft import triton_utils
+from opgraft import cutedsl_utils, triton_utils
 from opgraft_kernels.attention import overrides
 
 BFLOAT16 = torch.bfloat16
@@ -83,42 +84,80 @@ def calls(row: Row, device: str) -> tuple[Call, Call]:
     return forward, lambda: torch.autograd.grad(attend(), (q, k, v), grad)
 
 
-def register() -> list[opgraft.Override]:
-    """Triton's overrides of masks, other heads and float32, without their crossovers."""
-    wanted = [(op, True) for op in overrides._MASKED_OPS]
-    wanted += [(op, False) for op in overrides._UNMASKED_OPS]
-    return [
-        triton_utils.register_op_override(
-            "aten",
-            op.name,
-            "CUDA",
-            overrides._impl(op, "triton_kernels"),
-            cond=overrides._condition_by_table(op, is_masked=is_masked),
-            name=f"{op.name}, {'masked' if is_masked else 'unmasked'}",
-            launch_plan=True,
-        )
-        for op, is_masked in wanted
-    ]
+_FORCED = {"Triton": ("triton_kernels", 10), "FlashAttention-4": ("cutedsl_kernels", 11)}
+
+
+def _register_all() -> None:
+    """The pack's overrides, and before them, by contestant, those of one DSL that take every call
+    that they are right for, whatever tables say."""
+    overrides.register("CUDA")
+    kinds = [(op, overrides._MASKED) for op in overrides._MASKED_OPS]
+    kinds += [(op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS]
+    if overrides._has_flash_attn_4():
+        ops = (overrides._CUDNN, overrides._CUDNN_BACKWARD)
+        kinds += [(op, overrides._UNMASKED_CUTEDSL) for op in ops]
+    for contestant, (kernels, priority) in _FORCED.items():
+        utils = triton_utils if kernels == "triton_kernels" else cutedsl_utils
+        for op, kind in kinds:
+            if kind.kernels == kernels:
+                utils.register_op_override(
+                    "aten",
+                    op.name,
+                    "CUDA",
+                    overrides._impl(op, kernels),
+                    cond=overrides._condition_by_table(op, kind),
+                    name=f"{contestant}, {op.name}, {kind.name}",
+                    priority=priority,
+                    launch_plan=True,
+                )
+
+
+def _without(call: Call, *contestants: str) -> Call:
+    """The call without what is registered for some contestants."""
+    names = [each.name for each in opgraft.overrides() if each.name.startswith(contestants)]
+
+    def run() -> object:
+        with ExitStack() as scopes:
+            for name in names:
+                scopes.enter_context(opgraft.disabled(name=name))
+            return call()
+
+    return run
+
+
+def _hits(call: Call) -> set[str]:
+    """The names of the overrides that a call hits."""
+    before = {each.name: each.hits for each in opgraft.overrides()}
+    call()
+    return {each.name for each in opgraft.overrides() if each.hits > before[each.name]}
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     """A record of each row and direction: medians of rounds in which all take turns."""
-    registered, records = register(), []
+    _register_all()
+    records = []
     for row in ROWS:
         for direction, call in zip(("forward", "both"), calls(row, "cuda"), strict=True):
+            ways = {
+                "opgraft": _without(call, *_FORCED),
+                "Triton": _without(call, "FlashAttention-4"),
+                "FlashAttention-4": _without(call, "Triton"),
+            }
+            hits = {name: sorted(_hits(way)) for name, way in ways.items()}
+            contenders = {name: [way] for name, way in ways.items() if hits[name]}
+            for name in _FORCED:  # where the pack's own answer in its place, it is not in the race
+                if not any(each.startswith(name) for each in hits[name]):
+                    contenders.pop(name, None)
             native = [natively(call)]
-            before = sum(each.hits for each in registered)
-            times = gpu_times({"native": native, "native again": native, "opgraft": [call]}, rounds)
-            hits = sum(each.hits for each in registered) - before
+            times = gpu_times({"native": native, "native again": native, **contenders}, rounds)
             records.append(
                 {
                     **row._asdict(),
                     "dtype": str(row.dtype).removeprefix("torch."),
                     "direction": direction,
-                    "hits": hits,
+                    "hits": hits["opgraft"],
                     "microseconds": {name: time * 1e3 for name, time in times.items()},
-                    "native / opgraft": times["native"] / times["opgraft"],
-                    "native / native": times["native"] / times["native again"],
+                    "speedups": {name: times["native"] / time for name, time in times.items()},
                 }
             )
             print(_line(records[-1]), flush=True)
@@ -127,9 +166,17 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    times = record["microseconds"]
+    speedups = dict(record["speedups"])
+    del speedups["native"]
+    control = speedups.pop("native again")
+    if not record["hits"]:
+        speedups["opgraft"] = "declines"
     return (
-        f"{record['who']:34} {record['direction']:8} native {times['native']:7.0f} us | "
-        f"opgraft {times['opgraft']:7.0f} us | {record['native / opgraft']:.2f} "
-        f"(control {record['native / native']:.2f}){'' if record['hits'] else ' not taken'}"
+        f"{record['who']:34} {record['direction']:8} "
+        f"native {record['microseconds']['native']:7.0f} us | "
+        + " | ".join(
+            f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in speedups.items()
+        )
+        + f" (control {control:.2f})"
     )

@@ -288,7 +288,11 @@ def _attention_kinds() -> Iterator[Any]:
     from opgraft_kernels.attention.cutedsl_kernels import Kind
 
     for dim, dim_v, causal in (
+        (40, 40, False),
         (64, 64, True),
+        (72, 72, False),
+        (80, 80, True),
+        (88, 88, False),
         (96, 96, False),
         (128, 128, True),
         (192, 128, False),

@@ -595,6 +595,11 @@ DIM_CASES = [
     Case(2, 4, 4, 515, 515, 96, 96, True, True),
     Case(2, 4, 4, 515, 515, 192, 128, True),
     Case(2, 4, 2, 515, 515, 256, 256, False, True),
+    Case(2, 4, 4, 515, 77, 40, 40, False, True),
+    Case(2, 4, 4, 197, 197, 64, 64, False, True),
+    Case(2, 4, 4, 300, 300, 72, 72, False, True),
+    Case(2, 4, 2, 515, 515, 80, 80, True, True),
+    Case(2, 4, 4, 257, 257, 88, 88, False, True),
 ]
 
 

@@ -471,13 +471,27 @@ def test_a_mask_of_one_head_is_the_efficient_op_s_if_it_is_expanded(op: str) -> 
     assert _holds(op, {**named, "attn_bias": one.expand_as(named["attn_bias"])})
 
 
+@pytest.mark.parametrize(("length", "is_taken"), [(256, True), (257, False)])
+def test_long_sequences_are_native_s(length: int, is_taken: bool) -> None:
+    query = torch.empty(1, 4, 200, 64, device="meta")
+    keys = torch.empty(1, 4, length, 64, device="meta")
+    for op in overrides._MASKED_OPS:
+        condition = overrides._compared_on_a_gpu(op)
+        assert condition.holds({"query": query, "key": keys}) == is_taken
+        assert condition.holds({"query": keys, "key": query}) == is_taken
+
+
+BY_TABLE = [
+    *((op, overrides._MASKED) for op in overrides._MASKED_OPS),
+    *((op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS),
+    *((op, overrides._UNMASKED_CUTEDSL) for op in (overrides._CUDNN, overrides._CUDNN_BACKWARD)),
+]
+
+
 @pytest.mark.crossovers
-@pytest.mark.parametrize("is_masked", [True, False])
-@pytest.mark.parametrize("op", overrides._UNMASKED_OPS, ids=lambda op: op.name)
-def test_samples_fall_into_their_cells(op: overrides._Op, is_masked: bool) -> None:
-    if is_masked and op.name not in MASKED:
-        pytest.skip("it has no mask")
-    crossover = overrides._crossover(op, is_masked=is_masked)
+@pytest.mark.parametrize(("op", "kind"), BY_TABLE, ids=lambda each: each.name)
+def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._ByTable) -> None:
+    crossover = overrides._crossover(op, kind)
     made = 0
     for rows, keys, dim in (
         (2**8, 2**5, 32),
@@ -486,8 +500,10 @@ def test_samples_fall_into_their_cells(op: overrides._Op, is_masked: bool) -> No
         (2**8, 2**9, 64),
     ):
         for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim, "itemsize": 2}
-            if is_masked:
+            features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim}
+            if "itemsize" in crossover.features:
+                features["itemsize"] = 2
+            if kind.is_masked:
                 features |= {"for_all_queries": first, "for_all_heads": second}
             else:
                 features["is_causal"] = bool(first)
@@ -497,5 +513,5 @@ def test_samples_fall_into_their_cells(op: overrides._Op, is_masked: bool) -> No
                 for key in ("rows", "keys"):
                     assert features[key] <= found.pop(key) < 2 * features[key], key
                 assert found == {key: features[key] for key in found}
-                assert overrides._dense(op, with_bias=is_masked).holds(named)
+                assert overrides._dense(op, with_bias=kind.is_masked).holds(named)
     assert made > 8

@@ -122,7 +122,7 @@ def test_no_sample_of_embedding_is_too_large() -> None:
 
 BY_TABLE = (
     *("_norm.", "softmax.", "cross_entropy", "embedding."),
-    *("attention.masked.", "attention.unmasked."),
+    *("attention.masked.", "attention.unmasked"),
 )
 
 

@@ -188,7 +188,7 @@ def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
 def _valid_bias(op: _Op, mask: str) -> Any:
     """An additive mask that can be seen as ``[batch, heads, length, key length]``."""
     # The efficient op's backward returns a gradient of its size.
-    is_exact = op in (_EFFICIENT, _EFFICIENT_BACKWARD)
+    is_exact = op in _EFFICIENTS
 
     def fits(dim: int, size: Any) -> Any:
         found = when.size(mask, dim)
@@ -249,44 +249,70 @@ def _varlen(op: _Op) -> Any:
 
 # By tables: calls with an additive mask, and those without one that the constants below leave out.
 
+
+class _ByTable(NamedTuple):
+    """A kind of calls that tables decide about."""
+
+    kernels: str
+    is_masked: bool
+    # Head dimensions to measure. Others decline.
+    dims: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        which = "masked" if self.is_masked else "unmasked"
+        return which if self.kernels == "triton_kernels" else f"{which}_cutedsl"
+
+
 # The largest head dimension of Triton's kernels, in 16 bits.
 MAX_DIM = 256
+# FlashAttention-4's kernels are compiled and tested up to here, but for those of `_is_faster`.
+_MAX_CUTEDSL_DIM = 128
 # Of the kernels: raised when they become faster or slower.
 VERSION = 1
+_MASKED = _ByTable("triton_kernels", True, (32, 64, 128))
+_UNMASKED = _ByTable("triton_kernels", False, (32, 64, 80, 128))
+# What Stable Diffusion, vision transformers and Phi have. It is timed (`attention.py --everywhere`)
+# and not registered: on a GPU some tests with these dimensions failed, and the reason is not known.
+_UNMASKED_CUTEDSL = _ByTable("cutedsl_kernels", False, (40, 64, 72, 80, 88))
 _MASKED_OPS = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 _UNMASKED_OPS = (*_MASKED_OPS, _FLASH, _FLASH_BACKWARD)
-_FEWEST_QUERIES = 16
-_RANGES: dict[str, tuple[Any, ...]] = {
-    "rows": (2**8, 2**20),
-    "keys": (2**5, 2**13),
-    "dim": (32, 40, 64, 72, 80, 96, 128, 256),
-}
+_EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
+_FEWEST_QUERIES, _SHORT = 16, 256
+_RANGES: dict[str, tuple[Any, ...]] = {"rows": (2**10, 2**18), "keys": (2**5, 2**12)}
 
 
-def _crossover(op: _Op, *, is_masked: bool) -> Crossover:
-    """On what it depends whether Triton's kernels are faster than native's."""
+def _crossover(op: _Op, kind: _ByTable) -> Crossover:
+    """On what it depends whether `kind`'s kernels are faster than native's."""
     dim = when.size("query", -1)
-    # native's kernels for 32 bits are the efficient op's.
-    itemsizes = (2, 4) if op in (_EFFICIENT, _EFFICIENT_BACKWARD) else (2,)
     features: dict[str, Any] = {
         "rows": when.numel("query") // dim,
         "keys": when.size("key", op.length),
         "dim": dim,
-        "itemsize": when.itemsize("query"),
     }
-    ranges = {**_RANGES, "itemsize": itemsizes}
-    if is_masked:
+    more: dict[str, Any] = {}
+    if kind.kernels == "triton_kernels":
+        more["itemsize"] = when.itemsize("query")
+    if kind.is_masked:
         # Whether queries, and heads, share the mask: 1 or 0. How much of it there is to read.
-        more = {
-            "for_all_queries": _is_broadcast("attn_bias", -2),
-            "for_all_heads": _is_broadcast("attn_bias", -3),
-        }
+        more["for_all_queries"] = _is_broadcast("attn_bias", -2)
+        more["for_all_heads"] = _is_broadcast("attn_bias", -3)
     else:
-        more = {"is_causal": when.value("is_causal")}
+        more["is_causal"] = when.value("is_causal")
+    ranges: dict[str, tuple[Any, ...]] = {
+        **_RANGES,
+        "dim": kind.dims,
+        **dict.fromkeys(more, (0, 1)),
+    }
+    if "itemsize" in more:
+        # Calls in 32 bits are the efficient op's, and of those in 16 bits the ones with a mask that
+        # needs a gradient.
+        sizes = ((2, 4) if kind.is_masked else (4,)) if op in _EFFICIENTS else (2,)
+        ranges["itemsize"] = sizes
     return Crossover(
         calls=partial(lazy("opgraft_kernels.attention.samples:calls"), op.name),
-        ranges={**ranges, **dict.fromkeys(more, (0, 1))},
-        exact=["dim", "itemsize", *more],
+        ranges=ranges,
+        exact=["dim", *more],
         open_ended=["rows", "keys"],
         version=VERSION,
         tables=TABLES,
@@ -295,29 +321,38 @@ def _crossover(op: _Op, *, is_masked: bool) -> Crossover:
     )
 
 
+def _compared_on_a_gpu(op: _Op) -> Any:
+    """The tiles of longer sequences were timed on a GPU, but their results were compared with
+    native's in the interpreter alone."""
+    return (when.size("key", op.length) <= _SHORT) & (when.size("query", op.length) <= _SHORT)
+
+
 def _is_broadcast(mask: str, dim: int) -> Any:
     """1 where a mask of 4 dimensions is expanded, or has one element, else 0."""
     return 1 // (when.stride(mask, dim) * (when.size(mask, dim) - 1) + 1)
 
 
-def _condition_by_table(op: _Op, *, is_masked: bool) -> Any:
-    """The calls that Triton's kernels are right for: with, or without, an additive mask."""
+def _condition_by_table(op: _Op, kind: _ByTable) -> Any:
+    """The calls that `kind`'s kernels are right for."""
     dims = (when.size("query", -1), when.size("value", -1))
     # Rows of heads are read 16 bytes at a time.
-    half = when.dtype("query", torch.float16, torch.bfloat16) & _all(
-        (dim % 8 == 0) & (dim <= MAX_DIM) for dim in dims
-    )
-    single = when.dtype("query", torch.float32) & _all(
-        (dim % 4 == 0) & (dim <= MAX_DIM // 2) for dim in dims
-    )
+    if kind.kernels == "cutedsl_kernels":
+        computes = _hopper() & (dims[0] % 8 == 0) & (dims[0] <= _MAX_CUTEDSL_DIM)
+    else:
+        half = when.dtype("query", torch.float16, torch.bfloat16) & _all(
+            (dim % 8 == 0) & (dim <= MAX_DIM) for dim in dims
+        )
+        single = when.dtype("query", torch.float32) & _all(
+            (dim % 4 == 0) & (dim <= MAX_DIM // 2) for dim in dims
+        )
+        computes = (when.device_capability("query") >= (8, 0)) & (half | single)
     return (
-        (when.device_capability("query") >= (8, 0))
-        & (half | single)
+        computes
         # What tables were not measured for: values of another dimension, and few queries, as in
         # decoding, which leave the GPU idle, as keys are not split over programs.
         & (dims[0] == dims[1])
         & (when.size("query", op.length) >= _FEWEST_QUERIES)
-        & _dense(op, with_bias=is_masked)
+        & _dense(op, with_bias=kind.is_masked)
     )
 
 
@@ -460,22 +495,21 @@ def register(dispatch_key: str) -> list[Override]:
     # cuDNN is faster than Triton.
     triton_ops = (op for op in _CUDA_OPS if op not in (_CUDNN, _CUDNN_BACKWARD))
     overrides += [_register(op, "triton_kernels", "CUDA") for op in triton_ops]
-    overrides += [_register_by_table(op, is_masked=True) for op in _MASKED_OPS]
-    return [*overrides, *(_register_by_table(op, is_masked=False) for op in _UNMASKED_OPS)]
+    overrides += [_register_by_table(op, _MASKED) for op in _MASKED_OPS]
+    return [*overrides, *(_register_by_table(op, _UNMASKED) for op in _UNMASKED_OPS)]
 
 
-def _register_by_table(op: _Op, *, is_masked: bool) -> Override:
-    which = "masked" if is_masked else "unmasked"
+def _register_by_table(op: _Op, kind: _ByTable) -> Override:
     return triton_utils.register_op_override(
         "aten",
         op.name,
         "CUDA",
-        _impl(op, "triton_kernels"),
-        cond=_condition_by_table(op, is_masked=is_masked),
-        name=f"opgraft_kernels.attention.{which}.{op.name.lstrip('_')}",
+        _impl(op, kind.kernels),
+        cond=_condition_by_table(op, kind) & _compared_on_a_gpu(op),
+        name=f"opgraft_kernels.attention.{kind.name}.{op.name.lstrip('_')}",
         # What was measured for certain sizes goes first.
         priority=-1,
-        crossover=_crossover(op, is_masked=is_masked),
+        crossover=_crossover(op, kind),
         samples=None if op.is_backward else _samples(op),
         launch_plan=True,
     )

@@ -131,7 +131,7 @@ def calls(
     rows: int,
     keys: int,
     dim: int,
-    itemsize: int,
+    itemsize: int = 2,
     for_all_queries: int | None = None,
     for_all_heads: int | None = None,
     is_causal: bool = False,
@@ -168,6 +168,13 @@ def calls(
         dtype, heads, heads, queries, keys, dim, dim, is_causal, batch, bias=bias, is_projected=True
     )
     named = {**_tensors(case, device, heads_first=True), **_options(case, device)}
+    if for_all_heads:
+        # What heads share is a mask in models, and how much of it is left out matters. Here it is
+        # padding: a quarter of it, as with lengths from a half to the whole. Causal is less.
+        mask = named["attn_bias"].as_strided(bias, named["attn_bias"].stride()).zero_()
+        lengths = keys * (0.5 + (torch.arange(batch, device=device) + 0.5) / (2 * batch))
+        removed = torch.arange(keys, device=device) >= lengths[:, None]
+        mask.masked_fill_(removed[:, None, None], -torch.inf)
     if op.endswith("_backward"):
         named |= _of_backward(op, named)
     schema = getattr(torch.ops.aten, op).default._schema

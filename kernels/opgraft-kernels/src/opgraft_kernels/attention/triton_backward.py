@@ -9,6 +9,7 @@ from opgraft_kernels.rows import multiple_of
 
 from .triton_tiles import (
     BY_KEY,
+    HEADER,
     INF,
     LOG2_E,
     NO_BIAS,
@@ -225,9 +226,8 @@ def backward_keys_kernel(
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, tl.program_id(0) % blocks, stride_tb, stride_tn)
-        end = tl.cdiv(length_q, BLOCK_Q)
-        zeros, unmasked = tiles_listed(entries_ptr, end)
-        entries_ptr += 2
+        zeros, zeros_end, end = tiles_listed(entries_ptr)
+        entries_ptr += HEADER
     if CAUSAL:
         begin = tl.maximum(0, first - shift) // BLOCK_Q * BLOCK_Q
         # From here on every query sees every key of the block.
@@ -258,15 +258,15 @@ def backward_keys_kernel(
             last = tl.where(tl.sum((own != -INF).to(tl.int32), axis=0) == 0, unmasked, end)
         if CAUSAL:
             dk, dv = _gather_keys(
-                q_rows, grad_rows, lse_head, delta_head, bias_head, entries_ptr,
+                q_rows, grad_rows, lse_head, delta_head, bias_head, None,
                 k, v, dk, dv, begin, unmasked, key, length_q, length_k, shift,
                 stride_qm, stride_gm, stride_lm, stride_sm, stride_sn, scale, True, BIAS, True,
                 DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
             )  # fmt: skip
         if tiles_ptr is not None:
             dk, dv = _gather_keys(
-                q_rows, grad_rows, lse_head, delta_head, bias_head, entries_ptr,
-                k, v, dk, dv, 0, zeros, key, length_q, length_k, shift,
+                q_rows, grad_rows, lse_head, delta_head, bias_head, None,
+                k, v, dk, dv, zeros * BLOCK_Q, zeros_end * BLOCK_Q, key, length_q, length_k, shift,
                 stride_qm, stride_gm, stride_lm, stride_sm, stride_sn, scale, False, BIAS, False,
                 DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
             )  # fmt: skip
@@ -460,15 +460,18 @@ def backward_queries_kernel(
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
-        end = tl.cdiv(length_k, BLOCK_K)
-        unmasked, begin = tiles_listed(entries_ptr, end)
-        entries_ptr += 2
+        seen, unmasked, end = tiles_listed(entries_ptr)
+        seen *= BLOCK_K
+        unmasked *= BLOCK_K
+        begin = 0
+        entries_ptr += HEADER
     else:
+        seen = 0
         unmasked, end = keys_seen(first, length_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
         begin = unmasked
     dq = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     dq = _gather_queries(
-        k_rows, v_rows, bias_head, dbias_head, entries_ptr, q, grad, lse, delta, dq, 0, unmasked,
+        k_rows, v_rows, bias_head, dbias_head, None, q, grad, lse, delta, dq, seen, unmasked,
         query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn,
         stride_dsm, scale,
         False, CAUSAL, BIAS, tiles_ptr is None,

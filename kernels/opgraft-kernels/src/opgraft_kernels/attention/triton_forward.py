@@ -8,6 +8,7 @@ import triton.language as tl
 from opgraft_kernels.rows import multiple_of
 
 from .triton_tiles import (
+    HEADER,
     INF,
     LN_2,
     LOWEST,
@@ -61,7 +62,7 @@ def _attend(
 ):
     """Takes the keys from `begin` to `end` into a tile's output, maximum and sum.
 
-    With a list of tiles, `begin` and `end` are places in it. ADDED: the bias is not 0 there.
+    With a list of tiles `begin` and `end` are places in it. ADDED: the bias is not 0 there.
     """
     STEP: tl.constexpr = BLOCK_K if entries_ptr is None else 1
     for at in tl.range(begin, end, STEP, num_stages=STAGES):
@@ -187,17 +188,20 @@ def forward_kernel(
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
-        end = tl.cdiv(length_k, BLOCK_K)
-        unmasked, begin = tiles_listed(entries_ptr, end)
-        entries_ptr += 2
+        seen, unmasked, end = tiles_listed(entries_ptr)
+        seen *= BLOCK_K
+        unmasked *= BLOCK_K
+        begin = 0
+        entries_ptr += HEADER
     else:
+        seen = 0
         unmasked, end = keys_seen(first, length_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
         begin = unmasked
     out = tl.zeros([BLOCK_Q, BLOCK_DIM_V], tl.float32)
     top = tl.full([BLOCK_Q], LOWEST if BIAS == NO_BIAS else -INF, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     out, top, total = _attend(
-        q, k_rows, v_rows, bias_head, entries_ptr, out, top, total, 0, unmasked,
+        q, k_rows, v_rows, bias_head, None, out, top, total, seen, unmasked,
         query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn, scale,
         False, CAUSAL, BIAS, tiles_ptr is None,
         DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,

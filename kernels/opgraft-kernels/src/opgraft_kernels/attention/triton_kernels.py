@@ -15,8 +15,8 @@ sums dK and dV, the other walks over keys and sums dQ. That is 7 matrix products
 of one kernel that adds its parts of dQ up in memory, and yet faster here, and it has the same bits
 on every run.
 
-A bias is added to the scores: a mask is one of 0 and -inf. Where heads share it, a kernel before
-lists the tiles of each row of tiles: those that are -inf throughout are in no list, and not
+A bias is added to the scores: a mask is one of 0 and -inf. Where heads share it, two kernels before
+list the tiles of each row of tiles: those that are -inf throughout are in no list, and not
 computed; those that are 0 throughout come first, and are computed without it.
 
 On Hopper tiles are fetched by the copy engine (tensor descriptors, made in the kernel for one head
@@ -34,11 +34,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from opgraft_kernels.rows import Launch, ceil_div, unit_of
+from opgraft_kernels.rows import Launch, ceil_div, power_of_2, unit_of
 
 from .triton_backward import backward_keys_kernel, backward_queries_kernel, delta_kernel
 from .triton_forward import forward_kernel
-from .triton_tiles import BY_KEY, BY_SCORE, LOG2_E, NO_BIAS, list_tiles_kernel
+from .triton_tiles import (
+    BY_KEY,
+    BY_SCORE,
+    HEADER,
+    LOG2_E,
+    NO_BIAS,
+    list_tiles_kernel,
+    mark_tiles_kernel,
+)
 
 __all__ = ["MAX_DIM", "Device", "backward", "forward", "plan_backward", "plan_forward"]
 
@@ -72,6 +80,16 @@ class Device(NamedTuple):
 
     major: int  # of its compute capability; 0 for the interpreter
 
+    @property
+    def precision(self) -> str:
+        """Of products of float32.
+
+        Six products of bfloat16 are more exact than three of tf32, and on an H200 faster by a sixth
+        (128 heads of 64 and 1024 tokens, forward and backward). The interpreter has no name for
+        them, and computes in float32 whatever it is told.
+        """
+        return "bf16x6" if self.major else "tf32x3"
+
 
 # The smallest tile of a matrix product; heads of smaller dimension are padded with zeros.
 _MIN_BLOCK_DIM = 16
@@ -84,65 +102,81 @@ class Kind(NamedTuple):
 
     dim: int  # the larger one
     itemsize: int = 2
-    has_bias: bool = False
-
-    @property
-    def is_common(self) -> bool:
-        """Whether it is of those that tiles were measured for."""
-        return not self.has_bias and self.itemsize == 2 and self.dim <= 128
+    bias: int = NO_BIAS.value
+    # Whether so many heads share the bias that its tiles are listed.
+    is_listed: bool = False
 
 
-# The tiles for Hopper are the fastest, or nearly, of those tried on an H200 in bfloat16 with 16384
-# tokens of width 2048, 512 to 16384 long (scores of 64 x 32 to 128 x 128, 4 or 8 warps, 2 to 4
-# stages, descriptors or loads). Where sequences are short, a head's descriptors take longer to make
-# than they save. Elsewhere nothing was measured: these fit the shared memory of compute capability
-# 8.0.
+# The tiles for Hopper are the fastest, or nearly, of those tried on an H200: in bfloat16 with 16384
+# tokens of width 2048, 512 to 16384 long, and for the calls of `attention.py --everywhere` (scores
+# of 64 x 32 to 128 x 128, 4 or 8 warps, 1 to 4 stages, descriptors or loads). Where sequences are
+# short, a head's descriptors take longer to make than they save. Elsewhere nothing was measured:
+# these fit the shared memory of compute capability 8.0.
+
+# Up to here a sequence is short.
+_SHORT = 256
+
+
+def _is_measured(device: Device, kind: Kind) -> bool:
+    return device.major == 9 and kind.dim <= (128 if kind.itemsize == 2 else 64)
 
 
 def _forward_tile(device: Device, kind: Kind, length_k: int) -> Tile:
     if device.major == 0:
         return Tile(32, 32, 4, 1)
-    if not kind.is_common:
-        return _uncommon_tile(kind)
-    if device.major != 9:
-        return Tile(128, 64, 4, 3) if kind.dim <= 64 else Tile(64, 64, 4, 2)
-    if kind.dim <= 64:
-        return Tile(64, 64, 4, 3) if length_k < 8192 else Tile(64, 128, 4, 3, True)
-    return Tile(128, 64, 4, 2, True)
+    if not _is_measured(device, kind):
+        return _unmeasured_tile(kind)
+    if kind.itemsize == 4:
+        return Tile(128, 32, 4, 2)
+    if length_k <= _SHORT:
+        return Tile(64, 32, 4, 3)
+    if kind.dim > 64:
+        return Tile(128, 64, 4, 2, True)
+    if length_k < 8192 or kind.bias != NO_BIAS.value:
+        return Tile(64, 64, 4, 3)
+    return Tile(64, 128, 4, 3, True)
 
 
 def _backward_keys_tile(device: Device, kind: Kind, length_q: int) -> Tile:
     if device.major == 0:
         return Tile(32, 32, 4, 1)
-    if not kind.is_common:
-        tile = _uncommon_backward_tile(kind)
-        return tile._replace(q=32, k=tile.q)
     # One query Triton knows of: it unrolls the loop over queries, and cannot pipeline the one over
     # heads that is left, since descriptors are made there.
-    if device.major != 9 or length_q == 1:
-        return Tile(64, 64, 4, 2) if kind.dim <= 64 else Tile(32, 64, 8, 2)
-    if kind.dim <= 64:
-        return Tile(32 if length_q < 8192 else 64, 64, 4, 3, True)
-    return Tile(64, 64, 4, 2, True)
+    if not _is_measured(device, kind) or length_q == 1:
+        tile = _unmeasured_backward_tile(kind)
+        return tile if kind.dim <= 64 and kind.itemsize == 2 else tile._replace(q=32, k=tile.q)
+    if kind.itemsize == 4:
+        return Tile(32, 64, 4, 1)
+    if kind.dim > 64:
+        return Tile(64, 64, 4, 2, True)
+    if kind.bias == BY_SCORE.value and not kind.is_listed:
+        return Tile(32, 64, 4, 2, True)
+    if length_q <= _SHORT or kind.bias != NO_BIAS.value:
+        return Tile(32, 64, 4, 3)
+    return Tile(32 if length_q < 8192 else 64, 64, 4, 3, True)
 
 
 def _backward_queries_tile(device: Device, kind: Kind, length_k: int, causal: bool) -> Tile:
     if device.major == 0:
         return Tile(32, 32, 4, 1)
-    if not kind.is_common:
-        return _uncommon_backward_tile(kind)
-    if device.major != 9:
-        return Tile(64, 64, 4, 2) if kind.dim <= 64 else Tile(64, 32, 8, 2)
-    if kind.dim <= 64:
-        return Tile(128, 64, 8, 3) if length_k < 2048 else Tile(64, 64, 4, 3, True)
-    return Tile(64, 32, 4, 3, True) if causal else Tile(128, 32, 8, 3, True)
+    if not _is_measured(device, kind):
+        return _unmeasured_backward_tile(kind)
+    if kind.itemsize == 4:
+        return Tile(64, 32, 4, 1)
+    if kind.bias != NO_BIAS.value:
+        return Tile(64, 32, 4, 3) if kind.dim <= 64 else Tile(64, 64, 4, 2, True)
+    if kind.dim > 64:
+        return Tile(64, 32, 4, 3, True) if causal else Tile(128, 32, 8, 3, True)
+    if length_k <= _SHORT:
+        return Tile(64, 32, 4, 3)
+    return Tile(128, 64, 8, 3) if length_k < 2048 else Tile(64, 64, 4, 3, True)
 
 
-# What a program holds grows with a head's row: a tile has as many rows less. tf32x3 takes registers
-# for two parts of each operand.
+# What a program holds grows with a head's row: a tile has as many rows less. In float32 it takes
+# registers for three parts of each operand.
 
 
-def _uncommon_tile(kind: Kind) -> Tile:
+def _unmeasured_tile(kind: Kind) -> Tile:
     if kind.itemsize == 4:
         return Tile(64, 32, 4, 2) if kind.dim <= 64 else Tile(32, 32, 4, 1)
     if kind.dim <= 128:
@@ -150,7 +184,7 @@ def _uncommon_tile(kind: Kind) -> Tile:
     return Tile(64, 32, 8, 2)
 
 
-def _uncommon_backward_tile(kind: Kind) -> Tile:
+def _unmeasured_backward_tile(kind: Kind) -> Tile:
     if kind.itemsize == 4:
         return Tile(32, 32, 4 if kind.dim <= 64 else 8, 1)
     if kind.dim <= 128:
@@ -162,11 +196,14 @@ def _block_dim(dim: int) -> int:
     return max(_MIN_BLOCK_DIM, 1 << (dim - 1).bit_length())
 
 
-def _kind(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> Kind:
-    return Kind(max(q.shape[-1], v.shape[-1]), q.element_size(), bias is not None)
+def _kind(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool) -> Kind:
+    dim = max(q.shape[-1], v.shape[-1])
+    return Kind(dim, q.element_size(), _bias_kind(bias), _is_listed(bias, causal))
 
 
-def _constexprs(q: torch.Tensor, v: torch.Tensor, apart: tuple[int, ...]) -> dict[str, Any]:
+def _constexprs(
+    q: torch.Tensor, v: torch.Tensor, apart: tuple[int, ...], device: Device
+) -> dict[str, Any]:
     """What every kernel of a call is compiled with. `apart`: by what its tensors are strided."""
     dim, dim_v = q.shape[-1], v.shape[-1]
     return {
@@ -175,9 +212,7 @@ def _constexprs(q: torch.Tensor, v: torch.Tensor, apart: tuple[int, ...]) -> dic
         "BLOCK_DIM": _block_dim(dim),
         "BLOCK_DIM_V": _block_dim(dim_v),
         "UNIT": unit_of(q.element_size(), *apart),
-        # Three products of tf32 are as exact as float32. What it is called does not matter for 16
-        # bits.
-        "PRECISION": "tf32x3" if q.dtype is torch.float32 else "tf32",
+        "PRECISION": device.precision if q.dtype is torch.float32 else "tf32",
     }
 
 
@@ -227,6 +262,13 @@ def _bias_kind(bias: torch.Tensor | None) -> int:
     return BY_KEY.value if bias.stride(2) == 0 else BY_SCORE.value
 
 
+def _is_listed(bias: torch.Tensor | None, causal: bool) -> bool:
+    """Whether tiles that a bias leaves out are found before. Causal leaves out tiles by itself."""
+    if bias is None or causal:
+        return False
+    return bias.stride(1) == 0 and bias.shape[1] >= _LIST_FROM_HEADS
+
+
 def _plan_bias(
     bias: torch.Tensor | None, tile: Tile, causal: bool, *, by_keys: bool = False
 ) -> tuple[Bias, list[Launch]]:
@@ -235,12 +277,12 @@ def _plan_bias(
     Args:
         bias: ``[batch, heads, length_q, length_k]``, or None.
         tile: of the kernel.
-        causal: where it is causal, tiles are left out by that.
+        causal: whether attention is causal besides.
         by_keys: whether the kernel walks over queries.
     """
     kind = _bias_kind(bias)
     planned = Bias(kind, bias)
-    if bias is None or causal or bias.stride(1) != 0 or bias.shape[1] < _LIST_FROM_HEADS:
+    if bias is None or not _is_listed(bias, causal):
         return planned, []
     if by_keys and kind == BY_KEY.value:  # its program has one tile of the bias
         return planned, []
@@ -251,14 +293,16 @@ def _plan_bias(
     if kind == BY_KEY.value:
         rows = of_rows  # all rows of tiles are the same
     row_tiles, col_tiles = ceil_div(rows, of_rows), ceil_div(cols, of_cols)
-    tiles = torch.empty((batch, row_tiles, col_tiles + 2), dtype=torch.int32, device=bias.device)
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=bias.device)
+    states = empty((batch, row_tiles, col_tiles))
+    tiles = empty((batch, row_tiles, HEADER.value + col_tiles))
     across = (3, 2) if by_keys else (2, 3)
-    launch = Launch(
-        list_tiles_kernel,
-        batch * row_tiles,
+    mark = Launch(
+        mark_tiles_kernel,
+        states.numel(),
         (
             bias,
-            tiles,
+            states,
             bias.stride(0),
             *(bias.stride(dim) for dim in across),
             rows,
@@ -268,7 +312,14 @@ def _plan_bias(
         {"ROWS": of_rows, "COLS": of_cols},
         4,
     )
-    return planned._replace(tiles=tiles), [launch]
+    collect = Launch(
+        list_tiles_kernel,
+        batch * row_tiles,
+        (states, tiles, col_tiles),
+        {"BLOCK": max(power_of_2(col_tiles), 32)},
+        1,
+    )
+    return planned._replace(tiles=tiles), [mark, collect]
 
 
 # ------------------------------------------------------------------ launches
@@ -288,7 +339,7 @@ def plan_forward(
     """The launches of a forward, in the stream's order."""
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
-    tile = _forward_tile(device, _kind(q, v, bias), length_k)
+    tile = _forward_tile(device, _kind(q, v, bias, causal), length_k)
     planned, launches = _plan_bias(bias, tile, causal)
     strides = _strides(q, k, v, out)
     lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
@@ -315,7 +366,7 @@ def plan_forward(
         {
             "CAUSAL": causal,
             **planned.constexprs(),
-            **_constexprs(q, v, strides),
+            **_constexprs(q, v, strides, device),
             **tile.constexprs(),
         },
         tile.num_warps,
@@ -350,8 +401,8 @@ def plan_backward(
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
     inputs = (grad_out, q, k, v)
-    common = _constexprs(q, v, _strides(*inputs, out, dq, dk, dv))
-    kind = _kind(q, v, bias)
+    common = _constexprs(q, v, _strides(*inputs, out, dq, dk, dv), device)
+    kind = _kind(q, v, bias, causal)
     delta = torch.empty((batch, heads, length_q), dtype=torch.float32, device=q.device)
     delta_launch = Launch(
         delta_kernel,
