@@ -84,9 +84,8 @@ class Device(NamedTuple):
     def precision(self) -> str:
         """Of products of float32.
 
-        Six products of bfloat16 are more exact than three of tf32, and on an H200 faster by a sixth
-        (128 heads of 64 and 1024 tokens, forward and backward). The interpreter has no name for
-        them, and computes in float32 whatever it is told.
+        Six products of bfloat16 are more exact than three of tf32, and faster on an H200. The
+        interpreter has no name for them, and computes in float32 whatever it is told.
         """
         return "bf16x6" if self.major else "tf32x3"
 

@@ -207,8 +207,8 @@ def list_tiles_kernel(state_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr):
     The first run of tiles that are 0: where it begins and ends. Then how many others there are, and
     their numbers.
 
-    A run, since a loop over numbers that it has to load first is slower by a tenth. What models
-    mask with leaves one run: padding at either end, causal, windows, documents.
+    A run, since a loop over numbers that it has to load first is slower. What models mask with
+    leaves one run: padding at either end, causal, windows, documents.
     """
     program = tl.program_id(0).to(tl.int64)
     entries_ptr = tiles_ptr + program * (tiles + HEADER)
