@@ -30,13 +30,14 @@ class Row(NamedTuple):
     queries: int
     keys: int
     dim: int
-    # "causal and padding", "padding", "bias", or none.
+    # "causal and padding", "causal", "padding", "bias", or none.
     mask: str = ""
     dtype: torch.dtype = BFLOAT16
 
 
 ROWS = (
     Row("padded batch of a language model", 8, 16, 2048, 2048, 128, "causal and padding"),
+    Row("the same without padding", 8, 16, 2048, 2048, 128, "causal"),
     Row("BERT", 32, 16, 512, 512, 64, "padding"),
     Row("T5, ALiBi", 8, 16, 1024, 1024, 64, "bias"),
     Row("ViT", 64, 16, 197, 197, 64),
@@ -50,7 +51,7 @@ ROWS = (
 
 
 def _mask(row: Row, device: str) -> torch.Tensor | None:
-    if not row.mask:
+    if row.mask in ("", "causal"):
         return None
     if row.mask == "bias":
         shape = (1, row.heads, row.queries, row.keys)
@@ -75,7 +76,8 @@ def calls(row: Row, device: str) -> tuple[Call, Call]:
     grad, mask = torch.randn_like(q), _mask(row, device)
 
     def attend() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        is_causal = row.mask == "causal"
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
     def forward() -> object:
         with torch.no_grad():
@@ -94,8 +96,7 @@ def _register_all() -> None:
     kinds = [(op, overrides._MASKED) for op in overrides._MASKED_OPS]
     kinds += [(op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS]
     if overrides._has_flash_attn_4():
-        ops = (overrides._CUDNN, overrides._CUDNN_BACKWARD)
-        kinds += [(op, overrides._UNMASKED_CUTEDSL) for op in ops]
+        kinds += [(op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_CUTEDSL_OPS]
     for contestant, (kernels, priority) in _FORCED.items():
         utils = triton_utils if kernels == "triton_kernels" else cutedsl_utils
         for op, kind in kinds:
@@ -132,11 +133,19 @@ def _hits(call: Call) -> set[str]:
     return {each.name for each in opgraft.overrides() if each.hits > before[each.name]}
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
-    """A record of each row and direction: medians of rounds in which all take turns."""
+def measure(rounds: int, only: str = "") -> list[dict[str, Any]]:
+    """A record of each row and direction: medians of rounds in which all take turns.
+
+    Args:
+        rounds: how many.
+        only: masks and dtypes of the rows to measure, with commas between; all by default.
+    """
     _register_all()
     records = []
     for row in ROWS:
+        kinds = {row.mask, str(row.dtype).removeprefix("torch.")}
+        if only and not kinds & set(only.split(",")):
+            continue
         for direction, call in zip(("forward", "both"), calls(row, "cuda"), strict=True):
             ways = {
                 "opgraft": _without(call, *_FORCED),

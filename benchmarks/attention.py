@@ -365,6 +365,18 @@ def save(name: str, records: list[dict[str, Any]]) -> Path:
     return _common.save(name, torch.cuda.get_device_name(), records, versions=versions)
 
 
+def _others(name: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the file has of rows that were not measured now."""
+    now = {(each["who"], each["direction"]) for each in records}
+    before = _common.load(_common.path_of(name, torch.cuda.get_device_name()))
+    return [each for each in before if (each["who"], each["direction"]) not in now]
+
+
+def _save_everywhere(records: list[dict[str, Any]]) -> Path:
+    name = "attention_everywhere"
+    return save(name, [*records, *_others(name, records)])
+
+
 def plot(records: list[dict[str, Any]], path: Path) -> None:
     """TFLOP/s over length, a panel a direction, dimension and mask; nothing without matplotlib."""
     try:
@@ -423,6 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dims", action="store_true", help="other head dimensions, and groups")
     parser.add_argument("--crossover", action="store_true", help="measure sizes around it")
     parser.add_argument("--everywhere", action="store_true", help="masks and other kinds of calls")
+    parser.add_argument("--only", default="", help="everywhere: rows of these masks or dtypes")
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args(arguments)
     names = [*SCOPES, "flash-attn-4"]
@@ -431,8 +444,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif not torch.cuda.is_available():
         parser.error("there is no CUDA device; --smoke runs without one")
     elif options.everywhere:
-        records = _everywhere.measure(options.rounds)
-        print("written to", save("attention_everywhere", records))
+        records = _everywhere.measure(options.rounds, options.only)
+        print("written to", _save_everywhere(records))
     elif options.crossover:
         records = crossover(min(options.rounds, 7))
         print("written to", save("attention_crossover", records))

@@ -575,8 +575,9 @@ def test_registering_goes_by_priority() -> None:
     flash = names["aten::_scaled_dot_product_flash_attention"]
     cudnn = names["aten::_scaled_dot_product_cudnn_attention"]
     first = [("cutedsl", 1)] if overrides._has_flash_attn_4() else []
-    assert flash == [*first, ("triton", 0), ("triton", -1)]
-    assert cudnn == [*first, ("triton", -1), ("triton", -1)]
+    second = [("cutedsl", -1)] if overrides._has_flash_attn_4() else []
+    assert flash == [*first, ("triton", 0), ("triton", -2)]
+    assert cudnn == [*first, *second, ("triton", -2), ("triton", -2)]
 
 
 # ------------------------------------------------------------------------------- the GPU alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ def test_causal_with_a_bias(shape: str, device: torch.device) -> None:
 def _random_call(
     seed: int, device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor, bool, bool]:
-    """Query, key, value, the output's gradient, a bias with tiles of -inf, of 0 and of numbers;
-    whether it is causal, and whether its gradient is wanted."""
+    """Query, key, value, the output's gradient, a bias of tiles: -inf, 0, low and other
+    numbers; whether it is causal, and whether its gradient is wanted."""
     torch.manual_seed(seed)
     choose = random.Random(seed).choice
     batch, (heads_k, group) = 2, choose(((1, 4), (2, 2), (4, 1), (1, 3)))
@@ -158,9 +159,12 @@ def _random_call(
     of_heads = choose((1, 1, 1, heads_k * group))
     shape = (choose((1, batch)), of_heads, choose((1, queries, queries)), keys)
     bias = torch.randn(shape, device=device)
-    kinds = torch.randint(0, 3, (*shape[:2], 3, 3), device=device)
+    kinds = torch.randint(0, 4, (*shape[:2], 3, 3), device=device)
+    # Of low numbers alone the logsumexp in float32 is too coarse for any backward.
+    kinds[..., 0] = torch.where((kinds == 2).any(-1), 1, kinds[..., 0])
     tiles = kinds.repeat_interleave(32, 2).repeat_interleave(32, 3)[..., : shape[2], :keys]
     bias = bias.masked_fill(tiles == 0, -math.inf).masked_fill(tiles == 1, 0.0)
+    bias = bias.masked_fill(tiles == 2, choose((-9984.0, -65504.0)))
     bias = bias.to(choose((dtype, torch.float32)))
     if choose((True, False)):
         bias = bias.mT.contiguous().mT
@@ -241,17 +245,48 @@ def test_a_mask_of_the_lowest_number_is_one_of_numbers(shape: str, device: torch
     torch.testing.assert_close(out.double(), right, rtol=2e-3, atol=2e-3)
 
 
+# What stands for -inf in masks: torch's own for cuDNN, BERT's in bfloat16, and the lowest number.
+LOW = [-65504.0, -9984.0, torch.finfo(torch.float32).min]
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, *LOW])
 @pytest.mark.parametrize("shape", ["for all heads", "for all queries and heads"])
-def test_tiles_that_a_mask_removes_are_not_computed(shape: str, device: torch.device) -> None:
+def test_tiles_that_a_mask_removes_are_not_computed(
+    shape: str, lowest: float, device: torch.device
+) -> None:
     """What is not a number there reaches nothing."""
     tensors = inputs(torch.float16, device)
-    bias = bias_of(SHAPES[shape], -math.inf, device)
-    bias[..., 64:] = -math.inf
-    for each in tensors[1:3]:
+    bias = bias_of(SHAPES[shape], lowest, device)
+    for each in tensors[2 if lowest in LOW else 1 : 3]:  # the norm of a key bounds its scores
         each[:, :, 64:] = math.nan
-    out, _, dq, dk, dv, _ = by_triton(tensors, expanded(bias, torch.float16), with_dbias=False)
+    wide = bias.expand(BATCH, HEADS, QUERIES, KEYS)
+    out, _, dq, dk, dv, _ = by_triton(tensors, wide, with_dbias=False)
     assert out.isfinite().all() and dq.isfinite().all()
     assert dk[:, :, 64:].eq(0).all() and dv[:, :, 64:].eq(0).all()
+
+
+@pytest.mark.parametrize("shape", ["for all heads", "for all queries and heads"])
+@pytest.mark.parametrize("causes", ["a large score", "no other key", "not a number"])
+def test_low_tiles_are_computed_where_they_count(
+    causes: str, shape: str, device: torch.device
+) -> None:
+    """A score of 10,000 makes up for the mask; of queries that see nothing else, all is theirs."""
+    tensors = inputs(torch.float16, device)
+    bias = bias_of(SHAPES[shape], LOW[1], device)
+    if causes == "a large score":
+        tensors[0][:, :, 5] = 200.0
+        tensors[1][:, :, 66] = 20.0
+    elif causes == "no other key":
+        bias[1, :, -1:] = LOW[1]
+    else:
+        tensors[1][:, :, 66] = math.nan
+    wide = bias.expand(BATCH, HEADS, QUERIES, KEYS)
+    ours = by_triton(tensors, wide, with_dbias=False)
+    right, native = (by_formula(tensors, wide, each) for each in (torch.float64, torch.float32))
+    if causes == "not a number":
+        assert ours[0] is not None and ours[0].isnan().equal(native[0].isnan())
+    else:
+        assert_right([*ours[:5], None], [each.half() for each in native], right)
 
 
 def test_a_mask_that_is_not_a_number_is_not_taken_for_one(device: torch.device) -> None:
@@ -374,45 +409,120 @@ def test_the_bias_has_the_gradient_that_the_efficient_op_promises(
         torch.testing.assert_close(one.double(), other, rtol=4e-3, atol=4e-3)
 
 
+# What models mask with, and what they do not: ``[batch, heads or 1, queries or 1, keys]``.
+
+
+def _padding(batch: int, keys: int) -> torch.Tensor:
+    """Which keys there are: of the sequences of a batch ever fewer, in the last one a half."""
+    lengths = torch.linspace(keys, keys // 2, batch, dtype=torch.int64)
+    return (torch.arange(keys) < lengths[:, None])[:, None, None]
+
+
+def _of_tiles(shape: tuple[int, ...], *kinds: float) -> torch.Tensor:
+    """Tiles of 32 by 32, each of which is 0, a number of `kinds`, or random numbers throughout."""
+    *others, queries, keys = shape
+    tiles = torch.randint(0, len(kinds) + 2, (*others, queries // 32 + 1, keys // 32 + 1))
+    tiles[..., 0] = 0  # a key for each query
+    tiles = tiles.repeat_interleave(32, -2).repeat_interleave(32, -1)[..., :queries, :keys]
+    bias = torch.randn(shape).masked_fill(tiles == 0, 0.0)
+    for number, kind in enumerate(kinds):
+        bias = bias.masked_fill(tiles == number + 2, kind)
+    return bias
+
+
+GPU_MASKS = {
+    "numbers": lambda b, h, q, k: torch.randn(b, h, q, k),
+    "of one batch": lambda b, h, q, k: torch.randn(1, h, q, k),
+    "for all queries": lambda b, h, q, k: torch.randn(b, h, 1, k),
+    "padding": lambda b, h, q, k: torch.where(_padding(b, k), 0.0, -math.inf),
+    "boolean padding": lambda b, h, q, k: _padding(b, k).expand(b, 1, q, k),
+    "causal and padding": lambda b, h, q, k: torch.where(
+        _padding(b, k) & torch.ones(q, k, dtype=torch.bool).tril(max(k - q, 0)), 0.0, -math.inf
+    ),
+    "boolean causal and padding": lambda b, h, q, k: (
+        _padding(b, k) & torch.ones(q, k, dtype=torch.bool).tril(max(k - q, 0))
+    ),
+    "documents": lambda b, h, q, k: torch.where(
+        (torch.arange(q)[:, None] * 5 // q == torch.arange(k) * 5 // k)[None, None], 0.0, -math.inf
+    ),
+    "tiles": lambda b, h, q, k: _of_tiles((b, 1, q, k), -math.inf),
+    "tiles of each head": lambda b, h, q, k: _of_tiles((b, h, q, k), -math.inf),
+    "tiles of low numbers": lambda b, h, q, k: _of_tiles((1, 1, q, k), -65504.0, -math.inf),
+}
+# Batch, heads, queries, keys.
+GPU_SIZES = [(2, 4, 200, 200), (3, 8, 1000, 1000), (2, 4, 513, 4000)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
-@pytest.mark.parametrize("dim", [40, 64, 72, 128, 256])
-@pytest.mark.parametrize("shape", ["for each score", "for all heads", "for all queries and heads"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "dim"),
+    [
+        *((SDPBackend.CUDNN_ATTENTION, torch.bfloat16, dim) for dim in (32, 40, 64, 72, 128)),
+        (SDPBackend.CUDNN_ATTENTION, torch.float16, 64),
+        *((SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16, dim) for dim in (64, 256)),
+        *((SDPBackend.EFFICIENT_ATTENTION, torch.float32, dim) for dim in (64, 80, 128)),
+    ],
+    ids=lambda each: str(each).split(".")[-1],
+)
+@pytest.mark.parametrize("sizes", GPU_SIZES, ids=str)
+@pytest.mark.parametrize("name", GPU_MASKS)
 def test_sdpa_with_a_mask_hits_on_a_gpu(
-    shape: str, dim: int, backend: SDPBackend, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    sizes: tuple[int, int, int, int],
+    backend: SDPBackend,
+    dtype: torch.dtype,
+    dim: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the tables say."""
+    """Whatever the tables say. A forward by one kernel and a backward by another agree."""
     monkeypatch.setattr(overrides, "_crossover", lambda *_, **__: None)
-    if backend is SDPBackend.CUDNN_ATTENTION and dim > 128:
-        pytest.skip("cuDNN takes no such heads")
     overrides.register("CUDA")
     device = torch.device("cuda")
     torch.manual_seed(3)
-    q, k, v, grad = (
-        torch.randn(BATCH, HEADS, 200, dim, device=device, dtype=torch.bfloat16) for _ in range(4)
-    )
-    queries = 1 if SHAPES[shape][2] == 1 else 200
-    mask = bias_of((*SHAPES[shape][:2], queries, 200), 0.0, device).to(q.dtype)
+    batch, heads, queries, keys = sizes
+    q, grad = (torch.randn(batch, heads, queries, dim, device=device).to(dtype) for _ in range(2))
+    k, v = (torch.randn(batch, heads, keys, dim, device=device).to(dtype) for _ in range(2))
+    mask = GPU_MASKS[name](*sizes).to(device)
+    mask = mask if mask.dtype is torch.bool else mask.to(dtype)
 
-    def run() -> tuple[torch.Tensor, ...]:
+    def run(forward: Any, backward: Any) -> tuple[torch.Tensor, ...]:
         leaves = [each.detach().requires_grad_() for each in (q, k, v)]
-        with sdpa_kernel(backend):
+        with sdpa_kernel(backend), forward():
             out = F.scaled_dot_product_attention(*leaves, attn_mask=mask)
-        return out, *torch.autograd.grad(out, leaves, grad)
+        with backward():
+            return out, *torch.autograd.grad(out, leaves, grad)
 
-    ours = run()
-    hits = {each.name: each.hits for each in opgraft.overrides() if each.hits}
-    assert len(hits) == 2 and all(".masked." in name for name in hits)
-    with opgraft.disabled():
-        native = run()
-    *leaves, expected = (each.double().requires_grad_() for each in (q, k, v, mask))
-    scores = leaves[0] @ leaves[1].mT * dim**-0.5 + expected
+    native = run(opgraft.disabled, opgraft.disabled)
+    assert not any(each.hits for each in opgraft.overrides())
+    right = _sdpa_by_formula(q, k, v, mask, grad)
+    by_us, by_native = nullcontext, opgraft.disabled
+    for number, scopes in enumerate(((by_us, by_us), (by_us, by_native), (by_native, by_us))):
+        ours = run(*scopes)
+        hits = {each.name: each.hits for each in opgraft.overrides() if each.hits}
+        assert all(".masked." in name for name in hits)
+        assert sorted(hits.values()) == [[1, 1], [1, 2], [2, 2]][number]
+        for what, one, other, each in zip(NAMES_OF_SDPA, ours, native, right, strict=True):
+            assert one.stride() == other.stride()
+            scale = each.abs().max().clamp(min=1.0)
+            error, yardstick = (((x.double() - each) / scale).abs().max() for x in (one, other))
+            assert error <= 2 * yardstick + 4 * torch.finfo(dtype).eps, (what, number)
+
+
+NAMES_OF_SDPA = ("out", "dq", "dk", "dv")
+
+
+def _sdpa_by_formula(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """In float64."""
+    leaves = [each.double().requires_grad_() for each in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT * q.shape[-1] ** -0.5
+    if mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    else:
+        scores = scores + mask.double()
     out = scores.softmax(-1) @ leaves[2]
-    right = (out, *torch.autograd.grad(out, leaves, grad.double()))
-    for one, other, each in zip(ours, native, right, strict=True):
-        assert one.stride() == other.stride()
-        error, yardstick = ((x.double() - each).abs().max() for x in (one, other))
-        assert error <= 2 * yardstick + 4 * torch.finfo(one.dtype).eps
+    return out.detach(), *torch.autograd.grad(out, leaves, grad.double())
 
 
 # ------------------------------------------------------------------ conditions and crossovers
@@ -471,20 +581,20 @@ def test_a_mask_of_one_head_is_the_efficient_op_s_if_it_is_expanded(op: str) -> 
     assert _holds(op, {**named, "attn_bias": one.expand_as(named["attn_bias"])})
 
 
-@pytest.mark.parametrize(("length", "is_taken"), [(256, True), (257, False)])
-def test_long_sequences_are_native_s(length: int, is_taken: bool) -> None:
-    query = torch.empty(1, 4, 200, 64, device="meta")
-    keys = torch.empty(1, 4, length, 64, device="meta")
-    for op in overrides._MASKED_OPS:
-        condition = overrides._compared_on_a_gpu(op)
-        assert condition.holds({"query": query, "key": keys}) == is_taken
-        assert condition.holds({"query": keys, "key": query}) == is_taken
+@pytest.mark.parametrize(("dim", "has_backward"), [(32, False), (64, False), (64, True)])
+def test_float32_is_taken_where_native_s_backward_is_right_after_it(
+    dim: int, has_backward: bool
+) -> None:
+    condition = overrides._agrees_with_native_backward()
+    named = {"query": torch.empty(1, 4, 40, dim), "compute_log_sumexp": has_backward}
+    assert condition.holds(named)
+    assert condition.holds({**named, "query": torch.empty(1, 4, 40, 32)}) != has_backward
 
 
 BY_TABLE = [
     *((op, overrides._MASKED) for op in overrides._MASKED_OPS),
     *((op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS),
-    *((op, overrides._UNMASKED_CUTEDSL) for op in (overrides._CUDNN, overrides._CUDNN_BACKWARD)),
+    *((op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_CUTEDSL_OPS),
 ]
 
 

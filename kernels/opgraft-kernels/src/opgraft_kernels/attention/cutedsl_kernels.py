@@ -13,6 +13,7 @@ sees every key.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -233,36 +234,26 @@ class _BackwardTile(NamedTuple):
 
 def _backward_tile(head_dim: int, head_dim_v: int, causal: bool) -> _BackwardTile:
     config = library._tile_size_bwd_sm90(head_dim, head_dim_v, causal, False)
-    multiple = _dim_multiple(config)
+    kernel = _backward_kernel(cutlass.BFloat16, head_dim, head_dim_v, 1, causal)
     return _BackwardTile(
-        config.m_block_size,
-        config.n_block_size,
-        _round_up(head_dim, multiple),
-        _round_up(head_dim_v, multiple),
+        config.m_block_size, config.n_block_size, kernel.tile_hdim, kernel.tile_hdimv
     )
-
-
-def _dim_multiple(config: Any) -> int:
-    return 64 if config.dKV_swapAB else 32
 
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _compile_backward(kind: Kind) -> Callable[..., None]:
-    dtype = CUTLASS_DTYPES[kind.dtype]
-    config = library._tile_size_bwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
-    multiple = _dim_multiple(config)
-    preprocess = FlashAttentionBackwardPreprocess(
-        dtype, kind.head_dim, kind.head_dim_v, config.m_block_size, hdim_multiple_of=multiple
-    )
-    kernel = FlashAttentionBackwardSm90(
+def _backward_kernel(
+    dtype: Any, head_dim: int, head_dim_v: int, group: int, causal: bool
+) -> FlashAttentionBackwardSm90:
+    config = library._tile_size_bwd_sm90(head_dim, head_dim_v, causal, False)
+    return FlashAttentionBackwardSm90(
         dtype,
-        kind.head_dim,
-        kind.head_dim_v,
-        kind.group,
-        kind.causal,
+        head_dim,
+        head_dim_v,
+        group,
+        causal,
         is_local=False,
         deterministic=False,
         tile_m=config.m_block_size,
@@ -279,6 +270,19 @@ def _compile_backward(kind: Kind) -> Callable[..., None]:
         num_threads=(config.num_wg + 1) * 128,
         V_in_regs=False,
         dQ_single_wg=config.dQ_single_wg,
+    )
+
+
+def _compile_backward(kind: Kind) -> Callable[..., None]:
+    dtype = CUTLASS_DTYPES[kind.dtype]
+    config = library._tile_size_bwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
+    kernel = _backward_kernel(dtype, kind.head_dim, kind.head_dim_v, kind.group, kind.causal)
+    # To what the kernel rounds head dimensions. The kernels before and after it have to agree: the
+    # library's own front says 32 to them where the kernel takes 16, and dq of heads of 40, 72 and
+    # 80 is wrong through it (flash-attn-4 4.0.0b36).
+    multiple = math.gcd(kernel.tile_hdim, kernel.tile_hdimv)
+    preprocess = FlashAttentionBackwardPreprocess(
+        dtype, kind.head_dim, kind.head_dim_v, config.m_block_size, hdim_multiple_of=multiple
     )
 
     def finish(dim: int, tile: int, threads: int, atom_layout: int, swap: bool) -> Any:

@@ -12,13 +12,19 @@ from .triton_tiles import (
     HEADER,
     INF,
     LOG2_E,
+    LOW,
     NO_BIAS,
+    NOTHING_BELOW,
     fast_exp,
     head_at,
     head_rows,
     keys_seen,
+    largest_norm,
+    least_logsumexp,
     load_bias,
     load_rows,
+    low_tiles_end,
+    norms_of,
     store_rows,
     tiles_listed,
 )
@@ -142,6 +148,16 @@ def _gather_keys(
 
 
 @triton.jit
+def _least_logsumexp(logsumexp_ptr, begin, end, stride_lm, BLOCK: tl.constexpr = 512):
+    least = tl.full([], INF, tl.float32)
+    for start in tl.range(begin, end, BLOCK, num_stages=1):
+        query = start + tl.arange(0, BLOCK)
+        found = least_logsumexp(logsumexp_ptr + query * stride_lm, query < end, 0)
+        least = tl.minimum(least, found)
+    return least
+
+
+@triton.jit
 def backward_keys_kernel(
     grad_ptr,
     q_ptr,
@@ -151,6 +167,7 @@ def backward_keys_kernel(
     delta_ptr,
     bias_ptr,
     tiles_ptr,
+    norms_ptr,
     dk_ptr,
     dv_ptr,
     stride_gb,
@@ -198,6 +215,7 @@ def backward_keys_kernel(
     DESCRIBED: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A program sums dk and dv of BLOCK_K keys of one key head, over all queries of its group."""
@@ -218,6 +236,9 @@ def backward_keys_kernel(
     v_rows = head_at(v_ptr, batch, head_k, stride_vb, stride_vh, UNIT)
     k = load_rows(k_rows, first, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, False)
     v = load_rows(v_rows, first, length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, False)
+    norm = 0.0
+    if norms_ptr is not None:
+        norm = tl.max(norms_of(k), axis=0)
     key = first + tl.arange(0, BLOCK_K)
     shift = length_k - length_q
     begin = 0
@@ -226,7 +247,7 @@ def backward_keys_kernel(
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, tl.program_id(0) % blocks, stride_tb, stride_tn)
-        zeros, zeros_end, end = tiles_listed(entries_ptr)
+        zeros, zeros_end, end = tiles_listed(entries_ptr, None)
         entries_ptr += HEADER
     if CAUSAL:
         begin = tl.maximum(0, first - shift) // BLOCK_Q * BLOCK_Q
@@ -254,8 +275,13 @@ def backward_keys_kernel(
             bias_head = head_at(bias_ptr, batch, head, stride_sb, stride_sh, UNIT_BIAS)
         if BIAS == BY_KEY:
             own_ptrs = bias_head + key.to(tl.int64) * stride_sn
-            own = tl.load(own_ptrs, mask=key < length_k, other=-INF)
+            own = tl.load(own_ptrs, mask=key < length_k, other=-INF).to(tl.float32)
             last = tl.where(tl.sum((own != -INF).to(tl.int32), axis=0) == 0, unmasked, end)
+            if norms_ptr is not None:
+                is_low = tl.sum((own <= LOW).to(tl.int32), axis=0) == BLOCK_K
+                least = _least_logsumexp(lse_head, 0, tl.where(is_low, last, 0), stride_lm)
+                largest = norm * largest_norm(norms_ptr, flat_head, SPLITS) * scale
+                last = tl.where(is_low & (largest + LOW - least < NOTHING_BELOW), unmasked, last)
         if CAUSAL:
             dk, dv = _gather_keys(
                 q_rows, grad_rows, lse_head, delta_head, bias_head, None,
@@ -270,6 +296,9 @@ def backward_keys_kernel(
                 stride_qm, stride_gm, stride_lm, stride_sm, stride_sn, scale, False, BIAS, False,
                 DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
             )  # fmt: skip
+        if tiles_ptr is not None:
+            largest = norm * largest_norm(norms_ptr, flat_head, SPLITS) * scale
+            last = low_tiles_end(entries_ptr, lse_head, largest, length_q, stride_lm, BLOCK_Q)
         dk, dv = _gather_keys(
             q_rows, grad_rows, lse_head, delta_head, bias_head, entries_ptr,
             k, v, dk, dv, unmasked, last, key, length_q, length_k, shift,
@@ -366,6 +395,7 @@ def backward_queries_kernel(
     delta_ptr,
     bias_ptr,
     tiles_ptr,
+    norms_ptr,
     dq_ptr,
     dbias_ptr,
     stride_gb,
@@ -412,6 +442,7 @@ def backward_queries_kernel(
     DESCRIBED: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A program sums dq of BLOCK_Q queries of one head, over all keys.
@@ -460,7 +491,9 @@ def backward_queries_kernel(
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
-        seen, unmasked, end = tiles_listed(entries_ptr)
+        flat_head_k = batch * (heads // group) + head // group
+        largest = largest_norm(norms_ptr, flat_head_k, SPLITS)
+        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(q) * largest * scale)
         seen *= BLOCK_K
         unmasked *= BLOCK_K
         begin = 0
@@ -481,7 +514,7 @@ def backward_queries_kernel(
         dq = _gather_queries(
             k_rows, v_rows, bias_head, dbias_head, entries_ptr, q, grad, lse, delta, dq, begin, end,
             query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn,
-        stride_dsm, scale,
+            stride_dsm, scale,
             True, CAUSAL, BIAS, True,
             DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
         )  # fmt: skip

@@ -17,8 +17,10 @@ from .triton_tiles import (
     head_at,
     head_rows,
     keys_seen,
+    largest_norm,
     load_bias,
     load_rows,
+    norms_of,
     store_rows,
     tiles_listed,
 )
@@ -113,6 +115,7 @@ def forward_kernel(
     logsumexp_ptr,
     bias_ptr,
     tiles_ptr,
+    norms_ptr,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -151,6 +154,7 @@ def forward_kernel(
     DESCRIBED: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A program computes BLOCK_Q rows of one head. Without a bias `scale` is in powers of two."""
@@ -188,7 +192,9 @@ def forward_kernel(
     entries_ptr = None
     if tiles_ptr is not None:
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
-        seen, unmasked, end = tiles_listed(entries_ptr)
+        flat_head_k = batch * (heads // group) + head // group
+        largest = largest_norm(norms_ptr, flat_head_k, SPLITS)
+        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(q) * largest * scale)
         seen *= BLOCK_K
         unmasked *= BLOCK_K
         begin = 0

@@ -17,7 +17,9 @@ on every run.
 
 A bias is added to the scores: a mask is one of 0 and -inf. Where heads share it, two kernels before
 list the tiles of each row of tiles: those that are -inf throughout are in no list, and not
-computed; those that are 0 throughout come first, and are computed without it.
+computed; those that are 0 throughout come first, and are computed without it. Those that stand for
+-inf, which torch makes of a boolean mask where cuDNN is to have it, come last: they are computed
+where P may be other than 0, which the rows' norms tell.
 
 On Hopper tiles are fetched by the copy engine (tensor descriptors, made in the kernel for one head
 each); elsewhere, and where sequences are short, by loads. Warp specialisation is left alone: the
@@ -46,6 +48,7 @@ from .triton_tiles import (
     NO_BIAS,
     list_tiles_kernel,
     mark_tiles_kernel,
+    norms_kernel,
 )
 
 __all__ = ["MAX_DIM", "Device", "backward", "forward", "plan_backward", "plan_forward"]
@@ -232,9 +235,11 @@ class Bias(NamedTuple):
     kind: int
     tensor: torch.Tensor | None
     tiles: torch.Tensor | None = None
+    # The largest of the norms that bound scores where the bias is low, ``[batch * heads, parts]``.
+    norms: torch.Tensor | None = None
 
-    def arguments(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.tensor, self.tiles
+    def arguments(self) -> tuple[torch.Tensor | None, ...]:
+        return self.tensor, self.tiles, self.norms
 
     def strides(self) -> tuple[int, ...]:
         return (0,) * 4 if self.tensor is None else self.tensor.stride()
@@ -252,7 +257,8 @@ class Bias(NamedTuple):
         unit = 1
         if self.tensor is not None:
             unit = unit_of(self.tensor.element_size(), *self.tensor.stride()[:3])
-        return {"BIAS": self.kind, "UNIT_BIAS": unit}
+        splits = 1 if self.norms is None else self.norms.shape[1]
+        return {"BIAS": self.kind, "UNIT_BIAS": unit, "SPLITS": splits}
 
 
 def _bias_kind(bias: torch.Tensor | None) -> int:
@@ -294,6 +300,7 @@ def _plan_bias(
     row_tiles, col_tiles = ceil_div(rows, of_rows), ceil_div(cols, of_cols)
     empty = functools.partial(torch.empty, dtype=torch.int32, device=bias.device)
     states = empty((batch, row_tiles, col_tiles))
+    best = torch.empty_like(states, dtype=torch.float32)
     tiles = empty((batch, row_tiles, HEADER.value + col_tiles))
     across = (3, 2) if by_keys else (2, 3)
     mark = Launch(
@@ -302,6 +309,7 @@ def _plan_bias(
         (
             bias,
             states,
+            best,
             bias.stride(0),
             *(bias.stride(dim) for dim in across),
             rows,
@@ -314,11 +322,49 @@ def _plan_bias(
     collect = Launch(
         list_tiles_kernel,
         batch * row_tiles,
-        (states, tiles, col_tiles),
+        (states, best, tiles, col_tiles),
         {"BLOCK": max(power_of_2(col_tiles), 32)},
         1,
     )
     return planned._replace(tiles=tiles), [mark, collect]
+
+
+# Rows that a program takes the norms of at once, and how many programs share a head at the most.
+_NORM_ROWS, _MOST_SPLITS = 64, 16
+
+
+def _with_norms(planned: Bias, listed: Bias, x: torch.Tensor) -> tuple[Bias, list[Launch]]:
+    """`planned` with the norms of `x`, found by a launch that reads it if `listed` has low tiles.
+
+    Args:
+        planned: for whom.
+        listed: with a list of tiles, of that kernel or of another one of the call.
+        x: ``[batch, heads, length, dim]``: keys where a program has queries, and otherwise queries.
+    """
+    if listed.tiles is None:
+        return planned, []
+    batch, heads, length, dim = x.shape
+    splits = min(power_of_2(ceil_div(length, 4 * _NORM_ROWS)), _MOST_SPLITS)
+    norms = torch.empty((batch * heads, splits), dtype=torch.float32, device=x.device)
+    strides = _strides(x)
+    launch = Launch(
+        norms_kernel,
+        norms.numel(),
+        (
+            *(x, norms, listed.tiles, *strides, *listed.tile_strides()),
+            *(listed.tiles.shape[1], heads, length),
+        ),
+        {
+            "DIM": dim,
+            "BLOCK": _NORM_ROWS,
+            "BLOCK_DIM": _block_dim(dim),
+            "BLOCK_TILES": power_of_2(listed.tiles.shape[1]),
+            "SPLITS": splits,
+            "UNIT": unit_of(x.element_size(), *strides),
+        },
+        4,
+    )
+    return planned._replace(norms=norms), [launch]
 
 
 # ------------------------------------------------------------------ launches
@@ -339,7 +385,8 @@ def plan_forward(
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
     tile = _forward_tile(device, _kind(q, v, bias, causal), length_k)
-    planned, launches = _plan_bias(bias, tile, causal)
+    planned, listing = _plan_bias(bias, tile, causal)
+    planned, norms = _with_norms(planned, planned, k)
     strides = _strides(q, k, v, out)
     lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     forward = Launch(
@@ -370,7 +417,7 @@ def plan_forward(
         },
         tile.num_warps,
     )
-    return [*launches, forward]
+    return [*listing, *norms, forward]
 
 
 def _in_kernel(scale: float, bias: torch.Tensor | None) -> float:
@@ -418,8 +465,13 @@ def plan_backward(
     strides = (*_strides(*inputs), *logsumexp.stride())
     sizes = (heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale)
 
+    tile_q = _backward_queries_tile(device, kind, length_k, causal)
+    # Every element of dbias is to be written, those of tiles, too, that are in no list.
+    planned_q, listing_q = _plan_bias(bias, tile_q, causal or dbias is not None)
+    planned_q, norms_k = _with_norms(planned_q, planned_q, k)
     tile = _backward_keys_tile(device, kind, length_q)
-    planned, listing_keys = _plan_bias(bias, tile, causal, by_keys=True)
+    planned, listing = _plan_bias(bias, tile, causal, by_keys=True)
+    planned, norms_q = _with_norms(planned, planned_q if planned.tiles is None else planned, q)
     keys = Launch(
         backward_keys_kernel,
         ceil_div(length_k, tile.k) * batch * heads_k,
@@ -440,36 +492,33 @@ def plan_backward(
         tile.num_warps,
     )
 
-    tile = _backward_queries_tile(device, kind, length_k, causal)
-    # Every element of dbias is to be written, those of tiles, too, that are in no list.
-    planned, listing_queries = _plan_bias(bias, tile, causal or dbias is not None)
     queries = Launch(
         backward_queries_kernel,
-        ceil_div(length_q, tile.q) * batch * heads,
+        ceil_div(length_q, tile_q.q) * batch * heads,
         (
             *inputs,
             logsumexp,
             delta,
-            *planned.arguments(),
+            *planned_q.arguments(),
             dq,
             dbias,
             *strides,
-            *planned.strides(),
-            *planned.tile_strides(),
+            *planned_q.strides(),
+            *planned_q.tile_strides(),
             *_strides(dq),
             0 if dbias is None else dbias.stride(2),
             *sizes,
         ),
         {
             "CAUSAL": causal,
-            "HAS_TAIL": length_k % tile.k != 0,
-            **planned.constexprs(),
+            "HAS_TAIL": length_k % tile_q.k != 0,
+            **planned_q.constexprs(),
             **common,
-            **tile.constexprs(),
+            **tile_q.constexprs(),
         },
-        tile.num_warps,
+        tile_q.num_warps,
     )
-    return [delta_launch, *listing_keys, keys, *listing_queries, queries]
+    return [delta_launch, *listing_q, *norms_k, *listing, *norms_q, keys, queries]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,16 +14,23 @@ __all__ = [
     "INF",
     "LN_2",
     "LOG2_E",
+    "LOW",
     "LOWEST",
+    "NOTHING_BELOW",
     "NO_BIAS",
     "fast_exp",
     "head_at",
     "head_rows",
     "keys_seen",
+    "largest_norm",
+    "least_logsumexp",
     "list_tiles_kernel",
     "load_bias",
     "load_rows",
+    "low_tiles_end",
     "mark_tiles_kernel",
+    "norms_kernel",
+    "norms_of",
     "store_rows",
     "tiles_listed",
 ]
@@ -157,25 +164,44 @@ def keys_seen(
     return unmasked // BLOCK_K * BLOCK_K, end
 
 
+# ------------------------------------------------------------------ tiles that a bias leaves out
+
 # What `list_tiles_kernel` writes of a row of tiles, before the numbers of the listed ones.
-HEADER = tl.constexpr(3)
+HEADER = tl.constexpr(5)
 
 
 @triton.jit
-def tiles_listed(entries_ptr):
-    """What `list_tiles_kernel` wrote: the run of tiles that are 0, from one to before another, and
-    how many others there are."""
-    return tl.load(entries_ptr), tl.load(entries_ptr + 1), tl.load(entries_ptr + 2)
+def tiles_listed(entries_ptr, largest):
+    """Of what `list_tiles_kernel` wrote, the run of tiles that are 0, from one to before another,
+    and how many others of the list count.
+
+    Args:
+        entries_ptr: where the row of tiles begins.
+        largest: what scores without bias are at most, of each row of the tile; None: low tiles are
+            not counted.
+    """
+    begin, end, others = tl.load(entries_ptr), tl.load(entries_ptr + 1), tl.load(entries_ptr + 2)
+    if largest is not None:
+        listed = tl.load(entries_ptr + 3)
+        # Of every row the bias is as much somewhere.
+        best = tl.load(entries_ptr + 4).to(tl.float32, bitcast=True)
+        nothing = tl.min((2 * largest + LOW - best < NOTHING_BELOW).to(tl.int32), axis=0)
+        others = tl.where(nothing == 1, others, listed)
+    return begin, end, others
 
 
-# What `mark_tiles_kernel` says of a tile: all of it is -inf, or 0, or there is something else.
-_NOTHING, _OTHER, _ZERO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# What `mark_tiles_kernel` says of a tile: all of it is -inf, or low, or 0, or there is something
+# else.
+_NOTHING, _OTHER, _ZERO, _LOW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# Numbers that stand for -inf in masks: the lowest of a dtype, -1e9, -1e4, which bfloat16 rounds.
+LOW = tl.constexpr(-9000.0)
 
 
 @triton.jit
 def mark_tiles_kernel(
     bias_ptr,
     state_ptr,
+    best_ptr,
     stride_b,
     stride_r,
     stride_c,
@@ -185,7 +211,10 @@ def mark_tiles_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """A program reads one tile. What is not NaN, nor -inf, nor 0 is something else."""
+    """A program reads one tile. NaN is something else.
+
+    Besides its state it writes what of every row the largest element is at least.
+    """
     tiles = tl.cdiv(length_c, COLS)
     row_of_tiles = tl.program_id(0) // tiles
     batch = (row_of_tiles // row_tiles).to(tl.int64)
@@ -193,19 +222,23 @@ def mark_tiles_kernel(
     col = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)
     there = (row < length_r)[:, None] & (col < length_c)[None, :]
     ptrs = (row.to(tl.int64) * stride_r)[:, None] + (col.to(tl.int64) * stride_c)[None, :]
-    bias = tl.load(bias_ptr + batch * stride_b + ptrs, mask=there, other=-INF)
+    bias = tl.load(bias_ptr + batch * stride_b + ptrs, mask=there, other=-INF).to(tl.float32)
     kept = tl.sum(tl.sum((bias != -INF).to(tl.int32), axis=1), axis=0)
     nonzero = tl.sum(tl.sum((bias != 0.0).to(tl.int32), axis=1), axis=0)
-    state = tl.where(kept == 0, _NOTHING, tl.where(nonzero == 0, _ZERO, _OTHER))
-    tl.store(state_ptr + tl.program_id(0), state)
+    low = tl.sum(tl.sum((bias <= LOW).to(tl.int32), axis=1), axis=0)
+    state = tl.where(nonzero == 0, _ZERO, tl.where(low == ROWS * COLS, _LOW, _OTHER))
+    tl.store(state_ptr + tl.program_id(0), tl.where(kept == 0, _NOTHING, state))
+    best = tl.where(row < length_r, tl.max(bias, axis=1), INF)
+    tl.store(best_ptr + tl.program_id(0), tl.min(best, axis=0))
 
 
 @triton.jit
-def list_tiles_kernel(state_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr):
+def list_tiles_kernel(state_ptr, best_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr):
     """A program lists, of a row of tiles, those in which not all is -inf.
 
-    The first run of tiles that are 0: where it begins and ends. Then how many others there are, and
-    their numbers.
+    The first run of tiles that are 0: where it begins and ends. Then how many others there are, how
+    many with the low ones, what of every row the bias is at least somewhere, as bits, and the
+    numbers of others and of low ones.
 
     A run, since a loop over numbers that it has to load first is slower. What models mask with
     leaves one run: padding at either end, causal, windows, documents.
@@ -216,9 +249,120 @@ def list_tiles_kernel(state_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr):
     state = tl.load(state_ptr + program * tiles + tile, mask=tile < tiles, other=_NOTHING)
     begin = tl.min(tl.where(state == _ZERO, tile, tiles), axis=0)
     end = tl.min(tl.where((tile >= begin) & (state != _ZERO), tile, tiles), axis=0)
-    is_other = (state != _NOTHING) & ((tile < begin) | (tile >= end))
+    is_low = state == _LOW
+    is_other = (state != _NOTHING) & ~is_low & ((tile < begin) | (tile >= end))
+    others = tl.sum(is_other.to(tl.int32), axis=0)
     place = tl.cumsum(is_other.to(tl.int32), axis=0) - 1
     tl.store(entries_ptr + HEADER + place, tile, mask=is_other)
+    place = others + tl.cumsum(is_low.to(tl.int32), axis=0) - 1
+    tl.store(entries_ptr + HEADER + place, tile, mask=is_low)
     tl.store(entries_ptr, begin)
     tl.store(entries_ptr + 1, end)
-    tl.store(entries_ptr + 2, tl.sum(is_other.to(tl.int32), axis=0))
+    tl.store(entries_ptr + 2, others)
+    tl.store(entries_ptr + 3, others + tl.sum(is_low.to(tl.int32), axis=0))
+    best = tl.load(best_ptr + program * tiles + tile, mask=tile < tiles, other=-INF)
+    tl.store(entries_ptr + 4, tl.max(best, axis=0).to(tl.int32, bitcast=True))
+
+
+# ------------------------------------------------------------------ low tiles
+#
+# A score without bias is at most ``scale * |q| * |k|`` (Cauchy and Schwarz). Where the bias is low
+# that mostly says that exp(S - L) is 0 in float32: then a tile need not be computed. Where a query
+# has nothing but low scores L is low, too, and the tile is computed.
+
+# exp of less is 0 in float32, with something for what sums and norms are rounded by.
+NOTHING_BELOW = tl.constexpr(-150.0)
+
+
+@triton.jit
+def norms_of(rows):
+    """The Euclidean norm of each row; infinity of what is not a number."""
+    wide = rows.to(tl.float32)
+    norms = tl.sqrt(tl.sum(wide * wide, axis=1))
+    return tl.where(norms == norms, norms, INF)
+
+
+@triton.jit
+def largest_norm(norms_ptr, flat_head, SPLITS: tl.constexpr):
+    """What `norms_kernel` wrote of a head."""
+    return tl.max(tl.load(norms_ptr + flat_head * SPLITS + tl.arange(0, SPLITS)), axis=0)
+
+
+@triton.jit
+def least_logsumexp(ptrs, there, axis: tl.constexpr):
+    """Of queries. Infinity of those that attend to nothing, of which native says -inf."""
+    lse = tl.load(ptrs, mask=there, other=INF)
+    lse = tl.where(lse == -INF, INF, lse)
+    return tl.min(tl.where(lse == lse, lse, -INF), axis=axis)  # what is no number counts
+
+
+@triton.jit
+def low_tiles_end(
+    entries_ptr,
+    logsumexp_ptr,
+    largest,
+    length_q,
+    stride_lm,
+    BLOCK_Q: tl.constexpr,
+    CHUNK: tl.constexpr = 32,
+):
+    """Before which place in the list of a tile of keys there is a last tile that counts.
+
+    Args:
+        entries_ptr: after the header.
+        largest: what scores without bias are at most.
+    """
+    begin, end = tl.load(entries_ptr - HEADER + 2), tl.load(entries_ptr - HEADER + 3)
+    last = begin
+    for start in tl.range(begin, end, CHUNK, num_stages=1):
+        place = start + tl.arange(0, CHUNK)
+        tile = tl.load(entries_ptr + place, mask=place < end, other=0)
+        query = (tile * BLOCK_Q)[:, None] + tl.arange(0, BLOCK_Q)[None, :]
+        there = (place < end)[:, None] & (query < length_q)
+        least = least_logsumexp(logsumexp_ptr + query * stride_lm, there, 1)
+        counts = (place < end) & ~(largest + LOW - least < NOTHING_BELOW)
+        last = tl.maximum(last, tl.max(tl.where(counts, place + 1, begin), axis=0))
+    return last
+
+
+@triton.jit
+def norms_kernel(
+    x_ptr,
+    norms_ptr,
+    tiles_ptr,
+    stride_xb,
+    stride_xh,
+    stride_xm,
+    stride_tb,
+    stride_tm,
+    row_tiles,
+    heads,
+    length,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """The largest norm of a head's rows, ``[batch, heads, SPLITS]``: a program has one of SPLITS.
+
+    Infinity where one is not a number, and where no row of tiles has a low one: nobody asks then.
+    """
+    flat_head = tl.program_id(0) // SPLITS
+    batch = flat_head // heads
+    tile = tl.arange(0, BLOCK_TILES)
+    entries_ptr = head_at(tiles_ptr, batch, flat_head, stride_tb, 0) + tile * stride_tm
+    others = tl.load(entries_ptr + 2, mask=tile < row_tiles, other=0)
+    listed = tl.load(entries_ptr + 3, mask=tile < row_tiles, other=0)
+    stride_xm = multiple_of(stride_xm, UNIT)
+    rows = head_at(x_ptr, batch, flat_head % heads, stride_xb, stride_xh, UNIT)
+    largest = tl.zeros([BLOCK], tl.float32)
+    if tl.sum(listed - others, axis=0) > 0:
+        first = tl.program_id(0) % SPLITS * BLOCK
+        for start in tl.range(first, length, SPLITS * BLOCK, num_stages=2):
+            x = load_rows(rows, start, length, stride_xm, DIM, BLOCK, BLOCK_DIM, False)
+            largest = tl.maximum(largest, norms_of(x))
+    else:
+        largest += INF
+    tl.store(norms_ptr + tl.program_id(0), tl.max(largest, axis=0))
