@@ -27,6 +27,7 @@ from opgraft.cli import cudnn, facts, output
 from opgraft.control import overrides
 from opgraft.core import store
 from opgraft.explanation import Neighbours, neighbours
+from opgraft.explanation.neighbourhood import FLASH_ATTENTION
 from opgraft.ready import claims, pool
 from opgraft.ready.readiness import summary
 from opgraft.registry import Override, registry
@@ -465,7 +466,10 @@ def _level_of_note(neighbours: Neighbours, note: str) -> tuple[Level, str]:
     """Whether a note on neighbours is a problem, and what to do about it."""
     owners = {kernel.owner for kernel in neighbours.above}
     if not note.startswith("shadowed"):
-        return "note", ""
+        return "note", "start a process that never registers it" if neighbours.kept else ""
+    if owners == {FLASH_ATTENTION}:
+        mend = "torch.nn.attention.restore_flash_attention_impl(), or activate it before opgraft's"
+        return "problem", f"{mend} overrides are registered"
     if owners <= {"torch._native"}:  # it passes on the calls that it does not take
         return "note", "TORCH_DISABLE_NATIVE_JIT=1 keeps torch._native's kernels out"
     mend = "register it before the first override of that op, or let it pass calls on"
