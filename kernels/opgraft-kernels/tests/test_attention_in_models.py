@@ -243,8 +243,8 @@ def test_an_encoder_layer_hits_in_training(
 # ------------------------------------------------------------------ the fast path of inference
 
 # `_native_multi_head_attention` and `_transformer_encoder_layer_fwd` are ops of their own. On CUDA
-# they call `scaled_dot_product_attention` where there is no mask and FlashAttention-2 is chosen (and
-# where cuDNN is, it depends on torch). Else they multiply matrices around a softmax, as on CPU
+# they call `scaled_dot_product_attention` where there is no mask and FlashAttention-2 is chosen;
+# where cuDNN is chosen it depends on torch. Else they multiply matrices around a softmax, as on CPU
 # always.
 
 

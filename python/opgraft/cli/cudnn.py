@@ -147,7 +147,8 @@ def _wheels() -> Iterator[Wheel]:
     names = set()
     for distribution in metadata.distributions():
         headers = distributions.headers(distribution)
-        (name, *_), (version, *_) = headers.get("name") or [""], headers.get("version") or [""]
+        # What was half removed may have neither.
+        name, version = (str((headers.get(key) or [""])[0]) for key in ("name", "version"))
         name = re.sub(r"[-_.]+", "-", name.lower())
         if _WHEEL.fullmatch(name) and name not in names:
             names.add(name)
