@@ -283,6 +283,32 @@ def test_torch_natives_own_override_of_the_op_is_named(monkeypatch: pytest.Monke
     assert "TORCH_DISABLE_NATIVE_JIT=1" in check.mend
 
 
+FLASH_ATTENTION_4 = Kernel("registered at /somewhere/torch/nn/attention/_fa4.py:68")
+
+
+def test_flash_attention_4_on_top_is_a_problem_with_a_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    known = Neighbours("aten::_softmax", "CPU", above=(FLASH_ATTENTION_4,), below=())
+    monkeypatch.setattr(doctor, "neighbours", lambda: [known])
+    (check,) = doctor._neighbours()
+    assert check.level == "problem"
+    assert "it takes every call" in check.text
+    assert check.mend.startswith(
+        "torch.nn.attention.restore_flash_attention_impl(), or activate it"
+    )
+
+
+def test_a_kernel_that_is_kept_though_it_was_deregistered_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register()
+    known = Neighbours("aten::_softmax", "CPU", above=(), below=(), kept=FLASH_ATTENTION_4)
+    monkeypatch.setattr(doctor, "neighbours", lambda: [known])
+    (check,) = doctor._neighbours()
+    assert (check.level, check.mend) == ("note", "start a process that never registers it")
+    assert "and is registered no more" in check.text
+
+
 def test_a_cache_that_others_can_write_to_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 import opgraft
 from opgraft import when
+from opgraft.core import loader
 from opgraft.explanation import neighbours
 from tests import ops
 from tests.python_router import run_again, where_the_core_routes
@@ -235,51 +237,186 @@ def flash_attention_impl() -> Iterator[list[int]]:
         attention.restore_flash_attention_impl(_raise_warn=False)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "activate_flash_attention_impl"),
-    reason="this torch has no flash attention implementations to choose from",
+HAS_IMPLS = hasattr(torch.nn.attention, "activate_flash_attention_impl")
+
+
+@pytest.mark.skipif(not HAS_IMPLS, reason="this torch has no flash attention impls to choose from")
+@pytest.mark.parametrize(
+    "check",
+    [
+        "a_flash_attention_impl_before_us",
+        "a_flash_attention_impl_that_is_restored_from_below_us",
+        "a_flash_attention_impl_after_us",
+        "flash_attention_4_before_us",
+        "flash_attention_4_after_us",
+    ],
 )
-def test_a_flash_attention_impl_before_and_after_us() -> None:
+def test_activated(check: str) -> None:
     # In a process where no test has put a router at that op yet: nothing is before it then.
-    program = "from tests import test_neighbours as t; t.check_flash_attention_impls()"
+    program = f"from tests import test_neighbours as t; t.check_{check}()"
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": paths, "OPGRAFT_PACKS": "none"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def check_flash_attention_impls() -> None:
+def attend(heads: int = 2) -> float:
+    q = Q[:, :heads]
+    return float(F.scaled_dot_product_attention(q, q, q)[0, 0, 0, 0])
+
+
+def override_attention() -> opgraft.Override:
+    """Ours gives 100, for two heads."""
+
     def impl(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full_like(query, 100), logsumexp(query)
 
-    def attend(heads: int = 2) -> float:
-        q = Q[:, :heads]
-        return float(F.scaled_dot_product_attention(q, q, q)[0, 0, 0, 0])
+    wants = when.size("query", 1) == 2
+    return opgraft.register_op_override("aten", FLASH, "CPU", impl, cond=wants, name="ours")
 
-    native = attend()
-    with flash_attention_impl() as calls:  # before us
-        ours = opgraft.register_op_override(
-            "aten", FLASH, "CPU", impl, cond=when.size("query", 1) == 2, name="ours"
-        )
+
+def explained() -> str:
+    return str(opgraft.explain(F.scaled_dot_product_attention, Q, Q, Q))
+
+
+def check_a_flash_attention_impl_before_us() -> None:
+    with flash_attention_impl() as calls:
+        ours = override_attention()
         assert attend() == 100
         assert attend(heads=1) == 7
         assert (ours.hits, ours.misses, len(calls)) == (1, 1, 2)  # a first hit is compared with it
-    report = opgraft.explain(F.scaled_dot_product_attention, Q, Q, Q)
-    assert report.winners == (ours,)
-    ours.remove()
-    after_it_went = attend()
-    assert after_it_went in (7, native)  # the compiled router has its copy of it; Python can't
-    opgraft.register_op_override(
-        "aten", FLASH, "CPU", impl, cond=when.size("query", 1) == 2, name="ours"
-    )
-    with flash_attention_impl() as calls:  # on top of us: it asks nobody
+        assert opgraft.explain(F.scaled_dot_product_attention, Q, Q, Q).winners == (ours,)
+        assert "the native kernel is registered at" in explained()
+        with opgraft.disabled():
+            assert attend() == 7
+        opgraft.disable(name="ours")
         assert attend() == 7
-        report = opgraft.explain(F.scaled_dot_product_attention, Q, Q, Q)
-        assert "it is called first, and decides whether they are asked" in str(report)
+        opgraft.enable(name="ours")
+        assert attend() == 100
+        ours.remove()
+        assert attend() == 7
+
+
+def check_a_flash_attention_impl_that_is_restored_from_below_us() -> None:
+    native = attend()
+    with flash_attention_impl():
+        override_attention()
     assert attend() == 100
+    with opgraft.disabled():
+        after_it_went = attend()
+    # The compiled router has a copy of the kernel that it captured. In Python the kernel below the
+    # router is looked up again.
+    is_kept = loader.in_use() is not None
+    assert after_it_went == (7 if is_kept else native)
+    assert (of(FLASH).kept is not None) == is_kept
+    assert ("and is registered no more" in explained()) == is_kept
+    assert ("deregistered" in str(of(FLASH))) == is_kept
+    assert of(FLASH).is_alone != is_kept
+    assert (of(FLASH).as_dict()["kept"] is not None) == is_kept
+    with flash_attention_impl():
+        assert attend() == 7
+        assert (of(FLASH).kept is not None) == is_kept
+    assert attend() == 100
+
+
+def check_a_flash_attention_impl_after_us() -> None:
+    native = attend()
+    ours = override_attention()
+    with flash_attention_impl():  # on top of us: it asks nobody
+        assert attend() == 7
+        assert "it is called first, and decides whether they are asked" in explained()
+        with opgraft.disabled():
+            assert attend() == 7
+        assert ours.hits == 0
+    assert attend() == 100
+    assert of(FLASH).is_alone
+    with opgraft.disabled():
+        assert attend() == native
+
+
+FLASH_ON_CUDA = "_scaled_dot_product_flash_attention"
+
+
+@contextmanager
+def flash_attention_4() -> Iterator[None]:
+    """FlashAttention-4 as torch registers it, with a module in the place of its kernels."""
+    name = "flash_attn.cute.interface"
+    kernels = types.ModuleType(name)
+    kernels._flash_attn_fwd = kernels._flash_attn_bwd = None  # type: ignore[attr-defined]
+    sys.modules[name] = kernels
+    torch.nn.attention.activate_flash_attention_impl("FA4")
+    try:
+        yield
+    finally:
+        torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+        del sys.modules[name]
+
+
+def override_on_cuda() -> opgraft.Override:
+    wants = when.size("query", 1) == 2
+    return opgraft.register_op_override(
+        "aten", FLASH_ON_CUDA, "CUDA", lambda query, *rest, **more: None, cond=wants, name="ours"
+    )
+
+
+def explained_on_cuda() -> str:
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(1, 2, 16, 64, device="cuda", dtype=torch.float16)
+        return str(opgraft.explain(f"aten::{FLASH_ON_CUDA}", q, q, q))
+
+
+def owners(kernels: tuple[opgraft.explanation.Kernel, ...]) -> list[str]:
+    return [kernel.owner for kernel in kernels]
+
+
+THEIRS = "torch.nn.attention.activate_flash_attention_impl"
+
+
+def check_flash_attention_4_before_us() -> None:
+    with flash_attention_4():
+        override_on_cuda()
+        (found,) = neighbours()
+        assert found.above == ()
+        assert owners(found.below)[0] == THEIRS
+        assert f"the native kernel is {THEIRS}" in explained_on_cuda()
+        assert "CUDA -> override ours" in explained_on_cuda()
+    (found,) = neighbours()
+    is_kept = loader.in_use() is not None
+    assert (found.kept is not None and found.kept.owner == THEIRS) == is_kept
+    assert (f"the native kernel is still {THEIRS}" in explained_on_cuda()) == is_kept
+
+
+def check_flash_attention_4_after_us() -> None:
+    override_on_cuda()
+    with flash_attention_4():
+        (found,) = neighbours()
+        assert owners(found.above) == [THEIRS]
+        assert "it takes every call, and asks none of them" in explained_on_cuda()
+    (found,) = neighbours()
+    assert found.above == ()
+    assert THEIRS not in explained_on_cuda()
+
+
+def test_cudnn_frontend_is_named(tmp_path: Path) -> None:
+    """Its `cudnn.torch.install()` registers plain kernels, from a file of its own."""
+    op = an_op()
+    override(op)
+    file = tmp_path / "cudnn" / "torch" / "sdpa_provider.py"
+    scope: dict[str, Any] = {}
+    exec(
+        compile("import torch; library = torch.library.Library('aten', 'IMPL')", file, "exec"),
+        scope,
+    )
+    try:
+        scope["library"].impl(op, lambda self: self, "CPU", allow_override=True)
+        assert owners(of(op).above) == ["cudnn.torch"]
+        assert "registered on top of the overrides later, cudnn.torch (" in of(op).notes()[0]
+    finally:
+        scope["library"]._destroy()
 
 
 def test_only_pytorch_below_is_nothing_to_say() -> None:

@@ -43,7 +43,8 @@ _COMMANDS = {
         "Say which override would take a call of OP, and why each other one would not.",
     ),
     "doctor": _Command(
-        "doctor", "Check torch, the DSLs, the GPU, the core, the packs, caches and neighbours."
+        "doctor",
+        "Check torch, the DSLs, the GPU, cuDNN, the core, the packs, caches and neighbours.",
     ),
     "verify": _Command("verify", "Check overrides against the native kernels that they replace."),
     "tune": _Command(

@@ -23,10 +23,11 @@ import torch
 from opgraft import dsl as dsls
 from opgraft import packs, spelling
 from opgraft.base import env
-from opgraft.cli import facts, output
+from opgraft.cli import cudnn, facts, output
 from opgraft.control import overrides
 from opgraft.core import store
 from opgraft.explanation import Neighbours, neighbours
+from opgraft.explanation.neighbourhood import FLASH_ATTENTION
 from opgraft.ready import claims, pool
 from opgraft.ready.readiness import summary
 from opgraft.registry import Override, registry
@@ -58,7 +59,7 @@ class Check(NamedTuple):
 @click.command("doctor")
 @output.json_option
 def command(as_json: bool) -> int:
-    """Check torch, the DSLs, the GPU, the core, the packs, caches and neighbours.
+    """Check torch, the DSLs, the GPU, cuDNN, the core, the packs, caches and neighbours.
 
     The exit status is 0 if everything that is installed works, and 1 if something does not.
     """
@@ -82,6 +83,7 @@ def examine() -> Iterator[Check]:
     yield from _torch()
     yield from _compiled_core()
     yield from _gpus()
+    yield from _cudnn()
     yield from _activation()
     yield from _packs()
     yield from _overrides()
@@ -139,6 +141,68 @@ def _why_no_cuda() -> str:
     except Exception as error:
         return str(error).splitlines()[0]
     return "no device is visible"
+
+
+def _cudnn() -> Iterator[Check]:
+    """Whether torch runs its own cuDNN, on which it depends which attention runs."""
+    found = cudnn.libraries()
+    if found is None:
+        return
+    places = " and ".join(map(str, found.loaded)) or "an unknown folder"
+    text = f"cuDNN {cudnn.spelled(found.version)} from {places}"
+    others = [*_second_cudnns(found)]
+    if not (others or found.strays or found.is_other_version):
+        yield Check("cuDNN", "ok", f"{text}, torch's own")
+        return
+    text += f", where torch's own is {cudnn.spelled(found.own)}"
+    text += f" from {found.own_folder}" if found.own_folder is not None else ""
+    text = "; ".join([text, *others, _meaning_for_attention(found)])
+    yield Check("cuDNN", _level_of_cudnn(found), text, _mend_of_cudnn(found))
+
+
+def _second_cudnns(found: cudnn.Libraries) -> Iterator[str]:
+    if found.searched:
+        yield f"LD_LIBRARY_PATH has one in {', '.join(map(str, found.searched))}"
+    if len(found.wheels) > 1:
+        folders = [each.folder for each in found.wheels]
+        text = f"installed are {' and '.join(map(str, found.wheels))}"
+        if len(set(folders)) < len(folders):
+            text += ", each of which overwrites the other's files"
+        yield text
+
+
+def _meaning_for_attention(found: cudnn.Libraries) -> str:
+    if found.loses_attention:
+        limit = cudnn.spelled(cudnn.NEWEST_WITHOUT_ATTENTION)
+        text = "scaled_dot_product_attention runs FlashAttention-2 on Hopper and Blackwell, "
+        return text + f"in place of cuDNN, which torch prefers if newer than {limit}"
+    if found.is_refused:
+        return "torch.backends.cudnn refuses it"
+    if found.strays or found.is_other_version:
+        return "attention runs with another cuDNN than torch was tested with"
+    return "attention is not affected here, but would be if the other one were loaded first"
+
+
+def _level_of_cudnn(found: cudnn.Libraries) -> Level:
+    if not torch.cuda.is_available():
+        return "note"
+    is_preferred = any(capability[0] in (9, 10) for capability in facts.capabilities())
+    fails = found.is_refused or len(found.loaded) > 1
+    return "problem" if fails or (found.loses_attention and is_preferred) else "note"
+
+
+def _mend_of_cudnn(found: cudnn.Libraries) -> str:
+    mends = []
+    if found.searched:
+        mends.append(f"take {', '.join(map(str, found.searched))} out of LD_LIBRARY_PATH")
+    own, *others = found.wheels or (None,)
+    if others:
+        mends.append(f"pip uninstall {' '.join(each.name for each in others)}")
+    is_torchs = own is not None and own.folder is not None and own.folder == found.own_folder
+    if own is not None and is_torchs and (others or own.version != found.own):
+        wanted = f"{own.name}=={cudnn.spelled(found.own)}"
+        mends.append(f"pip install --force-reinstall --no-deps {wanted}")
+    return ", ".join(mends) or "import torch before whatever else loads a cuDNN"
 
 
 # ------------------------------------------------------------------ packs and overrides
@@ -402,7 +466,10 @@ def _level_of_note(neighbours: Neighbours, note: str) -> tuple[Level, str]:
     """Whether a note on neighbours is a problem, and what to do about it."""
     owners = {kernel.owner for kernel in neighbours.above}
     if not note.startswith("shadowed"):
-        return "note", ""
+        return "note", "start a process that never registers it" if neighbours.kept else ""
+    if owners == {FLASH_ATTENTION}:
+        mend = "torch.nn.attention.restore_flash_attention_impl(), or activate it before opgraft's"
+        return "problem", f"{mend} overrides are registered"
     if owners <= {"torch._native"}:  # it passes on the calls that it does not take
         return "note", "TORCH_DISABLE_NATIVE_JIT=1 keeps torch._native's kernels out"
     mend = "register it before the first override of that op, or let it pass calls on"

@@ -18,11 +18,16 @@ import torch
 from opgraft.ops.schema import Op
 from opgraft.registry import Chain, registry
 from opgraft.router import dispatcher, installed
+from opgraft.router.base import Router
+
+#: The owner of FlashAttention-3 and -4, which torch registers on demand.
+FLASH_ATTENTION = "torch.nn.attention.activate_flash_attention_impl"
 
 # A kernel's owner by a part of its origin; the first part that matches counts.
 _OWNERS = (
     ("torch/_native/", "torch._native"),
-    ("nn/attention/_fa", "torch.nn.attention.activate_flash_attention_impl"),
+    ("nn/attention/_fa", FLASH_ATTENTION),
+    ("/cudnn/torch/", "cudnn.torch"),  # of cudnn-frontend
     ("aten/src/ATen/", "PyTorch"),
     ("torch/_meta_registrations", "PyTorch"),
 )
@@ -61,11 +66,15 @@ class Neighbours:
     below: tuple[Kernel, ...]
     #: The DSLs of `torch._native` overrides at this op and key, enabled or not.
     torch_native: tuple[str, ...] = ()
+    #: The kernel that the router calls on a miss though it is registered no more; None if it calls
+    #: one that is.
+    kept: Kernel | None = None
 
     @property
     def is_alone(self) -> bool:
         """Whether all other kernels are PyTorch's own."""
-        return not self.above and all(k.is_pytorchs for k in self.below) and not self.torch_native
+        others = [*self.above, *self.below, *([self.kept] if self.kept else [])]
+        return all(kernel.is_pytorchs for kernel in others) and not self.torch_native
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict that `json` can write."""
@@ -75,17 +84,26 @@ class Neighbours:
             "above": [{"owner": k.owner, "origin": k.origin} for k in self.above],
             "below": [{"owner": k.owner, "origin": k.origin} for k in self.below],
             "torch_native": list(self.torch_native),
+            "kept": {"owner": self.kept.owner, "origin": self.kept.origin} if self.kept else None,
         }
 
     def notes(self) -> list[str]:
         """What a user should know of them; nothing where all other kernels are PyTorch's own."""
         notes = []
         if self.above:
+            asks = "it is called first, and decides whether they are asked"
+            if self.above[0].owner == FLASH_ATTENTION:  # what it does not support is an error
+                asks = "it takes every call, and asks none of them"
             notes.append(
                 "shadowed by a kernel that was registered on top of the overrides later, "
-                f"{self.above[0]}: it is called first, and decides whether they are asked"
+                f"{self.above[0]}: {asks}"
             )
-        if self.below and not self.below[0].is_pytorchs:
+        if self.kept:
+            notes.append(
+                f"the native kernel is still {self.kept}, which was registered before the "
+                "overrides and is registered no more: they call the copy that they took of it"
+            )
+        elif self.below and not self.below[0].is_pytorchs:
             notes.append(f"the native kernel is {self.below[0]}, registered before the overrides")
         owners = {kernel.owner for kernel in (*self.above, *self.below)}
         if self.torch_native and "torch._native" not in owners:
@@ -94,7 +112,8 @@ class Neighbours:
         return notes
 
     def __str__(self) -> str:
-        chain = [*map(str, self.above), "opgraft", *map(str, self.below)]
+        below = [f"{self.kept}, deregistered"] if self.kept else map(str, self.below)
+        chain = [*map(str, self.above), "opgraft", *below]
         return f"{self.op} at {self.dispatch_key}: {' -> '.join(chain)}"
 
 
@@ -118,7 +137,8 @@ def of_chain(chain: Chain) -> Neighbours:
         else:
             side.append(Kernel(origin))
     router = installed(chain)
-    if router is not None and not below and router.native_origin:
+    kept = _kept(chain, router, below)
+    if router is not None and not below and router.native_origin and kept is None:
         # There is no kernel at this key itself: it is one for all backends, or a composite one.
         below.append(Kernel(router.native_origin))
     return Neighbours(
@@ -127,7 +147,21 @@ def of_chain(chain: Chain) -> Neighbours:
         tuple(above),
         tuple(below),
         _torch_native(chain.op, chain.dispatch_key),
+        kept,
     )
+
+
+def _kept(chain: Chain, router: Router | None, below: list[Kernel]) -> Kernel | None:
+    """The router's native kernel if a third party had registered it, and has deregistered it."""
+    if router is None or not router.is_compiled:  # in Python a router notices, and looks again
+        return None
+    native = Kernel(router.native_origin)
+    if not native.origin or native.is_pytorchs or native in below:
+        return None
+    # A kernel for all backends is at another key.
+    dump = torch._C._dispatch_dump(chain.op.name).splitlines()
+    others = (line for line in dump if not line.startswith((f"{chain.dispatch_key}:", "debug:")))
+    return None if any(native.origin in line for line in others) else native
 
 
 def _origins(op: Op, dispatch_key: str) -> Iterator[str]:
