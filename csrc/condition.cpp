@@ -68,6 +68,25 @@ bool compares_as(Code code, T left, T right) {
   }
 }
 
+// As in Python. False where there is no result.
+inline bool floor_divide(int64_t a, int64_t b, int64_t* result) {
+  if (b == 0 || (b == -1 && a == INT64_MIN)) return false;
+  const auto both = static_cast<uint64_t>(a | b);
+  if (C10_LIKELY(both <= UINT32_MAX)) {  // what a processor divides faster
+    *result = static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+    return true;
+  }
+  *result = a / b - static_cast<int64_t>(a % b != 0 && (a % b < 0) != (b < 0));
+  return true;
+}
+
+inline bool floor_modulo(int64_t a, int64_t b, int64_t* result) {
+  if (b == 0) return false;
+  const int64_t rest = b == -1 ? 0 : a % b;
+  *result = rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+  return true;
+}
+
 Truth to_truth(bool value) { return value ? Truth::True : Truth::False; }
 
 // --------------------------------------------------------------------------- properties of a
@@ -181,13 +200,6 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
       instruction.count = static_cast<int32_t>(node.argument_refs.size());
       argument_refs_.insert(argument_refs_.end(), node.argument_refs.begin(),
                             node.argument_refs.end());
-    } else if (node.code == Code::Lookup) {
-      instruction.first = static_cast<int32_t>(features_.size());
-      instruction.count = static_cast<int32_t>(node.children.size());
-      for (const int32_t child : node.children) {
-        TORCH_CHECK(child >= 0 && child < index, "a condition's nodes come after their children");
-        features_.push_back(feature_of(child));
-      }
     } else {
       instruction.first = static_cast<int32_t>(children_.size());
       instruction.count = static_cast<int32_t>(node.children.size());
@@ -205,6 +217,7 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
     for (const int32_t child : node.children) {
       TORCH_CHECK(child >= 0 && child < index, "a condition's nodes come after their children");
     }
+    if (node.code == Code::Lookup) numbers_.push_back(numbers_of(instruction));
     nodes_.push_back(instruction);
   }
   const Instruction& whole = nodes_[static_cast<size_t>(root)];
@@ -473,66 +486,167 @@ Truth Condition::truth(const Instruction& node, const Argument* arguments) const
   }
 }
 
-Condition::Feature Condition::feature_of(int32_t index) const {
-  const Instruction& node = nodes_[static_cast<size_t>(index)];
-  Feature feature;
-  feature.node = index;
-  const auto set = [&feature](const Instruction& what, Code code, Feature::Kind kind) {
-    if (what.code != code || what.argument_ref.is_item || what.count != 0) return false;
-    feature.kind = kind;
-    feature.argument = static_cast<uint16_t>(what.argument_ref.position);
-    feature.dim = what.integer;
-    return true;
-  };
-  if (node.code != Code::FloorDivide) {
-    if (set(node, Code::Numel, Feature::Kind::Numel)) return feature;
-    if (set(node, Code::Size, Feature::Kind::Size)) return feature;
-    set(node, Code::DtypeOf, Feature::Kind::Dtype);
-    return feature;
+bool Condition::Numbers::Step::operator==(const Step& other) const {
+  return code == other.code && shift == other.shift && left == other.left && right == other.right &&
+         argument == other.argument && integer == other.integer;
+}
+
+Condition::Numbers Condition::numbers_of(const Instruction& lookup) const {
+  Numbers made;
+  for (int32_t which = 0; which < lookup.count; ++which) {
+    const int8_t step = add_step(made, child(lookup, which));
+    if (step < 0) return {};
+    made.features.push_back(step);
   }
-  const Instruction& left = child(node, 0);
-  const Instruction& right = child(node, 1);
-  const bool is_of_one_tensor = left.code == Code::Numel && !left.argument_ref.is_item &&
-                                left.argument_ref.position == right.argument_ref.position;
-  if (is_of_one_tensor) set(right, Code::Size, Feature::Kind::NumelBySize);
-  return feature;
+  return made;
+}
+
+int8_t Condition::add_step(Numbers& numbers, const Instruction& node) const {
+  Numbers::Step step;
+  step.code = node.code;
+  step.integer = node.integer;
+  switch (node.code) {
+    case Code::Ndim:
+    case Code::Numel:
+    case Code::Itemsize:
+    case Code::DtypeOf:
+    case Code::Value:
+    case Code::Size:
+    case Code::Stride:
+      if (node.argument_ref.is_item) return -1;
+      step.argument = static_cast<uint16_t>(node.argument_ref.position);
+      break;
+    case Code::Integer:
+    case Code::Add:
+    case Code::Subtract:
+    case Code::Multiply:
+    case Code::FloorDivide:
+    case Code::Modulo:
+      break;
+    default:
+      return -1;
+  }
+  if (node.count > 0 && (step.left = add_step(numbers, child(node, 0))) < 0) return -1;
+  if (node.count > 1) {
+    const Instruction& right = child(node, 1);
+    const bool divides = node.code == Code::FloorDivide || node.code == Code::Modulo;
+    const int64_t by = right.integer;
+    if (divides && right.code == Code::Integer && by > 0 && (by & (by - 1)) == 0) {
+      step.shift = static_cast<int8_t>(__builtin_ctzll(static_cast<uint64_t>(by)));
+    } else if ((step.right = add_step(numbers, right)) < 0) {
+      return -1;
+    }
+  }
+  auto& steps = numbers.steps;
+  const auto known = std::find(steps.begin(), steps.end(), step);
+  const auto place = static_cast<int8_t>(known - steps.begin());
+  if (known != steps.end()) return place;
+  if (steps.size() == Numbers::kMost) return -1;
+  steps.push_back(step);
+  return place;
+}
+
+// Overflow and division by zero are undefined.
+Condition::Numbers::Outcome Condition::Numbers::evaluate(const Argument* arguments,
+                                                         int64_t* values) const {
+  for (size_t which = 0; which < steps.size(); ++which) {
+    const Step& step = steps[which];
+    int64_t& value = values[which];
+    const int64_t left = step.left < 0 ? 0 : values[step.left];
+    const int64_t right = step.right < 0 ? 0 : values[step.right];
+    if (step.code == Code::Value) {
+      const Argument& given = arguments[step.argument];
+      if (given.is_none()) return Outcome::Undefined;
+      if (given.kind() != Argument::Kind::Integer && given.kind() != Argument::Kind::Bool) {
+        return Outcome::Others;
+      }
+      value = given.integer();
+      continue;
+    }
+    switch (step.code) {
+      case Code::Integer:
+        value = step.integer;
+        continue;
+      case Code::Add:
+        if (__builtin_add_overflow(left, right, &value)) return Outcome::Undefined;
+        continue;
+      case Code::Subtract:
+        if (__builtin_sub_overflow(left, right, &value)) return Outcome::Undefined;
+        continue;
+      case Code::Multiply:
+        if (__builtin_mul_overflow(left, right, &value)) return Outcome::Undefined;
+        continue;
+      case Code::FloorDivide:
+        if (step.shift >= 0) {
+          value = left >> step.shift;
+        } else if (!floor_divide(left, right, &value)) {
+          return Outcome::Undefined;
+        }
+        continue;
+      case Code::Modulo:
+        if (step.shift >= 0) {
+          value = left & ((int64_t{1} << step.shift) - 1);
+        } else if (!floor_modulo(left, right, &value)) {
+          return Outcome::Undefined;
+        }
+        continue;
+      default:
+        break;
+    }
+    const auto* tensor = arguments[step.argument].tensor();
+    if (tensor == nullptr) return Outcome::Undefined;
+    switch (step.code) {
+      case Code::Ndim:
+        value = tensor->dim();
+        break;
+      case Code::Numel:
+        value = tensor->numel();
+        break;
+      case Code::Itemsize:
+        value = static_cast<int64_t>(tensor->itemsize());
+        break;
+      case Code::DtypeOf:
+        value = static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype()));
+        break;
+      default: {
+        const auto found = step.code == Code::Size ? tensor->sizes() : tensor->strides();
+        const int64_t* at = at_dim(found, step.left < 0 ? step.integer : left);
+        if (at == nullptr) return Outcome::Undefined;
+        value = *at;
+      }
+    }
+  }
+  return Outcome::Integers;
 }
 
 Truth Condition::look_up(const Instruction& node, const Argument* arguments) const {
   const auto* tensor = tensor_of(node.argument_ref, arguments);
   if (tensor == nullptr) return Truth::Undefined;
   const Lookup& lookup = *lookups_[static_cast<size_t>(node.integer)];
+  const Numbers& numbers = numbers_[static_cast<size_t>(node.integer)];
   const Grid* grid = lookup.grid(tensor->device());
+  std::array<int64_t, Numbers::kMost> values;  // NOLINT: what is read of them is written first
+  auto outcome = Numbers::Outcome::Others;
+  if (C10_LIKELY(!numbers.features.empty())) {
+    outcome = numbers.evaluate(arguments, values.data());
+    if (outcome == Numbers::Outcome::Undefined) return Truth::Undefined;
+  }
   bool is_inside = grid != nullptr;
   size_t cell = 0;
   for (int32_t which = 0; which < node.count; ++which) {
-    const Feature& feature = features_[static_cast<size_t>(node.first + which)];
+    const auto feature = static_cast<size_t>(which);
     int64_t value = 0;
     bool is_integer = true;
-    if (C10_LIKELY(feature.kind != Feature::Kind::Node)) {
-      const auto* of = arguments[feature.argument].tensor();
-      if (of == nullptr) return Truth::Undefined;
-      if (feature.kind == Feature::Kind::Dtype) {
-        value = static_cast<int64_t>(c10::typeMetaToScalarType(of->dtype()));
-      } else if (feature.kind == Feature::Kind::Numel) {
-        value = of->numel();
-      } else {
-        const int64_t* size = at_dim(of->sizes(), feature.dim);
-        if (size == nullptr) return Truth::Undefined;
-        value = *size;
-        if (feature.kind == Feature::Kind::NumelBySize) {
-          if (value == 0) return Truth::Undefined;
-          value = of->numel() / value;  // neither is negative
-        }
-      }
+    if (C10_LIKELY(outcome == Numbers::Outcome::Integers)) {
+      value = values[static_cast<size_t>(numbers.features[feature])];
     } else {
-      const Number found = number(nodes_[static_cast<size_t>(feature.node)], arguments);
+      const Number found = number(child(node, which), arguments);
       if (found.kind == Number::Undefined) return Truth::Undefined;
       is_integer = found.kind == Number::Integer;
       value = found.integer;
     }
     if (!is_inside) continue;
-    const Grid::Axis& axis = grid->axes[static_cast<size_t>(which)];
+    const Grid::Axis& axis = grid->axes[feature];
     const int64_t index = is_integer ? axis.index_of(value) : -1;
     is_inside = index >= 0;
     cell = cell * static_cast<size_t>(axis.count) + static_cast<size_t>(index);
@@ -605,7 +719,7 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
   }
 }
 
-// As in Python, division and modulo floor. Overflow and division by zero are undefined.
+// Overflow and division by zero are undefined.
 Condition::Number Condition::arithmetic(const Instruction& node, const Argument* arguments) const {
   const Number left = number(child(node, 0), arguments);
   const Number right = number(child(node, 1), arguments);
@@ -620,14 +734,9 @@ Condition::Number Condition::arithmetic(const Instruction& node, const Argument*
     case Code::Multiply:
       return __builtin_mul_overflow(a, b, &result) ? Number{} : Number::of(result);
     case Code::FloorDivide:
-      if (b == 0 || (b == -1 && a == INT64_MIN)) return {};
-      return Number::of(a / b - static_cast<int64_t>(a % b != 0 && (a % b < 0) != (b < 0)));
-    case Code::Modulo: {
-      if (b == 0) return {};
-      if (b == -1) return Number::of(0);
-      const int64_t rest = a % b;
-      return Number::of(rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest);
-    }
+      return floor_divide(a, b, &result) ? Number::of(result) : Number{};
+    case Code::Modulo:
+      return floor_modulo(a, b, &result) ? Number::of(result) : Number{};
     default:
       TORCH_INTERNAL_ASSERT(false, "not a number: ", static_cast<int>(node.code));
   }

@@ -265,17 +265,35 @@ class Condition {
     int64_t constant = 0;
   };
 
-  // A feature of a lookup. The most common ones, numbers of one argument, are evaluated without
-  // nodes.
-  struct Feature {
-    enum class Kind : uint8_t { Node, Numel, Size, NumelBySize, Dtype } kind = Kind::Node;
-    uint16_t argument = 0;
-    int32_t node = 0;  // the feature as a node, for Kind::Node
-    int64_t dim = 0;
+  // The features of a lookup as a straight line of steps, each of which computes one number from
+  // the arguments or from steps before it. What features have in common is computed once, and
+  // nothing divides by a power of two.
+  struct Numbers {
+    static constexpr size_t kMost = 32;  // steps
+
+    struct Step {
+      Code code{};
+      int8_t shift = -1;  // of FloorDivide and Modulo: the right side is `1 << shift`
+      int8_t left = -1;   // the step of the left side, or of a dimension that an argument names
+      int8_t right = -1;
+      uint16_t argument = 0;
+      int64_t integer = 0;  // as in `Node`
+
+      bool operator==(const Step& other) const;
+    };
+    // Whether all have a value, which is an integer.
+    enum class Outcome : uint8_t { Integers, Undefined, Others };
+
+    Outcome evaluate(const Argument* arguments, int64_t* values) const;
+
+    std::vector<Step> steps{};
+    std::vector<int8_t> features{};  // the step of each; none if the nodes are to be evaluated
   };
 
   Test test_of(int32_t index) const;
-  Feature feature_of(int32_t index) const;
+  Numbers numbers_of(const Instruction& lookup) const;
+  // The step of a node's number, which is added with those that it needs; -1 if it is none.
+  int8_t add_step(Numbers& numbers, const Instruction& node) const;
   // Moves tests of one tensor into `tensor_test_`, as many as it can hold.
   void make_tensor_test();
   // Whether a plan's key contains all that the condition depends on.
@@ -299,7 +317,7 @@ class Condition {
   std::vector<ArgumentRef> argument_refs_;
   std::vector<c10::IValue> constants_;
   std::vector<std::shared_ptr<const Lookup>> lookups_;
-  std::vector<Feature> features_;
+  std::vector<Numbers> numbers_;  // of each lookup
 };
 
 }  // namespace opgraft

@@ -348,6 +348,12 @@ bool Recorder::reads_key(const c10::OperatorHandle& op) const {
   return steps_.empty() || (shared != argument_storages_.end() && !shared->second.written);
 }
 
+// Whether an op's result is a number on the CPU that it made of no tensor. Some ops return such ones:
+// the seeds of a dropout that is not there.
+bool Recorder::is_number(const at::Tensor& tensor) const {
+  return tensor.device().is_cpu() && tensor.dim() == 0 && inputs_before_.empty();
+}
+
 // Whether an op made a view whose position or shape depends on a value. A plan does not call such
 // an op again, because it only makes a view.
 bool Recorder::reads_values(const c10::OperatorHandle& op,
@@ -466,7 +472,7 @@ void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue
     each_tensor(output, [&](const at::Tensor& tensor, int32_t) {
       if (!is_dense(tensor)) {
         refuse("it calls " + name + ", whose result is lazy, sparse or of a type of its own");
-      } else if (tensor.device() != device_) {
+      } else if (tensor.device() != device_ && !is_number(tensor)) {
         refuse("it calls " + name + ", whose result is on " + tensor.device().str());
       } else if (!origin_of(tensor)) {
         has_new_output = true;

@@ -80,6 +80,7 @@ class Recorder {
   void record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs);
   bool check_inputs(const c10::OperatorHandle& op);
   bool reads_key(const c10::OperatorHandle& op) const;
+  bool is_number(const at::Tensor& tensor) const;
   bool reads_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs) const;
   bool record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs);
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 pytest.importorskip("triton")
 
 import opgraft
+from opgraft import triton_utils
 from opgraft_kernels.attention import aten, overrides, triton_kernels
 
 aten_ops = torch.ops.aten
@@ -646,6 +648,24 @@ def test_every_pair_of_forward_and_backward_agrees(case: Case, name: str, kernel
     yardstick = _through(calls, *native, t, case.causal)
     for forward, backward in ((ours[0], ours[1]), (native[0], ours[1]), (ours[0], native[1])):
         _assert_as_good(_through(calls, forward, backward, t, case.causal), yardstick, expected)
+
+
+@gpu
+@pytest.mark.parametrize("name", OPS)
+def test_every_forward_gets_a_launch_plan(name: str) -> None:
+    calls = OPS[name]
+    override = triton_utils.register_op_override(
+        "aten",
+        calls.forward.__name__,
+        "CUDA",
+        partial(calls.forward_impl, "triton_kernels"),
+        unconditional_override=True,
+        launch_plan=True,
+    )
+    t = _tensors(Case(2, 4, 4, 256, 256, 64, 64), torch.bfloat16, "cuda")
+    for _ in range(4):
+        calls.forward(*calls.forward_arguments(t, False))
+    assert override.plans is not None and len(override.plans) == 1, override.plans.refusals
 
 
 @gpu

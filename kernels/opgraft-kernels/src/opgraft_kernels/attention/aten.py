@@ -160,7 +160,7 @@ def _efficient_results(
     out: Tensor, logsumexp: Tensor | None, query: Tensor, key: Tensor
 ) -> tuple[Any, ...]:
     # Numbers on the CPU are a part of a launch plan's key: the backward's has to come again.
-    seed, offset = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    seed, offset = (torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
     return out, logsumexp, seed, offset
 
 
