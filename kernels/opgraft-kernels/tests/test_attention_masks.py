@@ -289,6 +289,26 @@ def test_low_tiles_are_computed_where_they_count(
         assert_right([*ours[:5], None], [each.half() for each in native], right)
 
 
+@pytest.mark.parametrize("shape", ["for all heads", "for all queries and heads"])
+def test_low_tiles_count_though_squares_of_queries_are_0_in_float32(
+    shape: str, device: torch.device
+) -> None:
+    """A scale may make up for numbers so small: of 10,737, where the mask is -9984."""
+    q, k, v, grad = inputs(torch.float32, device)
+    q, k = torch.full_like(q, 1e-23), torch.zeros_like(k)
+    k[:, :, 64:], scale = 4e18, 2.0**24
+    bias = bias_of(SHAPES[shape], LOW[1], device).expand(BATCH, HEADS, QUERIES, KEYS)
+    out, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:3])
+    triton_kernels.forward(q, k, v, out, logsumexp, scale, False, bias)
+    torch.testing.assert_close(out, v[:, :, 64:].mean(2, keepdim=True).expand_as(out))
+    gradients = [torch.empty_like(each) for each in (q, k, v)]
+    triton_kernels.backward(grad, q, k, v, out, logsumexp, *gradients, scale, False, bias)
+    right = grad.sum(2, keepdim=True) / (KEYS - 64)
+    torch.testing.assert_close(
+        gradients[2][:, :, 64:], right.expand(-1, -1, KEYS - 64, -1), rtol=1e-2, atol=1e-2
+    )
+
+
 def test_a_mask_that_is_not_a_number_is_not_taken_for_one(device: torch.device) -> None:
     tensors = inputs(torch.float16, device)
     bias = torch.full(SHAPES["for all heads"], -math.inf, device=device)

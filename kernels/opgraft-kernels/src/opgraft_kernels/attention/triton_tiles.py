@@ -274,11 +274,15 @@ def list_tiles_kernel(state_ptr, best_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr
 NOTHING_BELOW = tl.constexpr(-150.0)
 
 
+# More than the squares of a row sum up to that are 0 in float32.
+LOST_SQUARES = tl.constexpr(1e-30)
+
+
 @triton.jit
 def norms_of(rows):
-    """The Euclidean norm of each row; infinity of what is not a number."""
+    """At least the Euclidean norm of each row; infinity of what is not a number."""
     wide = rows.to(tl.float32)
-    norms = tl.sqrt(tl.sum(wide * wide, axis=1))
+    norms = tl.sqrt(tl.sum(wide * wide, axis=1) + LOST_SQUARES)
     return tl.where(norms == norms, norms, INF)
 
 
