@@ -126,10 +126,15 @@ def _without(call: Call, *contestants: str) -> Call:
     return run
 
 
+# After so many calls of its kind a call is replayed: before, a table may leave it to native.
+_CALLS_TO_A_PLAN = 4
+
+
 def _hits(call: Call) -> set[str]:
-    """The names of the overrides that a call hits."""
-    before = {each.name: each.hits for each in opgraft.overrides()}
-    call()
+    """The names of the overrides that a call hits, once it has a plan."""
+    for _ in range(_CALLS_TO_A_PLAN):
+        before = {each.name: each.hits for each in opgraft.overrides()}
+        call()
     return {each.name for each in opgraft.overrides() if each.hits > before[each.name]}
 
 

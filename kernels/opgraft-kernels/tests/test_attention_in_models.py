@@ -255,6 +255,10 @@ def without_the_fast_path() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+# The fast path asks for a backend before it looks whether there is a mask. Flash takes none.
+FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
 def expected_of_the_fast_path(name: str, device: torch.device) -> Hits:
     return FORWARD if device.type == "cuda" and name == "none" else NONE
 
@@ -265,7 +269,7 @@ def test_the_fast_path_of_multihead_attention(
 ) -> None:
     attend = self_attention(multihead(device).eval(), **masks(name, device))
     x = half(BATCH, LENGTH, EMBED, device=device)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(FLASH):
         assert_as_native(attend, x, trains=False, compiles=False)
     assert hits() == expected_of_the_fast_path(name, device)
 
@@ -275,12 +279,14 @@ def test_the_fast_path_of_multihead_attention(
 def test_the_fast_path_of_an_encoder_layer(
     name: str, compiles: bool, device: torch.device, hits: Callable[[], Hits]
 ) -> None:
-    """In a compiled graph, too, a layer is one op, which Inductor calls."""
+    """In a compiled graph, too, a layer is one op, which Inductor calls. It has no meta function:
+    on CUDA the compiler runs it once to learn what it returns."""
     apply = encode(encoder_layer(device).eval(), name, device)
     x = half(BATCH, LENGTH, EMBED, device=device)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(FLASH):
         assert_as_native(apply, x, trains=False, compiles=compiles)
-    assert hits() == expected_of_the_fast_path(name, device)
+    expected, found = expected_of_the_fast_path(name, device), hits()
+    assert found == expected or (compiles and found == Hits(2 * expected.forward, 0))
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
