@@ -348,8 +348,8 @@ bool Recorder::reads_key(const c10::OperatorHandle& op) const {
   return steps_.empty() || (shared != argument_storages_.end() && !shared->second.written);
 }
 
-// Whether an op's result is a number on the CPU that it made of no tensor. Some ops return such ones:
-// the seeds of a dropout that is not there.
+// Whether an op's result is a number on the CPU that it made of no tensor. Some ops return such
+// ones: the seeds of a dropout that is not there.
 bool Recorder::is_number(const at::Tensor& tensor) const {
   return tensor.device().is_cpu() && tensor.dim() == 0 && inputs_before_.empty();
 }

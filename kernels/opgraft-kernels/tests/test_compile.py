@@ -46,6 +46,7 @@ def test_attention_fits(capability: int) -> None:
         "backward_queries_kernel",
         "list_tiles_kernel",
         "mark_tiles_kernel",
+        "norms_kernel",
     }
     for found in compiled:
         is_32 = found["constexprs"].get("PRECISION") == "bf16x6"
