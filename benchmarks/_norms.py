@@ -264,7 +264,7 @@ def _tile_tables(norm: Norm) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _tiles(direction: int, hidden: int) -> list[Any]:
-    from opgraft_kernels.norms.clusters.exchange import VECTOR, Tile
+    from opgraft_kernels.norms.clusters.tile import VECTOR, Tile
 
     found = []
     for threads, vectors, *more in (_FORWARD_SHAPES, _BACKWARD_SHAPES)[direction]:

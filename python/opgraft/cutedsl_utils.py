@@ -1,14 +1,16 @@
-"""Overrides written in CuteDSL: `register_op_override` with the DSL fixed."""
+"""CuteDSL: `register_op_override` with the DSL fixed, and functions that are compiled once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from opgraft import dsl_utils
+from opgraft.cache.cutedsl import Functions
 from opgraft.dsl import CUTEDSL
 from opgraft.registry import Override
 
 __all__ = [
+    "Functions",
     "deregister_op_overrides",
     "register_op_override",
     "runtime_available",

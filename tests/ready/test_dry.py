@@ -191,6 +191,7 @@ def test_fake_tensors_have_addresses_aligned_as_the_calls() -> None:
             dry.run(
                 {
                     **{"impl": "tests.ready.impls:noting", "op": "aten::neg", "keyset": None},
+                    "dsl": None,
                     **{"arguments": values, "device": None},
                 }
             )

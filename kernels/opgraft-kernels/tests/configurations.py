@@ -121,14 +121,14 @@ def _norm_kinds(norm: str) -> Iterator[Any]:
     for tile in tiles.forward.values():
         for has_weight in (True, False):
             for has_bias in bias:
-                yield ForwardKind(bfloat16, tile, has_weight, has_bias, has_mean, None)
-        yield ForwardKind(torch.float16, tile, True, has_mean, has_mean, None)
+                yield ForwardKind(bfloat16, tile, has_weight, has_bias, has_mean)
+        yield ForwardKind(torch.float16, tile, True, has_mean, has_mean)
     for tile in tiles.backward.values():
         for needs_db in bias:
             for needs_dw in (True, False):
-                yield BackwardKind(bfloat16, tile, True, has_mean, needs_dw, needs_db, None)
-            yield BackwardKind(bfloat16, tile, False, has_mean, False, needs_db, None)
-        yield BackwardKind(torch.float16, tile, True, has_mean, True, has_mean, None)
+                yield BackwardKind(bfloat16, tile, True, has_mean, needs_dw, needs_db)
+            yield BackwardKind(bfloat16, tile, False, has_mean, False, needs_db)
+        yield BackwardKind(torch.float16, tile, True, has_mean, True, has_mean)
 
 
 # ------------------------------------------------------------------ softmax
@@ -299,7 +299,7 @@ def _attention_kinds() -> Iterator[Any]:
         (256, 256, True),
     ):
         for is_forward in (True, False):
-            yield Kind(is_forward, torch.bfloat16, dim, dim_v, 1, causal, True, False, None)
-    yield Kind(True, torch.float16, 128, 128, 4, False, False, False, None)
+            yield Kind(is_forward, torch.bfloat16, dim, dim_v, 1, causal, True, False)
+    yield Kind(True, torch.float16, 128, 128, 4, False, False, False)
     for is_forward in (True, False):
-        yield Kind(is_forward, torch.bfloat16, 128, 128, 4, True, True, True, None)
+        yield Kind(is_forward, torch.bfloat16, 128, 128, 4, True, True, True)

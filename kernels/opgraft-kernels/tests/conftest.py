@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +66,14 @@ def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and request.param is torch.bfloat16:
         pytest.skip("the interpreter computes on the bits of bfloat16")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def cutedsl() -> list[str]:
+    """The path by which CuteDSL and FlashAttention-4 are found."""
+    beside = Path(sys.prefix) / "cutedsl"
+    if all((beside / name).is_dir() for name in ("nvidia_cutlass_dsl", "flash_attn", "tvm_ffi")):
+        return [str(beside), str(beside / "nvidia_cutlass_dsl" / "dsl_packages"), *sys.path]
+    if importlib.util.find_spec("cutlass") and importlib.util.find_spec("flash_attn"):
+        return sys.path
+    pytest.skip("needs CuteDSL and FlashAttention-4: make cutedsl")

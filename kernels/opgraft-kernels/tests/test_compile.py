@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -136,26 +135,15 @@ def _dtypes(found: dict[str, Any]) -> list[str]:
 _COMPILE_CUTEDSL = """
 import os, pathlib
 import configurations
-from opgraft_kernels.{package} import cutedsl_kernels as kernels
+from opgraft_kernels.{package} import cutedsl_functions
 folder = pathlib.Path(os.environ["CUTE_DSL_DUMP_DIR"])
 for number, kind in enumerate(configurations.cutedsl_kinds("{family}")):
-    kernels.compile_kind(kind)
+    cutedsl_functions.compile_kind(kind)
     (folder / str(number)).mkdir()
     for file in folder.glob("*.cubin"):
         file.rename(folder / str(number) / file.name)
     print(kind)
 """
-
-
-@pytest.fixture(scope="module")
-def cutedsl() -> list[str]:
-    """The path by which CuteDSL and FlashAttention-4 are found."""
-    beside = Path(sys.prefix) / "cutedsl"
-    if all((beside / name).is_dir() for name in ("nvidia_cutlass_dsl", "flash_attn", "tvm_ffi")):
-        return [str(beside), str(beside / "nvidia_cutlass_dsl" / "dsl_packages"), *sys.path]
-    if importlib.util.find_spec("cutlass") and importlib.util.find_spec("flash_attn"):
-        return sys.path
-    pytest.skip("needs CuteDSL and FlashAttention-4: make cutedsl")
 
 
 @pytest.mark.parametrize(

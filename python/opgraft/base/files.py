@@ -26,12 +26,12 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
         raise NotADirectoryError(f"{folder} is no folder")
 
 
-def replace(path: Path, text: str, *, mode: int = 0o600) -> None:
+def replace(path: Path, content: str | bytes, *, mode: int = 0o600) -> None:
     """Write a file anew: a reader sees the one before or this one, whole.
 
     Args:
         path: its folder exists.
-        text: all of it.
+        content: all of it; text is encoded as UTF-8.
         mode: the file's permissions.
 
     Raises:
@@ -39,8 +39,8 @@ def replace(path: Path, text: str, *, mode: int = 0o600) -> None:
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:

@@ -23,6 +23,7 @@ import torch
 from opgraft import dsl as dsls
 from opgraft import packs, spelling
 from opgraft.base import env
+from opgraft.cache import entries
 from opgraft.cli import cudnn, facts, output
 from opgraft.control import overrides
 from opgraft.core import store
@@ -333,6 +334,9 @@ def _readiness() -> Iterator[Check]:
     else:
         text = f"at most {pool.most_workers()} compile at a time; their claims: {claims.folder()}"
         yield Check("workers", "ok", text)
+    if dsls.CUTEDSL.available() and (reason := entries.why_unusable()):
+        text = f"{reason}: what CuteDSL compiles is not kept, and each process compiles it"
+        yield Check("kernels", "note", text, "let OPGRAFT_CACHE name a folder of your own")
 
 
 def _tables() -> Iterator[Check]:

@@ -15,7 +15,15 @@ from pathlib import Path
 
 from opgraft.core import building
 
-__all__ = ["core_path", "find", "open_trusted", "read_trusted", "root", "why_untrusted"]
+__all__ = [
+    "core_path",
+    "find",
+    "open_trusted",
+    "read_trusted",
+    "read_trusted_bytes",
+    "root",
+    "why_untrusted",
+]
 
 
 def root() -> Path:
@@ -72,7 +80,17 @@ def read_trusted(path: Path) -> str:
         PermissionError: another user could have written it.
         OSError: it cannot be opened.
     """
-    with os.fdopen(_open(path), encoding="utf-8") as file:
+    return read_trusted_bytes(path).decode()
+
+
+def read_trusted_bytes(path: Path) -> bytes:
+    """The content of a file that nobody else could have written.
+
+    Raises:
+        PermissionError: another user could have written it.
+        OSError: it cannot be opened.
+    """
+    with os.fdopen(_open(path), "rb") as file:
         return file.read()
 
 

@@ -22,14 +22,22 @@ class Dsl:
         name: what `dsl=` and `OPGRAFT_DISABLE` say.
         modules: the top-level modules that must be importable, all of them.
         distributions: which may carry the version; the first that is installed does.
+        to_launch: those of `modules` that launching what was compiled before needs.
         install: what to tell a user who lacks it.
     """
 
     def __init__(
-        self, *, name: str, modules: tuple[str, ...], distributions: tuple[str, ...], install: str
+        self,
+        *,
+        name: str,
+        modules: tuple[str, ...],
+        to_launch: tuple[str, ...],
+        distributions: tuple[str, ...],
+        install: str,
     ) -> None:
         self.name = name
         self.modules = modules
+        self.to_launch = to_launch
         self.distributions = distributions
         self.install = install
 
@@ -53,6 +61,7 @@ class Dsl:
 TRITON = Dsl(
     name="triton",
     modules=("triton",),
+    to_launch=("triton",),
     distributions=("triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
     install="pip install 'opgraft[triton]'",
 )
@@ -60,6 +69,7 @@ CUTEDSL = Dsl(
     name="cutedsl",
     # tvm-ffi launches what CuteDSL compiled: without it a launch costs 13 to 45 us instead of 6.
     modules=("cutlass", "tvm_ffi"),
+    to_launch=("tvm_ffi",),
     distributions=("nvidia-cutlass-dsl",),
     install="pip install 'opgraft[cutedsl]'",
 )

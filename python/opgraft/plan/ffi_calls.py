@@ -24,6 +24,8 @@ _patches = Patches()
 
 #: Where CuteDSL defines what `cute.compile(..., options="--enable-tvm-ffi")` returns.
 _PROVIDER = "cutlass.cutlass_dsl.tvm_ffi_provider"
+#: Where functions are defined that were loaded without CuteDSL.
+_LOADED = "opgraft.cache.loaded"
 # The global by which a keyword wrapper that tvm-ffi generates calls the function.
 _TARGET = "__i_target_func"
 
@@ -31,13 +33,19 @@ _TARGET = "__i_target_func"
 @contextmanager
 def watching(recording: Recording) -> Iterator[None]:
     """Record the calls of compiled CuteDSL kernels on this thread."""
-    if "cutlass" not in sys.modules:
+    before = _imported()
+    if before:
+        with _patches.applied(recording, _replacements):
+            yield
+    else:
         yield
-        if "cutlass" in sys.modules:
-            recording.recorder.refuse("it imported CuteDSL, so its launches were not recorded")
-        return
-    with _patches.applied(recording, _replacements):
-        yield
+    if _imported() != before:
+        recording.recorder.refuse("it imported CuteDSL, so its launches were not recorded")
+
+
+def _imported() -> list[str]:
+    """Which of the modules are there whose classes are patched."""
+    return [name for name in ("cutlass", _LOADED) if name in sys.modules]
 
 
 def _replacements() -> dict[tuple[type, str], Any]:
@@ -50,6 +58,9 @@ def _replacements() -> dict[tuple[type, str], Any]:
         owner = getattr(provider, name, None)
         if owner is not None:
             found[owner, "__call__"] = patched(owner.__call__)
+    if (loaded := sys.modules.get(_LOADED)) is not None:
+        owner = loaded.LoadedFunction
+        found[owner, "__call__"] = positional(owner.__call__)
     executor = sys.modules.get("cutlass.base_dsl.jit_executor")
     if executor is not None and hasattr(executor, "JitExecutor"):
         # This launches kernels that were compiled without tvm-ffi, which cannot be recorded.

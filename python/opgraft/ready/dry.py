@@ -8,6 +8,7 @@ request describes. Where its interpreter is on, there is nothing to compile.
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from opgraft.cache import cutedsl
 from opgraft.core import loader
 from opgraft.ready import request
 from opgraft.ready.request import Request
@@ -34,6 +36,7 @@ def run(asked: Request) -> list[str]:
         CannotAsk: the impl cannot be imported.
         Exception: the impl's own, or a compiler's.
     """
+    _say_architecture(asked)
     impl = request.load(asked["impl"])
     compiled: list[str] = []
     with ExitStack() as stack:
@@ -42,6 +45,7 @@ def run(asked: Request) -> list[str]:
             stack.enter_context(_device(asked["device"]["properties"]))
         if importlib.util.find_spec("triton") is not None:
             stack.enter_context(_triton(asked["device"], compiled.append))
+        functions = stack.enter_context(_cutedsl()) if asked["dsl"] == "cutedsl" else []
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
         stack.enter_context(FakeTensorMode())
@@ -50,7 +54,7 @@ def run(asked: Request) -> list[str]:
         if asked["keyset"] is not None:
             leading = (torch._C.DispatchKeySet.from_raw_repr(asked["keyset"]),)
         impl(*leading, *call.args, **call.kwargs)
-    return compiled
+    return compiled + functions
 
 
 @contextmanager
@@ -128,6 +132,41 @@ def _triton(device: dict[str, Any] | None, note: Callable[[str], None]) -> Itera
         for kind, function in patches.items():
             stack.enter_context(mock.patch.object(kind, "run", function))
         yield
+
+
+def _say_architecture(asked: Request) -> None:
+    """Tell CuteDSL for what to compile. It reads that when it is imported, and looks for a GPU."""
+    if asked["dsl"] != "cutedsl" or asked["device"] is None:
+        return
+    wanted = cutedsl.architecture(SimpleNamespace(**asked["device"]["properties"]))
+    if wanted != os.environ.setdefault("CUTE_DSL_ARCH", wanted):
+        raise request.CannotAsk(f"this worker compiles for {os.environ['CUTE_DSL_ARCH']} alone")
+
+
+@contextmanager
+def _cutedsl() -> Iterator[list[str]]:
+    """Compile functions for the cache; any other way in which CuteDSL compiles is refused.
+
+    What `cute.compile` returns can be called with tensors that have memory alone, and a process
+    that has compiled it cannot give it to another one.
+    """
+    from cutlass.base_dsl.jit_executor import JitExecutor
+    from cutlass.cutlass_dsl import tvm_ffi_provider
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise request.CannotAsk(
+            "it calls what cute.compile returned; kernels that opgraft.cutedsl_utils.Functions has "
+            "compiled are compiled by workers"
+        )
+
+    with ExitStack() as stack:
+        for kind in (
+            JitExecutor,
+            tvm_ffi_provider.TVMFFIJitCompiledFunction,
+            tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs,
+        ):
+            stack.enter_context(mock.patch.object(kind, "__call__", refuse))
+        yield stack.enter_context(cutedsl.compiling_for_others())
 
 
 def _driver(capability: int) -> Any:

@@ -65,7 +65,7 @@ def import_ahead(override: Override) -> None:
     if isinstance(override.impl, Lazy):
         override.impl.load()
     known = None if override.dsl is None else dsl.find(override.dsl)
-    for module in known.modules if known is not None and known.available() else ():
+    for module in known.to_launch if known is not None and known.available() else ():
         importlib.import_module(module)
 
 

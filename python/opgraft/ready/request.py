@@ -39,12 +39,10 @@ def request(override: Override, call: Call, keyset: torch.DispatchKeySet) -> Req
     Raises:
         CannotAsk: the impl cannot be imported by its name, or an argument has no JSON.
     """
-    if override.dsl == "cutedsl":
-        # Its cache on disk is not on by default, so the caller would compile once more, and wait.
-        raise CannotAsk("what CuteDSL compiles does not leave its process")
     return {
         "impl": name_of(override),
         "op": override.op,
+        "dsl": override.dsl,
         "keyset": keyset.raw_repr() if override.takes_keyset else None,
         "arguments": [encode(value) for value in call.values],
         "device": properties(call),
@@ -55,24 +53,32 @@ def name_of(override: Override) -> str | dict[str, str | None]:
     """By which name another process can find an override's impl.
 
     `module:qualified.name` of a function; of another callable that a pack registers, such as a
-    `functools.partial`, the override's pack, name, op and dispatch key.
+    `functools.partial` or a function inside another, the override's pack, name, op and dispatch
+    key.
 
     Raises:
         CannotAsk: there is none.
     """
     impl = override.impl
-    if not isinstance(impl, (FunctionType, Lazy)):
+    if reason := _why_no_name(impl):
         if override.pack is None:
-            raise CannotAsk(f"{impl!r} is no function of a module")
+            raise CannotAsk(reason)
         return override.identity
+    return f"{impl.__module__}:{impl.__qualname__}"
+
+
+def _why_no_name(impl: Any) -> str:
+    """Why no name leads another process to an impl; empty where one does."""
+    if not isinstance(impl, (FunctionType, Lazy)):
+        return f"{impl!r} is no function of a module"
     module, name = impl.__module__, impl.__qualname__
     if module == "__main__":
-        raise CannotAsk("it is defined in __main__, which other processes do not import")
+        return "it is defined in __main__, which other processes do not import"
     if "<" in name:
-        raise CannotAsk(f"{name} is defined inside a function, where no other process finds it")
+        return f"{name} is defined inside a function, where no other process finds it"
     if isinstance(impl, FunctionType) and _called(module, name) is not impl:
-        raise CannotAsk(f"{module}.{name} is another function")  # of a decorator's, or reloaded
-    return f"{module}:{name}"
+        return f"{module}.{name} is another function"  # of a decorator's, or reloaded
+    return ""
 
 
 def _called(module: str, name: str) -> Any:

@@ -1,8 +1,10 @@
-"""What kernels in CuteDSL share: functions compiled for tensors that are not there yet, by kind."""
+"""What kernels in CuteDSL share: functions compiled for tensors that are not there yet.
+
+What imports this imports CuteDSL: only modules do that compile.
+"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +12,9 @@ import cutlass
 import cutlass.cute as cute
 import torch
 
-__all__ = ["COMPILING", "CUTLASS_DTYPES", "Functions", "compile_function", "fake_tensor"]
+__all__ = ["CUTLASS_DTYPES", "compile_function", "fake_tensor"]
 
 CUTLASS_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
-# Held while compiling: autograd's threads call backwards while others call forwards.
-COMPILING = threading.Lock()
 
 
 def fake_tensor(dtype: Any, ndim: int, aligned: int) -> Any:
@@ -39,20 +39,3 @@ def compile_function(function: Any, *arguments: Any) -> Callable[..., None]:
         function, *arguments, stream, options="--enable-tvm-ffi"
     )
     return compiled
-
-
-class Functions:
-    """Compiled functions by kind, each compiled by the first call of its kind."""
-
-    def __init__(self, compile_kind: Callable[[Any], Callable[..., None]]) -> None:
-        self._compile_kind = compile_kind
-        self._functions: dict[Any, Callable[..., None]] = {}
-
-    def __getitem__(self, kind: Any) -> Callable[..., None]:
-        found = self._functions.get(kind)
-        if found is None:
-            with COMPILING:
-                found = self._functions.get(kind)
-                if found is None:
-                    found = self._functions[kind] = self._compile_kind(kind)
-        return found

@@ -2,10 +2,11 @@
 
 The kernels are the library's; what is here is their launch. The library's own front takes 88 us of
 host time a call (an H200's host), most of it for features that SDPA does not have. Here the kernel
-classes are compiled once for each kind of call, behind functions that take the tensors as ATen has
-them, ``[batch, heads, length, dim]`` in any strides, so that no view is made for a call; and a
-whole backward, three to five kernels, is one such function. What is left of a call is a dictionary
-lookup and a call through tvm-ffi.
+classes are compiled once for each kind of call, by `cutedsl_functions`, behind functions that take
+the tensors as ATen has them, ``[batch, heads, length, dim]`` in any strides, so that no view is
+made for a call; and a whole backward, three to five kernels, is one such function. What is left of
+a call is a dictionary lookup and a call through tvm-ffi. Nothing here imports CuteDSL or the
+library: a compiled function is loaded from the disk where it was compiled before.
 
 Causal is aligned at the bottom right, as in the library: with lengths that differ, the last query
 sees every key.
@@ -13,36 +14,20 @@ sees every key.
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
-import cutlass
-import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int64
-from flash_attn.cute import interface as library
-from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
-from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
-from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 
-from opgraft_kernels.cutedsl import CUTLASS_DTYPES, Functions, compile_function, fake_tensor
+from opgraft import cutedsl_utils, lazy
 
 __all__ = [
+    "BackwardTile",
     "Kind",
     "backward",
     "backward_varlen",
-    "compile_kind",
     "forward",
     "forward_varlen",
 ]
-
-_ARCH = 90
-# 16 bytes, what the copy engine asks of strides and addresses, in elements.
-_ALIGNED_16BIT, _ALIGNED_FP32 = 8, 4
 
 
 class Kind(NamedTuple):
@@ -56,174 +41,9 @@ class Kind(NamedTuple):
     causal: bool
     has_logsumexp: bool
     is_varlen: bool
-    device: (
-        int | None
-    )  # a compiled function is for the architecture of the device at its first call
 
 
-# --------------------------------------------------------------------------------------------------
-# Functions on tensors as ATen has them
-# --------------------------------------------------------------------------------------------------
-
-
-def _swap_heads_and_length(t: Any) -> Any:
-    """``(b, h, s, d)`` as ``(b, s, h, d)``.
-
-    The stride of a dimension of size 1 says nothing, and DLPack writes 1 there, which the copy
-    engine refuses; 0 it takes.
-    """
-    shape = t.shape
-    stride = [
-        s if isinstance(s, int) else s * Int64(n != 1) for n, s in zip(shape, t.stride, strict=True)
-    ]
-    order = (0, 2, 1, 3)
-    layout = cute.make_layout(
-        tuple(shape[i] for i in order), stride=tuple(stride[i] for i in order)
-    )
-    return cute.make_tensor(t.iterator, layout)
-
-
-class _Forward:
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        logsumexp: cute.Tensor | None,
-        scale: Float32,
-        stream: cuda.CUstream,
-    ):
-        q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
-        self.kernel(q, k, v, out, logsumexp, scale, stream=stream)
-
-
-class _ForwardVarlen(_Forward):
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        logsumexp: cute.Tensor,
-        cum_q: cute.Tensor,
-        cum_k: cute.Tensor,
-        scale: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(q, k, v, out, logsumexp, scale, cum_q, cum_k, stream=stream)
-
-
-class _Backward:
-    """delta and the zeroed dq accumulator; dk, dv and dq in float32; dq (dk, dv) in 16 bits."""
-
-    def __init__(
-        self, preprocess: Any, kernel: Any, finish_dq: Any, finish_dk: Any, finish_dv: Any
-    ):
-        self.preprocess = preprocess
-        self.kernel = kernel
-        self.finish_dq = finish_dq
-        self.finish_dk = finish_dk
-        self.finish_dv = finish_dv
-
-    @cute.jit
-    def __call__(
-        self,
-        grad_out: cute.Tensor,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        logsumexp: cute.Tensor,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        delta: cute.Tensor,
-        logsumexp2: cute.Tensor,
-        dq_sum: cute.Tensor,
-        dk_sum: cute.Tensor | None,
-        dv_sum: cute.Tensor | None,
-        cum_q: cute.Tensor | None,
-        cum_k: cute.Tensor | None,
-        scale: Float32,
-        stream: cuda.CUstream,
-    ):
-        if cutlass.const_expr(cum_q is None):
-            grad_out, q, k, v, out, dq, dk, dv = [
-                _swap_heads_and_length(t) for t in (grad_out, q, k, v, out, dq, dk, dv)
-            ]
-        one = Float32(1.0)
-        self.preprocess(
-            out, grad_out, delta, logsumexp, logsumexp2, dq_sum, cum_q, None, None, None, None, one,
-            stream=stream,
-        )  # fmt: skip
-        if cutlass.const_expr(dk_sum is None):
-            self.kernel(
-                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk, dv, scale, cum_q, cum_k,
-                stream=stream,
-            )  # fmt: skip
-        else:
-            self.kernel(
-                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk_sum, dv_sum, scale, cum_q, cum_k,
-                stream=stream,
-            )  # fmt: skip
-        self.finish_dq(dq_sum, dq, scale, cum_q, None, None, stream=stream)
-        if cutlass.const_expr(dk_sum is not None):
-            self.finish_dk(dk_sum, dk, scale, cum_k, None, None, stream=stream)
-            self.finish_dv(dv_sum, dv, one, cum_k, None, None, stream=stream)
-
-
-# --------------------------------------------------------------------------------------------------
-# Compiling them, without tensors
-# --------------------------------------------------------------------------------------------------
-
-
-def _compile(function: Any, *arguments: Any) -> Callable[..., None]:
-    with warnings.catch_warnings():
-        # CuteDSL says of the library's own default argument that it is no kernel argument.
-        warnings.filterwarnings("ignore", message="Argument aux_data")
-        return compile_function(function, *arguments)
-
-
-def compile_kind(kind: Kind) -> Callable[..., None]:
-    """Compile the function for `kind`; needs no GPU where ``CUTE_DSL_ARCH`` names one."""
-    return _compile_forward(kind) if kind.is_forward else _compile_backward(kind)
-
-
-def _compile_forward(kind: Kind) -> Callable[..., None]:
-    dtype = CUTLASS_DTYPES[kind.dtype]
-    tile = library._tile_size_fwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
-    kernel = FlashAttentionForwardSm90(
-        dtype,
-        kind.head_dim,
-        kind.head_dim_v,
-        kind.group,
-        is_causal=kind.causal,
-        is_local=False,
-        pack_gqa=kind.group > 1,
-        tile_m=tile.m_block_size,
-        tile_n=tile.n_block_size,
-        num_stages=2,
-        num_threads=384,
-        Q_in_regs=False,
-        intra_wg_overlap=tile.intra_wg_overlap,
-        mma_pv_is_rs=tile.mma_pv_is_rs,
-    )
-    ndim = 3 if kind.is_varlen else 4
-    tensors = [fake_tensor(dtype, ndim, _ALIGNED_16BIT) for _ in range(4)]
-    logsumexp = fake_tensor(Float32, ndim - 1, 1) if kind.has_logsumexp else None
-    if kind.is_varlen:
-        cum = [fake_tensor(cutlass.Int32, 1, 1) for _ in range(2)]
-        return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
-    return _compile(_Forward(kernel), *tensors, logsumexp, Float32(1.0))
-
-
-class _BackwardTile(NamedTuple):
+class BackwardTile(NamedTuple):
     """The sizes of a backward's tiles that its temporaries depend on."""
 
     q: int
@@ -232,90 +52,21 @@ class _BackwardTile(NamedTuple):
     dim_v: int
 
 
-def _backward_tile(head_dim: int, head_dim_v: int, causal: bool) -> _BackwardTile:
-    config = library._tile_size_bwd_sm90(head_dim, head_dim_v, causal, False)
-    kernel = _backward_kernel(cutlass.BFloat16, head_dim, head_dim_v, 1, causal)
-    return _BackwardTile(
-        config.m_block_size, config.n_block_size, kernel.tile_hdim, kernel.tile_hdimv
-    )
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _backward_kernel(
-    dtype: Any, head_dim: int, head_dim_v: int, group: int, causal: bool
-) -> FlashAttentionBackwardSm90:
-    config = library._tile_size_bwd_sm90(head_dim, head_dim_v, causal, False)
-    return FlashAttentionBackwardSm90(
-        dtype,
-        head_dim,
-        head_dim_v,
-        group,
-        causal,
-        is_local=False,
-        deterministic=False,
-        tile_m=config.m_block_size,
-        tile_n=config.n_block_size,
-        Q_stage=config.num_stages_Q,
-        dO_stage=config.num_stages_dO,
-        PdS_stage=config.num_stages_PdS,
-        SdP_swapAB=config.SdP_swapAB,
-        dKV_swapAB=config.dKV_swapAB,
-        dQ_swapAB=config.dQ_swapAB,
-        AtomLayoutMSdP=config.AtomLayoutMSdP,
-        AtomLayoutNdKV=config.AtomLayoutNdKV,
-        AtomLayoutMdQ=config.AtomLayoutMdQ,
-        num_threads=(config.num_wg + 1) * 128,
-        V_in_regs=False,
-        dQ_single_wg=config.dQ_single_wg,
-    )
-
-
-def _compile_backward(kind: Kind) -> Callable[..., None]:
-    dtype = CUTLASS_DTYPES[kind.dtype]
-    config = library._tile_size_bwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
-    kernel = _backward_kernel(dtype, kind.head_dim, kind.head_dim_v, kind.group, kind.causal)
-    # To what the kernel rounds head dimensions. The kernels before and after it have to agree: the
-    # library's own front says 32 to them where the kernel takes 16, and dq of heads of 40, 72 and
-    # 80 is wrong through it (flash-attn-4 4.0.0b36).
-    multiple = math.gcd(kernel.tile_hdim, kernel.tile_hdimv)
-    preprocess = FlashAttentionBackwardPreprocess(
-        dtype, kind.head_dim, kind.head_dim_v, config.m_block_size, hdim_multiple_of=multiple
-    )
-
-    def finish(dim: int, tile: int, threads: int, atom_layout: int, swap: bool) -> Any:
-        return FlashAttentionBackwardPostprocess(
-            dtype, dim, _ARCH, tile, threads, atom_layout, swap, hdim_multiple_of=multiple
-        )
-
-    threads = config.num_wg * 128
-    threads_dq = 128 if config.dQ_single_wg else threads
-    finish_dq = finish(
-        kind.head_dim, config.m_block_size, threads_dq, config.AtomLayoutMdQ, config.dQ_swapAB
-    )
-    finish_dk, finish_dv = (
-        finish(dim, config.n_block_size, threads, config.AtomLayoutNdKV, config.dKV_swapAB)
-        for dim in (kind.head_dim, kind.head_dim_v)
-    )
-    ndim = 3 if kind.is_varlen else 4
-    inputs = [fake_tensor(dtype, ndim, _ALIGNED_16BIT) for _ in range(5)]
-    gradients = [fake_tensor(dtype, ndim, _ALIGNED_16BIT) for _ in range(3)]
-    sums = [fake_tensor(Float32, ndim - 1, _ALIGNED_FP32) for _ in range(5)]
-    if kind.group == 1:
-        sums[3:] = [None, None]
-    cum = [fake_tensor(cutlass.Int32, 1, 1) if kind.is_varlen else None for _ in range(2)]
-    function = _Backward(preprocess, kernel, finish_dq, finish_dk, finish_dv)
-    logsumexp = fake_tensor(Float32, ndim - 1, 1)
-    return _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, Float32(1.0))
-
-
 # --------------------------------------------------------------------------------------------------
 # Calls
 # --------------------------------------------------------------------------------------------------
 
-_functions = Functions(compile_kind)
+_functions = cutedsl_utils.Functions(
+    lazy("opgraft_kernels.attention.cutedsl_functions:compile_kind")
+)
+
+
+def _tile(kind: Kind, device: torch.device) -> BackwardTile:
+    return BackwardTile(*_functions.facts(kind, device))
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def forward(
@@ -350,9 +101,8 @@ def forward(
         causal,
         logsumexp is not None,
         False,
-        q.device.index,
     )
-    _functions[kind](q, k, v, out, logsumexp, scale)
+    _functions(kind, q.device)(q, k, v, out, logsumexp, scale)
 
 
 def forward_varlen(
@@ -376,10 +126,8 @@ def forward_varlen(
     """
     _, heads, head_dim = q.shape
     _, heads_k, head_dim_v = v.shape
-    kind = Kind(
-        True, q.dtype, head_dim, head_dim_v, heads // heads_k, causal, True, True, q.device.index
-    )
-    _functions[kind](q, k, v, out, logsumexp, cum_q, cum_k, scale)
+    kind = Kind(True, q.dtype, head_dim, head_dim_v, heads // heads_k, causal, True, True)
+    _functions(kind, q.device)(q, k, v, out, logsumexp, cum_q, cum_k, scale)
 
 
 def backward(
@@ -402,7 +150,8 @@ def backward(
     batch, heads, length_q, head_dim = q.shape
     _, heads_k, length_k, head_dim_v = v.shape
     group = heads // heads_k
-    tile = _backward_tile_of(head_dim, head_dim_v, causal)
+    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
+    tile = _tile(kind, q.device)
     rows = _round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32
     delta = torch.empty((batch, heads, rows), dtype=fp32, device=device)
@@ -413,8 +162,7 @@ def backward(
         columns = _round_up(length_k, tile.k)
         dk_sum = torch.zeros((batch, heads_k, columns * tile.dim), dtype=fp32, device=device)
         dv_sum = torch.zeros((batch, heads_k, columns * tile.dim_v), dtype=fp32, device=device)
-    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False, q.device.index)
-    _functions[kind](
+    _functions(kind, device)(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
         delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, scale,
     )  # fmt: skip
@@ -439,7 +187,8 @@ def backward_varlen(
     total_q, heads, head_dim = q.shape
     total_k, heads_k, head_dim_v = v.shape
     group = heads // heads_k
-    tile = _backward_tile_of(head_dim, head_dim_v, causal)
+    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, True)
+    tile = _tile(kind, q.device)
     # Every sequence begins at a tile of its own.
     rows = (total_q + cum_q.shape[0] * tile.q - 1) // tile.q * tile.q
     device, fp32 = q.device, torch.float32
@@ -451,19 +200,7 @@ def backward_varlen(
         columns = (total_k + cum_k.shape[0] * tile.k - 1) // tile.k * tile.k
         dk_sum = torch.zeros((heads_k, columns * tile.dim), dtype=fp32, device=device)
         dv_sum = torch.zeros((heads_k, columns * tile.dim_v), dtype=fp32, device=device)
-    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, True, q.device.index)
-    _functions[kind](
+    _functions(kind, device)(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
         delta, logsumexp2, dq_sum, dk_sum, dv_sum, cum_q, cum_k, scale,
     )  # fmt: skip
-
-
-_tiles: dict[tuple[int, int, bool], _BackwardTile] = {}
-
-
-def _backward_tile_of(head_dim: int, head_dim_v: int, causal: bool) -> _BackwardTile:
-    key = (head_dim, head_dim_v, causal)
-    tile = _tiles.get(key)
-    if tile is None:
-        tile = _tiles[key] = _backward_tile(head_dim, head_dim_v, causal)
-    return tile

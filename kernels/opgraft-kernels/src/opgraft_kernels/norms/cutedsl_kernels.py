@@ -1,30 +1,28 @@
-"""RMSNorm and LayerNorm in CuteDSL: tiles, compiled functions, and calls of them.
+"""RMSNorm and LayerNorm in CuteDSL: tiles, and calls of compiled functions.
 
-The kernels are in `opgraft_kernels.norms.clusters`, which says what they are for.
+The kernels are in `opgraft_kernels.norms.clusters`, which says what they are for, and are compiled
+by `cutedsl_functions`. Nothing here imports CuteDSL: a compiled function is loaded from the disk
+where it was compiled before.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
-from cutlass import Float32, Int32
 
-from opgraft_kernels.cutedsl import CUTLASS_DTYPES, Functions, compile_function, fake_tensor
+from opgraft import cutedsl_utils, lazy
 from opgraft_kernels.norms import ops
-from opgraft_kernels.norms.clusters.backward import Backward
-from opgraft_kernels.norms.clusters.exchange import VECTOR, Tile
-from opgraft_kernels.norms.clusters.forward import Forward
 from opgraft_kernels.norms.clusters.residency import clusters_for
+from opgraft_kernels.norms.clusters.tile import Tile
 
 __all__ = [
     "TILES",
     "BackwardKind",
     "ForwardKind",
+    "Kind",
     "backward",
-    "compile_kind",
     "forward",
     "layer_norm_backward",
     "layer_norm_forward",
@@ -82,7 +80,6 @@ class ForwardKind(NamedTuple):
     has_weight: bool
     has_bias: bool
     has_mean: bool
-    device: int | None  # compiled for the architecture of the device that its first call is on
 
 
 class BackwardKind(NamedTuple):
@@ -94,35 +91,12 @@ class BackwardKind(NamedTuple):
     has_mean: bool
     needs_dw: bool
     needs_db: bool
-    device: int | None
 
 
 Kind: TypeAlias = ForwardKind | BackwardKind
 
 
-def compile_kind(kind: Kind) -> Callable[..., None]:
-    """Compile the function for `kind`; needs no GPU where ``CUTE_DSL_ARCH`` names one."""
-    dtype = CUTLASS_DTYPES[kind.dtype]
-    matrix, row = (functools.partial(fake_tensor, dtype, ndim, VECTOR) for ndim in (2, 1))
-    value = functools.partial(fake_tensor, Float32, 1, 1)
-    partial = functools.partial(fake_tensor, Float32, 2, VECTOR)
-    weight = row() if kind.has_weight else None
-    mean = value() if kind.has_mean else None
-    if isinstance(kind, ForwardKind):
-        bias = row() if kind.has_bias else None
-        return compile_function(
-            Forward(kind.tile), matrix(), weight, bias, matrix(), mean, value(), Float32(1.0)
-        )
-    return compile_function(
-        Backward(kind.tile),
-        *(matrix(), matrix(), weight, mean, value(), matrix()),
-        *(partial() if needed else None for needed in (kind.needs_dw, kind.needs_db)),
-        *(row() if needed else None for needed in (kind.needs_dw, kind.needs_db)),
-        Int32(1),
-    )
-
-
-_functions = Functions(compile_kind)
+_functions = cutedsl_utils.Functions(lazy("opgraft_kernels.norms.cutedsl_functions:compile_kind"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,9 +113,8 @@ def forward(call: ops.Forward) -> None:
         has_weight=call.weight is not None,
         has_bias=call.bias is not None,
         has_mean=mean is not None,
-        device=call.input.device.index,
     )
-    _functions[kind](
+    _functions(kind, call.input.device)(
         call.input.view(rows, hidden),
         call.weight,
         call.bias,
@@ -164,16 +137,15 @@ def backward(call: ops.Backward) -> None:
         has_mean=mean is not None,
         needs_dw=call.dw is not None,
         needs_db=call.db is not None,
-        device=device.index,
     )
-    clusters = clusters_for(tile, rows, device.index)
+    clusters = clusters_for(tile, rows, device)
     partial_dw, partial_db = (
         None
         if total is None
         else torch.empty((clusters, hidden), dtype=torch.float32, device=device)
         for total in (call.dw, call.db)
     )
-    _functions[kind](
+    _functions(kind, device)(
         call.grad_out.view(rows, hidden),
         call.input.view(rows, hidden),
         call.weight,

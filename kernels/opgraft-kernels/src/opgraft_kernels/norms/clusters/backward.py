@@ -13,9 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from opgraft_kernels.norms.clusters.exchange import (
-    VECTOR,
     Exchange,
-    Tile,
     by_vector,
     collect_sums,
     launch_options,
@@ -26,6 +24,7 @@ from opgraft_kernels.norms.clusters.exchange import (
     start_loads,
     warp_sum,
 )
+from opgraft_kernels.norms.clusters.tile import VECTOR, Tile
 
 __all__ = ["Backward"]
 

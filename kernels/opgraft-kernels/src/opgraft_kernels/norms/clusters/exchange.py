@@ -12,17 +12,17 @@ exchange of sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from opgraft_kernels.norms.clusters.tile import VECTOR, WARP, Tile
+
 __all__ = [
-    "VECTOR",
     "Exchange",
-    "Tile",
     "by_vector",
     "collect_sums",
     "launch_options",
@@ -33,36 +33,6 @@ __all__ = [
     "start_loads",
     "warp_sum",
 ]
-
-WARP = 32
-# Elements of 16 bits in a load of 16 bytes.
-VECTOR = 8
-
-
-class Tile(NamedTuple):
-    """A block's slice of a row: `threads` x `vectors` loads of 16 bytes, one of `cluster`."""
-
-    threads: int
-    vectors: int
-    cluster: int  # up to 16; above 8 only where the GPU has as many multiprocessors side by side
-    per_sm: int  # how many blocks a multiprocessor is to hold: no more registers than that allows
-    stages: int = 1  # of a backward: slices in a block's memory, all but one of rows to come
-
-    @property
-    def slice(self) -> int:
-        return self.threads * self.vectors * VECTOR
-
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    @property
-    def hidden(self) -> int:
-        return self.slice * self.cluster
-
-    def shared_memory(self, slices: int, sums: int) -> int:
-        """Bytes that a block has of slices and of partials of `sums` at once, barriers included."""
-        return slices * self.slice * 2 + sums * (4 * self.cluster * self.warps + 8) + 8
 
 
 def launch_options(tile: Tile) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from cutlass import Float32, Int32
 
 from opgraft_kernels.norms.clusters.exchange import (
     Exchange,
-    Tile,
     by_vector,
     collect_sums,
     launch_options,
@@ -25,6 +24,7 @@ from opgraft_kernels.norms.clusters.exchange import (
     start_loads,
     warp_sum,
 )
+from opgraft_kernels.norms.clusters.tile import Tile
 
 __all__ = ["Forward"]
 

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass.cute as cute
+import torch
 
-from opgraft_kernels.cutedsl import COMPILING
-from opgraft_kernels.norms.clusters.exchange import Tile
+from opgraft_kernels.norms.clusters.tile import Tile
 
 __all__ = ["clusters_for"]
 
 
-@cute.kernel
-def _empty_kernel():
-    pass
-
-
-@cute.jit
-def _launch_empty():
-    _empty_kernel().launch(grid=[1, 1, 1], block=[1, 1, 1])
-
-
-@functools.cache
-def _empty_cubin() -> bytes:
-    """A kernel that does nothing, to ask how many clusters of a size run at once."""
-    with COMPILING, tempfile.TemporaryDirectory() as folder:
-        compiled = cute.compile(_launch_empty, options=f"--dump-dir={folder} --keep-cubin")
-        cubin: bytes = compiled.artifacts.CUBIN
-    return cubin
+# A kernel that does nothing, to ask how many clusters of a size run at once. The driver compiles
+# it.
+_EMPTY_PTX = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry empty() { ret; }
+\0"""
 
 
 @functools.cache
@@ -41,7 +30,7 @@ def resident_clusters(tile: Tile, device_index: int) -> int:
     # Autograd calls from threads of its own, where no context need be current.
     _checked(cuda.cuCtxPushCurrent(_checked(cuda.cuDevicePrimaryCtxRetain(device))))
     try:
-        library = _checked(cuda.cuLibraryLoadData(_empty_cubin(), None, None, 0, None, None, 0))
+        library = _checked(cuda.cuLibraryLoadData(_EMPTY_PTX, None, None, 0, None, None, 0))
         try:
             return _count_clusters(library, tile, device)
         finally:
@@ -51,9 +40,12 @@ def resident_clusters(tile: Tile, device_index: int) -> int:
         _checked(cuda.cuDevicePrimaryCtxRelease(device))
 
 
-def clusters_for(tile: Tile, rows: int, device_index: int) -> int:
-    """How many clusters are to walk over `rows` rows."""
-    return max(1, min(rows, resident_clusters(tile, device_index)))
+def clusters_for(tile: Tile, rows: int, device: torch.device) -> int:
+    """How many clusters are to walk over `rows` rows; nothing is compiled for the number."""
+    if not torch.cuda.is_initialized():  # a process that compiles for others has no device to ask
+        return 1
+    assert device.index is not None
+    return max(1, min(rows, resident_clusters(tile, device.index)))
 
 
 def _count_clusters(library: Any, tile: Tile, device: Any) -> int:

@@ -1,0 +1,213 @@
+"""Workers compile what overrides in CuteDSL launch, and other processes load it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: What a worker is told of a GPU that this machine does not have.
+H200 = {
+    "type": "cuda",
+    "properties": {
+        **{"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132},
+        **{"total_memory": 150 * 2**30, "warp_size": 32, "L2_cache_size": 60 * 2**20},
+        "shared_memory_per_block_optin": 232448,
+        "shared_memory_per_multiprocessor": 233472,
+    },
+}
+#: Prints what a worker is asked for one call of each override.
+REQUESTS = """
+import json, torch, opgraft
+from opgraft.ready import request
+from test_attention import OPS, Tensors
+
+def tensor(*size, dtype=torch.bfloat16):
+    return torch.empty(size, dtype=dtype)
+
+def norm(name, hidden):
+    x, weight, rstd = tensor(4, hidden), tensor(hidden), tensor(4, 1, dtype=torch.float32)
+    if name == "_fused_rms_norm":
+        return (x, [hidden], weight, 1e-6), (x, x, [hidden], rstd, weight, [True, True])
+    backward = (x, x, [hidden], rstd, rstd, weight, weight, [True, True, True])
+    return (x, [hidden], weight, weight, 1e-5), backward
+
+calls = {}
+for name in ("_fused_rms_norm", "native_layer_norm"):
+    calls[name], calls[name + "_backward"] = norm(name, 65536)
+for each in OPS.values():
+    x = each.view(tensor(1, 2, 1024, 128))
+    seeds = [torch.empty((), dtype=torch.int64)] * 2
+    results = (x, tensor(1, 2, 1024, dtype=torch.float32), *seeds, None, None, *seeds)
+    t = Tensors(*[tensor(1, 2, 1024, 128)] * 4)
+    calls[each.forward.__name__] = each.forward_arguments(t, True)
+    calls[each.backward.__name__] = each.backward_arguments(t, True, results)
+
+for override in opgraft.overrides(dsl="cutedsl", dispatch_key="CUDA"):
+    call = override.operator.bind(calls[override.op.partition("::")[2].partition(".")[0]], {})
+    keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    print(json.dumps([override.name, request.request(override, call, keyset)]))
+"""
+#: Loads each function that is in the cache, and says whether CuteDSL was imported for that.
+LOAD = """
+import json, sys
+from opgraft.cache import entries, loaded
+
+for path in sorted(entries.folder().glob("*.json")):
+    key = json.loads(path.read_text().splitlines()[0])["key"]
+    entry = entries.read(key)
+    function = loaded.load(entry.open(), entry.facts["libraries"])
+    try:
+        function()
+    except TypeError as error:
+        print(error)
+print([name for name in ("cutlass", "flash_attn", "quack") if name in sys.modules])
+"""
+
+
+@pytest.fixture
+def environment(cutedsl: list[str], tmp_path: Path) -> dict[str, str]:
+    """Of processes that find CuteDSL, and keep what is compiled in a folder of the test's."""
+    path = [str(tmp_path), str(Path(__file__).parent), *filter(None, cutedsl)]
+    return os.environ | {
+        "TRITON_INTERPRET": "0",
+        "OPGRAFT_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def output(environment: dict[str, str]) -> Run:
+    def output(script: str, **more: str) -> list[str]:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment | more, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout.splitlines()
+
+    return output
+
+
+def test_a_worker_compiles_for_every_override_in_cutedsl(
+    environment: dict[str, str], output: Run
+) -> None:
+    asked = dict(json.loads(line) for line in output(REQUESTS, OPGRAFT_PACKS="opgraft-kernels"))
+    assert {name.partition(".")[2].partition(".")[0] for name in asked} == {
+        *("attention", "layer_norm", "rms_norm")
+    }
+    answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
+    for name, answer in zip(asked, answers, strict=True):
+        assert answer.get("compiled"), (name, answer)
+    *called, imported = output(LOAD, OPGRAFT_PACKS="none")
+    assert called and all("parameters when calling" in line for line in called)
+    assert imported == "[]"
+
+
+def _on_a_gpu(asked: Any) -> str:
+    """A request of a call on the CPU as if it had been made on a GPU."""
+    text = json.dumps(asked | {"device": H200})
+    return text.replace('"device": "cpu"', '"device": "cuda"')
+
+
+def _answers(requests: list[str], environment: dict[str, str]) -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "opgraft.ready.worker", str(os.getpid())],
+        input="\n".join(requests) + "\n",
+        env=environment | {"OPGRAFT_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()][1:]
+
+
+# ------------------------------------------------------------- a function that runs on the CPU
+
+#: Compiled by CuteDSL for the host: it launches nothing.
+COMPILE = """
+import cutlass.cute as cute
+from cutlass import Float32
+
+class Fill:
+    @cute.jit
+    def __call__(self, x: cute.Tensor, value: Float32):
+        for i in range(cute.size(x)):
+            x[i] = value * {factor}
+
+def compile_kind(kind):
+    memory = dict(stride=(1,), assumed_align=4, memspace=cute.AddressSpace.generic)
+    x = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), **memory)
+    return cute.compile(Fill(), x, Float32(1.0), options="--enable-tvm-ffi"), kind.fact
+"""
+CALLS = """
+from typing import NamedTuple
+import torch
+from opgraft import cutedsl_utils, lazy
+
+functions = cutedsl_utils.Functions(lazy("my_compile:compile_kind"))
+
+class Kind(NamedTuple):
+    fact: str
+
+def filled(self):
+    out = torch.empty_like(self)
+    functions(Kind("a fact"), self.device)(out, 3.0)
+    return out
+
+def compiled_by_hand(self):
+    import my_compile
+    out = torch.empty_like(self)
+    my_compile.compile_kind(Kind("a fact"))[0](out, 3.0)
+    return out
+"""
+#: Registers one of the impls and prints what three calls return, and what became of it.
+MAIN = """
+import sys, torch, opgraft, my_calls
+
+override = opgraft.cutedsl_utils.register_op_override(
+    "aten", "neg", "CPU", my_calls.{impl}, name="mine", unconditional_override=True,
+    launch_plan=True, when_not_ready="native", on_error="raise",
+)
+print(torch.neg(torch.ones(4)).tolist())
+assert opgraft.wait_until_ready(200)
+print(*[torch.neg(torch.full((4,), value)).tolist() for value in (1.0, 2.0, 3.0, 4.0)])
+print(override.hits, override.misses, "cutlass" in sys.modules)
+plans = override.plans.as_dict()
+(state,) = plans["readiness"]
+print(state["status"], state["by"].split()[0], state["reason"])
+print(len(plans["plans"]), plans["refusals"])
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    (tmp_path / "my_compile.py").write_text(COMPILE.replace("{factor}", "1"))
+    (tmp_path / "my_calls.py").write_text(CALLS)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("modules")
+def test_what_a_worker_compiled_runs_here_without_cutedsl(output: Run) -> None:
+    native, ours, counts, state, plans = output(MAIN.replace("{impl}", "filled"))
+    assert native == "[-1.0, -1.0, -1.0, -1.0]"
+    assert ours == " ".join(["[3.0, 3.0, 3.0, 3.0]"] * 4)
+    assert counts == "4 1 False"
+    assert state.strip() == "ready worker"
+    assert plans == "1 {}"
+
+
+@pytest.mark.usefixtures("modules")
+def test_what_cutedsl_compiles_in_another_way_is_compiled_here(output: Run) -> None:
+    _, ours, counts, state, _ = output(MAIN.replace("{impl}", "compiled_by_hand"))
+    assert ours == " ".join(["[3.0, 3.0, 3.0, 3.0]"] * 4)
+    assert counts == "4 1 True"
+    assert state.startswith("ready this") and "opgraft.cutedsl_utils.Functions" in state

@@ -1,0 +1,277 @@
+"""Functions that CuteDSL compiles: compiled once for all processes, loaded without importing it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from opgraft.cache import entries, origins
+from opgraft.ops.lazy_impl import Lazy
+
+__all__ = ["CannotKeep", "Functions", "compiling_for_others"]
+
+log = logging.getLogger(__name__)
+
+#: What a compile function returns: a function, or with it what callers need to know of it.
+CompileFunction = Callable[[Any], Any]
+#: Variables of the environment that say nothing of what is compiled.
+_OTHER_VARIABLES = {"CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"}
+
+
+class CannotKeep(Exception):
+    """What CuteDSL compiled cannot be written to the cache."""
+
+
+class Functions:
+    """Functions that CuteDSL compiles, one for each kind of call.
+
+    A function that any process of this user's has compiled for the same kind and GPU, of the same
+    sources, is loaded from `~/.cache/opgraft/kernels` in milliseconds, without importing CuteDSL.
+    So the module that calls them should not import it: `compile_kind` and what it needs belong into
+    a module of their own. Workers compile what overrides need that are registered with
+    `when_not_ready="native"`.
+
+    Args:
+        compile_kind: takes a kind, and returns what
+            `cute.compile(..., options="--enable-tvm-ffi")` returns for fake tensors; or a pair of
+            that and what `facts` is to return, which JSON can write. Best given by name, with
+            :func:`opgraft.lazy`. It may depend on its argument, on the device's properties and on
+            the sources of its module, and of those that this one imports, alone.
+
+    >>> import opgraft
+    >>> functions = opgraft.cutedsl_utils.Functions(opgraft.lazy("my_kernels.compile:compile_kind"))
+    >>> functions
+    Functions(lazy('my_kernels.compile:compile_kind'))
+    """
+
+    def __init__(self, compile_kind: CompileFunction) -> None:
+        self._compile_kind = compile_kind
+        #: By kind and the index of the device.
+        self._made: dict[tuple[Any, int | None], tuple[Callable[..., None], Any]] = {}
+
+    def __repr__(self) -> str:
+        return f"Functions({self._compile_kind!r})"
+
+    def __call__(self, kind: Any, device: torch.device) -> Callable[..., None]:
+        """The function for a kind of call on a device.
+
+        Args:
+            kind: what the function is for, in a named tuple of numbers, strings, dtypes, None and
+                such tuples.
+            device: the device of the call's tensors.
+
+        Returns:
+            It takes the arguments that were compiled for, by position, and launches on the current
+            stream.
+
+        Raises:
+            Exception: what `compile_kind` raises, where it has to compile.
+        """
+        made = self._made.get((kind, device.index))
+        return (made or self._make(kind, device))[0]
+
+    def facts(self, kind: Any, device: torch.device) -> Any:
+        """What `compile_kind` returned beside the function; None where that was nothing."""
+        made = self._made.get((kind, device.index))
+        return (made or self._make(kind, device))[1]
+
+    def _make(self, kind: Any, device: torch.device) -> tuple[Callable[..., None], Any]:
+        with _compiling:  # autograd's threads call backwards while others call forwards
+            if _for_others is not None:  # what is made cannot be called here
+                return self._make_for_others(_for_others, kind, device)
+            made = self._made.get((kind, device.index))
+            if made is None:
+                key = _key(self._compile_kind, kind, device)
+                made = _load(key) or self._compile(kind, key)
+                self._made[kind, device.index] = made
+        return made
+
+    def _make_for_others(
+        self, names: list[str], kind: Any, device: torch.device
+    ) -> tuple[Callable[..., None], Any]:
+        key = _key(self._compile_kind, kind, device)
+        names.append(f"{key['function']} {kind}")
+        entry = _find(key)  # which may have been removed since this process made it
+        facts = self._compile(kind, key)[1] if entry is None else entry.facts["facts"]
+        return _launch_nothing, facts
+
+    def _compile(self, kind: Any, key: dict[str, Any]) -> tuple[Callable[..., None], Any]:
+        made = self._compile_kind(kind)
+        function, facts = made if isinstance(made, tuple) else (made, None)
+        try:
+            _keep(key, function, facts)
+        except CannotKeep as error:
+            if _for_others is not None:
+                raise
+            log.info("a compiled function is not kept for other processes: %s", error)
+        return function, facts
+
+
+# Held while compiling, for seconds: a fork must not wait for it, and its child gets another.
+_compiling = threading.RLock()
+#: The functions that were asked for, while they are compiled for other processes alone.
+_for_others: list[str] | None = None
+
+
+@contextmanager
+def compiling_for_others() -> Iterator[list[str]]:
+    """Compile functions without calling them, for processes that have a GPU.
+
+    Returns:
+        The names of those that were asked for.
+    """
+    global _for_others
+    _for_others = []
+    try:
+        yield _for_others
+    finally:
+        _for_others = None
+
+
+def _forget_in_child() -> None:
+    global _compiling
+    _compiling = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _launch_nothing(*arguments: Any) -> None:
+    """In place of a function, while it is compiled for other processes."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys
+# --------------------------------------------------------------------------------------------------
+
+
+def _key(function: CompileFunction, kind: Any, device: torch.device) -> dict[str, Any]:
+    """All that a compiled function depends on, but for the sources: those are in its entry."""
+    return {
+        "function": _name(function),
+        "kind": _described(kind),
+        "device": _device(device),
+        "versions": origins.versions(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("CUTE_DSL_", "CUTLASS_")) and name not in _OTHER_VARIABLES
+        },
+    }
+
+
+def _name(function: CompileFunction) -> str | None:
+    """By which name another process finds a function; None where it finds none."""
+    if not isinstance(function, (FunctionType, Lazy)):
+        return None
+    module, name = function.__module__, function.__qualname__
+    return None if module == "__main__" or "<" in name else f"{module}:{name}"
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [type(value).__name__, *map(_described, value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    raise TypeError(
+        f"opgraft.cutedsl_utils.Functions got a kind with a {type(value).__name__} in it: name "
+        "what the function is for by numbers, strings, dtypes, None and tuples of them"
+    )
+
+
+def _device(device: torch.device) -> list[Any]:
+    if device.type != "cuda":
+        return [os.environ.get("CUTE_DSL_ARCH", device.type), 0]
+    properties = torch.cuda.get_device_properties(device)
+    return [architecture(properties), properties.multi_processor_count]
+
+
+def architecture(properties: Any) -> str:
+    """For which architecture CuteDSL compiles for a device."""
+    named = os.environ.get("CUTE_DSL_ARCH")
+    # From Hopper on there are instructions that one architecture alone has, and "a" allows them.
+    suffix = "a" if properties.major >= 9 else ""
+    return named or f"sm_{properties.major}{properties.minor}{suffix}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+def _find(key: dict[str, Any]) -> entries.Entry | None:
+    entry = entries.read(key) if key["function"] else None
+    return entry if entry and origins.are_unchanged(entry.facts["sources"]) else None
+
+
+def _load(key: dict[str, Any]) -> tuple[Callable[..., None], Any] | None:
+    """A function that was kept; None where there is none, or it cannot be loaded."""
+    entry = _find(key)
+    if entry is None:
+        return None
+    from opgraft.cache import loaded
+
+    try:
+        return loaded.load(entry.open(), entry.facts["libraries"]), entry.facts["facts"]
+    except (OSError, AttributeError) as error:  # no library of CuteDSL's, a folder of no programs
+        log.warning("a compiled kernel cannot be loaded, and is compiled anew: %s", error)
+        return None
+
+
+def _keep(key: dict[str, Any], function: Any, facts: Any) -> None:
+    """Write a function to the cache.
+
+    Raises:
+        CannotKeep: it cannot be written, or not found again.
+    """
+    if not hasattr(function, "export_to_c"):
+        raise CannotKeep(f"a {type(function).__name__} cannot be exported")
+    if key["function"] is None:
+        raise CannotKeep("its compile function is no function of a module that others can import")
+    try:
+        sources = origins.hashes(key["function"].partition(":")[0])
+        library, needs = _exported(function)
+        entries.write(key, library, {"facts": facts, "sources": sources, "libraries": needs})
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CannotKeep(f"{type(error).__name__}: {error}") from error
+
+
+def _exported(function: Any) -> tuple[bytes, list[str]]:
+    """A function as a shared library, and the libraries that it needs."""
+    from opgraft.cache import loaded
+
+    runtime = sys.modules["cutlass.cute"].runtime
+    needs = [str(path) for path in runtime.find_runtime_libraries(enable_tvm_ffi=True)]
+    with entries.temporary_folder() as name:
+        folder = Path(name)
+        compiled, linked = folder / "function.o", folder / "function.so"
+        function.export_to_c(str(compiled), function_name=loaded.NAME)
+        command = [*_linker(), "-shared", "-o", str(linked), str(compiled), *needs]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        if done.returncode:
+            raise CannotKeep(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
+        return linked.read_bytes(), needs
+
+
+def _linker() -> list[str]:
+    named = os.environ.get("CC", "").split()
+    for name in (*named[:1], "cc", "gcc", "clang", "ld"):
+        if shutil.which(name):
+            return named if named and name == named[0] else [name]
+    raise CannotKeep("no linker (cc, gcc, clang or ld) was found: install one")

@@ -1,0 +1,118 @@
+"""What a kernel was compiled of: the source files that its compile function reaches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from opgraft.base import distributions
+
+#: Modules that the version of a distribution stands for, which is in a kernel's key.
+_BY_VERSION = {
+    "cuda": "cuda-bindings",
+    "cutlass": "nvidia-cutlass-dsl",
+    "numpy": "numpy",
+    "opgraft": "opgraft",
+    "torch": "torch",
+    "triton": "triton",
+    "tvm_ffi": "apache-tvm-ffi",
+}
+
+
+def versions() -> dict[str, str]:
+    """The versions of the distributions whose files are not looked at."""
+    found = {name: distributions.version(name) for name in _BY_VERSION.values()}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def hashes(module: str) -> dict[str, str]:
+    """The hash of each source file that an imported module was made of.
+
+    Args:
+        module: its name. What it reaches through its globals counts, and so on.
+
+    Returns:
+        By path, below a folder of `sys.path` where there is one: another process may find the same
+        files elsewhere.
+
+    Raises:
+        ValueError: a module has no source file, or one that may not be what was imported.
+    """
+    found = sorted(_files(module))
+    for path in found:
+        if os.path.getmtime(path) >= _began():
+            raise ValueError(f"{path} was changed since this process began")
+    return {_relative(path): _hash(path) for path in found}
+
+
+def are_unchanged(known: dict[str, str]) -> bool:
+    """Whether the files are what they were when :func:`hashes` returned this."""
+    return all(_hash(_absolute(path)) == hashed for path, hashed in known.items())
+
+
+def _files(module: str) -> set[str]:
+    found: set[str] = set()
+    waiting, seen = [sys.modules[module]], {module}
+    while waiting:
+        each = waiting.pop()
+        file = getattr(each, "__file__", None)
+        if file is None:
+            if not hasattr(each, "__path__"):  # a package without __init__.py has no code
+                raise ValueError(f"{each.__name__} has no source file")
+        elif not file.endswith(".py"):
+            raise ValueError(f"{each.__name__} is no Python source: {file}")
+        else:
+            found.add(file)
+        for name in _reached(each):
+            if name not in seen:
+                seen.add(name)
+                waiting.append(sys.modules[name])
+    return found
+
+
+def _reached(module: ModuleType) -> Iterator[str]:
+    """The modules of a module's globals, and the packages that it is in."""
+    parts = module.__name__.split(".")
+    names = {".".join(parts[:n]) for n in range(1, len(parts))}
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, ModuleType) else None
+        names.add(str(name or getattr(value, "__module__", None) or ""))
+    for name in names:
+        top = name.partition(".")[0]
+        if name in sys.modules and top not in _BY_VERSION and top not in sys.stdlib_module_names:
+            yield name
+
+
+def _relative(path: str) -> str:
+    above = [each for each in sys.path if each and path.startswith(os.path.join(each, ""))]
+    return os.path.relpath(path, max(above, key=len)) if above else path
+
+
+def _absolute(path: str) -> str:
+    if os.path.isabs(path):
+        return path
+    places = (os.path.join(each, path) for each in sys.path if each)
+    return next(filter(os.path.isfile, places), path)
+
+
+@cache
+def _began() -> float:
+    """When this process began, as `time.time` has it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+
+
+@cache
+def _hash(path: str) -> str:
+    """A file's hash; empty where there is none. Each is read once: so is a module."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,192 @@
+"""Files of the kernel cache: whole or not there, damaged in no way unseen, and never too many."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from opgraft.cache import entries
+
+KEY = {"function": "a:b", "kind": ["Kind", 64, None]}
+LIBRARY = bytes(range(256))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def content(entry: entries.Entry | None) -> bytes | None:
+    return None if entry is None else Path(entry.open()).read_bytes()
+
+
+def files() -> list[Path]:
+    return sorted(entries.folder().iterdir())
+
+
+def test_what_was_written_is_read() -> None:
+    assert entries.read(KEY) is None
+    entries.write(KEY, LIBRARY, {"tile": [64, 128]})
+    entry = entries.read(KEY)
+    assert content(entry) == LIBRARY
+    assert entry is not None and entry.facts == {"tile": [64, 128]}
+
+
+def test_another_key_has_none() -> None:
+    entries.write(KEY, LIBRARY, {})
+    assert entries.read(KEY | {"kind": ["Kind", 64, 0]}) is None
+
+
+def test_who_writes_later_is_read() -> None:
+    entries.write(KEY, LIBRARY, {})
+    entries.write(KEY, LIBRARY[::-1], {})
+    assert content(entries.read(KEY)) == LIBRARY[::-1]
+
+
+def test_what_is_open_stays(own_cache: Path) -> None:
+    entries.write(KEY, LIBRARY, {})
+    entry = entries.read(KEY)
+    assert entry is not None
+    opened = entry.open()
+    shutil.rmtree(own_cache)
+    assert Path(opened).read_bytes() == LIBRARY
+    with pytest.raises(FileNotFoundError):
+        entry.open()
+
+
+def test_what_changed_since_it_was_read_is_not_opened() -> None:
+    entries.write(KEY, LIBRARY, {})
+    entry = entries.read(KEY)
+    assert entry is not None
+    entry.path.write_bytes(LIBRARY[::-1])
+    with pytest.raises(OSError, match="damaged"):
+        entry.open()
+
+
+@pytest.mark.parametrize("suffix", [".json", ".so"])
+def test_no_damaged_byte_is_read(suffix: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A byte that differs, a file that ends early, or goes on."""
+    entries.write(KEY, LIBRARY, {"tile": [64, 128]})
+    (path,) = (each for each in files() if each.suffix == suffix)
+    right = path.read_bytes()
+    damaged = [right[:i] + bytes([right[i] ^ 1]) + right[i + 1 :] for i in range(len(right))]
+    for wrong in (*damaged, *(right[:i] for i in range(0, len(right), 7)), right + b"0"):
+        caplog.clear()
+        path.write_bytes(wrong)
+        assert entries.read(KEY) is None
+        (line,) = caplog.records
+        assert str(path) in line.getMessage() or "codec" in line.getMessage()
+    path.write_bytes(right)
+    assert content(entries.read(KEY)) == LIBRARY
+
+
+@pytest.mark.parametrize("suffix", [".json", ".so"])
+def test_what_others_may_write_is_not_read(suffix: str, caplog: pytest.LogCaptureFixture) -> None:
+    entries.write(KEY, LIBRARY, {})
+    (path,) = (each for each in files() if each.suffix == suffix)
+    path.chmod(0o666)
+    assert entries.read(KEY) is None
+    assert "chmod go-w" in caplog.text
+
+
+def test_a_folder_that_others_may_write_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    entries.write(KEY, LIBRARY, {})
+    entries.folder().chmod(0o777)
+    assert entries.read(KEY) is None
+    assert "chmod go-w" in caplog.text
+    assert "others may write" in entries.why_unusable()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    ],
+    ids=["folder", "pipe", "device"],
+)
+@pytest.mark.parametrize("suffix", [".json", ".so"])
+def test_what_is_no_file_is_not_read(suffix: str, spoil: Callable[[Path], object]) -> None:
+    entries.write(KEY, LIBRARY, {})
+    (path,) = (each for each in files() if each.suffix == suffix)
+    spoil(path)
+    assert entries.read(KEY) is None
+
+
+def test_a_library_that_was_removed_is_not_missed_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    entries.write(KEY, LIBRARY, {})
+    next(each for each in files() if each.suffix == ".so").unlink()
+    assert entries.read(KEY) is None
+    assert not caplog.records
+
+
+def test_what_was_used_longest_ago_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "MAX_BYTES", 3 * 2000)
+    keys = [KEY | {"number": i} for i in range(4)]
+    for age, key in zip((40, 30, 20), keys, strict=False):
+        entries.write(key, bytes(1000), {})
+        for path in entries.folder().glob(f"{entries.digest(key)}*"):
+            os.utime(path, (time.time() - age,) * 2)
+    assert entries.read(keys[0]) is not None  # it is used now
+    entries.write(keys[3], bytes(3500), {})
+    assert [entries.read(key) is not None for key in keys] == [True, False, False, True]
+
+
+def test_what_a_writer_left_behind_is_removed() -> None:
+    entries.write(KEY, LIBRARY, {})
+    old, young = entries.folder() / ".old", entries.folder() / ".young"
+    for path, age in ((old, 2 * entries.LEFT_BEHIND_SECONDS), (young, 0.0)):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age,) * 2)
+    entries.write(KEY, LIBRARY, {})
+    assert young.exists() and not old.exists()
+
+
+def test_nothing_is_left_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries.write(KEY, LIBRARY, {})
+    before = files()
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.raises(OSError, match="No space"):
+        entries.write(KEY | {"number": 1}, LIBRARY, {})
+    assert files() == before
+
+
+#: Writes and reads one key again and again, and ends where what it reads is not whole.
+WRITE_AND_READ = """
+import sys
+from pathlib import Path
+from opgraft.cache import entries
+entries.MAX_BYTES = 3000
+for i in range(150):
+    entries.write({"key": i % 3}, bytes([int(sys.argv[1])]) * 1000, {"of": sys.argv[1]})
+    entry = entries.read({"key": (i + 1) % 3})
+    if entry is not None:
+        try:
+            found = Path(entry.open()).read_bytes()
+        except FileNotFoundError:  # removed meanwhile, to make room
+            continue
+        assert len(found) == 1000 and set(found) == {int(entry.facts["of"])}, found[:9]
+"""
+
+
+def test_many_processes_read_whole_libraries(own_cache: Path) -> None:
+    command = [sys.executable, "-c", WRITE_AND_READ]
+    running = [
+        subprocess.Popen([*command, str(n)], stderr=subprocess.PIPE, text=True) for n in range(3)
+    ]
+    said = [each.communicate()[1] for each in running]
+    assert [each.returncode for each in running] == [0, 0, 0], said
+    assert not [line for each in said for line in each.splitlines() if "damaged" in line]

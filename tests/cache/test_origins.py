@@ -1,0 +1,85 @@
+"""The source files that a compiled kernel was made of, and whether they are what they were."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opgraft.cache import origins
+
+#: A package whose module reaches another module, one of the standard library's, and torch.
+SOURCES = {
+    "cached_pack/__init__.py": "",
+    "cached_pack/compile.py": "import json, torch\nfrom cached_other import helper\n",
+    "cached_other.py": "import cached_third\ndef helper(): pass\n",
+    "cached_third.py": "",
+    "cached_fourth.py": "",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (time.time() - 1e6,) * 2)  # before this process began
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    importlib.import_module("cached_pack.compile")
+    importlib.import_module("cached_fourth")
+    origins._hash.cache_clear()
+    yield tmp_path
+    for name in list(sys.modules):
+        if name.startswith("cached_"):
+            del sys.modules[name]
+
+
+def test_all_that_a_module_reaches_counts(place: Path) -> None:
+    found = origins.hashes("cached_pack.compile")
+    assert sorted(found) == sorted(SOURCES.keys() - {"cached_fourth.py"})
+    assert origins.are_unchanged(found)
+
+
+def test_another_process_finds_them_elsewhere(
+    place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = origins.hashes("cached_pack.compile")
+    moved = tmp_path_factory.mktemp("moved")
+    place.rename(moved / "here")
+    origins._hash.cache_clear()
+    assert not origins.are_unchanged(found)
+    monkeypatch.syspath_prepend(moved / "here")
+    assert origins.are_unchanged(found)
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - {"cached_fourth.py"}))
+def test_a_change_of_any_is_seen(place: Path, name: str) -> None:
+    found = origins.hashes("cached_pack.compile")
+    (place / name).write_text(SOURCES[name] + "\n")
+    origins._hash.cache_clear()  # in another process
+    assert not origins.are_unchanged(found)
+    (place / name).unlink()
+    origins._hash.cache_clear()
+    assert not origins.are_unchanged(found)
+
+
+def test_what_was_changed_since_it_was_imported_is_refused(place: Path) -> None:
+    (place / "cached_third.py").write_text("factor = 2\n")
+    with pytest.raises(ValueError, match=r"cached_third.py was changed since this process began"):
+        origins.hashes("cached_pack.compile")
+
+
+def test_a_module_without_a_source_is_refused(place: Path) -> None:
+    sys.modules["cached_other"].__file__ = str(place / "cached_other.so")
+    with pytest.raises(ValueError, match="no Python source"):
+        origins.hashes("cached_pack.compile")
+
+
+def test_versions_stand_for_what_is_not_looked_at() -> None:
+    assert "torch" in origins.versions()
