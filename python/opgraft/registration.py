@@ -51,7 +51,7 @@ def register_op_override(
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     launch_plan: bool = False,
     unplanned: Condition | None = None,
-    when_not_ready: WhenNotReady = "wait",
+    when_not_ready: WhenNotReady | None = None,
     samples: Callable[[torch.device], Iterable[Any]] | None = None,
     crossover: Crossover | None = None,
 ) -> Override:
@@ -104,8 +104,9 @@ def register_op_override(
             run `impl` in Python while they have no plan. The others run the native kernel until
             they have a plan. Default: all calls that `cond` takes run `impl`.
         when_not_ready: with `launch_plan`, what happens to a call whose kernels are not compiled
-            yet. `"wait"`: the call waits until they are. `"native"`: the native kernel runs, at the
-            cost of a miss, and the kernels are compiled in the background; see docs/ready.md.
+            yet. `"wait"` (default): the call waits until they are. `"native"` (default for packs):
+            the native kernel runs, at the cost of a miss, and the kernels are compiled in the
+            background; see docs/ready.md.
         samples: calls on which `opgraft.verify` tests it, besides those of PyTorch's own tests: a
             function of a device that yields the op's arguments, each time as a tuple, or as a dict
             by name. A backward op, an `out=` or an in-place variant is also tested on the samples
@@ -144,9 +145,12 @@ def register_op_override(
     check_accepts(impl, op, what="impl", leading=["DispatchKeySet"] if takes_keyset else [])
     _check_condition(cond, op, unconditional_override)
     _check_unplanned(unplanned, op, launch_plan)
-    _check_when_not_ready(when_not_ready, op, launch_plan, autograd)
     owner = packs.owner()
     pack = owner.name if owner else None
+    if when_not_ready is None:
+        can_be_native = launch_plan and autograd is None
+        when_not_ready = "native" if pack and can_be_native else "wait"
+    _check_when_not_ready(when_not_ready, op, launch_plan, autograd)
     on_error = on_error or ("fallback" if pack else "raise")
     _check_choice("on_error", on_error, OnError)
     _check_compile(compile, op)

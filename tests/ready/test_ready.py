@@ -20,7 +20,8 @@ import torch
 import opgraft
 from opgraft import when
 from opgraft.core import loader
-from opgraft.ready import pool, readiness
+from opgraft.packs import owning
+from opgraft.ready import pool, readiness, warm_up
 from opgraft.ready.claims import Claim
 from tests.ready import impls
 
@@ -124,11 +125,48 @@ def test_a_call_that_is_ready_is_recorded_and_replayed(register: Register) -> No
     assert override.plans is not None and len(override.plans) == 1 and override.plans.hits > 0
 
 
-def test_waiting_is_the_default(register: Register) -> None:
-    override = register(impls.negated, when_not_ready="wait")
-    call()
-    assert (override.hits, override.misses) == (1, 0)
-    assert states(override) == []
+@pytest.mark.parametrize(
+    "options, policy",
+    [({}, "native"), ({"launch_plan": False}, "wait"), ({"when_not_ready": "wait"}, "wait")],
+)
+def test_native_is_the_default_of_packs_alone(
+    register: Register, options: dict[str, Any], policy: str
+) -> None:
+    given = {"when_not_ready": None} | options
+    assert register(impls.negated, **given).when_not_ready == "wait"
+    with owning("norms"):
+        override = register(impls.negated, "sin", **given)
+    assert override.when_not_ready == policy
+    torch.sin(torch.ones(3))
+    assert override.hits == (policy == "wait")
+
+
+def test_a_run_before_a_capture_waits(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor makes one: it must have the kernel that the capture is to have."""
+
+    class CUDAWarmupNode:
+        def run(self, size: int) -> int:
+            call(size)
+            return size
+
+    module = type(sys)("torch._inductor.cudagraph_trees")
+    module.CUDAWarmupNode = CUDAWarmupNode  # type: ignore[attr-defined]
+    warm_up._patch(module)
+    override = register(impls.negated)
+    call()  # another process compiles for this kind of call already
+    assert override.hits == 0
+    assert CUDAWarmupNode().run(4) == 4
+    assert override.hits == 1
+    call(5)
+    assert override.hits == 1
+
+
+def test_inductors_run_before_a_capture_is_found() -> None:
+    """Where it is called what it is called today."""
+    from torch._inductor import cudagraph_trees
+
+    warm_up.attach()
+    assert hasattr(cudagraph_trees.CUDAWarmupNode.run, "__wrapped__")
 
 
 def test_a_worker_is_another_process_and_gets_metadata(register: Register, notes: Path) -> None:

@@ -12,6 +12,7 @@ from opgraft.base import env
 from opgraft.core import loader
 from opgraft.ops.describing import accelerator, describe, strides
 from opgraft.ops.schema import Call
+from opgraft.ready import warm_up
 from opgraft.ready.readiness import Readiness
 from opgraft.registry import Override
 
@@ -88,6 +89,7 @@ class Plans:
         self._logged_stopped = False
         #: Which calls' kernels are compiled.
         self.readiness = Readiness(override, self.table)
+        warm_up.attach()
 
     def __len__(self) -> int:
         return len(self.table.entries())
