@@ -9,7 +9,9 @@
 #include <utility>
 
 #include "epochs.h"
+#include "plan.h"
 #include "tensors.h"
+#include "threads.h"
 
 namespace opgraft {
 
@@ -67,9 +69,16 @@ class Kernel final : public c10::OperatorKernel {
       op.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
       return;
     }
-    if (needs.backward && (needs.wrapped || may_differentiate(begin)) &&
-        derivative_->differentiate(keyset, *stack))
-      return;
+    if (needs.backward && (needs.wrapped || may_differentiate(begin))) {
+      const auto by = derivative_->differentiate(keyset, *stack);
+      if (by == Derivative::By::Override) return;
+      if (by == Derivative::By::Native) {
+        // Its forward may be ready, and its backward not.
+        const Frame natively(c10::toString(op.operator_name()));
+        native_.call(op, keyset, stack);
+        return;
+      }
+    }
     native_.call(op, keyset, stack);
   }
 
@@ -125,17 +134,28 @@ bool Derivative::may_differentiate(const Argument* arguments) const {
   return false;
 }
 
-bool Derivative::differentiate(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const {
+Derivative::By Derivative::differentiate(c10::DispatchKeySet keyset,
+                                         torch::jit::Stack& stack) const {
   const PythonAccess python;
-  if (!python) return false;
-  const auto values = converter_.to_python(stack.data() + stack.size() - argument_count_);
+  if (!python) return By::OwnDerivative;
+  const auto* const begin = stack.data() + stack.size() - argument_count_;
+  const auto values = converter_.to_python(begin);
   const auto keys = py::cast(keyset);
-  const auto result = call_python(hook_.get(), keys, values);
-  if (result.is(py::handle(Py_NotImplemented))) return false;
+  const auto result = call_python(hook_.get(), keys, values, key_of(begin));
+  if (result.is(py::handle(Py_NotImplemented))) return By::OwnDerivative;
+  if (result.is(py::handle(Py_Ellipsis))) return By::Native;
   auto results = converter_.to_results(result, display_name_);
   torch::jit::drop(stack, argument_count_);
   for (auto& value : results) stack.push_back(std::move(value));
-  return true;
+  return By::Override;
+}
+
+// None where a tensor is wrapped: its metadata are not those that a kernel sees.
+py::object Derivative::key_of(const c10::IValue* arguments) const {
+  const c10::ArrayRef<c10::IValue> all(arguments, argument_count_);
+  if (AutogradNeeds(all.begin(), all.end()).wrapped) return py::none();
+  PlanKey key;
+  return key.read(view(all)) ? py::cast(key) : py::object(py::none());
 }
 
 }  // namespace opgraft

@@ -30,8 +30,15 @@ class Derivative {
 
   void publish(Conditions conditions);
 
-  // hook(keyset, values) returns the call's result, or NotImplemented to use the op's own
-  // derivative.
+  // Who makes the result of a call.
+  enum class By {
+    Override,       // an override, with its derivative
+    OwnDerivative,  // the op with its own derivative; below autograd it is routed as any call
+    Native,         // the native kernels alone, since an override is not ready
+  };
+
+  // hook(keyset, values, key) returns the call's result; NotImplemented to use the op's own
+  // derivative; or Ellipsis for native kernels alone. `key`: the `PlanKey`, None if there is none.
   void set_hook(py::object hook) { hook_ = PythonRef(std::move(hook)); }
 
   size_t argument_count() const noexcept { return argument_count_; }
@@ -39,11 +46,13 @@ class Derivative {
   // Whether an override with a derivative may take a call.
   bool may_differentiate(const Argument* arguments) const;
 
-  // Replaces the arguments on the stack by results. Returns false, with the stack unchanged, if the
-  // call gets the op's own derivative.
-  bool differentiate(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const;
+  // Replaces the arguments on the stack by results. The stack is unchanged if no override makes
+  // them.
+  By differentiate(c10::DispatchKeySet keyset, torch::jit::Stack& stack) const;
 
  private:
+  py::object key_of(const c10::IValue* arguments) const;
+
   PythonConverter converter_;
   std::string display_name_;
   size_t argument_count_;

@@ -188,7 +188,7 @@ bool PlannedImpl::replay_unboxed(const Override& override, const PlanEntry& entr
 bool PlannedImpl::needs_kernels(PlanTable::Action action, const Argument* arguments) const {
   const bool may_have_plan =
       action == PlanTable::Action::Wait || action == PlanTable::Action::Record;
-  return C10_UNLIKELY(options_.table->is_gated()) &&
+  return C10_UNLIKELY(options_.table->is_gated()) && !RunUnready::here() &&
          (may_have_plan || is_worth_python(arguments, may_run_in_python(action)));
 }
 
@@ -412,6 +412,16 @@ bool has_plan_key(const py::tuple& values, const std::string& name, const std::s
   return PlanKey().read(view(stack));
 }
 
+// `RunUnready` as a context manager. It is left on the thread that entered it.
+class UnreadyScope {
+ public:
+  void enter() { scope_.emplace(); }
+  void exit(const py::args&) { scope_.reset(); }
+
+ private:
+  std::optional<RunUnready> scope_;
+};
+
 }  // namespace
 
 void bind_plans(py::module_& core) {
@@ -448,6 +458,12 @@ void bind_plans(py::module_& core) {
       .def_property_readonly("bytes", &PlanEntry::bytes)
       .def_property_readonly("steps", [](const PlanEntry& self) { return self.plan->text(); });
 
+  py::class_<UnreadyScope>(core, "RunUnready",
+                           "A scope in which this thread's calls run what is not ready.")
+      .def(py::init<>())
+      .def("__enter__", &UnreadyScope::enter)
+      .def("__exit__", &UnreadyScope::exit);
+
   py::class_<PlanTable, std::shared_ptr<PlanTable>>(core, "PlanTable")
       .def(py::init([](size_t plans, uint64_t free_recordings, uint64_t replays_per_recording,
                        uint32_t refusals) {
@@ -479,6 +495,7 @@ void bind_plans(py::module_& core) {
       .def_property("gated", &PlanTable::is_gated, &PlanTable::gate)
       .def("is_ready", &PlanTable::is_ready, py::arg("key"))
       .def("set_ready", &PlanTable::set_ready, py::arg("key"))
+      .def("set_asked", &PlanTable::set_asked, py::arg("key"))
       .def("times_asked", &PlanTable::times_asked, py::arg("key"))
       .def("forget", &PlanTable::forget, py::arg("key"))
       .def("forget_asked", &PlanTable::forget_asked)

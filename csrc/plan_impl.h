@@ -13,6 +13,21 @@
 
 namespace opgraft {
 
+// While it lives, this thread's calls run impls whose kernels may not be compiled: somebody has
+// decided that for them. Nests.
+class RunUnready {
+ public:
+  RunUnready() noexcept { ++depth_; }
+  ~RunUnready() { --depth_; }
+  RunUnready(const RunUnready&) = delete;
+  RunUnready& operator=(const RunUnready&) = delete;
+
+  static bool here() noexcept { return depth_ > 0; }
+
+ private:
+  static inline thread_local int depth_ __attribute__((tls_model("initial-exec"))) = 0;
+};
+
 class PlannedImpl final : public Impl {
  public:
   struct Options {

@@ -490,7 +490,8 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
       return;
     }
     case Action::Differentiate:
-      if (derivative_.load(std::memory_order_acquire)->differentiate(call.keyset, call.stack))
+      if (derivative_.load(std::memory_order_acquire)->differentiate(call.keyset, call.stack) ==
+          Derivative::By::Override)
         return;
       if (C10_UNLIKELY(Scope::any()) && Scope::is_observed())
         observer_->observe(call, /*keeps_derivative=*/true, run_native);

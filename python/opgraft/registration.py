@@ -103,10 +103,12 @@ def register_op_override(
         unplanned: with `launch_plan`, a :mod:`opgraft.when` expression. Calls for which it holds
             run `impl` in Python while they have no plan. The others run the native kernel until
             they have a plan. Default: all calls that `cond` takes run `impl`.
-        when_not_ready: with `launch_plan`, what happens to a call whose kernels are not compiled
-            yet. `"wait"` (default): the call waits until they are. `"native"` (default for packs):
-            the native kernel runs, at the cost of a miss, and the kernels are compiled in the
-            background; see docs/ready.md.
+        when_not_ready: with `launch_plan` or `autograd`, what happens to a call whose kernels are
+            not compiled yet. `"wait"` (default): the call waits until they are. `"native"` (default
+            of packs, with `launch_plan`): the native kernel runs, at the cost of a miss, and the
+            kernels are compiled in the background; see docs/ready.md. With `autograd` native serves
+            the forward and the backward until the kernels of both are compiled. Without
+            `launch_plan` it declares that the three functions run on tensors without memory.
         samples: calls on which `opgraft.verify` tests it, besides those of PyTorch's own tests: a
             function of a device that yields the op's arguments, each time as a tuple, or as a dict
             by name. A backward op, an `out=` or an in-place variant is also tested on the samples
@@ -148,9 +150,8 @@ def register_op_override(
     owner = packs.owner()
     pack = owner.name if owner else None
     if when_not_ready is None:
-        can_be_native = launch_plan and autograd is None
-        when_not_ready = "native" if pack and can_be_native else "wait"
-    _check_when_not_ready(when_not_ready, op, launch_plan, autograd)
+        when_not_ready = "native" if pack and launch_plan else "wait"
+    _check_when_not_ready(when_not_ready, op, launch_plan or autograd is not None)
     on_error = on_error or ("fallback" if pack else "raise")
     _check_choice("on_error", on_error, OnError)
     _check_compile(compile, op)
@@ -185,7 +186,7 @@ def register_op_override(
         unavailable=_unavailable(dsl, owner),
     )
     override = Override(declaration, registry)
-    if launch_plan:
+    if launch_plan or when_not_ready == "native":
         from opgraft.plan.plans import for_override
 
         override.state.plans = for_override(override)
@@ -310,22 +311,12 @@ def _check_unplanned(unplanned: object, op: Op, launch_plan: bool) -> None:
         )
 
 
-def _check_when_not_ready(
-    when_not_ready: WhenNotReady, op: Op, launch_plan: bool, autograd: object
-) -> None:
+def _check_when_not_ready(when_not_ready: WhenNotReady, op: Op, runs_dry: bool) -> None:
     _check_choice("when_not_ready", when_not_ready, WhenNotReady)
-    if when_not_ready == "wait":
-        return
-    if not launch_plan:
+    if when_not_ready == "native" and not runs_dry:
         raise RegistrationError(
             f"when_not_ready='native' for {op.name} compiles from a call's metadata alone: it "
-            "wants launch_plan=True, which declares the impl a function of them"
-        )
-    if autograd is not None:
-        # The forward would be compiled and the backward not: then the backward's caller waits.
-        raise RegistrationError(
-            f"when_not_ready='native' for {op.name} cannot be given with autograd=: the backward's "
-            "kernels cannot be compiled ahead"
+            "wants launch_plan=True, which declares the impl a function of them, or autograd="
         )
 
 

@@ -13,46 +13,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from opgraft.cache import cutedsl, entries, origins
 from opgraft.cutedsl_utils import Functions
+from tests.cache.compiles import Compiled, Kind, compile_kind, compile_kind_without_facts, compiled
 
 CPU = torch.device("cpu")
-
-
-class Kind(NamedTuple):
-    size: int
-    dtype: torch.dtype = torch.float16
-    scale: float | None = None
-
-
-class Compiled:
-    """As `cute.compile` returns it."""
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-
-    def __call__(self, called: list[str]) -> None:
-        called.append("compiled")
-
-    def export_to_c(self, path: str, *, function_name: str) -> None:
-        raise NotImplementedError
-
-
-compiled: list[Kind] = []
-
-
-def compile_kind(kind: Kind) -> Any:
-    compiled.append(kind)
-    return Compiled(kind), [kind.size, 2 * kind.size]
-
-
-def compile_kind_without_facts(kind: Kind) -> Any:
-    return Compiled(kind)
 
 
 def load(path: str, needs: list[str]) -> Callable[..., None]:

@@ -192,7 +192,7 @@ def test_fake_tensors_have_addresses_aligned_as_the_calls() -> None:
                 {
                     **{"impl": "tests.ready.impls:noting", "op": "aten::neg", "keyset": None},
                     "dsl": None,
-                    **{"arguments": values, "device": None},
+                    **{"arguments": values, "device": None, "autograd": None, "needs": []},
                 }
             )
     finally:

@@ -365,7 +365,6 @@ def test_a_scope_of_another_word_is_refused() -> None:
     [
         ({"launch_plan": False}, "launch_plan=True"),
         ({"when_not_ready": "later"}, "choose one of"),
-        ({"autograd": (lambda *_: None, lambda *_: None)}, "autograd="),
     ],
 )
 def test_what_cannot_be_is_refused_at_registration(
@@ -612,16 +611,6 @@ def test_scopes_in_scopes_end_in_their_order(register: Register) -> None:
             assert override.hits == 0
         call(5)
         assert override.hits == 1
-
-
-def test_an_override_with_a_derivative_always_waits(
-    register: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPGRAFT_WHEN_NOT_READY", "native")
-    derivative = (lambda ctx, inputs, output: None, lambda ctx, grad: -grad)
-    override = register(impls.negated, when_not_ready="wait", autograd=derivative)
-    call()
-    assert override.hits == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError("no files")])

@@ -8,6 +8,7 @@ file.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -59,6 +60,10 @@ def find(torch_version: str) -> tuple[Path | None, str]:
     return (None, f"the core {path} is not loaded: {reason}") if reason else (path, "")
 
 
+#: How often a file is opened that others replace meanwhile.
+_ATTEMPTS = 10
+
+
 def open_trusted(path: Path) -> str:
     """Open a file that nobody else could have written; returns a name of the open file.
 
@@ -68,6 +73,7 @@ def open_trusted(path: Path) -> str:
 
     Raises:
         PermissionError: another user could have written it.
+        FileNotFoundError: there is none, or not any more.
         OSError: it cannot be opened.
     """
     return f"/proc/self/fd/{_open(path)}"
@@ -78,6 +84,7 @@ def read_trusted(path: Path) -> str:
 
     Raises:
         PermissionError: another user could have written it.
+        FileNotFoundError: there is none, or not any more.
         OSError: it cannot be opened.
     """
     return read_trusted_bytes(path).decode()
@@ -88,6 +95,7 @@ def read_trusted_bytes(path: Path) -> bytes:
 
     Raises:
         PermissionError: another user could have written it.
+        FileNotFoundError: there is none, or not any more.
         OSError: it cannot be opened.
     """
     with os.fdopen(_open(path), "rb") as file:
@@ -95,11 +103,17 @@ def read_trusted_bytes(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if reason := _why_open_file_untrusted(descriptor):
+    for _ in range(_ATTEMPTS):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        reason = _why_open_file_untrusted(descriptor)
+        if not reason:
+            return descriptor
+        removed = not os.fstat(descriptor).st_nlink
         os.close(descriptor)
-        raise PermissionError(reason)
-    return descriptor
+        if not removed:
+            raise PermissionError(reason)
+        # Another process has removed or replaced it since it was opened.
+    raise FileNotFoundError(errno.ENOENT, "replaced each time that it was opened", str(path))
 
 
 def why_untrusted(path: Path) -> str:

@@ -13,7 +13,7 @@ from opgraft.core import loader
 from opgraft.ops.describing import accelerator, describe, strides
 from opgraft.ops.schema import Call
 from opgraft.ready import warm_up
-from opgraft.ready.readiness import Readiness
+from opgraft.ready.readiness import Kind, Readiness
 from opgraft.registry import Override
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class Plans:
             plans=MAX_PLANS,
             free_recordings=FREE_RECORDINGS,
             replays_per_recording=REPLAYS_PER_RECORDING,
-            refusals=MAX_REFUSALS,
+            # None is recorded where the table only says whose kernels are ready.
+            refusals=MAX_REFUSALS if override.launch_plan else 0,
         )
         self._core = core
         self._candidates: dict[Any, _Candidate] = {}
@@ -178,6 +179,8 @@ class Plans:
                 "an argument is of a kind that a plan's key cannot hold, there are too many, or "
                 "two share memory but no storage"
             )
+        if not self.override.launch_plan:
+            return runs_in_python, f"in Python{only}"
         if reason is None and self.table.given_up:
             reason = "none of the override's calls could be"
         if reason is not None:
@@ -201,7 +204,9 @@ class Plans:
         """Why native runs a call until its kernels are compiled; None if they are."""
         if not self.table.gated or torch.are_deterministic_algorithms_enabled():
             return None
-        state = self.readiness.state(describe_call(call))
+        label = describe_call(call)
+        # Below autograd nothing tells whether the call is differentiated.
+        state = self.readiness.state(label) or self.readiness.state(label + _DIFFERENTIATED)
         if state is not None and state.status == "ready":
             return None
         return f"natively so far: {state or 'nobody has asked for its kernels yet'}"
@@ -219,7 +224,22 @@ class Plans:
         Returns:
             Whether the call is to run as it is.
         """
-        return self.readiness.ask(call, keyset, key, describe_call(call))
+        return self.readiness.ask(call, keyset, Kind(key), describe_call(call))
+
+    def may_differentiate(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey) -> bool:
+        """Whether the kernels of a call and of its backward are ready; else they are made so.
+
+        Args:
+            call: the arguments, of which some get a gradient by the override's own derivative.
+            keyset: the call's dispatch keys.
+            key: the core's `PlanKey` of the call.
+        """
+        table = self.table
+        if not table.gated or table.runs_all or torch.are_deterministic_algorithms_enabled():
+            return True
+        table.set_asked(key)
+        label = f"{describe_call(call)}{_DIFFERENTIATED}"
+        return self.readiness.ask(call, keyset, Kind(key, _needs(call)), label)
 
     def begin(self, router: Router, call: Call) -> Recording:
         """Start recording a call of a key that has no plan.
@@ -349,11 +369,21 @@ def for_override(override: Override) -> Plans | None:
     """The plans of an override; None if there can be none.
 
     There are none without `launch_plan=True`, with `OPGRAFT_PLANS=0`, without the compiled core.
+    With a derivative of its own and `when_not_ready="native"` it has a table of what is ready.
     """
-    if not override.launch_plan or override.unavailable or not env.plans():
+    wanted = override.launch_plan or override.when_not_ready == "native"
+    if not wanted or override.unavailable or not env.plans():
         return None
     core = loader.in_use()
     return None if core is None else Plans(override, core)
+
+
+#: What a kind of call is called for people whose backward's kernels are to be ready, too.
+_DIFFERENTIATED = ", with its derivative"
+
+
+def _needs(call: Call) -> tuple[bool, ...]:
+    return tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in call.values)
 
 
 def _counted(count: int, noun: str) -> str:

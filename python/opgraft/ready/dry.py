@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from opgraft.cache import cutedsl
 from opgraft.core import loader
-from opgraft.ready import request
+from opgraft.ready import derivative, request
 from opgraft.ready.request import Request
 
 
@@ -38,6 +38,7 @@ def run(asked: Request) -> list[str]:
     """
     _say_architecture(asked)
     impl = request.load(asked["impl"])
+    autograd = request.load_derivative(asked["autograd"]) if asked["autograd"] else None
     compiled: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(_addresses())
@@ -53,7 +54,12 @@ def run(asked: Request) -> list[str]:
         leading: tuple[torch.DispatchKeySet, ...] = ()
         if asked["keyset"] is not None:
             leading = (torch._C.DispatchKeySet.from_raw_repr(asked["keyset"]),)
-        impl(*leading, *call.args, **call.kwargs)
+        for value, needed in zip(call.values, asked["needs"], strict=False):
+            if needed:
+                value.requires_grad_()  # as the impl gets it
+        output = impl(*leading, *call.args, **call.kwargs)
+        if autograd is not None:
+            derivative.run(autograd, call.values, output, asked["needs"])
     return compiled + functions
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from opgraft import dsl
 from opgraft.ops.lazy_impl import Lazy
 from opgraft.ops.schema import Call
+from opgraft.ready import derivative
 from opgraft.registry import Override
 from opgraft.router import device, threads
 
@@ -21,14 +23,20 @@ MAX_BYTES = 2**30
 class Metadata:
     """A call without its tensors."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, needs: Sequence[bool] = ()) -> None:
+        #: Of each argument whether it gets a gradient.
+        self.needs = tuple(needs)
         self._op = call.op
         self._values = tuple(_described(value) for value in call.values)
         self.bytes = sum(t.numel() * t.element_size() for t in call.tensors())
 
     def call(self) -> Call:
         """The call on tensors of its own, of zeros."""
-        return Call(self._op, tuple(_made(value) for value in self._values))
+        values = tuple(_made(value) for value in self._values)
+        for value, needed in zip(values, self.needs, strict=False):
+            if needed:
+                value.requires_grad_()
+        return Call(self._op, values)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ def may_run(override: Override, metadata: Metadata) -> bool:
 
 
 def run(override: Override, metadata: Metadata, keyset: torch.DispatchKeySet) -> None:
-    """Run the impl once, as a native kernel would be run.
+    """Run the impl once, as a native kernel would be run; and the derivative, if it is asked for.
 
     Raises:
         Exception: the impl's own.
@@ -92,4 +100,6 @@ def run(override: Override, metadata: Metadata, keyset: torch.DispatchKeySet) ->
         threads.bypassing(override.operator),
         device.guard(device.of_tensors(call)),
     ):
-        override.impl(*leading, *call.args, **call.kwargs)
+        output = override.impl(*leading, *call.args, **call.kwargs)
+        if override.autograd is not None and any(metadata.needs):
+            derivative.run(override.autograd, call.values, output, metadata.needs)

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -41,6 +41,15 @@ _THE_CALL = "the call itself"
 
 #: Kinds of calls of an override whose state is remembered for people.
 MAX_STATES = 1024
+
+
+class Kind(NamedTuple):
+    """A kind of call whose kernels are ready, or are not."""
+
+    #: The core's `PlanKey` of it.
+    key: PlanKey
+    #: Of each argument whether it gets a gradient; empty where nothing is differentiated.
+    needs: tuple[bool, ...] = ()
 
 
 class State:
@@ -106,7 +115,7 @@ class Readiness:
         self._table = table
         # Of its own thread's also: a signal's handler may make a call.
         self._lock = threading.RLock()
-        self._states: dict[Any, State] = {}
+        self._states: dict[Kind, State] = {}
         self._warned_of_capture = False
         self._said: set[str] = set()
         with _lock:
@@ -116,8 +125,6 @@ class Readiness:
     @property
     def policy(self) -> WhenNotReady:
         """What a call does whose kernels are not ready."""
-        if self.override.autograd is not None:  # its backward's kernels cannot be compiled ahead
-            return "wait"
         if _scopes:
             return _scopes[-1].policy
         return env.when_not_ready() or self.override.when_not_ready  # type: ignore[return-value]
@@ -144,90 +151,90 @@ class Readiness:
             return False
         return any(state.is_pending for state in self.states())
 
-    def ask(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey, label: str) -> bool:
+    def ask(self, call: Call, keyset: torch.DispatchKeySet, kind: Kind, label: str) -> bool:
         """Have the kernels of a call made ready.
 
         Args:
             call: the call.
             keyset: its dispatch keys.
-            key: the core's `PlanKey` of it.
+            kind: of the call.
             label: the same for people.
 
         Returns:
             Whether the call is to run as it is.
         """
         with self._lock:
-            known = self._states.get(key)
+            known = self._states.get(kind)
             if known is None:
-                self._states[key] = State(label, "waiting")
+                self._states[kind] = State(label, "waiting")
         if known is not None:
             # Another thread was faster, or the core forgot: its table is bounded.
             if known.status == "ready":
-                self._table.set_ready(key)
+                self._table.set_ready(kind.key)
             return known.status == "ready"
         try:
-            self._ask(call, keyset, key)
+            self._ask(call, keyset, kind)
         except Exception as error:  # it is the program's call, which has done nothing wrong
-            self._fail(key, f"{type(error).__name__}: {error}")
+            self._fail(kind, f"{type(error).__name__}: {error}")
         except BaseException:
-            self._dropped(key)
+            self._dropped(kind)
             raise
         with self._lock:
-            state = self._states.get(key)
+            state = self._states.get(kind)
         if state is not None and state.by == _THE_CALL and _is_ahead():
             return True  # there may be no later call that compiles them
         if device.is_capturing(device.of_tensors(call)):
             self._warn_of_capture()
         return False
 
-    def _ask(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey) -> None:
+    def _ask(self, call: Call, keyset: torch.DispatchKeySet, kind: Kind) -> None:
         from opgraft.ready import pool, request
         from opgraft.ready.here import Metadata
 
-        metadata = Metadata(call)
+        metadata = Metadata(call, kind.needs)
         try:
-            asked = request.request(self.override, call, keyset)
+            asked = request.request(self.override, call, keyset, kind.needs)
         except request.CannotAsk as error:
             if _is_ahead():  # stand-ins would be compiled for one after the other, too
-                self._leave_to(_THE_CALL, key, str(error))
+                self._leave_to(_THE_CALL, kind, str(error))
             else:
-                self._compile_here(metadata, keyset, key, str(error))
+                self._compile_here(metadata, keyset, kind, str(error))
             return
 
         def failed(reason: str, may_run_here: bool) -> None:
             if may_run_here:
-                self._compile_here(metadata, keyset, key, reason)
+                self._compile_here(metadata, keyset, kind, reason)
             else:
-                self._fail(key, reason)
+                self._fail(kind, reason)
 
-        pool.shared().submit(self._job(key, asked, failed))
+        pool.shared().submit(self._job(kind, asked, failed))
 
     def _compile_here(
-        self, metadata: Metadata, keyset: torch.DispatchKeySet, key: PlanKey, reason: str
+        self, metadata: Metadata, keyset: torch.DispatchKeySet, kind: Kind, reason: str
     ) -> None:
         """Compile by running the impl on stand-ins, on a thread that no call waits for."""
         from opgraft.ready import here, pool
 
         if not here.may_run(self.override, metadata):
-            self._leave_to(A_LATER_CALL, key, reason)
+            self._leave_to(A_LATER_CALL, kind, reason)
             return
-        self._note(key, "waiting", by="this process", reason=reason)
+        self._note(kind, "waiting", by="this process", reason=reason)
 
         def failed(error: str, may_run_here: bool) -> None:
-            self._fail(key, f"{reason}; and in this process: {error}")
+            self._fail(kind, f"{reason}; and in this process: {error}")
 
         def run() -> None:
             here.run(self.override, metadata, keyset)
 
-        pool.here().submit(self._job(key, run, failed))
+        pool.here().submit(self._job(kind, run, failed))
 
-    def _leave_to(self, by: str, key: PlanKey, reason: str) -> None:
-        self._table.set_ready(key)
-        self._note(key, "ready", by=by, reason=reason)
+    def _leave_to(self, by: str, kind: Kind, reason: str) -> None:
+        self._table.set_ready(kind.key)
+        self._note(kind, "ready", by=by, reason=reason)
 
     def _job(
         self,
-        key: PlanKey,
+        kind: Kind,
         work: Request | Callable[[], None],
         failed: Callable[[str, bool], None],
     ) -> Job:
@@ -236,46 +243,47 @@ class Readiness:
 
         return pool.Job(
             work,
-            wanted=lambda: 0 if self.override.state.removed else self._table.times_asked(key),
-            started=lambda by: self._note(key, "compiling", by=by),
-            compiled=lambda kernels: self._compiled(key, kernels),
+            wanted=lambda: 0 if self.override.state.removed else self._table.times_asked(kind.key),
+            started=lambda by: self._note(kind, "compiling", by=by),
+            compiled=lambda kernels: self._compiled(kind, kernels),
             failed=failed,
-            dropped=lambda: self._dropped(key),
+            dropped=lambda: self._dropped(kind),
             is_kept=_is_ahead(),
         )
 
-    def _note(self, key: PlanKey, status: Status, *, by: str = "", reason: str = "") -> None:
+    def _note(self, kind: Kind, status: Status, *, by: str = "", reason: str = "") -> None:
         with self._lock:
-            before = self._states.pop(key, None)
+            before = self._states.pop(kind, None)
             if len(self._states) >= MAX_STATES:
-                over = (key for key, state in self._states.items() if not state.is_pending)
-                self._states.pop(next(over, None), None)
+                over = [each for each, state in self._states.items() if not state.is_pending]
+                for each in over[:1]:
+                    del self._states[each]
             label = "" if before is None else before.call
             if before is not None:
                 by, reason = by or before.by, reason or before.reason
-            self._states[key] = State(label, status, by, reason)
+            self._states[kind] = State(label, status, by, reason)
         if status in ("ready", "failed"):
             with _changed:
                 _changed.notify_all()
 
-    def _compiled(self, key: PlanKey, kernels: list[str]) -> None:
+    def _compiled(self, kind: Kind, kernels: list[str]) -> None:
         from opgraft.ready import here
 
         try:
             here.import_ahead(self.override)
         except BaseException as error:  # whatever a module raises while it is imported
-            self._fail(key, f"{type(error).__name__}: {error}")
+            self._fail(kind, f"{type(error).__name__}: {error}")
             return
-        self._table.set_ready(key)
-        self._note(key, "ready")
+        self._table.set_ready(kind.key)
+        self._note(kind, "ready")
         log.debug("%s: compiled %s for a call", self.override.name, ", ".join(kernels) or "nothing")
 
-    def _dropped(self, key: PlanKey) -> None:
+    def _dropped(self, kind: Kind) -> None:
         with self._lock:
-            self._states.pop(key, None)
-        self._table.forget(key)
+            self._states.pop(kind, None)
+        self._table.forget(kind.key)
 
-    def _fail(self, key: PlanKey, reason: str) -> None:
+    def _fail(self, kind: Kind, reason: str) -> None:
         level = logging.DEBUG if reason in self._said else logging.WARNING
         if len(self._said) < MAX_STATES:
             self._said.add(reason)
@@ -285,7 +293,7 @@ class Readiness:
             self.override.name,
             reason,
         )
-        self._note(key, "failed", reason=reason)
+        self._note(kind, "failed", reason=reason)
 
     def _warn_of_capture(self) -> None:
         if self._warned_of_capture:

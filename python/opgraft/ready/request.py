@@ -7,7 +7,8 @@ import importlib
 import json
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from opgraft.ops.lazy_impl import Lazy
 from opgraft.ops.schema import Call, resolve
 from opgraft.packs import loading as packs
+from opgraft.ready.derivative import Autograd
 from opgraft.registry import Override, Selector, registry
 
 #: Addresses are told modulo this many bytes: no kernel is specialised on a larger alignment.
@@ -28,19 +30,24 @@ class CannotAsk(Exception):
     """A worker cannot be told of a call, or cannot import what it needs."""
 
 
-def request(override: Override, call: Call, keyset: torch.DispatchKeySet) -> Request:
+def request(
+    override: Override, call: Call, keyset: torch.DispatchKeySet, needs: Sequence[bool] = ()
+) -> Request:
     """What a worker needs to know to compile the kernels of a call.
 
     Args:
         override: whose impl it is.
         call: the call; of its tensors only the metadata is read.
         keyset: the call's dispatch keys.
+        needs: of each argument whether it gets a gradient, by the override's own derivative.
 
     Raises:
         CannotAsk: the impl cannot be imported by its name, or an argument has no JSON.
     """
     return {
         "impl": name_of(override),
+        "autograd": _names_of_derivative(override) if any(needs) else None,
+        "needs": list(needs),
         "op": override.op,
         "dsl": override.dsl,
         "keyset": keyset.raw_repr() if override.takes_keyset else None,
@@ -65,6 +72,16 @@ def name_of(override: Override) -> str | dict[str, str | None]:
             raise CannotAsk(reason)
         return override.identity
     return f"{impl.__module__}:{impl.__qualname__}"
+
+
+def _names_of_derivative(override: Override) -> list[str] | dict[str, str | None]:
+    assert override.autograd is not None
+    for function in override.autograd:
+        if reason := _why_no_name(function):
+            if override.pack is None:
+                raise CannotAsk(f"{reason} (a function of autograd=)")
+            return override.identity
+    return [f"{each.__module__}:{each.__qualname__}" for each in override.autograd]
 
 
 def _why_no_name(impl: Any) -> str:
@@ -94,8 +111,30 @@ def load(name: str | dict[str, str]) -> Callable[..., Any]:
     Raises:
         CannotAsk: it cannot be imported.
     """
+    with _importing(name):
+        return _of_pack(name).impl if isinstance(name, dict) else _of_module(name)
+
+
+def load_derivative(names: list[str] | dict[str, str]) -> Autograd:
+    """The functions of a request's derivative, imported.
+
+    Raises:
+        CannotAsk: they cannot be imported.
+    """
+    with _importing(names):
+        if isinstance(names, dict):
+            found = _of_pack(names).autograd
+            if found is None:  # another version of the pack
+                raise CannotAsk("the override has no derivative of its own")
+            return found
+        setup_context, backward = map(_of_module, names)
+        return setup_context, backward
+
+
+@contextmanager
+def _importing(name: object) -> Iterator[None]:
     try:
-        return _of_pack(name) if isinstance(name, dict) else _of_module(name)
+        yield
     except Exception as error:  # whatever a module raises while it is imported
         why = f"{type(error).__name__}: {error}"
         raise CannotAsk(f"{name} cannot be imported: {why}") from error
@@ -107,10 +146,10 @@ def _of_module(name: str) -> Callable[..., Any]:
     return found.load() if isinstance(found, Lazy) else found
 
 
-def _of_pack(identity: dict[str, str]) -> Callable[..., Any]:
+def _of_pack(identity: dict[str, str]) -> Override:
     packs.load(identity["pack"])
     (found,) = registry.overrides(Selector(**identity))
-    return found.impl
+    return found
 
 
 def digest(asked: Request) -> str:

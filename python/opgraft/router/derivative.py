@@ -16,7 +16,7 @@ error: an override's backward may call kernels that autograd cannot differentiat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,7 @@ from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
 
 if TYPE_CHECKING:
-    from opgraft.core.interface import Core
+    from opgraft.core.interface import Core, PlanKey
 
 Autograd = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -204,10 +204,18 @@ class CompiledKernel(DerivativeKernel):
             self._kernel.set_hook(self._differentiate)
         registry.add_listener(self._publish_conditions)
 
-    def _differentiate(self, keyset: torch.DispatchKeySet, values: tuple[Any, ...]) -> Any:
+    def _differentiate(
+        self, keyset: torch.DispatchKeySet, values: tuple[Any, ...], key: PlanKey | None
+    ) -> Any:
         call = Call(self._chain.op, values)
         override = self.differentiating_override(call)
-        return NotImplemented if override is None else self.differentiate(override, call)
+        if override is None:
+            return NotImplemented
+        plans = override.plans
+        if plans is not None and key and not plans.may_differentiate(call, keyset, key):
+            override.state.misses.add()
+            return ...  # native kernels alone: the forward may be ready, and the backward not
+        return self.differentiate(override, call)
 
     def _publish_conditions(self, chain: Chain) -> None:
         if chain is not self._chain:
@@ -382,6 +390,11 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
     names = [argument.name for argument in op.keyword_only]
     display_name = f"override {override.name!r} of {override.op} at {override.dispatch_key}"
 
+    # Whether its kernels are ready was asked before, for the backward too: the forward must not be
+    # native's, and the backward ours.
+    core = loader.in_use()
+    run_decided = nullcontext if core is None or override.plans is None else core.RunUnready
+
     def results(outputs: tuple[Any, ...]) -> Any:
         return tuple(outputs) if len(op.returns) > 1 else outputs[0]
 
@@ -391,7 +404,8 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(*values: Any) -> Any:
             rest = dict(zip(names, values[positional:], strict=True))
-            result = op.overload(*values[:positional], **rest)
+            with run_decided():
+                result = op.overload(*values[:positional], **rest)
             outputs = result if isinstance(result, tuple) else (result,)
             return (*outputs, _empty_on_device_of(outputs))
 

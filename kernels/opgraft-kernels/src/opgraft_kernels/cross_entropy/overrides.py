@@ -90,7 +90,7 @@ def register(dispatch_key: str) -> list[Override]:
     """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":
-        options = {"crossover": _crossover()}
+        options = {"crossover": _crossover(), "when_not_ready": "native"}
     return [
         triton_utils.register_op_override(
             "aten",
