@@ -15,12 +15,20 @@ from opgraft.cache import origins
 
 #: A package whose module reaches another module, one of the standard library's, and torch.
 SOURCES = {
-    "cached_pack/__init__.py": "",
-    "cached_pack/compile.py": "import json, torch\nfrom cached_other import helper\n",
+    "cached_pack/__init__.py": "from .sizes import TILE\n",
+    "cached_pack/sizes.py": "TILE = 8\n",
+    "cached_pack/local.py": "",
+    "cached_pack/compile.py": "import json, torch\n"
+    "from cached_other import helper\n"
+    "from . import TILE\n"
+    "def compile(kind):\n    from .local import each\n",
+    "cached_pack/neighbour.py": "",
     "cached_other.py": "import cached_third\ndef helper(): pass\n",
     "cached_third.py": "",
     "cached_fourth.py": "",
 }
+#: What it does not: modules that the process has imported for another reason.
+OTHERS = {"cached_fourth.py", "cached_pack/neighbour.py"}
 
 
 @pytest.fixture
@@ -32,7 +40,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     importlib.import_module("cached_pack.compile")
-    importlib.import_module("cached_fourth")
+    for name in ("cached_fourth", "cached_pack.neighbour", "cached_pack.local"):
+        importlib.import_module(name)
     origins._hash.cache_clear()
     yield tmp_path
     for name in list(sys.modules):
@@ -42,7 +51,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_all_that_a_module_reaches_counts(place: Path) -> None:
     found = origins.hashes("cached_pack.compile")
-    assert sorted(found) == sorted(SOURCES.keys() - {"cached_fourth.py"})
+    assert sorted(found) == sorted(SOURCES.keys() - OTHERS)
     assert origins.are_unchanged(found)
 
 
@@ -58,7 +67,7 @@ def test_another_process_finds_them_elsewhere(
     assert origins.are_unchanged(found)
 
 
-@pytest.mark.parametrize("name", sorted(SOURCES.keys() - {"cached_fourth.py"}))
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - OTHERS))
 def test_a_change_of_any_is_seen(place: Path, name: str) -> None:
     found = origins.hashes("cached_pack.compile")
     (place / name).write_text(SOURCES[name] + "\n")
@@ -67,6 +76,11 @@ def test_a_change_of_any_is_seen(place: Path, name: str) -> None:
     (place / name).unlink()
     origins._hash.cache_clear()
     assert not origins.are_unchanged(found)
+
+
+def test_what_it_does_not_reach_may_have_no_source(place: Path) -> None:
+    sys.modules["cached_pack.neighbour"].__file__ = str(place / "neighbour.so")
+    assert origins.hashes("cached_pack.compile")
 
 
 def test_what_was_changed_since_it_was_imported_is_refused(place: Path) -> None:

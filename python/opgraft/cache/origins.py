@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import sys
 import time
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
 
@@ -35,7 +37,7 @@ def hashes(module: str) -> dict[str, str]:
     """The hash of each source file that an imported module was made of.
 
     Args:
-        module: its name. What it reaches through its globals counts, and so on.
+        module: its name. What it imports and has values of counts, and what that does, and so on.
 
     Returns:
         By path, below a folder of `sys.path` where there is one: another process may find the same
@@ -77,16 +79,35 @@ def _files(module: str) -> set[str]:
 
 
 def _reached(module: ModuleType) -> Iterator[str]:
-    """The modules of a module's globals, and the packages that it is in."""
+    """The modules that a module imports or has values of, and the packages that it is in."""
     parts = module.__name__.split(".")
     names = {".".join(parts[:n]) for n in range(1, len(parts))}
+    names.update(_imported(module))
     for value in list(vars(module).values()):
-        name = value.__name__ if isinstance(value, ModuleType) else None
-        names.add(str(name or getattr(value, "__module__", None) or ""))
+        if not isinstance(value, ModuleType):
+            names.add(str(getattr(value, "__module__", None) or ""))
+        # A package has all its modules as attributes, whoever imported them.
+        elif not value.__name__.startswith(module.__name__ + "."):
+            names.add(value.__name__)
     for name in names:
         top = name.partition(".")[0]
         if name in sys.modules and top not in _BY_VERSION and top not in sys.stdlib_module_names:
             yield name
+
+
+def _imported(module: ModuleType) -> Iterator[str]:
+    """The names in a module's import statements: of modules, and of what may be one."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return
+    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            found = resolve_name(base, module.__package__)
+            yield found
+            yield from (f"{found}.{alias.name}" for alias in node.names)
 
 
 def _relative(path: str) -> str:
