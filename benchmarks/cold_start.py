@@ -6,7 +6,8 @@
 Each number is a fresh process's, with opgraft-kernels active but for native's. Processes take
 turns. `cold` ones have an empty Triton cache; `warm` ones have what the cold one of their kind
 left. A call is timed with its work on the GPU. `beyond native` sums what all calls took above those
-of the native process: its first call of a kind, and the median of the later ones.
+of the native process: its first call of a kind, and the median of the later ones; `largest` is
+the call that took most above it, but for the first of all; `stalls` are those that took 10 ms more.
 """
 
 from __future__ import annotations
@@ -117,21 +118,21 @@ def measure(kind: str, what: str, device: str, seconds: float, cache: Path) -> d
     return result
 
 
-def beyond(run: dict[str, Any], native: dict[str, Any]) -> float:
-    """Milliseconds that a process's calls took above the native process's, one by one.
+def beyond(run: dict[str, Any], native: dict[str, Any]) -> list[tuple[int, str, float]]:
+    """Milliseconds that each of a process's calls took above the native process's.
 
     Where it made more of a kind, each of these is compared with the native process's typical one.
     """
     natives: dict[str, list[float]] = {}
     for name, ms in native["calls"]:
         natives.setdefault(name, []).append(ms)
-    more = 0.0
+    more = []
     seen: dict[str, int] = {}
-    for name, ms in run["calls"]:
+    for number, (name, ms) in enumerate(run["calls"]):
         index = seen.get(name, 0)
         seen[name] = index + 1
         steady = statistics.median(natives[name][1:] or natives[name])
-        more += ms - (natives[name][0] if index == 0 else steady)
+        more.append((number, name, ms - (natives[name][0] if index == 0 else steady)))
     return more
 
 
@@ -139,18 +140,22 @@ def records(runs: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict
     rows = []
     for (what, kind, cache), found in runs.items():
         natives = runs[what, "native", "cold"]
-        pairs = list(zip(found, natives, strict=True))
+        each = [beyond(run, native) for run, native in zip(found, natives, strict=True)]
+        sums = [sum(ms for _, _, ms in calls) for calls in each]
+        largest = [max((ms for _, _, ms in calls[1:]), default=0.0) for calls in each]
         firsts = [run["calls"][0][1] for run in found]
         rows.append(
             {
                 **{"what": what, "kind": kind, "cache": cache, "processes": len(found)},
                 "script_ms": round(statistics.median(run["script_ms"] for run in found), 1),
                 "first_ms": round(statistics.median(firsts), 1),
-                "beyond_native_ms": round(statistics.median(beyond(a, b) for a, b in pairs), 1),
-                "worst_beyond_ms": round(max(beyond(a, b) for a, b in pairs), 1),
+                "beyond_native_ms": round(statistics.median(sums), 1),
+                "worst_beyond_ms": round(max(sums), 1),
+                "largest_ms": round(statistics.median(largest), 1),
                 "ready_ms": round(max(run.get("ready_ms", 0.0) for run in found), 1),
                 **{"hits": found[-1]["hits"], "dsls": found[-1]["dsls"]},
-                "calls": found[-1]["calls"][:40],
+                "stalls": [[n, name, round(ms, 1)] for n, name, ms in each[-1] if ms >= 10],
+                "calls": [[name, round(ms, 2)] for name, ms in found[-1]["calls"][:40]],
             }
         )
     return rows
@@ -175,7 +180,7 @@ def main() -> None:
                         run = measure(kind, what, device, seconds, Path(place))
                         runs.setdefault((what, kind, cache), []).append(run)
     rows = records(runs)
-    columns = ("script_ms", "first_ms", "beyond_native_ms", "ready_ms")
+    columns = ("script_ms", "first_ms", "beyond_native_ms", "largest_ms", "ready_ms")
     print(f"{'what':8} {'process':12} {'cache':6}" + "".join(f"{each:>18}" for each in columns))
     for row in rows:
         figures = "".join(f"{row[each]:18.1f}" for each in columns)

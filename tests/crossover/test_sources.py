@@ -90,6 +90,18 @@ def test_no_line_is_told_of_this_device_s_own(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("left_out", "lines"), [("fast", 0), (None, 1)])
+def test_a_line_is_told_where_nobody_measured_this_device(
+    user_tables: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, left_out: str, lines: int
+) -> None:
+    if left_out:
+        content = table({"another": entry(cell(4))}, H200.name, capability=[9, 0])
+        write(tmp_path / "shipped", content, H200.name)
+    with caplog.at_level(logging.WARNING, "opgraft"):
+        assert chosen(user_tables, tmp_path, [], [], H200) is None
+    assert len(caplog.records) == lines
+
+
 # ------------------------------------------------------------------ files that are none
 
 

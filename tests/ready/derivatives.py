@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def _note(what: str, tensor: torch.Tensor) -> None:
     if is_dry(tensor):
         with open(os.environ["OPGRAFT_TEST_NOTES"], "a", encoding="utf-8") as notes:
             notes.write(f"{what}\n")
-    else:
+    elif not threading.current_thread().name.startswith("opgraft"):  # which runs on stand-ins
         ran.append(what)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-PROGRAM = """
+NORMS = """
 import sys, torch, torch.nn.functional as F, opgraft
 x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 weight = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
@@ -32,17 +32,100 @@ assert states and all(state.status == "ready" for state in states), states
 assert all(state.by.startswith("worker") for state in states), [str(state) for state in states]
 for _ in range(5):
     out = step()
-assert forward.hits >= 5 and backward.hits >= 5, (forward, backward)
+assert forward.hits >= 4 and backward.hits >= 4, (forward.hits, backward.hits)
 torch.testing.assert_close(out, first, rtol=2e-2, atol=2e-2)
 """
 
+ATTENTION = """
+import sys, torch, torch.nn.functional as F, opgraft
+q, k, v = (
+    torch.randn(1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3)
+)
 
-def test_the_packs_norms_become_ready_in_workers(tmp_path: Path) -> None:
+def step():
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out.backward(torch.ones_like(out))
+    return out.detach()
+
+first = step()
+assert not {"cutlass", "flash_attn", "triton"} & set(sys.modules), "a call imported a DSL"
+assert opgraft.wait_until_ready(400)
+plans = [each.plans for each in opgraft.overrides() if each.plans is not None]
+states = [state for each in plans for state in each.readiness.states()]
+print([str(state) for state in states])
+assert states and all(state.status == "ready" for state in states)
+assert all(state.by.startswith("worker") for state in states)
+before = {each.name: each.hits for each in opgraft.overrides()}
+for _ in range(5):
+    out = step()
+hit = {each.name for each in opgraft.overrides() if each.hits >= before[each.name] + 5}
+print("hit", hit, "imported", {"cutlass", "flash_attn", "triton"} & set(sys.modules))
+assert any("cutedsl" in name for name in hit), hit
+assert not {"cutlass", "flash_attn"} & set(sys.modules), "a hit imported CuteDSL"
+torch.testing.assert_close(out, first, rtol=2e-2, atol=2e-2)
+"""
+
+CROSS_ENTROPY = """
+import sys, torch, torch.nn.functional as F, opgraft
+logits = torch.randn(8192, 32000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+target = torch.randint(32000, (8192,), device="cuda")
+
+def step():
+    logits.grad = None
+    loss = F.cross_entropy(logits, target)
+    loss.backward()
+    return loss.detach(), logits.grad
+
+first = step()
+assert "triton" not in sys.modules, "a call imported the DSL"
+(override,) = [each for each in opgraft.overrides() if "cross_entropy" in each.name]
+assert override.hits == 0
+assert opgraft.wait_until_ready(200)
+states = override.plans.readiness.states()
+assert states and all(state.status == "ready" for state in states), [str(s) for s in states]
+assert all(state.by.startswith("worker") for state in states), [str(s) for s in states]
+found = step()
+assert override.hits >= 1, override
+torch.testing.assert_close(found, first, rtol=2e-2, atol=2e-5)
+"""
+
+GRAPHED = """
+import torch, torch.nn.functional as F, opgraft
+q, k, v = (torch.randn(1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+@torch.compile(mode="reduce-overhead")
+def step(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+
+with torch.no_grad():
+    outs = [step(q, k, v).clone() for _ in range(4)]
+    waited = {each.name: each.hits for each in opgraft.overrides() if each.hits}
+    outs.append(step(q, k, v).clone())
+assert waited, "the run before the capture did not wait"
+assert waited == {each.name: each.hits for each in opgraft.overrides() if each.hits}, "no replay"
+with opgraft.disabled():
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+for out in outs:
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(NORMS, id="norms"),
+        pytest.param(ATTENTION, id="attention in CuteDSL"),
+        pytest.param(CROSS_ENTROPY, id="an op with a derivative of its own"),
+        pytest.param(GRAPHED, id="a run of torch.compile before it captures"),
+    ],
+)
+def test_the_packs_ops_become_ready_in_workers(program: str, tmp_path: Path) -> None:
     environment = os.environ | {
         **{"OPGRAFT_WHEN_NOT_READY": "native", "OPGRAFT_PACKS": "opgraft-kernels"},
         **{"TRITON_CACHE_DIR": str(tmp_path / "triton"), "OPGRAFT_CACHE": str(tmp_path)},
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -25,6 +25,9 @@ COLUMNS = ("plan", "python", "graph")
 
 Indices: TypeAlias = tuple[int, ...]
 
+#: In place of a decision, which has a bit for each column.
+_UNDECIDED = 0xFF
+
 
 def times(cell: Cell, column: int) -> tuple[float | None, float | None]:
     """What a call takes natively and by a column's way: on the device or the host, the longer.
@@ -67,16 +70,15 @@ def grid_of(entry: Entry, margin: float) -> Grid:
     axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
     the end. Each column has cells of its own: fewer are measured in compiled graphs.
     """
-    cells = bytearray(math.prod(axis.count for axis in entry.axes))
-    for column in range(len(COLUMNS)):
-        measured = {
-            indices: int(pays(cell, column, margin))
-            for indices, cell in entry.cells.items()
-            if is_measured(cell, column)
-        }
-        for indices, decision in filled(measured, entry.axes, operator.and_).items():
-            cells[_flat(indices, entry.axes)] |= decision << column
-    return Grid(entry.axes, bytes(cells))
+    calls, graphs = (_undecided(entry.axes) for _ in range(2))
+    for indices, cell in entry.cells.items():
+        flat = _flat(indices, entry.axes)
+        calls[flat] = sum(pays(cell, column, margin) << column for column in (PLAN, PYTHON))
+        if is_measured(cell, GRAPH):
+            graphs[flat] = pays(cell, GRAPH, margin) << GRAPH
+    for each in (calls, graphs):
+        _fill(each, entry.axes, operator.and_)
+    return Grid(entry.axes, bytes(map(operator.or_, _decided(calls), _decided(graphs))))
 
 
 def is_measured(cell: Cell, column: int) -> bool:
@@ -93,40 +95,65 @@ def filled(
     decided: Mapping[Indices, int], axes: Sequence[Axis], join: Callable[[int, int], int]
 ) -> dict[Indices, int]:
     """Decisions, and for the cells between them what their neighbours' decisions join to."""
-    found = dict(decided)
-    while new := dict(_between(found, axes, join)):
-        found |= new
-    return found
+    cells = _undecided(axes)
+    for indices, decision in decided.items():
+        cells[_flat(indices, axes)] = decision
+    _fill(cells, axes, join)
+    everywhere = itertools.product(*(range(axis.count) for axis in axes))
+    pairs = zip(everywhere, cells, strict=True)
+    return {indices: decision for indices, decision in pairs if decision != _UNDECIDED}
+
+
+# A byte for each cell, as in a grid: the first call of each op in a process waits for this.
+
+
+def _undecided(axes: Sequence[Axis]) -> bytearray:
+    return bytearray([_UNDECIDED]) * math.prod(axis.count for axis in axes)
+
+
+def _decided(cells: bytearray) -> bytes:
+    """The decisions, with declines where nothing decided."""
+    return bytes(cells).replace(bytes([_UNDECIDED]), b"\0")
+
+
+def _fill(cells: bytearray, axes: Sequence[Axis], join: Callable[[int, int], int]) -> None:
+    lines = list(_lines(axes))
+    while found := _between(cells, lines, join):
+        for cell, decision in found.items():
+            cells[cell] = decision
 
 
 def _between(
-    decided: Mapping[Indices, int], axes: Sequence[Axis], join: Callable[[int, int], int]
-) -> Iterator[tuple[Indices, int]]:
+    cells: bytearray, lines: Sequence[slice], join: Callable[[int, int], int]
+) -> dict[int, int]:
     """Undecided cells between two decided ones, and what their neighbours' decisions join to."""
-    found: dict[Indices, int] = {}
-    for which, axis in enumerate(axes):
+    found: dict[int, int] = {}
+    for line in lines:
+        values = cells[line]
+        if not 0 < values.count(_UNDECIDED) < len(values) - 1:
+            continue
+        places = [place for place, value in enumerate(values) if value != _UNDECIDED]
+        for low, high in itertools.pairwise(places):
+            ends = join(values[low], values[high])
+            for cell in range(line.start, line.stop, line.step)[low + 1 : high]:
+                found[cell] = join(found.get(cell, ends), ends)
+    return found
+
+
+def _lines(axes: Sequence[Axis]) -> Iterator[slice]:
+    """The cells along each axis with steps, by their places along the others."""
+    size = math.prod(axis.count for axis in axes)
+    step = size
+    for axis in axes:
+        length, step = step, step // axis.count
         if isinstance(axis, ExactAxis):
             continue
-        for (before, behind), places in _lines(decided, which).items():
-            for low, high in itertools.pairwise(places):
-                cells = [(*before, place, *behind) for place in range(low, high + 1)]
-                ends = join(decided[cells[0]], decided[cells[-1]])
-                for cell in cells[1:-1]:
-                    found[cell] = join(found.get(cell, ends), ends)
-    yield from found.items()
+        for before in range(0, size, length):
+            starts = range(before, before + step)
+            yield from (slice(start, start + length, step) for start in starts)
 
 
-def _lines(decided: Mapping[Indices, int], which: int) -> dict[tuple[Indices, Indices], list[int]]:
-    """The places of decided cells along one axis, in order, by their places along the others."""
-    lines: dict[tuple[Indices, Indices], list[int]] = {}
-    for indices in decided:
-        lines.setdefault((indices[:which], indices[which + 1 :]), []).append(indices[which])
-    for places in lines.values():
-        places.sort()
-    return lines
-
-
-def _flat(indices: Indices, axes: tuple[Axis, ...]) -> int:
+def _flat(indices: Indices, axes: Sequence[Axis]) -> int:
     cell = 0
     for axis, index in zip(axes, indices, strict=True):
         cell = cell * axis.count + index

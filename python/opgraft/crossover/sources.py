@@ -95,11 +95,19 @@ def _warn(line: str) -> str:
 
 
 class Found(NamedTuple):
-    """An override's parts of all tables, and why others were refused."""
+    """An override's parts of all tables, and why others were refused.
+
+    Attributes:
+        user: of the user's tables.
+        author: of its author's.
+        refused: the reasons.
+        devices: the names of devices that there are tables of, whatever these say of the override.
+    """
 
     user: tuple[tuple[Table, Entry], ...]
     author: tuple[tuple[Table, Entry], ...]
     refused: tuple[str, ...]
+    devices: frozenset[str] = frozenset()
 
 
 def find(name: str, owner: str, crossover: Crossover) -> Found:
@@ -111,6 +119,7 @@ def find(name: str, owner: str, crossover: Crossover) -> Found:
         crossover: what it declares.
     """
     refused: list[str] = []
+    devices: set[str] = set()
 
     def entries(whose: Owner) -> tuple[tuple[Table, Entry], ...]:
         try:
@@ -121,16 +130,17 @@ def find(name: str, owner: str, crossover: Crossover) -> Found:
         except (RuntimeError, OSError) as error:  # no home, or a working directory that is gone
             refused.append(_warn(f"the {whose}'s tables are not used: {error}"))
             return ()
-        return tuple(_entries(path, whose, name, crossover, refused))
+        content = read(path, whose)
+        devices.update(table.model.name for table in content.tables)
+        return tuple(_entries(content, name, crossover, refused))
 
     users, authors = entries("user"), entries("author")
-    return Found(users, authors, tuple(refused))
+    return Found(users, authors, tuple(refused), frozenset(devices))
 
 
 def _entries(
-    path: Path, owner: Owner, name: str, crossover: Crossover, refused: list[str]
+    folder: Folder, name: str, crossover: Crossover, refused: list[str]
 ) -> Iterator[tuple[Table, Entry]]:
-    folder = read(path, owner)
     refused += folder.refused
     for table in folder.tables:
         try:
@@ -161,10 +171,12 @@ def choose(found: Found, model: Model, label: str) -> Source | None:
         return Source(table, entry, owner, rule.MARGIN, "this device")
     near = [each for each in every if model.capability and each[1].model.capability]
     if not near:
-        env.warn_once(
-            f"no crossover table for {model.name}: overrides of {label} that need one decline; "
-            f"{_MEND}"
-        )
+        # Where there is one, whoever measured the device left this override out.
+        if model.name not in found.devices:
+            env.warn_once(
+                f"no crossover table for {model.name}: overrides of {label} that need one decline; "
+                f"{_MEND}"
+            )
         return None
     owner, table, entry = min(near, key=lambda each: _distance(each[1].model, model))
     same = table.model.capability == model.capability

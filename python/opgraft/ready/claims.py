@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from opgraft.base import files
@@ -149,6 +150,7 @@ def _started(process: int) -> int:
     return -1 if fields[0] == "Z" else int(fields[19])
 
 
+@cache
 def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
