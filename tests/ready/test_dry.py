@@ -15,7 +15,7 @@ import torch
 
 import opgraft
 from opgraft.ops.schema import Call, resolve
-from opgraft.ready import request
+from opgraft.ready import request, triton_kernels
 from opgraft.ready.request import CannotAsk
 from tests.ready import impls
 
@@ -33,7 +33,7 @@ NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 #: Prints what a worker is asked for calls of the pack's overrides that a GPU would run.
 REQUESTS = """
 import json, torch, opgraft
-from opgraft.ready import request
+from opgraft.ready import request, triton_kernels
 
 def tensor(*size, dtype=torch.bfloat16):
     return torch.empty(size, dtype=dtype)
@@ -55,6 +55,29 @@ for name, values in [*calls.items(), ("rms_norm.backward", (gradient, *backward[
     (override,) = opgraft.overrides(name="opgraft_kernels." + name, dispatch_key="CUDA")
     keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     print(json.dumps(request.request(override, override.operator.bind(values, {}), keyset)))
+"""
+
+
+#: Loads what workers described, with no GPU to load it onto, and then makes the calls dry.
+LOADING = """
+import json, sys
+import triton
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+from opgraft.ready import dry, triton_kernels
+
+lines = [json.loads(line) for line in sys.stdin]
+described = [each for line in lines for each in line.get("triton", ())]
+triton.runtime.driver.set_active(dry._driver(90))
+loaded, compiled = set(), []
+CompiledKernel.run = property(lambda self: loaded.add(self))
+for each in described:
+    triton_kernels._load(each)
+do_compile = JITFunction._do_compile
+JITFunction._do_compile = lambda self, *a: compiled.append(self) or do_compile(self, *a)
+for asked in lines[len(lines) // 2 :]:
+    dry.run(asked)
+print(len(loaded), "loaded,", len(compiled), "compiled")
 """
 
 
@@ -82,6 +105,37 @@ def test_the_packs_kernels_are_compiled_by_a_process_without_a_gpu(tmp_path: Pat
     assert all(answer.get("compiled") for answer in answers), answers
     # Where the process with the GPU finds them.
     assert len(list(tmp_path.rglob("*.cubin"))) >= len(answers)
+    described = [len(answer["triton"]) for answer in answers]
+    assert described == [len(answer["compiled"]) for answer in answers]
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOADING],
+        input="\n".join(done.stdout.splitlines()[1:] + lines),
+        env=environment | {"OPGRAFT_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    kernels = {each["hash"] for answer in answers for each in answer["triton"]}
+    assert loaded.stdout == f"{len(kernels)} loaded, 0 compiled\n", loaded.stderr
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 0.5, True, None, "fp32", (1, ("a", None)), [("tt.divisibility", 16)], {(0,): [], "b": 1}],
+    ids=repr,
+)
+def test_what_describes_a_kernel_comes_back_as_it_was(value: Any) -> None:
+    came = triton_kernels._decoded(json.loads(json.dumps(triton_kernels._encoded(value))))
+    assert came == value and type(came) is type(value)
+
+
+def test_constants_of_a_kernel_come_back_as_they_were() -> None:
+    tl = pytest.importorskip("triton.language")
+    for value in (tl.float32, tl.constexpr("fp32"), tl.constexpr(3)):
+        came = triton_kernels._decoded(json.loads(json.dumps(triton_kernels._encoded(value))))
+        assert came == value and type(came) is type(value)
+    with pytest.raises(triton_kernels.CannotSay, match="object"):
+        triton_kernels._encoded({"a": object()})
 
 
 @pytest.mark.parametrize(

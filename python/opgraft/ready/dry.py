@@ -7,6 +7,7 @@ request describes. Where its interpreter is on, there is nothing to compile.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import warnings
@@ -22,15 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from opgraft.cache import cutedsl
 from opgraft.core import loader
-from opgraft.ready import derivative, request
-from opgraft.ready.request import Request
+from opgraft.ready import derivative, request, triton_kernels
+from opgraft.ready.request import Compiled, Request
+from opgraft.ready.triton_kernels import CannotSay
 
 
-def run(asked: Request) -> list[str]:
+def run(asked: Request) -> Compiled:
     """Compile what the impl of a request launches.
-
-    Returns:
-        The names of the kernels.
 
     Raises:
         CannotAsk: the impl cannot be imported.
@@ -39,13 +38,14 @@ def run(asked: Request) -> list[str]:
     _say_architecture(asked)
     impl = request.load(asked["impl"])
     autograd = request.load_derivative(asked["autograd"]) if asked["autograd"] else None
-    compiled: list[str] = []
+    names: list[str] = []
+    loadable: list[dict[str, Any]] = []
     with ExitStack() as stack:
         stack.enter_context(_addresses())
         if asked["device"] is not None:
             stack.enter_context(_device(asked["device"]["properties"]))
         if importlib.util.find_spec("triton") is not None:
-            stack.enter_context(_triton(asked["device"], compiled.append))
+            stack.enter_context(_triton(asked["device"], names.append, loadable.append))
         functions = stack.enter_context(_cutedsl()) if asked["dsl"] == "cutedsl" else []
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
@@ -60,7 +60,7 @@ def run(asked: Request) -> list[str]:
         output = impl(*leading, *call.args, **call.kwargs)
         if autograd is not None:
             derivative.run(autograd, call.values, output, asked["needs"])
-    return compiled + functions
+    return {"compiled": names + functions, "triton": loadable}
 
 
 @contextmanager
@@ -106,14 +106,24 @@ def _device(properties: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _triton(device: dict[str, Any] | None, note: Callable[[str], None]) -> Iterator[None]:
+def _triton(
+    device: dict[str, Any] | None,
+    note: Callable[[str], None],
+    describe: Callable[[dict[str, Any]], None],
+) -> Iterator[None]:
     """Compile in place of launching."""
     import triton
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    jit_run = JITFunction.run
+    jit_run, do_compile = JITFunction.run, getattr(JITFunction, "_do_compile", None)
+
+    def do_compile_and_describe(self: Any, *arguments: Any) -> Any:
+        kernel: Any = do_compile(self, *arguments)  # type: ignore[misc]
+        with contextlib.suppress(CannotSay):
+            _descriptions[id(kernel)] = triton_kernels.description(self, kernel, arguments)
+        return kernel
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
@@ -121,6 +131,8 @@ def _triton(device: dict[str, Any] | None, note: Callable[[str], None]) -> Itera
             kernel = jit_run(self, *args, grid=grid, warmup=True, **kwargs)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
         note(self.fn.__name__)
+        if id(kernel) in _descriptions:
+            describe(_descriptions[id(kernel)])
         return kernel
 
     def tune(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +149,14 @@ def _triton(device: dict[str, Any] | None, note: Callable[[str], None]) -> Itera
         patches = {JITFunction: run, Autotuner: tune, InterpretedFunction: lambda *_, **__: None}
         for kind, function in patches.items():
             stack.enter_context(mock.patch.object(kind, "run", function))
+        compiling = mock.patch.object(JITFunction, "_do_compile", do_compile_and_describe)
+        if do_compile is not None:  # a version that has another such method describes nothing
+            stack.enter_context(compiling)
         yield
+
+
+#: By the `id` of a compiled kernel, which Triton keeps: it is compiled once, whoever asks.
+_descriptions: dict[int, dict[str, Any]] = {}
 
 
 def _say_architecture(asked: Request) -> None:

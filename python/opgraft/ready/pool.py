@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from opgraft.ready import claims, request, worker
-from opgraft.ready.request import Request
+from opgraft.ready.request import Compiled, Request
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Job:
     wanted: Callable[[], int]
     #: With who compiles, for people.
     started: Callable[[str], None]
-    #: With the names of the kernels.
-    compiled: Callable[[list[str]], None]
+    #: With the kernels.
+    compiled: Callable[[Compiled], None]
     #: With the reason, and whether the impl may be run in this process instead.
     failed: Callable[[str, bool], None]
     #: It was let go, and may be asked for again.
@@ -227,13 +227,13 @@ class _Attendant(threading.Thread):
 
     def _do(self, job: Job) -> None:
         try:
-            kernels = self.have_done(job)
+            compiled = self.have_done(job)
         except LetGo:
             job.dropped()
         except BaseException as error:  # whatever an impl raises, or its module, SystemExit too
             self._tell(job, error)
         else:
-            job.compiled(kernels)
+            job.compiled(compiled)
 
     def _tell(self, job: Job, error: BaseException) -> None:
         if self._pool.is_closed:
@@ -243,11 +243,8 @@ class _Attendant(threading.Thread):
         reason = str(error) if says_it else f"{type(error).__name__}: {error}"
         job.failed(reason, isinstance(error, (CannotStart, ImplFailed)))
 
-    def have_done(self, job: Job) -> list[str]:
+    def have_done(self, job: Job) -> Compiled:
         """Have a job done.
-
-        Returns:
-            The names of the kernels.
 
         Raises:
             LetGo: not now.
@@ -269,11 +266,11 @@ class _Runner(_Attendant):
         with contextlib.suppress(SystemExit):  # of `interrupt`
             super().run()
 
-    def have_done(self, job: Job) -> list[str]:
+    def have_done(self, job: Job) -> Compiled:
         assert callable(job.work)
         job.started("this process")
         job.work()
-        return []
+        return {"compiled": [], "triton": []}
 
     def interrupt(self) -> None:
         # Note [A thread in C++ when the interpreter ends]
@@ -292,7 +289,7 @@ class _Overseer(_Attendant):
         self._unread = b""
         self._errors: IO[bytes] = io.BytesIO()
 
-    def have_done(self, job: Job) -> list[str]:
+    def have_done(self, job: Job) -> Compiled:
         assert not callable(job.work)
         held: list[claims.Claim] = []
         try:
@@ -316,7 +313,7 @@ class _Overseer(_Attendant):
                 each.release()
         if "compiled" not in answer:
             raise ImplFailed(answer.get("failed"))
-        return list(answer["compiled"])
+        return {"compiled": answer["compiled"], "triton": answer["triton"]}
 
     def _answer(self, job: Job, asked: Request) -> Any:
         process = self._start()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from opgraft.core.interface import PlanKey, PlanTable
     from opgraft.ready.here import Metadata
     from opgraft.ready.pool import Job
-    from opgraft.ready.request import Request
+    from opgraft.ready.request import Compiled, Request
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Readiness:
             else:
                 self._fail(kind, reason)
 
-        pool.shared().submit(self._job(kind, asked, failed))
+        pool.shared().submit(self._job(kind, asked, failed, device.of_tensors(call)))
 
     def _compile_here(
         self, metadata: Metadata, keyset: torch.DispatchKeySet, kind: Kind, reason: str
@@ -237,6 +237,7 @@ class Readiness:
         kind: Kind,
         work: Request | Callable[[], None],
         failed: Callable[[str, bool], None],
+        where: torch.device | None = None,
     ) -> Job:
         # It holds no tensors: it must not keep them alive.
         from opgraft.ready import pool
@@ -245,7 +246,7 @@ class Readiness:
             work,
             wanted=lambda: 0 if self.override.state.removed else self._table.times_asked(kind.key),
             started=lambda by: self._note(kind, "compiling", by=by),
-            compiled=lambda kernels: self._compiled(kind, kernels),
+            compiled=lambda compiled: self._compiled(kind, compiled, where),
             failed=failed,
             dropped=lambda: self._dropped(kind),
             is_kept=_is_ahead(),
@@ -266,17 +267,20 @@ class Readiness:
             with _changed:
                 _changed.notify_all()
 
-    def _compiled(self, kind: Kind, kernels: list[str]) -> None:
-        from opgraft.ready import here
+    def _compiled(self, kind: Kind, compiled: Compiled, where: torch.device | None) -> None:
+        from opgraft.ready import here, triton_kernels
 
         try:
             here.import_ahead(self.override)
+            if where is not None and where.type == "cuda":
+                triton_kernels.load(compiled["triton"], where)
         except BaseException as error:  # whatever a module raises while it is imported
             self._fail(kind, f"{type(error).__name__}: {error}")
             return
         self._table.set_ready(kind.key)
         self._note(kind, "ready")
-        log.debug("%s: compiled %s for a call", self.override.name, ", ".join(kernels) or "nothing")
+        names = ", ".join(compiled["compiled"]) or "nothing"
+        log.debug("%s: compiled %s for a call", self.override.name, names)
 
     def _dropped(self, kind: Kind) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -24,6 +24,15 @@ from opgraft.registry import Override, Selector, registry
 ALIGNMENT = 256
 
 Request = dict[str, Any]
+
+
+class Compiled(TypedDict):
+    """What a worker answers."""
+
+    #: The names of the kernels, for people.
+    compiled: list[str]
+    #: What loads Triton's: see `triton_kernels.description`.
+    triton: list[dict[str, Any]]
 
 
 class CannotAsk(Exception):

@@ -49,7 +49,7 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     from opgraft.ready import dry
 
     try:
-        return {"compiled": dry.run(asked)}
+        return {**dry.run(asked)}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"[:2000]}
 
