@@ -536,7 +536,8 @@ PlanTable::PlanTable(PlanLimits limits)
     : limits_(limits),
       snapshot_(new Snapshot{1, {{0, nullptr}, {0, nullptr}}}),
       history_(std::make_unique<KeyHistory>()),
-      update_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)) {}
+      update_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)),
+      given_up_(limits.refusals == 0) {}
 
 PlanTable::~PlanTable() {
   // Every possible reader holds a reference to the table.

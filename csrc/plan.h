@@ -312,7 +312,8 @@ struct PlanLimits {
   size_t plans = 256;
   uint64_t free_recordings = 512;
   uint64_t replays_per_recording = 1024;
-  uint32_t refusals = 16;           // then it is given up, if nothing was recorded
+  // Then it is given up, if nothing was recorded; 0: nothing is.
+  uint32_t refusals = 16;
   std::chrono::seconds refill{10};  // least time between two refills of free ones
 };
 
@@ -421,7 +422,7 @@ class PlanTable {
   std::atomic<uint32_t> refusals_{0};
   std::atomic<bool> stopped_{false};
   const uint64_t update_every_;
-  std::atomic<bool> given_up_{false};
+  std::atomic<bool> given_up_;
   std::atomic<bool> runs_all_{false};
   std::atomic<bool> gated_{false};
   std::atomic<bool> has_plans_{false};

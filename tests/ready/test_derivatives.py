@@ -163,6 +163,19 @@ def test_a_backward_that_cannot_be_compiled_leaves_both_to_native(
     assert infer() == ["forward, requires_grad False"]  # which needs no backward
 
 
+def test_nothing_is_replayed_of_an_impl_that_is_no_function_of_metadata(
+    register: Register,
+) -> None:
+    override = register()
+    for step in (train, infer):
+        step()
+        assert opgraft.wait_until_ready(LIMIT)
+    for _ in range(6):
+        assert train()[0] == BOTH
+        assert infer() == ["forward, requires_grad False"]
+    assert override.plans is not None and len(override.plans) == 0
+
+
 def test_other_sizes_are_other_kinds(register: Register) -> None:
     register()
     train(4)

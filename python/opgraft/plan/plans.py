@@ -122,7 +122,8 @@ class Plans:
     @property
     def stopped(self) -> bool:
         """Whether recording has stopped: shapes changed too often, or nothing could be recorded."""
-        return bool(self.table.stopped or self.table.given_up)
+        stopped = self.table.stopped or self.table.given_up
+        return bool(self.override.launch_plan and stopped)
 
     def clear(self) -> None:
         """Drop every plan. Calls that replay one finish. Later calls are recorded again, as far as
@@ -143,7 +144,9 @@ class Plans:
         }
 
     def summary(self) -> str:
-        """One line for people: how many plans, what was failure and why."""
+        """One line for people: how many plans, what was refused and why."""
+        if not self.override.launch_plan:
+            return "no launch plans"
         parts = [
             f"{_counted(len(self), 'plan')}, {_counted(self.hits, 'replay')}, {self.bytes} bytes"
         ]
