@@ -42,6 +42,12 @@ def no_override_outlives_its_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def calls_wait_for_their_kernels() -> Iterator[None]:
+    with opgraft.when_not_ready("wait"):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def whatever_tables_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overrides take all calls that they are right for, but in tests marked `crossovers`."""
     if request.node.get_closest_marker("crossovers") is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,18 @@ log = logging.getLogger(__name__)
 
 _CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
-# One at a time: they would only keep each other, and the program, from the interpreter.
+# One at a time: they would only keep each other, and the program, from the interpreter. It may be
+# held for seconds: a fork must not wait for it, and its child gets another.
 _loading = threading.Lock()
+
+
+def _forget_in_child() -> None:
+    global _loading
+    _loading = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class CannotSay(Exception):

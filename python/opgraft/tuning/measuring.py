@@ -13,6 +13,7 @@ from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import rule
 from opgraft.crossover.tables import Cell
 from opgraft.ops.schema import Call
+from opgraft.ready.readiness import when_not_ready
 from opgraft.registry import Override, Selector, registry
 from opgraft.router import threads
 from opgraft.tuning import stand_ins
@@ -56,6 +57,7 @@ def measuring(override: Override, device: torch.device) -> Iterator[Measuring]:
         if each.order > override.order and each.why_off() is None and each.autograd is None
     ]
     with ExitStack() as twins:
+        twins.enter_context(when_not_ready("wait"))  # native's time would count as theirs
         own = {"python": twins.enter_context(_twin(override, "python"))}
         if override.launch_plan:
             own["plan"] = twins.enter_context(_twin(override, "plan"))
