@@ -126,8 +126,11 @@ void set_capability_lookup(CapabilityLookup lookup) { capability_lookup.store(lo
 
 inline int64_t Grid::Axis::index_of(int64_t number) const {
   if (is_exact) {
-    const auto found = std::find(numbers.begin(), numbers.end(), number);
-    return found == numbers.end() ? -1 : found - numbers.begin();
+    // There are a few: for them `std::find`, which is unrolled, takes longer.
+    for (const int64_t& each : numbers) {
+      if (each == number) return &each - numbers.data();
+    }
+    return -1;
   }
   if (number < 1) return -1;
   const int octave = 63 - __builtin_clzll(static_cast<uint64_t>(number));
@@ -395,7 +398,9 @@ inline bool Condition::passes(const Test& test, const Argument* arguments) const
     if (test.kind == Test::Kind::Value && argument.kind() == Argument::Kind::Integer) {
       return compares(argument.integer());
     }
-    return truth(nodes_[static_cast<size_t>(test.node)], arguments) == Truth::True;
+    const Instruction& node = nodes_[static_cast<size_t>(test.node)];
+    if (node.code == Code::Lookup) return look_up(node, arguments) == Truth::True;
+    return truth(node, arguments) == Truth::True;
   }
   const c10::TensorImpl* tensor = argument.tensor();
   if (C10_UNLIKELY(tensor == nullptr)) return false;
@@ -549,72 +554,74 @@ int8_t Condition::add_step(Numbers& numbers, const Instruction& node) const {
 // Overflow and division by zero are undefined.
 Condition::Numbers::Outcome Condition::Numbers::evaluate(const Argument* arguments,
                                                          int64_t* values) const {
-  for (size_t which = 0; which < steps.size(); ++which) {
-    const Step& step = steps[which];
-    int64_t& value = values[which];
-    const int64_t left = step.left < 0 ? 0 : values[step.left];
-    const int64_t right = step.right < 0 ? 0 : values[step.right];
-    if (step.code == Code::Value) {
-      const Argument& given = arguments[step.argument];
-      if (given.is_none()) return Outcome::Undefined;
-      if (given.kind() != Argument::Kind::Integer && given.kind() != Argument::Kind::Bool) {
-        return Outcome::Others;
-      }
-      value = given.integer();
-      continue;
-    }
+  int64_t* next = values;
+  for (const Step& step : steps) {
+    int64_t& value = *next++;
     switch (step.code) {
+      case Code::Ndim:
+      case Code::Numel:
+      case Code::Itemsize:
+      case Code::DtypeOf:
+      case Code::Size:
+      case Code::Stride: {
+        const auto* tensor = arguments[step.argument].tensor();
+        if (C10_UNLIKELY(tensor == nullptr)) return Outcome::Undefined;
+        if (step.code == Code::Size || step.code == Code::Stride) {
+          const auto found = step.code == Code::Size ? tensor->sizes() : tensor->strides();
+          const int64_t* at = at_dim(found, step.left < 0 ? step.integer : values[step.left]);
+          if (C10_UNLIKELY(at == nullptr)) return Outcome::Undefined;
+          value = *at;
+        } else if (step.code == Code::Numel) {
+          value = tensor->numel();
+        } else if (step.code == Code::Ndim) {
+          value = tensor->dim();
+        } else if (step.code == Code::DtypeOf) {
+          value = static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype()));
+        } else {
+          value = static_cast<int64_t>(tensor->itemsize());
+        }
+        continue;
+      }
+      case Code::Value: {
+        const Argument& given = arguments[step.argument];
+        if (given.is_none()) return Outcome::Undefined;
+        if (given.kind() != Argument::Kind::Integer && given.kind() != Argument::Kind::Bool) {
+          return Outcome::Others;
+        }
+        value = given.integer();
+        continue;
+      }
       case Code::Integer:
         value = step.integer;
-        continue;
-      case Code::Add:
-        if (__builtin_add_overflow(left, right, &value)) return Outcome::Undefined;
-        continue;
-      case Code::Subtract:
-        if (__builtin_sub_overflow(left, right, &value)) return Outcome::Undefined;
-        continue;
-      case Code::Multiply:
-        if (__builtin_mul_overflow(left, right, &value)) return Outcome::Undefined;
-        continue;
-      case Code::FloorDivide:
-        if (step.shift >= 0) {
-          value = left >> step.shift;
-        } else if (!floor_divide(left, right, &value)) {
-          return Outcome::Undefined;
-        }
-        continue;
-      case Code::Modulo:
-        if (step.shift >= 0) {
-          value = left & ((int64_t{1} << step.shift) - 1);
-        } else if (!floor_modulo(left, right, &value)) {
-          return Outcome::Undefined;
-        }
         continue;
       default:
         break;
     }
-    const auto* tensor = arguments[step.argument].tensor();
-    if (tensor == nullptr) return Outcome::Undefined;
-    switch (step.code) {
-      case Code::Ndim:
-        value = tensor->dim();
-        break;
-      case Code::Numel:
-        value = tensor->numel();
-        break;
-      case Code::Itemsize:
-        value = static_cast<int64_t>(tensor->itemsize());
-        break;
-      case Code::DtypeOf:
-        value = static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype()));
-        break;
-      default: {
-        const auto found = step.code == Code::Size ? tensor->sizes() : tensor->strides();
-        const int64_t* at = at_dim(found, step.left < 0 ? step.integer : left);
-        if (at == nullptr) return Outcome::Undefined;
-        value = *at;
-      }
+    const int64_t left = values[step.left];
+    if (step.shift >= 0) {
+      const bool divides = step.code == Code::FloorDivide;
+      value = divides ? left >> step.shift : left & ((int64_t{1} << step.shift) - 1);
+      continue;
     }
+    const int64_t right = values[step.right];
+    bool is_undefined = false;
+    switch (step.code) {
+      case Code::Add:
+        is_undefined = __builtin_add_overflow(left, right, &value);
+        break;
+      case Code::Subtract:
+        is_undefined = __builtin_sub_overflow(left, right, &value);
+        break;
+      case Code::Multiply:
+        is_undefined = __builtin_mul_overflow(left, right, &value);
+        break;
+      case Code::FloorDivide:
+        is_undefined = !floor_divide(left, right, &value);
+        break;
+      default:
+        is_undefined = !floor_modulo(left, right, &value);
+    }
+    if (is_undefined) return Outcome::Undefined;
   }
   return Outcome::Integers;
 }
@@ -625,29 +632,30 @@ Truth Condition::look_up(const Instruction& node, const Argument* arguments) con
   const Lookup& lookup = *lookups_[static_cast<size_t>(node.integer)];
   const Numbers& numbers = numbers_[static_cast<size_t>(node.integer)];
   const Grid* grid = lookup.grid(tensor->device());
-  std::array<int64_t, Numbers::kMost> values;  // NOLINT: what is read of them is written first
-  auto outcome = Numbers::Outcome::Others;
+  size_t cell = 0;
   if (C10_LIKELY(!numbers.features.empty())) {
-    outcome = numbers.evaluate(arguments, values.data());
+    std::array<int64_t, Numbers::kMost> values;  // NOLINT: what is read of them is written first
+    const auto outcome = numbers.evaluate(arguments, values.data());
     if (outcome == Numbers::Outcome::Undefined) return Truth::Undefined;
+    if (C10_LIKELY(outcome == Numbers::Outcome::Integers)) {
+      if (grid == nullptr) return Truth::False;
+      const Grid::Axis* axis = grid->axes.data();
+      for (const int8_t step : numbers.features) {
+        const int64_t index = axis->index_of(values[static_cast<size_t>(step)]);
+        if (index < 0) return Truth::False;
+        cell = cell * static_cast<size_t>(axis->count) + static_cast<size_t>(index);
+        ++axis;
+      }
+      return to_truth(lookup.takes(*grid, cell));
+    }
   }
   bool is_inside = grid != nullptr;
-  size_t cell = 0;
   for (int32_t which = 0; which < node.count; ++which) {
-    const auto feature = static_cast<size_t>(which);
-    int64_t value = 0;
-    bool is_integer = true;
-    if (C10_LIKELY(outcome == Numbers::Outcome::Integers)) {
-      value = values[static_cast<size_t>(numbers.features[feature])];
-    } else {
-      const Number found = number(child(node, which), arguments);
-      if (found.kind == Number::Undefined) return Truth::Undefined;
-      is_integer = found.kind == Number::Integer;
-      value = found.integer;
-    }
+    const Number found = number(child(node, which), arguments);
+    if (found.kind == Number::Undefined) return Truth::Undefined;
     if (!is_inside) continue;
-    const Grid::Axis& axis = grid->axes[feature];
-    const int64_t index = is_integer ? axis.index_of(value) : -1;
+    const Grid::Axis& axis = grid->axes[static_cast<size_t>(which)];
+    const int64_t index = found.kind == Number::Integer ? axis.index_of(found.integer) : -1;
     is_inside = index >= 0;
     cell = cell * static_cast<size_t>(axis.count) + static_cast<size_t>(index);
   }
