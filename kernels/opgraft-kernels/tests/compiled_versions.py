@@ -55,6 +55,7 @@ def _compile_from(folder: str) -> dict[str, Found]:
     """In a process of its own, for the package is imported once in a process."""
     if folder:
         sys.path.insert(0, folder)
+    from opgraft_kernels.copies import overrides as copies
     from opgraft_kernels.cross_entropy import overrides as cross_entropy
     from opgraft_kernels.embedding import overrides as embedding
     from opgraft_kernels.norms import overrides as norms
@@ -75,7 +76,8 @@ def _compile_from(folder: str) -> dict[str, Found]:
     of_cross_entropy = {"cross_entropy": Found(cross_entropy.VERSION, hashes)}
     hashes = _hashes(_embedding_launches(), "backward")
     of_embedding = {"embedding.backward": Found(embedding.VERSION, hashes)}
-    return {**of_norms, **of_softmax, **of_cross_entropy, **of_embedding}
+    of_copies = {"copy": Found(copies.VERSION, _hashes(_copy_launches(), "copy"))}
+    return {**of_norms, **of_softmax, **of_cross_entropy, **of_embedding, **of_copies}
 
 
 def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> Compiled:
@@ -126,6 +128,21 @@ def _embedding_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
             f"{dtype} {width}".removeprefix("torch."),
             {"backward": embedding_launches(dtype, width)},
         )
+
+
+def _copy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """To more bytes, to as many, and to fewer."""
+    import torch
+
+    from configurations import copy_launch
+
+    for source, target in (
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ):
+        name = f"{source} to {target}".replace("torch.", "")
+        yield name, {"copy": [copy_launch(source, target)]}
 
 
 def _launches(norm: str) -> Iterator[tuple[str, dict[str, list[Any]]]]:

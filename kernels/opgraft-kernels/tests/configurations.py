@@ -6,6 +6,7 @@ Most of what a call may ask for, each tile at least once. Nothing here is run.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from opgraft_kernels.rows import Launch
 
 __all__ = [
+    "copy_launch",
     "cross_entropy_launches",
     "cutedsl_kinds",
     "embedding_launches",
@@ -30,7 +32,7 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
 
     Args:
         family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"cross_entropy"``,
-            ``"embedding"`` or ``"attention"``.
+            ``"embedding"``, ``"copies"`` or ``"attention"``.
         capability: 80, 90 or 100.
     """
     if family == "softmax":
@@ -39,6 +41,8 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
         return _cross_entropy()
     if family == "embedding":
         return _embedding()
+    if family == "copies":
+        return _copies()
     return _attention(capability // 10) if family == "attention" else _norms(family)
 
 
@@ -229,6 +233,23 @@ def embedding_launches(
     make = functools.partial(torch.empty, device="meta")
     g, dw = make((tokens, width), dtype=dtype), make((num_weights, width), dtype=dtype)
     return triton_kernels.plan(g, make(tokens, dtype=indices), dw, -1, scaled)
+
+
+# ------------------------------------------------------------------ copies
+
+
+def _copies() -> Iterator[Launch]:
+    """Each pair of dtypes."""
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    for source, target in itertools.permutations(dtypes, 2):
+        yield copy_launch(source, target)
+
+
+def copy_launch(source: torch.dtype, target: torch.dtype) -> Launch:
+    from opgraft_kernels.copies import triton_kernels
+
+    read, written = (torch.empty(2**20, dtype=each, device="meta") for each in (source, target))
+    return triton_kernels.plan(written, read)
 
 
 # ------------------------------------------------------------------ attention

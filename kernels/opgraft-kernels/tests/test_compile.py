@@ -105,6 +105,15 @@ def test_cross_entropy_fits(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_copies_fit(capability: int) -> None:
+    compiled = compile_all("copies", capability)
+    assert len(compiled) == 6
+    for found in compiled:
+        _check(found, capability, 0)
+        assert found["widest"] == 16, found
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
 def test_embedding_fits(capability: int) -> None:
     compiled = compile_all("embedding", capability)
     assert {found["kernel"] for found in compiled} == {

@@ -10,6 +10,7 @@ import torch
 import opgraft_kernels
 from opgraft import Crossover
 from opgraft.when.grid import SteppedAxis
+from opgraft_kernels.copies import overrides as copies
 from opgraft_kernels.cross_entropy import overrides as cross_entropy
 from opgraft_kernels.embedding import overrides as embedding
 from opgraft_kernels.norms import overrides as norms
@@ -120,8 +121,21 @@ def test_no_sample_of_embedding_is_too_large() -> None:
     assert not list(crossover.calls(CPU, **largest, itemsize=2, misalignment=0))
 
 
+def test_samples_of_copies_fall_into_their_cells() -> None:
+    crossover = copies._crossover()
+    assert crossover is not None and crossover.calls is not None
+    made = 0
+    for elements, source, target in itertools.product((4096, 2**20), (2, 4), (2, 4)):
+        cell = {"elements": elements, "source": source, "target": target}
+        for call in crossover.calls(CPU, **cell):
+            made += 1
+            found = {key: each.evaluate(call) for key, each in crossover.features.items()}
+            assert found == cell
+    assert made == 6
+
+
 BY_TABLE = (
-    *("_norm.", "softmax.", "cross_entropy", "embedding."),
+    *("_norm.", "softmax.", "cross_entropy", "embedding.", "kernels.copy"),
     *("attention.masked.", "attention.unmasked"),
 )
 

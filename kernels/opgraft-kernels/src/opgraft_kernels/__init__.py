@@ -33,6 +33,7 @@ def register() -> list[Override]:
     # where a program imports this module before torch.
     from opgraft import triton_utils
     from opgraft_kernels.attention import overrides as attention_overrides
+    from opgraft_kernels.copies import overrides as copies
     from opgraft_kernels.cross_entropy import overrides as cross_entropy
     from opgraft_kernels.embedding import overrides as embedding
     from opgraft_kernels.norms import overrides as norms
@@ -45,5 +46,6 @@ def register() -> list[Override]:
         *softmax.register(key),
         *cross_entropy.register(key),
         *embedding.register(key),
+        *copies.register(key),
         *attention_overrides.register(key),
     ]

@@ -1,0 +1,1 @@
+"""Copies that change the dtype."""

@@ -1,0 +1,85 @@
+"""The override of the op that copies from one dtype to another; `register` puts it there.
+
+``x.to(dtype)``, ``x.float()`` and autocast call ``aten::_to_copy``, which makes the result and
+calls ``aten::copy_``, like ``y.copy_(x)``: one override takes all of them.
+
+Nothing here imports Triton: the first call that the condition wants does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft_kernels.conditions import triton_computes
+from opgraft_kernels.crossovers import TABLES
+
+__all__ = ["VERSION", "condition", "register"]
+
+# The interpreter is slower than native at every size, and tests convert many small tensors.
+_CPU_ELEMENTS = 4096
+
+
+def condition(dispatch_key: str) -> Any:
+    """Which calls go to Triton at `dispatch_key`."""
+    channels_last = torch.channels_last
+    wanted = (
+        # Within a dtype native's copy is the driver's, at the speed of the memory.
+        ~when.same_dtype("self", "src")
+        & triton_computes("src", dispatch_key)
+        & triton_computes("self", dispatch_key)
+        # A pointer to another device's memory faults, and takes the context with it.
+        & when.same_device("self", "src")
+        # An empty grid is a launch error; the impl compares the shapes themselves.
+        & (when.numel("self") > 0)
+        & (when.numel("self") == when.numel("src"))
+        # The kernel sees memory and no dimensions: elements must be in the same order.
+        & (
+            (when.is_contiguous("self") & when.is_contiguous("src"))
+            | (when.is_contiguous("self", channels_last) & when.is_contiguous("src", channels_last))
+        )
+        # Loads are by 16 bytes. Only slices of a flat buffer begin elsewhere.
+        & when.aligned("self", 16)
+        & when.aligned("src", 16)
+    )
+    return wanted & (when.numel("self") >= _CPU_ELEMENTS) if dispatch_key == "CPU" else wanted
+
+
+#: Of the kernel: raised when it becomes faster or slower. A test says when it changes.
+VERSION = 1
+
+
+def _crossover() -> Crossover | None:
+    """On what it depends whether the kernel is faster than ATen's."""
+    return Crossover(
+        elements=when.numel("self"),
+        source=when.itemsize("src"),
+        target=when.itemsize("self"),
+        calls=lazy("opgraft_kernels.copies.samples:calls"),
+        ranges={"elements": (2**12, 2**30), "source": (2, 4), "target": (2, 4)},
+        exact=["source", "target"],
+        open_ended=["elements"],
+        version=VERSION,
+        tables=TABLES,
+    )
+
+
+def register(dispatch_key: str) -> list[Override]:
+    """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
+    options: dict[str, Any] = {}
+    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
+        options = {"launch_plan": True, "crossover": _crossover()}
+    return [
+        triton_utils.register_op_override(
+            "aten",
+            "copy_",
+            dispatch_key,
+            lazy("opgraft_kernels.copies.triton_kernels:copy_"),
+            cond=condition(dispatch_key),
+            name="opgraft_kernels.copy",
+            samples=lazy("opgraft_kernels.copies.samples:samples"),
+            **options,
+        )
+    ]
