@@ -29,8 +29,8 @@ from opgraft_kernels.norms import overrides
 
 FORWARD, BACKWARD = "aten::native_layer_norm", "aten::native_layer_norm_backward"
 IMPLS = (
-    overrides.impl(overrides.LAYER_NORM, "forward", "triton"),
-    overrides.impl(overrides.LAYER_NORM, "backward", "triton"),
+    overrides.impl(overrides.LAYER_NORM, "forward", "triton_kernels"),
+    overrides.impl(overrides.LAYER_NORM, "backward", "triton_kernels"),
 )
 
 

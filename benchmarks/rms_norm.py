@@ -29,8 +29,8 @@ from opgraft_kernels.norms import overrides
 
 FORWARD, BACKWARD = "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"
 IMPLS = (
-    overrides.impl(overrides.RMS_NORM, "forward", "triton"),
-    overrides.impl(overrides.RMS_NORM, "backward", "triton"),
+    overrides.impl(overrides.RMS_NORM, "forward", "triton_kernels"),
+    overrides.impl(overrides.RMS_NORM, "backward", "triton_kernels"),
 )
 
 

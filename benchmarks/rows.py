@@ -3,10 +3,10 @@
     python benchmarks/rows.py            # some minutes; needs a CUDA device
     python benchmarks/rows.py --smoke    # tiny, without a GPU: does this script work?
 
-Softmax and log-softmax, forward and backward, cross-entropy with its backward, and the gradient of
-an embedding's weight. The limit is a device-to-device copy of as many bytes as must be moved: each
-input read once, each output written once (cross-entropy: its logits read twice, their gradient
-written once). The share of it is the copy's time over a contestant's.
+Softmax and log-softmax, forward and backward, cross-entropy with its backward, the gradient of an
+embedding's weight, and copies to another dtype. The limit is a device-to-device copy of as many
+bytes as must be moved: each input read once, each output written once (cross-entropy: its logits
+read twice, their gradient written once). The share of it is the copy's time over a contestant's.
 
 Times are the GPU's, medians over rounds in which every contestant takes its turn, native twice: how
 far its two times differ is what means nothing. Inputs rotate among sets that together are larger
@@ -32,6 +32,7 @@ from _gpu import Call, gpu_times, natively
 
 import opgraft
 from opgraft import lazy, triton_utils
+from opgraft_kernels.copies.overrides import condition as copy_condition
 from opgraft_kernels.cross_entropy import derivative
 from opgraft_kernels.cross_entropy.overrides import condition as cross_entropy_condition
 from opgraft_kernels.embedding.overrides import condition as embedding_condition
@@ -44,16 +45,19 @@ L2_BYTES = 2**28  # more than any has
 class Row(NamedTuple):
     """A call to measure."""
 
-    op: str  # of `OPS`, "cross_entropy", or "embedding"
+    op: str  # of `OPS`, "cross_entropy", "embedding", or "copy"
     shape: tuple[int, ...]  # of an embedding: its weight's
     dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of a copy: what is read
+    target: torch.dtype | None = None  # of a copy
 
     @property
     def bytes(self) -> int:
         """What must be moved."""
         if self.op == "embedding":
             return (_TOKENS + self.shape[0]) * self.shape[1] * self.dtype.itemsize
+        if self.target is not None:
+            return math.prod(self.shape) * (self.dtype.itemsize + self.target.itemsize)
         passes = 2 if self.op in ("_softmax", "_log_softmax") else 3
         return passes * math.prod(self.shape) * self.dtype.itemsize
 
@@ -88,6 +92,12 @@ ROWS = [
         Row("embedding", shape, 0, BFLOAT16)
         for shape in ((128256, 2048), (32000, 4096), (50257, 1024))
     ),
+    # Logits to float32, as Hugging Face's losses begin; activations and weights under autocast.
+    *(
+        Row("copy", shape, 0, *dtypes)
+        for dtypes in ((BFLOAT16, FLOAT32), (BFLOAT16, torch.float16), (FLOAT32, BFLOAT16))
+        for shape in ((8192, 128256), (8192, 50257), (4096, 4096), (1024, 4096), (64, 4096))
+    ),
 ]
 
 
@@ -111,6 +121,15 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         name="embedding",
         launch_plan=dispatch_key == "CUDA",
     )
+    copy = triton_utils.register_op_override(
+        "aten",
+        "copy_",
+        dispatch_key,
+        lazy("opgraft_kernels.copies.triton_kernels:copy_"),
+        cond=copy_condition(dispatch_key),
+        name="copy",
+        launch_plan=dispatch_key == "CUDA",
+    )
     softmax = [
         triton_utils.register_op_override(
             "aten",
@@ -123,7 +142,7 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         )
         for op in OPS
     ]
-    return [cross_entropy, embedding, *softmax]
+    return [cross_entropy, embedding, *softmax, copy]
 
 
 def _call(row: Row, device: str) -> Call:
@@ -136,6 +155,8 @@ def _call(row: Row, device: str) -> Call:
         backward = torch.ops.aten.embedding_dense_backward
         return lambda: backward(g, indices, rows, -1, False)
     x = torch.randn(row.shape, dtype=row.dtype, device=device)
+    if row.target is not None:
+        return lambda: x.to(row.target)
     if row.op == "cross_entropy":
         x.requires_grad_()
         target = torch.randint(row.shape[1], row.shape[:1], device=device)
@@ -173,6 +194,7 @@ def measure(row: Row, rounds: int) -> dict[str, Any]:
         "shape": list(row.shape),
         "dim": row.dim,
         "dtype": str(row.dtype).removeprefix("torch."),
+        **({} if row.target is None else {"target": str(row.target).removeprefix("torch.")}),
         "microseconds": {name: time * 1e3 for name, time in times.items()},
         "share": {name: times["copy"] / time for name, time in times.items()},
         "native / opgraft": times["native"] / times["opgraft"],
@@ -187,6 +209,8 @@ def _hits() -> int:
 def _line(record: dict[str, Any]) -> str:
     shape = "x".join(map(str, record["shape"]))
     who = f"{record['op']:26} {shape:>18} dim {record['dim']} {record['dtype']:8}"
+    if "target" in record:
+        who += f" to {record['target']}"
     times, shares = record["microseconds"], record["share"]
     numbers = (f"{name} {times[name]:7.1f} us {shares[name]:.2f}" for name in ("native", "opgraft"))
     ratios = f"{record['native / opgraft']:.2f} (control {record['native / native']:.2f})"
@@ -196,11 +220,12 @@ def _line(record: dict[str, Any]) -> str:
 def smoke() -> None:
     """Every op at the CPU key under the interpreter: whether the script works."""
     overrides = register("CPU")
-    for op in [*_SOFTMAX, "cross_entropy", "embedding"]:
-        call: Callable[[], Any] = _call(Row(op, (33, 40), 1, FLOAT32), "cpu")
+    rows = [Row(op, (33, 40), 1, FLOAT32) for op in [*_SOFTMAX, "cross_entropy", "embedding"]]
+    for row in [*rows, Row("copy", (33, 400), 1, FLOAT32, torch.float16)]:
+        call: Callable[[], Any] = _call(row, "cpu")
         torch.testing.assert_close(call(), natively(call)())
     # Forwards are hit for the inputs of the backwards, too.
-    assert [override.hits for override in overrides] == [1, 1, 2, 2, 1, 1]
+    assert [override.hits for override in overrides] == [1, 1, 2, 2, 1, 1, 1]
     print("the overrides were hit and agree with native; nothing was measured")
 
 

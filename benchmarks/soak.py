@@ -230,7 +230,7 @@ def own_rounding(device: str) -> list[opgraft.Override]:
         op = norm.op(direction).name
         registered.append(
             opgraft.register_op_override(
-                *("aten", op, key, norms.impl(norm, direction, "triton")),
+                *("aten", op, key, norms.impl(norm, direction, "triton_kernels")),
                 cond=norms.condition(norm, direction, key),
                 launch_plan=True,
                 unplanned=when.numel(first(op)) >= 0,  # also past so many recordings

@@ -117,9 +117,11 @@ def test_channels_last(override: Override, dtype: torch.dtype, device: torch.dev
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", list(itertools.permutations((torch.float16, torch.bfloat16))))
 def test_more_than_2_to_the_31_elements(
-    override: Override, dtypes: tuple[torch.dtype, torch.dtype]
+    override: Override, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
 ) -> None:
-    x = torch.zeros(2**31 + 4099, dtype=dtypes[0], device="cuda")
+    if device.type == "cpu":
+        pytest.skip("the interpreter computes on the bits of bfloat16")
+    x = torch.zeros(2**31 + 4099, dtype=dtypes[0], device=device)
     x[-4100:] = 3.0
     x[2**31 - 7] = 5.0
     before = override.hits
@@ -243,7 +245,7 @@ def test_several_threads_write_their_own(override: Override, device: torch.devic
 
 
 def test_programs_are_as_many_as_blocks() -> None:
-    for elements in (1, 2048, 2049, 2**31 + 1):
+    for elements in (1, 1024, 1025, 2**31 + 1):
         meta = torch.empty(elements, dtype=torch.float16, device="meta")
         launch = triton_kernels.plan(meta, meta)
         block = launch.constexprs["BLOCK"]

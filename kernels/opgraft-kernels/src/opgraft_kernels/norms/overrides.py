@@ -27,12 +27,13 @@ __all__ = [
     "cluster_condition",
     "condition",
     "impl",
+    "permuted_condition",
     "register",
 ]
 
 Direction: TypeAlias = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-Dsl: TypeAlias = Literal["triton", "cutedsl"]
+Kernels: TypeAlias = Literal["triton_kernels", "triton_permuted", "cutedsl_kernels"]
 
 
 class Op(NamedTuple):
@@ -129,6 +130,21 @@ def cluster_condition(norm: Norm, direction: Direction) -> Any:
     return wanted & _valid(norm, direction)
 
 
+def permuted_condition(norm: Norm, direction: Direction, dispatch_key: str) -> Any:
+    """Which calls go to the kernels for rows whose elements are far apart in memory."""
+    hidden = when.size("input", -1)
+    return (
+        # First what is false of most inputs.
+        (when.stride("input", -1) > 1)
+        # A program holds whole rows.
+        & (hidden >= _PERMUTED_HIDDEN[0])
+        & (hidden <= _PERMUTED_HIDDEN[1])
+        # Rows are counted with 32 bits.
+        & (when.numel("input") // hidden <= 2**30)
+        & condition(norm, direction, dispatch_key)
+    )
+
+
 def _valid(norm: Norm, direction: Direction) -> Any:
     """The shapes, dtypes and devices that the kernels trust; native answers elsewhere."""
     hidden = when.size("input", -1)
@@ -174,6 +190,9 @@ def _valid(norm: Norm, direction: Direction) -> Any:
     )
 
 
+#: The widths of rows that the kernels for permuted inputs take, as `triton_permuted` says.
+_PERMUTED_HIDDEN = (16, 2048)
+
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
 _CPU_ROWS = 64
@@ -206,6 +225,15 @@ _TRITON_RANGES: dict[str, tuple[int, ...]] = {
     "itemsize": (2, 4),
     "misalignment": (0, 1, 2),
 }
+# Rows whose elements are far apart are never loaded 16 bytes at a time: how they are aligned does
+# not matter.
+_PERMUTED_RANGES: dict[str, tuple[int, ...]] = {
+    "elements": (2**12, 2**27),
+    "hidden": (2**4, 2**10),
+    "itemsize": (2, 4),
+}
+#: Of the kernels for permuted inputs, as `Op.version`.
+PERMUTED_VERSION = 1
 # Their condition asks for 16 bits and whole vectors.
 _CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
 
@@ -222,18 +250,24 @@ def _features() -> dict[str, Any]:
 
 
 def _crossover(
-    norm: Norm, direction: Direction, ranges: Mapping[str, tuple[int, ...]], exact: Sequence[str]
+    norm: Norm,
+    direction: Direction,
+    ranges: Mapping[str, tuple[int, ...]],
+    exact: Sequence[str],
+    is_permuted: bool = False,
 ) -> Crossover:
     """On what it depends whether a norm's kernels are faster than ATen's."""
     calls = lazy("opgraft_kernels.norms.samples:calls")
     return Crossover(
-        calls=functools.partial(calls, norm.parameters, norm.statistics, direction),
+        calls=functools.partial(
+            calls, norm.parameters, norm.statistics, direction, is_permuted=is_permuted
+        ),
         ranges=ranges,
         exact=exact,
         # Beyond these ranges nothing changes any more: at one end native and kernel take as long as
         # a launch does, at the other what the memory needs.
         open_ended={"elements", "hidden"} & ranges.keys() - set(exact),
-        version=norm.op(direction).version,
+        version=PERMUTED_VERSION if is_permuted else norm.op(direction).version,
         tables=TABLES,
         **{name: feature for name, feature in _features().items() if name in ranges},
     )
@@ -244,9 +278,9 @@ def _crossover(
 # --------------------------------------------------------------------------------------------------
 
 
-def impl(norm: Norm, direction: Direction, dsl: Dsl) -> Any:
-    """A norm's op in a DSL, which its first call imports."""
-    return lazy(f"opgraft_kernels.norms.{dsl}_kernels:{norm.name}_{direction}")
+def impl(norm: Norm, direction: Direction, kernels: Kernels) -> Any:
+    """A norm's op, whose DSL its first call imports."""
+    return lazy(f"opgraft_kernels.norms.{kernels}:{norm.name}_{direction}")
 
 
 def register(norm: Norm, dispatch_key: str) -> list[Override]:
@@ -256,9 +290,11 @@ def register(norm: Norm, dispatch_key: str) -> list[Override]:
     so is its derivative. The op itself, which has no native kernel there, then works when called.
 
     Returns:
-        The overrides: forward and backward in Triton, and on CUDA the same in CuteDSL.
+        The overrides: forward and backward in Triton, the same of permuted inputs, and on CUDA
+        the same in CuteDSL.
     """
     overrides = [_register_triton(norm, way, dispatch_key) for way in DIRECTIONS]
+    overrides += [_register_permuted(norm, way, dispatch_key) for way in DIRECTIONS]
     if dispatch_key == "CUDA":
         overrides += [_register_cutedsl(norm, way) for way in DIRECTIONS]
     return overrides
@@ -274,9 +310,26 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
         "aten",
         op.name,
         dispatch_key,
-        impl(norm, direction, "triton"),
+        impl(norm, direction, "triton_kernels"),
         cond=condition(norm, direction, dispatch_key),
         name=f"opgraft_kernels.{norm.name}.{direction}",
+        **options,
+    )
+
+
+def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
+    options: dict[str, Any] = {}
+    if dispatch_key == "CUDA":
+        crossover = _crossover(norm, direction, _PERMUTED_RANGES, ["itemsize"], is_permuted=True)
+        options = {"launch_plan": True, "crossover": crossover}
+    return triton_utils.register_op_override(
+        "aten",
+        norm.op(direction).name,
+        dispatch_key,
+        impl(norm, direction, "triton_permuted"),
+        cond=permuted_condition(norm, direction, dispatch_key),
+        name=f"opgraft_kernels.{norm.name}.{direction}_permuted",
+        priority=2,  # before those that copy such an input
         **options,
     )
 
@@ -289,7 +342,7 @@ def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
         "aten",
         op.name,
         "CUDA",
-        impl(norm, direction, "cutedsl"),
+        impl(norm, direction, "cutedsl_kernels"),
         cond=cluster_condition(norm, direction),
         crossover=_crossover(norm, direction, ranges, ["hidden"]),
         name=f"opgraft_kernels.{norm.name}.{direction}_by_cluster",

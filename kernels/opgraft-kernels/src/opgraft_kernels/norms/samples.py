@@ -70,6 +70,7 @@ def calls(
     hidden: int,
     itemsize: int = 2,
     misalignment: int | None = None,
+    is_permuted: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A call of a norm's op to measure, as arguments by name; none if there is no such call.
 
@@ -83,15 +84,22 @@ def calls(
         itemsize: bytes of an element.
         misalignment: 0: rows are multiples of 16 bytes, 1: of 8, 2: of less. None: `hidden` is the
             exact number.
+        is_permuted: whether rows are neighbours in memory, as of images whose channels they are.
     """
     rows = elements // hidden
-    width = hidden if misalignment is None else aligned_width(hidden, itemsize, misalignment)
+    width: int | None = hidden
+    if is_permuted:
+        width = hidden + hidden // 2  # the middle of the bucket, as in `aligned_width`
+    elif misalignment is not None:
+        width = aligned_width(hidden, itemsize, misalignment)
     if rows == 0 or width is None:
         return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     random = partial(torch.randn, device=device, dtype=dtype)
+    # 28 x 28, where there are as many.
+    shape = (-(-rows // 784), min(rows, 784)) if is_permuted else (rows,)
     call: dict[str, Any] = {
-        "input": random(rows, width),
+        "input": random(shape[0], width, shape[1]).mT if is_permuted else random(rows, width),
         "normalized_shape": [width],
         **{name: random(width) for name in parameters},
     }
@@ -99,8 +107,8 @@ def calls(
         yield {**call, "eps": 1e-6}
         return
     for name in statistics:
-        call[name] = torch.ones(rows, 1, device=device)
-    call["grad_out"] = random(rows, width)
+        call[name] = torch.ones(*shape, 1, device=device)
+    call["grad_out"] = random(*shape, width)
     yield {**call, "output_mask": [True] * (1 + len(parameters))}
 
 
