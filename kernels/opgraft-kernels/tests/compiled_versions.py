@@ -66,6 +66,13 @@ def _compile_from(folder: str) -> dict[str, Found]:
         for norm in (norms.RMS_NORM, norms.LAYER_NORM)
         for way in norms.DIRECTIONS
     }
+    of_permuted = {
+        f"{norm.name}.{way}_permuted": Found(
+            norms.PERMUTED_VERSION, _hashes(_permuted_launches(norm.name), way)
+        )
+        for norm in (norms.RMS_NORM, norms.LAYER_NORM)
+        for way in norms.DIRECTIONS
+    }
     of_softmax = {
         f"{op.function}.{op.direction}": Found(
             op.version, _hashes(_softmax_launches(op.function == "log_softmax"), op.direction)
@@ -77,7 +84,8 @@ def _compile_from(folder: str) -> dict[str, Found]:
     hashes = _hashes(_embedding_launches(), "backward")
     of_embedding = {"embedding.backward": Found(embedding.VERSION, hashes)}
     of_copies = {"copy": Found(copies.VERSION, _hashes(_copy_launches(), "copy"))}
-    return {**of_norms, **of_softmax, **of_cross_entropy, **of_embedding, **of_copies}
+    of_rows = {**of_norms, **of_permuted, **of_softmax}
+    return {**of_rows, **of_cross_entropy, **of_embedding, **of_copies}
 
 
 def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> Compiled:
@@ -128,6 +136,18 @@ def _embedding_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
             f"{dtype} {width}".removeprefix("torch."),
             {"backward": embedding_launches(dtype, width)},
         )
+
+
+def _permuted_launches(norm: str) -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """A block that columns fill, and one that they do not."""
+    import torch
+
+    from configurations import permuted_launches
+
+    for dtype, hidden in ((torch.bfloat16, 128), (torch.float32, 768)):
+        forward, *backward = permuted_launches(dtype, hidden, has_mean=norm == "layer_norm")
+        name = f"{dtype} {hidden}".removeprefix("torch.")
+        yield name, {"forward": [forward], "backward": backward}
 
 
 def _copy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:

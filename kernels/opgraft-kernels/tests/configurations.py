@@ -21,6 +21,7 @@ __all__ = [
     "embedding_launches",
     "launches",
     "norm_launches",
+    "permuted_launches",
     "softmax_launches",
 ]
 
@@ -32,7 +33,7 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
 
     Args:
         family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"cross_entropy"``,
-            ``"embedding"``, ``"copies"`` or ``"attention"``.
+            ``"permuted"`` (norms), ``"embedding"``, ``"copies"`` or ``"attention"``.
         capability: 80, 90 or 100.
     """
     if family == "softmax":
@@ -43,6 +44,8 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
         return _embedding()
     if family == "copies":
         return _copies()
+    if family == "permuted":
+        return _permuted()
     return _attention(capability // 10) if family == "attention" else _norms(family)
 
 
@@ -233,6 +236,40 @@ def embedding_launches(
     make = functools.partial(torch.empty, device="meta")
     g, dw = make((tokens, width), dtype=dtype), make((num_weights, width), dtype=dtype)
     return triton_kernels.plan(g, make(tokens, dtype=indices), dw, -1, scaled)
+
+
+# ------------------------------------------------------------------ norms of permuted inputs
+
+
+def _permuted() -> Iterator[Launch]:
+    """Every block of columns, whole and with lanes left over; and each option."""
+    some = permuted_launches
+    for hidden in (16, 32, 64, 128, 256, 512, 1024, 2048):
+        yield from some(torch.bfloat16, hidden)
+    for hidden in (1024, 2048):
+        yield from some(torch.float32, hidden)
+    yield from some(torch.float32, 96, side=7)
+    yield from some(torch.bfloat16, 1000, side=7)
+    yield from some(torch.float16, 768, has_mean=False)
+
+
+def permuted_launches(
+    dtype: torch.dtype, hidden: int, side: int = 28, has_mean: bool = True
+) -> list[Launch]:
+    """The launches of images' forward and, where there is one for such rows, of the backward, with
+    a contiguous gradient."""
+    from opgraft_kernels.norms import ops, triton_permuted
+
+    make = functools.partial(torch.empty, device="meta")
+    x = make((64, hidden, side, side), dtype=dtype).permute(0, 2, 3, 1)
+    y, w, row = make(x.shape, dtype=dtype), make(hidden, dtype=dtype), make((64, side, side, 1))
+    mean, b = (row, w) if has_mean else (None, None)
+    forward = ops.Forward(x, w, b, y, mean, row, hidden, 1e-5)
+    planned = [triton_permuted.plan_forward(forward, 1)]
+    if hidden <= triton_permuted.MAX_HIDDEN_BACKWARD:
+        backward = ops.Backward(y, x, w, mean, row, y, w, b, hidden)
+        planned += triton_permuted.plan_backward(backward, 1)
+    return planned
 
 
 # ------------------------------------------------------------------ copies

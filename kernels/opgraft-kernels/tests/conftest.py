@@ -53,7 +53,7 @@ def whatever_tables_say(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Overrides take all calls that they are right for, but in tests marked `crossovers`."""
     if request.node.get_closest_marker("crossovers") is None:
         for family in (norms, softmax, cross_entropy, embedding, copies):
-            monkeypatch.setattr(family, "_crossover", lambda *_: None)
+            monkeypatch.setattr(family, "_crossover", lambda *_, **__: None)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -105,6 +105,18 @@ def test_cross_entropy_fits(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
+def test_permuted_norms_fit(capability: int) -> None:
+    compiled = compile_all("permuted", capability)
+    assert {found["kernel"] for found in compiled} == {
+        *("_forward_kernel", "_backward_kernel", "sum_partials_kernel"),
+    }
+    for found in compiled:
+        # 1024 columns of 16 rows, of the input and of its gradient: as many as registers.
+        is_widest = found["kernel"] == "_backward_kernel" and found["constexprs"]["BLOCK"] == 1024
+        _check(found, capability, NORM_SPILL if is_widest else 0)
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
 def test_copies_fit(capability: int) -> None:
     compiled = compile_all("copies", capability)
     assert len(compiled) == 6

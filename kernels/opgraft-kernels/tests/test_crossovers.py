@@ -50,6 +50,26 @@ def test_samples_fall_into_their_cells(name: str) -> None:
     assert made > 50
 
 
+@pytest.mark.parametrize("direction", norms.DIRECTIONS)
+@pytest.mark.parametrize("norm", [norms.RMS_NORM, norms.LAYER_NORM], ids=lambda norm: norm.name)
+def test_samples_of_permuted_norms_fall_into_their_cells(
+    norm: norms.Norm, direction: norms.Direction
+) -> None:
+    ranges = norms._PERMUTED_RANGES[direction]
+    crossover = norms._crossover(norm, direction, ranges, ["itemsize"], is_permuted=True)
+    condition = norms.permuted_condition(norm, direction, "CPU")
+    assert crossover.calls is not None
+    axis = SteppedAxis(1, 1, 2**31)
+    for hidden, itemsize in itertools.product(ranges["hidden"], ranges["itemsize"]):
+        cell = {"elements": 2**17, "hidden": hidden}
+        (call,) = crossover.calls(CPU, **cell, itemsize=itemsize)
+        assert condition.holds(call) or itemsize == 2
+        found = {key: each.evaluate(call) for key, each in crossover.features.items()}
+        assert found["itemsize"] == itemsize
+        for key, value in cell.items():
+            assert axis.index_of(found[key]) == axis.index_of(value), (cell, found)
+
+
 @pytest.mark.parametrize("op", softmax.OPS, ids=lambda op: op.name)
 def test_samples_of_softmax_fall_into_their_cells(op: softmax.Op) -> None:
     crossover = softmax._crossover(op)

@@ -137,8 +137,8 @@ def permuted_condition(norm: Norm, direction: Direction, dispatch_key: str) -> A
         # First what is false of most inputs.
         (when.stride("input", -1) > 1)
         # A program holds whole rows.
-        & (hidden >= _PERMUTED_HIDDEN[0])
-        & (hidden <= _PERMUTED_HIDDEN[1])
+        & (hidden >= _PERMUTED_HIDDEN[direction][0])
+        & (hidden <= _PERMUTED_HIDDEN[direction][1])
         # Rows are counted with 32 bits.
         & (when.numel("input") // hidden <= 2**30)
         & condition(norm, direction, dispatch_key)
@@ -191,7 +191,7 @@ def _valid(norm: Norm, direction: Direction) -> Any:
 
 
 #: The widths of rows that the kernels for permuted inputs take, as `triton_permuted` says.
-_PERMUTED_HIDDEN = (16, 2048)
+_PERMUTED_HIDDEN: dict[Direction, tuple[int, int]] = {"forward": (16, 2048), "backward": (16, 1024)}
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
@@ -227,10 +227,10 @@ _TRITON_RANGES: dict[str, tuple[int, ...]] = {
 }
 # Rows whose elements are far apart are never loaded 16 bytes at a time: how they are aligned does
 # not matter.
-_PERMUTED_RANGES: dict[str, tuple[int, ...]] = {
-    "elements": (2**12, 2**27),
-    "hidden": (2**4, 2**10),
-    "itemsize": (2, 4),
+_PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
+    direction: {"elements": (2**12, 2**27), "hidden": (2**4, widest), "itemsize": (2, 4)}
+    # A cell is measured between its power of two and the next: there a backward's widths end.
+    for direction, widest in (("forward", 2**10), ("backward", 2**9))
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
 PERMUTED_VERSION = 1
@@ -320,7 +320,8 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
 def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":
-        crossover = _crossover(norm, direction, _PERMUTED_RANGES, ["itemsize"], is_permuted=True)
+        ranges = _PERMUTED_RANGES[direction]
+        crossover = _crossover(norm, direction, ranges, ["itemsize"], is_permuted=True)
         options = {"launch_plan": True, "crossover": crossover}
     return triton_utils.register_op_override(
         "aten",

@@ -9,6 +9,7 @@ before it is written. `ops` says what is computed.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from opgraft_kernels.rows import (
 
 __all__ = [
     "MAX_HIDDEN",
+    "MAX_HIDDEN_BACKWARD",
     "MIN_HIDDEN",
     "layer_norm_backward",
     "layer_norm_forward",
@@ -47,8 +49,9 @@ __all__ = [
     "rms_norm_forward",
 ]
 
-#: The widths of rows of which a program holds several whole ones.
-MIN_HIDDEN, MAX_HIDDEN = 16, 2048
+#: The widths of rows of which a program holds several whole ones. A backward holds rows of the
+#: gradient beside those of the input: wider ones do not fit its registers.
+MIN_HIDDEN, MAX_HIDDEN, MAX_HIDDEN_BACKWARD = 16, 2048, 1024
 
 # --------------------------------------------------------------------------------------------------
 # Kernels
@@ -190,10 +193,9 @@ def _backward_kernel(
 # Launches
 # --------------------------------------------------------------------------------------------------
 
-# Elements of a forward's and of a backward's tile, and of a thread: the fastest of those tried on
-# an H200. Rows of a tile are neighbours in memory: more of them are loaded at once, up to a cache
-# line's worth.
-_FORWARD_ELEMENTS, _BACKWARD_ELEMENTS = 8192, 8192
+# Elements of a tile, and of a thread: the fastest of those tried on an H200. Rows of a tile are
+# neighbours in memory: several are loaded at once, up to a cache line's worth.
+_ELEMENTS = 4096
 _A_THREAD = 32
 _MIN_ROWS, _MAX_ROWS = 16, 64
 _PER_SM = 2  # programs of a backward
@@ -234,7 +236,7 @@ def rows_of(t: Tensor, split: int) -> Rows | None:
 def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """The stride of the one dimension that several are, or None."""
     found = [each for each in zip(sizes, strides, strict=True) if each[0] != 1]
-    for (_, stride), (size, next_stride) in zip(found, found[1:], strict=False):
+    for (_, stride), (size, next_stride) in itertools.pairwise(found):
         if stride != size * next_stride:
             return None
     return found[-1][1] if found else 0
@@ -249,10 +251,10 @@ def split_of(t: Tensor) -> int | None:
     return None
 
 
-def _tile(elements: int, hidden: int) -> tuple[dict[str, int], int]:
+def _tile(hidden: int) -> tuple[dict[str, int], int]:
     """Rows and block, and how many warps."""
     block = power_of_2(hidden)
-    rows = min(max(elements // block, _MIN_ROWS), _MAX_ROWS)
+    rows = min(max(_ELEMENTS // block, _MIN_ROWS), _MAX_ROWS)
     warps = min(max(rows * block // (_A_THREAD * 32), 1), 16)
     return {"ROWS": rows, "BLOCK": block}, warps
 
@@ -262,7 +264,7 @@ def plan_forward(call: ops.Forward, split: int) -> Launch:
     x, rows, hidden = rows_of(call.input, split), call.rows, call.hidden
     assert x is not None
     itemsize = call.input.element_size()
-    tile, warps = _tile(_FORWARD_ELEMENTS, hidden)
+    tile, warps = _tile(hidden)
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     return Launch(
         _forward_kernel,
@@ -292,7 +294,7 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
         g = rows_of(grad_out, split)
         assert g is not None
     itemsize = call.input.element_size()
-    tile, warps = _tile(_BACKWARD_ELEMENTS, hidden)
+    tile, warps = _tile(hidden)
     tiles = ceil_div(rows, tile["ROWS"])
     programs = min(tiles, multiprocessors(call.input.device) * _PER_SM)
     sums = [each for each in (call.dw, call.db) if each is not None]
