@@ -21,18 +21,24 @@ SHAPES = [(64, 32), (3, 5, 128), (32, 100), (1, 2048), (33, 257)]
 
 
 def check(x: torch.Tensor, override: opgraft.Override) -> None:
-    """The kernel runs, and its error is at most twice that of PyTorch's own."""
+    """The kernel runs, and each element is as close as arithmetic in float32 can make it."""
     result = torch.softmax(x, -1)
     assert override.hits == 1
-    native = opgraft.native("aten::_softmax")(x, -1, False)
-    assert override.hits == 1
-    reference = torch.softmax(x.double(), -1)
-
-    def error(y: torch.Tensor) -> float:
-        return float((y.double() - reference).abs().max())
-
     assert result.dtype == x.dtype
-    assert error(result) <= 2 * error(native) + torch.finfo(torch.float32).eps
+    exact = torch.softmax(x.double(), -1)
+    assert ((result.double() - exact).abs() <= allowed_error(x.double(), exact, x.dtype)).all()
+
+
+def allowed_error(x: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What rounding may do to each element of a softmax. No luck is in it, as there would be in a
+    comparison with the error of another kernel on the same few numbers."""
+    # `exp` makes a relative error of the absolute one of its argument, which grows with it. All
+    # elements have a share in the sum, by their size. 8: exp, the sum and the division themselves.
+    distance = x.max(-1, keepdim=True).values - x
+    steps = distance + (exact * distance).sum(-1, keepdim=True) + 8
+    of_result = torch.finfo(dtype)
+    relative = steps * torch.finfo(torch.float32).eps + of_result.eps
+    return exact * relative + of_result.tiny * of_result.eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -40,11 +46,13 @@ def check(x: torch.Tensor, override: opgraft.Override) -> None:
 def test_right(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, override: opgraft.Override
 ) -> None:
+    torch.manual_seed(0)
     check(torch.randn(shape, device=device).to(dtype) * 4, override)
 
 
 @pytest.mark.gpu
 def test_right_in_bfloat16(override: opgraft.Override) -> None:
+    torch.manual_seed(0)
     x = torch.randn(64, 1000, device="cuda", dtype=torch.bfloat16)
     check(x, override)
 
