@@ -44,6 +44,12 @@ def clean_registry() -> Iterator[None]:
     registry.reset()
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Whether a bound holds is not left to chance, nor to the tests that ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The wheels of opgraft and opgraft-kernels, built once for all processes that run tests."""

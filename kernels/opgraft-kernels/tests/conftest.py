@@ -43,6 +43,12 @@ def no_override_outlives_its_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Whether a bound holds is not left to chance, nor to the tests that ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def calls_wait_for_their_kernels() -> Iterator[None]:
     with opgraft.when_not_ready("wait"):
         yield
