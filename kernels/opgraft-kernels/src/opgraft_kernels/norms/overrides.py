@@ -318,6 +318,7 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
 
 
 def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
+    samples = lazy("opgraft_kernels.norms.samples:permuted_samples")
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":
         ranges = _PERMUTED_RANGES[direction]
@@ -331,6 +332,7 @@ def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> O
         cond=permuted_condition(norm, direction, dispatch_key),
         name=f"opgraft_kernels.{norm.name}.{direction}_permuted",
         priority=2,  # before those that copy such an input
+        samples=functools.partial(samples, norm.parameters, norm.statistics, direction),
         **options,
     )
 

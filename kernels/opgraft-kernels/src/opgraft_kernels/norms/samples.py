@@ -11,7 +11,7 @@ import torch
 
 from opgraft_kernels.crossovers import aligned_width
 
-__all__ = ["calls", "samples"]
+__all__ = ["calls", "permuted_samples", "samples"]
 
 _SHORT, _LONG = 65536, 131072
 #: The shape, and what else is particular.
@@ -60,6 +60,49 @@ def samples(parameters: Sequence[str], device: torch.device) -> Iterator[dict[st
         }
 
 
+#: The shape in memory, and what else is particular. The second dimension becomes the last.
+_PERMUTED_CASES: tuple[tuple[tuple[int, ...], str], ...] = (
+    # Images, sequences, a matrix, videos; the second are too narrow.
+    ((2, 96, 7, 8), ""),
+    ((2, 8, 7, 8), ""),
+    ((3, 33, 5, 7), ""),
+    ((2, 24, 40), ""),
+    ((1, 100, 64), ""),
+    ((2, 16, 3, 4, 5), ""),
+    ((2, 1024, 5, 8), ""),
+    ((2, 2048, 5, 8), ""),
+    ((2, 64, 7, 8), "strided"),
+    ((4, 64, 64), "expanded"),
+    # Native's, or a copy's.
+    ((2, 2056, 64), ""),
+    ((2, 64, 64), "contiguous"),
+    ((2, 64, 0), ""),
+)
+
+
+def permuted_samples(
+    parameters: Sequence[str], statistics: Sequence[str], direction: str, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Calls of an op with rows whose elements are far apart, as arguments by name.
+
+    Args:
+        parameters: as in `samples`.
+        statistics: the names of what the forward returns for the backward.
+        direction: ``"forward"`` or ``"backward"``.
+        device: where the tensors are to live.
+    """
+    dtypes = [torch.float32, torch.float16]
+    if device.type != "cpu":
+        dtypes.append(torch.bfloat16)
+    for shape, particular in _PERMUTED_CASES:
+        for dtype in dtypes:
+            random = partial(torch.randn, device=device, dtype=dtype)
+            input = _input(shape, particular, random).movedim(1, -1)
+            if particular == "contiguous":
+                input = input.contiguous()
+            yield _call(input, parameters, statistics, direction)
+
+
 def calls(
     parameters: Sequence[str],
     statistics: Sequence[str],
@@ -98,18 +141,27 @@ def calls(
     random = partial(torch.randn, device=device, dtype=dtype)
     # 28 x 28, where there are as many.
     shape = (-(-rows // 784), min(rows, 784)) if is_permuted else (rows,)
+    input = random(shape[0], width, shape[1]).mT if is_permuted else random(rows, width)
+    yield _call(input, parameters, statistics, direction)
+
+
+def _call(
+    input: torch.Tensor, parameters: Sequence[str], statistics: Sequence[str], direction: str
+) -> dict[str, Any]:
+    """A call with random parameters, and with statistics that are nobody's."""
+    *outer, hidden = input.shape
+    random = partial(torch.randn, device=input.device, dtype=input.dtype)
     call: dict[str, Any] = {
-        "input": random(shape[0], width, shape[1]).mT if is_permuted else random(rows, width),
-        "normalized_shape": [width],
-        **{name: random(width) for name in parameters},
+        "input": input,
+        "normalized_shape": [hidden],
+        **{name: random(hidden) for name in parameters},
     }
     if direction == "forward":
-        yield {**call, "eps": 1e-6}
-        return
+        return {**call, "eps": 1e-6}
     for name in statistics:
-        call[name] = torch.ones(*shape, 1, device=device)
-    call["grad_out"] = random(*shape, width)
-    yield {**call, "output_mask": [True] * (1 + len(parameters))}
+        call[name] = torch.ones(*outer, 1, device=input.device)
+    call["grad_out"] = random(*outer, hidden)
+    return {**call, "output_mask": [True] * (1 + len(parameters))}
 
 
 def _input(
