@@ -57,7 +57,7 @@ class Functions:
 
     def __init__(self, compile_kind: CompileFunction) -> None:
         self._compile_kind = compile_kind
-        #: By kind and the index of the device.
+        #: By kind, as `_exactly` has it, and the index of the device.
         self._made: dict[tuple[Any, int | None], tuple[Callable[..., None], Any]] = {}
 
     def __repr__(self) -> str:
@@ -78,23 +78,23 @@ class Functions:
         Raises:
             Exception: what `compile_kind` raises, where it has to compile.
         """
-        made = self._made.get((kind, device.index))
+        made = self._made.get((_exactly(kind), device.index))
         return (made or self._make(kind, device))[0]
 
     def facts(self, kind: Any, device: torch.device) -> Any:
         """What `compile_kind` returned beside the function; None where that was nothing."""
-        made = self._made.get((kind, device.index))
+        made = self._made.get((_exactly(kind), device.index))
         return (made or self._make(kind, device))[1]
 
     def _make(self, kind: Any, device: torch.device) -> tuple[Callable[..., None], Any]:
         with _compiling:  # autograd's threads call backwards while others call forwards
             if _for_others is not None:  # what is made cannot be called here
                 return self._make_for_others(_for_others, kind, device)
-            made = self._made.get((kind, device.index))
+            made = self._made.get((_exactly(kind), device.index))
             if made is None:
                 key = _key(self._compile_kind, kind, device)
                 made = _load(key) or self._compile(kind, key)
-                self._made[kind, device.index] = made
+                self._made[_exactly(kind), device.index] = made
         return made
 
     def _make_for_others(
@@ -178,6 +178,17 @@ def _name(function: CompileFunction) -> str | None:
         return None
     module, name = function.__module__, function.__qualname__
     return None if module == "__main__" or "<" in name else f"{module}:{name}"
+
+
+def _exactly(kind: Any) -> Any:
+    """A kind as a key of a dictionary: two are equal where :func:`_described` says the same.
+
+    Python itself takes 1, 1.0 and True for one key, 0.0 and -0.0, and two named tuples of different
+    types with the same values; and NaN for another key each time.
+    """
+    if isinstance(kind, tuple):
+        return type(kind), *map(_exactly, kind)
+    return type(kind), repr(kind) if type(kind) is float else kind
 
 
 def _described(value: Any) -> Any:
