@@ -26,7 +26,9 @@ from tests.cache.compiles import (
     compile_anything,
     compile_kind,
     compile_kind_without_facts,
+    compile_with_facts,
     compiled,
+    compiled_facts,
 )
 
 CPU = torch.device("cpu")
@@ -184,6 +186,29 @@ def test_where_nothing_can_be_kept_all_compile(
         pytest.raises(cutedsl.CannotKeep, match=r"No space|cache|linker"),
     ):
         Functions(compile_kind)(Kind(64), CPU)
+
+
+def test_where_nobody_trusts_what_is_kept_a_worker_says_so(tmp_path: Path) -> None:
+    """Else it would say that it has compiled, and the call would do so again, and wait."""
+    (tmp_path / "cache" / "kernels").mkdir(parents=True)
+    (tmp_path / "cache").chmod(0o777)
+    with (
+        cutedsl.compiling_for_others(),
+        pytest.raises(cutedsl.CannotKeep, match="others may write to"),
+    ):
+        Functions(compile_kind)(Kind(64), CPU)
+    assert [call(Functions(compile_kind)) for _ in range(2)] == ["compiled"] * 2
+
+
+@pytest.mark.parametrize("facts", [(1, 2), {64: (3,)}, [1.0, None], {"a": {"b": True}}], ids=repr)
+def test_facts_are_the_same_in_the_process_that_compiles(facts: Any) -> None:
+    read = []
+    for _ in range(2):
+        functions = Functions(compile_with_facts)
+        compiled_facts[:] = [facts]
+        read.append(functions.facts(Kind(64), CPU))
+    assert len(compiled) == 1
+    assert repr(read[0]) == repr(read[1])
 
 
 def _no_linker(function: object) -> None:

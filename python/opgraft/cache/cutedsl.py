@@ -110,7 +110,7 @@ class Functions:
         made = self._compile_kind(kind)
         function, facts = made if isinstance(made, tuple) else (made, None)
         try:
-            _keep(key, function, facts)
+            facts = _keep(key, function, facts)
         except CannotKeep as error:
             if _for_others is not None:
                 raise
@@ -243,8 +243,11 @@ def _load(key: dict[str, Any]) -> tuple[Callable[..., None], Any] | None:
         return None
 
 
-def _keep(key: dict[str, Any], function: Any, facts: Any) -> None:
+def _keep(key: dict[str, Any], function: Any, facts: Any) -> Any:
     """Write a function to the cache.
+
+    Returns:
+        The facts as other processes read them: JSON makes lists of tuples, for instance.
 
     Raises:
         CannotKeep: it cannot be written, or not found again.
@@ -259,6 +262,10 @@ def _keep(key: dict[str, Any], function: Any, facts: Any) -> None:
         entries.write(key, library, {"facts": facts, "sources": sources, "libraries": needs})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CannotKeep(f"{type(error).__name__}: {error}") from error
+    entry = _find(key)
+    if entry is None:  # nobody trusts the folder, for instance: a call would compile anew, and wait
+        raise CannotKeep(f"it is not found again: {entries.why_unusable() or 'it was removed'}")
+    return entry.facts["facts"]
 
 
 def _exported(function: Any) -> tuple[bytes, list[str]]:
