@@ -46,8 +46,9 @@ class Functions:
         compile_kind: takes a kind, and returns what
             `cute.compile(..., options="--enable-tvm-ffi")` returns for fake tensors; or a pair of
             that and what `facts` is to return, which JSON can write. Best given by name, with
-            :func:`opgraft.lazy`. It may depend on its argument, on the device's properties and on
-            the sources of its module, and of those that this one imports, alone.
+            :func:`opgraft.lazy`. It may depend on its argument, on the device's architecture and
+            number of multiprocessors, and on the sources of its module, and of those that this one
+            imports, alone.
 
     >>> import opgraft
     >>> functions = opgraft.cutedsl_utils.Functions(opgraft.lazy("my_kernels.compile:compile_kind"))
