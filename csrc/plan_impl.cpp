@@ -204,11 +204,19 @@ PlannedImpl::Kernels PlannedImpl::kernels(const PlanKey& key) const noexcept {
 bool PlannedImpl::ask_for_kernels(Call& call, const PlanKey& key) const {
   const PythonAccess python;
   if (!python) return false;
-  options_.table->set_asked(key);
   const auto values = options_.converter->to_python(call.begin());
-  return call_python(options_.ask.get(), options_.override.get(), py::cast(call.keyset), values,
-                     py::cast(key))
-      .is(py::handle(Py_True));
+  const auto keyset = py::cast(call.keyset);
+  const auto token = py::cast(key);
+  options_.table->set_asked(key);
+  const auto answer =
+      try_python(options_.ask.get(), options_.override.get(), keyset, values, token);
+  if (answer) return answer.is(py::handle(Py_True));
+  // Nobody has got the request: a later call asks again. Only an interrupt is the caller's, not
+  // that there was no stack left for this, where native needs none.
+  options_.table->forget(key);
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw_python_error();
+  PyErr_Clear();
+  return false;
 }
 
 // Once recordings are used up, an impl runs in Python only if `unplanned` says for which calls.

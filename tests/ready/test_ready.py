@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import signal
@@ -647,6 +648,71 @@ def test_an_interrupt_while_it_is_asked_for_is_the_callers(
     assert opgraft.wait_until_ready(LIMIT)
     call()
     assert override.hits == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError, RecursionError])
+@pytest.mark.parametrize("where", ["plan.plans.describe_call", "ready.request.request"])
+def test_what_is_raised_before_somebody_is_asked_is_forgotten(
+    register: Register, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
+) -> None:
+    """An interrupt is the caller's; the rest is nobody's. A later call asks."""
+
+    def raises(*_: object) -> None:
+        raise error
+
+    override = register(impls.negated)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"opgraft.{where}", raises)
+        if issubclass(error, Exception):
+            call()
+        else:
+            with pytest.raises(error):
+                torch.neg(torch.ones(4))
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    if error is ValueError and "request" in where:
+        assert state.status == "failed"
+    else:
+        call()
+        assert override.hits == 1
+
+
+def test_a_call_needs_no_more_stack_than_native(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[pool.Job] = []
+    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
+    override = register(impls.negated)
+    call(1000)  # what it imports is imported
+
+    def call_below(frames: int, x: torch.Tensor) -> None:
+        if frames == 0:
+            torch.neg(x)
+        else:
+            call_below(frames - 1, x)
+
+    def most_frames(x: torch.Tensor) -> int:
+        """How far down a call of native's has stack."""
+        for frames in range(1000):
+            try:
+                call_below(frames, x)
+            except RecursionError:
+                return frames - 1
+        raise AssertionError("the stack has no end")
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 200)
+    try:
+        with opgraft.disabled():
+            most = most_frames(torch.ones(1))
+        for up in range(100):
+            call_below(most - up, torch.ones(2 + up))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert len(submitted) == len(states(override)) < 101
+    for job in submitted:
+        job.dropped()
 
 
 def test_a_kind_of_call_that_the_core_forgot_is_not_compiled_twice(register: Register) -> None:

@@ -163,22 +163,28 @@ class Readiness:
         Returns:
             Whether the call is to run as it is.
         """
-        with self._lock:
-            known = self._states.get(kind)
+        try:
+            with self._lock:
+                known = self._states.get(kind)
+                if known is None:
+                    self._states[kind] = State(label, "waiting")
             if known is None:
-                self._states[kind] = State(label, "waiting")
+                self._ask(call, keyset, kind)
+        except (MemoryError, RecursionError):  # it is this call's alone: a later one asks again
+            self._states.pop(kind, None)  # in this frame: there may be no room for another
+            self._table.forget(kind.key)
+            return False
+        except Exception as error:  # it is the program's call, which has done nothing wrong
+            self._fail(kind, f"{type(error).__name__}: {error}")
+            return False
+        except BaseException:
+            self._dropped(kind)
+            raise
         if known is not None:
             # Another thread was faster, or the core forgot: its table is bounded.
             if known.status == "ready":
                 self._table.set_ready(kind.key)
             return known.status == "ready"
-        try:
-            self._ask(call, keyset, kind)
-        except Exception as error:  # it is the program's call, which has done nothing wrong
-            self._fail(kind, f"{type(error).__name__}: {error}")
-        except BaseException:
-            self._dropped(kind)
-            raise
         with self._lock:
             state = self._states.get(kind)
         if state is not None and state.by == _THE_CALL and _is_ahead():
