@@ -726,6 +726,41 @@ def test_a_kind_of_call_that_the_core_forgot_is_not_compiled_twice(register: Reg
     assert states(override) == [state]
 
 
+def test_a_kind_of_call_that_the_core_forgot_to_be_ready_is_ready(register: Register) -> None:
+    override = register(impls.negated)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    core = loader.in_use()
+    assert core is not None and override.plans is not None
+    table = override.plans.table
+    (kind,) = override.plans.readiness._states
+    size = 5
+    while table.is_ready(kind.key):
+        other = core.plan_key((torch.empty(size),), "aten::neg", "")
+        assert other is not None and size < 100_000
+        table.set_ready(other)
+        size += 1
+    call()
+    assert override.hits == 1
+
+
+def test_what_is_compiled_ahead_is_not_let_go_where_the_core_forgot_it(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = register(impls.negated)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._Attendant, "start", lambda self: None)
+        end_workers()
+        with readiness.compiling_ahead():
+            call()
+    assert override.plans is not None
+    override.plans.table.forget_asked()
+    (attendant,) = pool.shared()._attendants
+    attendant.start()
+    assert opgraft.wait_until_ready(LIMIT)
+    assert [state.status for state in states(override)] == ["ready"]
+
+
 def test_threads_that_ask_together_ask_once(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:

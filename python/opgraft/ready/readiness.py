@@ -166,6 +166,8 @@ class Readiness:
         try:
             with self._lock:
                 known = self._states.get(kind)
+                if known is None and self._table.is_ready(kind.key):
+                    return True  # which is remembered for more kinds than their states
                 if known is None:
                     self._states[kind] = State(label, "waiting")
             if known is None:
@@ -248,14 +250,21 @@ class Readiness:
         # It holds no tensors: it must not keep them alive.
         from opgraft.ready import pool
 
+        is_kept = _is_ahead()
+
+        def wanted() -> int:
+            if self.override.state.removed:
+                return 0
+            return max(int(is_kept), self._table.times_asked(kind.key))  # the core may forget
+
         return pool.Job(
             work,
-            wanted=lambda: 0 if self.override.state.removed else self._table.times_asked(kind.key),
+            wanted=wanted,
             started=lambda by: self._note(kind, "compiling", by=by),
             compiled=lambda compiled: self._compiled(kind, compiled, where),
             failed=failed,
             dropped=lambda: self._dropped(kind),
-            is_kept=_is_ahead(),
+            is_kept=is_kept,
         )
 
     def _note(self, kind: Kind, status: Status, *, by: str = "", reason: str = "") -> None:
