@@ -632,6 +632,46 @@ def test_a_call_gets_its_result_whatever_fails_beside_it(
     assert override.hits == 0 and opgraft.wait_until_ready(LIMIT)
 
 
+def test_an_interrupt_while_a_thread_is_started_stops_no_later_one(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    end_workers()
+    monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    override = register(impls.negated)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch.neg(torch.ones(4))
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    call()
+    assert override.hits == 1
+
+
+def test_no_compiler_outlives_its_worker(register: Register, notes: Path) -> None:
+    register(impls.starts_a_process_when_dry)
+    call()
+    until(lambda: notes.exists() and notes.read_text().endswith("\n"))
+    compiler = int(notes.read_text())
+    assert is_alive(compiler)
+    end_workers()
+    until(lambda: not is_alive(compiler))
+
+
+def test_where_memory_runs_out_a_worker_is_killed_and_not_the_program(
+    register: Register,
+) -> None:
+    register(impls.negated)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    for each in pool.shared().workers():
+        assert Path(f"/proc/{each}/oom_score_adj").read_text() == "1000\n"
+    assert pool.shared().workers()
+
+
 def test_an_interrupt_while_it_is_asked_for_is_the_callers(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -146,9 +147,10 @@ class Pool:
         self._attendants.append(attendant)
         try:
             attendant.start()
-        except Exception:  # too many threads, or the interpreter ends
-            self._leave(attendant)
-            if not self._attendants:
+        except BaseException as error:  # too many threads, the interpreter ends, or an interrupt
+            if attendant.ident is None:  # else it runs
+                self._leave(attendant)
+            if not self._attendants or not isinstance(error, Exception):
                 self._waiting.remove(job)
                 raise
 
@@ -408,18 +410,25 @@ class _Overseer(_Attendant):
     def interrupt(self) -> None:
         process = self.process
         if process is not None:
-            process.kill()
+            _kill(process)
 
     def end(self) -> None:
         """End the worker, if there is one, and wait until it has."""
         process, self.process = self.process, None
         if process is not None:
-            process.kill()
+            _kill(process)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
         self._errors.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker, and the compilers that it runs: one that hangs would stay behind."""
+    if process.poll() is None:  # else its number may be another's
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # Of its own thread's also: a signal's handler may make a call.
