@@ -951,12 +951,48 @@ def test_a_strange_place_to_run_at_stops_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("executable", ["", "/no/such/python"])
+@pytest.mark.parametrize("option", ["-E", "-I"])
+def test_what_python_ignores_of_the_environment_a_worker_ignores(
+    own_cache: Path, option: str
+) -> None:
+    program = f"import sys; sys.path[:] = {sys.path!r}\n{WHOLE}"
+    environment = os.environ | {
+        "TESTS_ROOT": str(Path(__file__).parents[2]),
+        "PYTHONHOME": "/no/such/folder",  # with which Python does not start
+    }
+    done = subprocess.run(
+        [sys.executable, option, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3 * LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def program_that_ends(folder: Path) -> str:
+    """What is called Python, and is another one, or lacks what this one has."""
+    path = folder / "python3"
+    path.write_text("#!/bin/sh\necho no module named torch >&2\nexit 3\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "executable", ["", "/no/such/python", "/bin/true", program_that_ends, None], ids=str
+)
 def test_where_no_worker_can_be_started_this_process_compiles(
-    register: Register, monkeypatch: pytest.MonkeyPatch, executable: str
+    register: Register,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    executable: str | Callable[[Path], str] | None,
 ) -> None:
     end_workers()
-    monkeypatch.setattr(sys, "executable", executable)
+    if executable is None:  # a program that was made of a script and Python, and would run again
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        path = executable if isinstance(executable, str) else executable(tmp_path)
+        monkeypatch.setattr(sys, "executable", path)
     override = register(impls.negated)
     call()
     assert opgraft.wait_until_ready(LIMIT)
