@@ -672,6 +672,24 @@ def test_where_memory_runs_out_a_worker_is_killed_and_not_the_program(
     assert pool.shared().workers()
 
 
+def test_where_this_process_cannot_compile_either_native_serves(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    override = register(impls.needs_memory)
+    pool.here().close()
+    pool._pools.pop(pool._Runner)
+    monkeypatch.setattr(pool._Runner, "start", fails, raising=False)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    assert state.status == "failed" and "can't start new thread" in state.reason
+    call()
+    assert override.hits == 0
+
+
 def test_an_interrupt_while_it_is_asked_for_is_the_callers(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:

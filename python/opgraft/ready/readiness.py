@@ -210,10 +210,13 @@ class Readiness:
             return
 
         def failed(reason: str, may_run_here: bool) -> None:
-            if may_run_here:
-                self._compile_here(metadata, keyset, kind, reason)
-            else:
+            if not may_run_here:
                 self._fail(kind, reason)
+                return
+            try:
+                self._compile_here(metadata, keyset, kind, reason)
+            except Exception as error:  # no thread can be started
+                self._fail(kind, f"{reason}; and in this process: {error}")
 
         pool.shared().submit(self._job(kind, asked, failed, device.of_tensors(call)))
 
