@@ -567,7 +567,11 @@ bool PlanTable::is_ready(const PlanKey& key) const noexcept {
   return history_->ready.count(key.hash()) > 0;
 }
 
-void PlanTable::set_ready(const PlanKey& key) noexcept { history_->ready.add(key.hash()); }
+void PlanTable::set_ready(const PlanKey& key) noexcept {
+  history_->ready.add(key.hash());
+  // If the key is forgotten later, it must be asked for again, and not be waited for.
+  history_->asked.forget(key.hash());
+}
 
 bool PlanTable::is_asked(const PlanKey& key) const noexcept { return times_asked(key) > 0; }
 

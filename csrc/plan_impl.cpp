@@ -188,7 +188,7 @@ bool PlannedImpl::replay_unboxed(const Override& override, const PlanEntry& entr
 bool PlannedImpl::needs_kernels(PlanTable::Action action, const Argument* arguments) const {
   const bool may_have_plan =
       action == PlanTable::Action::Wait || action == PlanTable::Action::Record;
-  return C10_UNLIKELY(options_.table->is_gated()) && !RunUnready::here() &&
+  return C10_UNLIKELY(options_.table->is_gated()) && !RunUnready::here(options_.table.get()) &&
          (may_have_plan || is_worth_python(arguments, may_run_in_python(action)));
 }
 
@@ -204,11 +204,19 @@ PlannedImpl::Kernels PlannedImpl::kernels(const PlanKey& key) const noexcept {
 bool PlannedImpl::ask_for_kernels(Call& call, const PlanKey& key) const {
   const PythonAccess python;
   if (!python) return false;
-  options_.table->set_asked(key);
   const auto values = options_.converter->to_python(call.begin());
-  return call_python(options_.ask.get(), options_.override.get(), py::cast(call.keyset), values,
-                     py::cast(key))
-      .is(py::handle(Py_True));
+  const auto keyset = py::cast(call.keyset);
+  const auto token = py::cast(key);
+  options_.table->set_asked(key);
+  const auto answer =
+      try_python(options_.ask.get(), options_.override.get(), keyset, values, token);
+  if (answer) return answer.is(py::handle(Py_True));
+  // Nobody has got the request: a later call asks again. Only an interrupt is the caller's, not
+  // that there was no stack left for this, where native needs none.
+  options_.table->forget(key);
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw_python_error();
+  PyErr_Clear();
+  return false;
 }
 
 // Once recordings are used up, an impl runs in Python only if `unplanned` says for which calls.
@@ -415,10 +423,12 @@ bool has_plan_key(const py::tuple& values, const std::string& name, const std::s
 // `RunUnready` as a context manager. It is left on the thread that entered it.
 class UnreadyScope {
  public:
-  void enter() { scope_.emplace(); }
+  explicit UnreadyScope(std::shared_ptr<const PlanTable> table) : table_(std::move(table)) {}
+  void enter() { scope_.emplace(table_.get()); }
   void exit(const py::args&) { scope_.reset(); }
 
  private:
+  std::shared_ptr<const PlanTable> table_;
   std::optional<RunUnready> scope_;
 };
 
@@ -459,8 +469,12 @@ void bind_plans(py::module_& core) {
       .def_property_readonly("steps", [](const PlanEntry& self) { return self.plan->text(); });
 
   py::class_<UnreadyScope>(core, "RunUnready",
-                           "A scope in which this thread's calls run what is not ready.")
-      .def(py::init<>())
+                           "A scope in which this thread's calls of an override run what is not "
+                           "ready.")
+      .def(py::init([](std::shared_ptr<PlanTable> table) {
+             return std::make_unique<UnreadyScope>(std::move(table));
+           }),
+           py::arg("table"))
       .def("__enter__", &UnreadyScope::enter)
       .def("__exit__", &UnreadyScope::exit);
 

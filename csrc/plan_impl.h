@@ -13,19 +13,22 @@
 
 namespace opgraft {
 
-// While it lives, this thread's calls run impls whose kernels may not be compiled: somebody has
-// decided that for them. Nests.
+// While it lives, this thread's calls of one override, whose table it gets, run its impl whether or
+// not their kernels are compiled: somebody has decided that for them. Other overrides' calls inside
+// do not. Nests.
 class RunUnready {
  public:
-  RunUnready() noexcept { ++depth_; }
-  ~RunUnready() { --depth_; }
+  explicit RunUnready(const PlanTable* table) noexcept : before_(table_) { table_ = table; }
+  ~RunUnready() { table_ = before_; }
   RunUnready(const RunUnready&) = delete;
   RunUnready& operator=(const RunUnready&) = delete;
 
-  static bool here() noexcept { return depth_ > 0; }
+  static bool here(const PlanTable* table) noexcept { return table_ == table; }
 
  private:
-  static inline thread_local int depth_ __attribute__((tls_model("initial-exec"))) = 0;
+  const PlanTable* before_;
+  static inline thread_local const PlanTable* table_ __attribute__((tls_model("initial-exec"))) =
+      nullptr;
 };
 
 class PlannedImpl final : public Impl {

@@ -13,14 +13,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from opgraft.cache import cutedsl, entries, origins
 from opgraft.cutedsl_utils import Functions
-from tests.cache.compiles import Compiled, Kind, compile_kind, compile_kind_without_facts, compiled
+from tests.cache.compiles import (
+    Compiled,
+    Kind,
+    compile_anything,
+    compile_kind,
+    compile_kind_without_facts,
+    compile_with_facts,
+    compiled,
+    compiled_facts,
+)
 
 CPU = torch.device("cpu")
 
@@ -73,6 +82,38 @@ def test_another_kind_is_another_function(other: Kind) -> None:
     call(functions)
     assert call(functions, other) == "compiled"
     assert call(Functions(compile_kind), other) == "loaded"
+
+
+class OtherKind(NamedTuple):
+    size: int
+
+
+_EQUAL_FOR_PYTHON = [
+    (Kind(1), Kind(True)),
+    (Kind(1), Kind(1.0)),  # type: ignore[arg-type]
+    (Kind(1, scale=0.0), Kind(1, scale=-0.0)),
+    (OtherKind(64), (64,)),
+    ((Kind(1), OtherKind(1)), (Kind(1), (1,))),
+    ((1, (2, (3,))), (1, (2, (3.0,)))),
+]
+
+
+@pytest.mark.parametrize("first, second", _EQUAL_FOR_PYTHON, ids=repr)
+def test_kinds_that_python_takes_for_equal_are_two(first: Any, second: Any) -> None:
+    """One process must not call a function that was compiled for the other kind."""
+    assert first == second
+    functions = Functions(compile_anything)
+    for _ in range(2):
+        assert functions.facts(first, CPU) == repr(first)
+        assert functions.facts(second, CPU) == repr(second)
+    assert compiled == [first, second]
+
+
+def test_a_kind_with_nan_is_compiled_once() -> None:
+    functions = Functions(compile_anything)
+    for _ in range(3):
+        call(functions, Kind(1, scale=float("nan")))
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,6 +186,29 @@ def test_where_nothing_can_be_kept_all_compile(
         pytest.raises(cutedsl.CannotKeep, match=r"No space|cache|linker"),
     ):
         Functions(compile_kind)(Kind(64), CPU)
+
+
+def test_where_nobody_trusts_what_is_kept_a_worker_says_so(tmp_path: Path) -> None:
+    """Else it would say that it has compiled, and the call would do so again, and wait."""
+    (tmp_path / "cache" / "kernels").mkdir(parents=True)
+    (tmp_path / "cache").chmod(0o777)
+    with (
+        cutedsl.compiling_for_others(),
+        pytest.raises(cutedsl.CannotKeep, match="others may write to"),
+    ):
+        Functions(compile_kind)(Kind(64), CPU)
+    assert [call(Functions(compile_kind)) for _ in range(2)] == ["compiled"] * 2
+
+
+@pytest.mark.parametrize("facts", [(1, 2), {64: (3,)}, [1.0, None], {"a": {"b": True}}], ids=repr)
+def test_facts_are_the_same_in_the_process_that_compiles(facts: Any) -> None:
+    read = []
+    for _ in range(2):
+        functions = Functions(compile_with_facts)
+        compiled_facts[:] = [facts]
+        read.append(functions.facts(Kind(64), CPU))
+    assert len(compiled) == 1
+    assert repr(read[0]) == repr(read[1])
 
 
 def _no_linker(function: object) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -129,4 +130,14 @@ def crashes_once_when_dry(self: torch.Tensor) -> torch.Tensor:
 def prints_much_when_dry(self: torch.Tensor) -> torch.Tensor:
     if is_dry(self):
         os.write(2, b"much\n" * 10_000)
+    return 0 - self
+
+
+def starts_a_process_when_dry(self: torch.Tensor) -> torch.Tensor:
+    """As a compiler is one, and may hang."""
+    if is_dry(self):
+        with subprocess.Popen(["sleep", "10000"]) as process:
+            with open(os.environ["OPGRAFT_TEST_NOTES"], "a", encoding="utf-8") as notes:
+                notes.write(f"{process.pid}\n")
+            process.wait()
     return 0 - self

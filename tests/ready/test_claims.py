@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -44,6 +45,53 @@ def test_the_claim_of_a_process_that_ended_is_void(tmp_path: Path) -> None:
     assert (tmp_path / "key").exists()
     assert Claim("key", tmp_path).owner() is None
     assert Claim("key", tmp_path).take()
+
+
+#: Claims in a thread, as the pool does.
+CLAIMS = """
+import os, signal, sys, threading
+from pathlib import Path
+from opgraft.ready.claims import Claim
+
+done = threading.Event()
+def hold():
+    assert Claim("key", Path(sys.argv[1])).take()
+    print("held", flush=True)
+    done.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "os.execvp('sleep', ['sleep', '1000'])",
+        "done.set(); thread.join(); print('gone', flush=True); signal.pause()",
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+    ],
+    ids=["another program", "its thread ended", "stopped"],
+)
+def test_the_claim_of_a_process_that_lives_on_without_it_is_void(
+    tmp_path: Path, ending: str
+) -> None:
+    command = [sys.executable, "-c", CLAIMS + ending, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert process.stdout.readline() == "held\n"
+            claim = Claim("key", tmp_path)
+            assert claim.owner() is not None and not claim.take()
+            process.stdin.write("\n")
+            deadline = time.monotonic() + 60
+            while claim.owner() is not None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert process.poll() is None and claim.take()
+        finally:
+            process.kill()
 
 
 def test_a_process_with_the_same_number_that_started_later_holds_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 import opgraft
 from opgraft.packs import owning
+from opgraft.ready import readiness
 from tests.ready import derivatives as impls
+from tests.ready.impls import hangs_when_dry
 from tests.ready.test_ready import LIMIT, notes, own_cache, pytestmark, states
 
 __all__ = ["notes", "own_cache", "pytestmark"]
@@ -183,6 +185,18 @@ def test_other_sizes_are_other_kinds(register: Register) -> None:
     assert train(5)[0] == [] and train(4)[0] == BOTH
 
 
+def test_a_kind_that_is_ready_stays_so_however_many_there_are(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What people are told of is bounded."""
+    monkeypatch.setattr(readiness, "MAX_STATES", 4)
+    register(launch_plan=False)
+    for _ in range(2):
+        ran = [train(size)[0] for size in range(1, 11)]
+        assert opgraft.wait_until_ready(LIMIT)
+    assert ran == [BOTH] * 10
+
+
 def test_threads_get_native_or_ours(register: Register) -> None:
     register()
     wrong: list[object] = []
@@ -236,6 +250,30 @@ def test_a_composite_op_is_natives_until_both_are_ready() -> None:
             assert torch.equal(first, second)
     finally:
         override.remove()
+
+
+def test_ops_that_the_forward_calls_wait_for_nothing(register: Register) -> None:
+    """Its own kernels are ready: theirs may not be."""
+    register()
+    train()
+    assert opgraft.wait_until_ready(LIMIT)
+    with opgraft.disabled():
+        native = train()[1:]
+    inner = opgraft.register_op_override(
+        "aten",
+        "sigmoid",
+        "CPU",
+        hangs_when_dry,
+        unconditional_override=True,
+        launch_plan=True,
+        when_not_ready="native",
+    )
+    try:
+        ran, *ours = train()
+        assert ran == BOTH and inner.hits == 0 and inner.misses == 2
+        torch.testing.assert_close(ours, native)
+    finally:
+        inner.remove()
 
 
 def test_func_transforms_have_ours(register: Register) -> None:

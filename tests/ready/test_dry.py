@@ -247,8 +247,50 @@ def test_fake_tensors_have_addresses_aligned_as_the_calls() -> None:
                     **{"impl": "tests.ready.impls:noting", "op": "aten::neg", "keyset": None},
                     "dsl": None,
                     **{"arguments": values, "device": None, "autograd": None, "needs": []},
+                    "default_dtype": request.encode(torch.float32),
                 }
             )
     finally:
         del impls.noting  # type: ignore[attr-defined]
     assert [address % 16 for address in seen] == [0, 4, 12]
+
+
+#: A module that looks for the GPU while it is imported, as kernels' modules do.
+LOOKS_FOR_A_GPU = """
+import torch
+
+CAPABILITY = torch.cuda.get_device_capability()
+PROCESSORS = torch.cuda.get_device_properties("cuda").multi_processor_count
+
+def negated(self):
+    assert torch.cuda.is_available() and (CAPABILITY, PROCESSORS) == ((9, 0), 132)
+    assert torch.empty(1).dtype == torch.bfloat16
+    return 0 - self
+"""
+
+
+def test_an_impl_finds_the_device_and_the_default_dtype_of_the_call(tmp_path: Path) -> None:
+    (tmp_path / "looks_for_a_gpu.py").write_text(LOOKS_FOR_A_GPU)
+    call = Call(resolve("aten::neg"), (torch.ones(4),))
+    override = opgraft.register_op_override(
+        "aten", "neg", "CPU", impls.negated, unconditional_override=True, launch_plan=True
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        asked = request.request(override, call, NO_KEYS)
+    finally:
+        torch.set_default_dtype(before)
+        override.remove()
+    line = on_a_gpu(json.dumps(asked | {"impl": "looks_for_a_gpu:negated"}))
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "opgraft.ready.worker", str(os.getpid())],
+        input=f"{line}\n",
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OPGRAFT_DISABLE": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer == {"compiled": [], "triton": []}, answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import signal
@@ -631,6 +632,64 @@ def test_a_call_gets_its_result_whatever_fails_beside_it(
     assert override.hits == 0 and opgraft.wait_until_ready(LIMIT)
 
 
+def test_an_interrupt_while_a_thread_is_started_stops_no_later_one(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    end_workers()
+    monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    override = register(impls.negated)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch.neg(torch.ones(4))
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    call()
+    assert override.hits == 1
+
+
+def test_no_compiler_outlives_its_worker(register: Register, notes: Path) -> None:
+    register(impls.starts_a_process_when_dry)
+    call()
+    until(lambda: notes.exists() and notes.read_text().endswith("\n"))
+    compiler = int(notes.read_text())
+    assert is_alive(compiler)
+    end_workers()
+    until(lambda: not is_alive(compiler))
+
+
+def test_where_memory_runs_out_a_worker_is_killed_and_not_the_program(
+    register: Register,
+) -> None:
+    register(impls.negated)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    for each in pool.shared().workers():
+        assert Path(f"/proc/{each}/oom_score_adj").read_text() == "1000\n"
+    assert pool.shared().workers()
+
+
+def test_where_this_process_cannot_compile_either_native_serves(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    override = register(impls.needs_memory)
+    pool.here().close()
+    pool._pools.pop(pool._Runner)
+    monkeypatch.setattr(pool._Runner, "start", fails, raising=False)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    assert state.status == "failed" and "can't start new thread" in state.reason
+    call()
+    assert override.hits == 0
+
+
 def test_an_interrupt_while_it_is_asked_for_is_the_callers(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,6 +708,71 @@ def test_an_interrupt_while_it_is_asked_for_is_the_callers(
     assert override.hits == 1
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError, RecursionError])
+@pytest.mark.parametrize("where", ["plan.plans.describe_call", "ready.request.request"])
+def test_what_is_raised_before_somebody_is_asked_is_forgotten(
+    register: Register, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
+) -> None:
+    """An interrupt is the caller's; the rest is nobody's. A later call asks."""
+
+    def raises(*_: object) -> None:
+        raise error
+
+    override = register(impls.negated)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"opgraft.{where}", raises)
+        if issubclass(error, Exception):
+            call()
+        else:
+            with pytest.raises(error):
+                torch.neg(torch.ones(4))
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    if error is ValueError and "request" in where:
+        assert state.status == "failed"
+    else:
+        call()
+        assert override.hits == 1
+
+
+def test_a_call_needs_no_more_stack_than_native(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[pool.Job] = []
+    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
+    override = register(impls.negated)
+    call(1000)  # what it imports is imported
+
+    def call_below(frames: int, x: torch.Tensor) -> None:
+        if frames == 0:
+            torch.neg(x)
+        else:
+            call_below(frames - 1, x)
+
+    def most_frames(x: torch.Tensor) -> int:
+        """How far down a call of native's has stack."""
+        for frames in range(1000):
+            try:
+                call_below(frames, x)
+            except RecursionError:
+                return frames - 1
+        raise AssertionError("the stack has no end")
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 200)
+    try:
+        with opgraft.disabled():
+            most = most_frames(torch.ones(1))
+        for up in range(100):
+            call_below(most - up, torch.ones(2 + up))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert len(submitted) == len(states(override)) < 101
+    for job in submitted:
+        job.dropped()
+
+
 def test_a_kind_of_call_that_the_core_forgot_is_not_compiled_twice(register: Register) -> None:
     override = register(impls.never_works)
     call()
@@ -658,6 +782,41 @@ def test_a_kind_of_call_that_the_core_forgot_is_not_compiled_twice(register: Reg
     override.plans.table.forget_asked()
     call()
     assert states(override) == [state]
+
+
+def test_a_kind_of_call_that_the_core_forgot_to_be_ready_is_ready(register: Register) -> None:
+    override = register(impls.negated)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    core = loader.in_use()
+    assert core is not None and override.plans is not None
+    table = override.plans.table
+    (kind,) = override.plans.readiness._states
+    size = 5
+    while table.is_ready(kind.key):
+        other = core.plan_key((torch.empty(size),), "aten::neg", "")
+        assert other is not None and size < 100_000
+        table.set_ready(other)
+        size += 1
+    call()
+    assert override.hits == 1
+
+
+def test_what_is_compiled_ahead_is_not_let_go_where_the_core_forgot_it(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = register(impls.negated)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._Attendant, "start", lambda self: None)
+        end_workers()
+        with readiness.compiling_ahead():
+            call()
+    assert override.plans is not None
+    override.plans.table.forget_asked()
+    (attendant,) = pool.shared()._attendants
+    attendant.start()
+    assert opgraft.wait_until_ready(LIMIT)
+    assert [state.status for state in states(override)] == ["ready"]
 
 
 def test_threads_that_ask_together_ask_once(
@@ -810,12 +969,48 @@ def test_a_strange_place_to_run_at_stops_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("executable", ["", "/no/such/python"])
+@pytest.mark.parametrize("option", ["-E", "-I"])
+def test_what_python_ignores_of_the_environment_a_worker_ignores(
+    own_cache: Path, option: str
+) -> None:
+    program = f"import sys; sys.path[:] = {sys.path!r}\n{WHOLE}"
+    environment = os.environ | {
+        "TESTS_ROOT": str(Path(__file__).parents[2]),
+        "PYTHONHOME": "/no/such/folder",  # with which Python does not start
+    }
+    done = subprocess.run(
+        [sys.executable, option, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3 * LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def program_that_ends(folder: Path) -> str:
+    """What is called Python, and is another one, or lacks what this one has."""
+    path = folder / "python3"
+    path.write_text("#!/bin/sh\necho no module named torch >&2\nexit 3\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "executable", ["", "/no/such/python", "/bin/true", program_that_ends, None], ids=str
+)
 def test_where_no_worker_can_be_started_this_process_compiles(
-    register: Register, monkeypatch: pytest.MonkeyPatch, executable: str
+    register: Register,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    executable: str | Callable[[Path], str] | None,
 ) -> None:
     end_workers()
-    monkeypatch.setattr(sys, "executable", executable)
+    if executable is None:  # a program that was made of a script and Python, and would run again
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        path = executable if isinstance(executable, str) else executable(tmp_path)
+        monkeypatch.setattr(sys, "executable", path)
     override = register(impls.negated)
     call()
     assert opgraft.wait_until_ready(LIMIT)

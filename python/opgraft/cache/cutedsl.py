@@ -46,8 +46,9 @@ class Functions:
         compile_kind: takes a kind, and returns what
             `cute.compile(..., options="--enable-tvm-ffi")` returns for fake tensors; or a pair of
             that and what `facts` is to return, which JSON can write. Best given by name, with
-            :func:`opgraft.lazy`. It may depend on its argument, on the device's properties and on
-            the sources of its module, and of those that this one imports, alone.
+            :func:`opgraft.lazy`. It may depend on its argument, on the device's architecture and
+            number of multiprocessors, and on the sources of its module, and of those that this one
+            imports, alone.
 
     >>> import opgraft
     >>> functions = opgraft.cutedsl_utils.Functions(opgraft.lazy("my_kernels.compile:compile_kind"))
@@ -57,7 +58,7 @@ class Functions:
 
     def __init__(self, compile_kind: CompileFunction) -> None:
         self._compile_kind = compile_kind
-        #: By kind and the index of the device.
+        #: By kind, as `_exactly` has it, and the index of the device.
         self._made: dict[tuple[Any, int | None], tuple[Callable[..., None], Any]] = {}
 
     def __repr__(self) -> str:
@@ -78,23 +79,23 @@ class Functions:
         Raises:
             Exception: what `compile_kind` raises, where it has to compile.
         """
-        made = self._made.get((kind, device.index))
+        made = self._made.get((_exactly(kind), device.index))
         return (made or self._make(kind, device))[0]
 
     def facts(self, kind: Any, device: torch.device) -> Any:
         """What `compile_kind` returned beside the function; None where that was nothing."""
-        made = self._made.get((kind, device.index))
+        made = self._made.get((_exactly(kind), device.index))
         return (made or self._make(kind, device))[1]
 
     def _make(self, kind: Any, device: torch.device) -> tuple[Callable[..., None], Any]:
         with _compiling:  # autograd's threads call backwards while others call forwards
             if _for_others is not None:  # what is made cannot be called here
                 return self._make_for_others(_for_others, kind, device)
-            made = self._made.get((kind, device.index))
+            made = self._made.get((_exactly(kind), device.index))
             if made is None:
                 key = _key(self._compile_kind, kind, device)
                 made = _load(key) or self._compile(kind, key)
-                self._made[kind, device.index] = made
+                self._made[_exactly(kind), device.index] = made
         return made
 
     def _make_for_others(
@@ -110,7 +111,7 @@ class Functions:
         made = self._compile_kind(kind)
         function, facts = made if isinstance(made, tuple) else (made, None)
         try:
-            _keep(key, function, facts)
+            facts = _keep(key, function, facts)
         except CannotKeep as error:
             if _for_others is not None:
                 raise
@@ -180,6 +181,17 @@ def _name(function: CompileFunction) -> str | None:
     return None if module == "__main__" or "<" in name else f"{module}:{name}"
 
 
+def _exactly(kind: Any) -> Any:
+    """A kind as a key of a dictionary: two are equal where :func:`_described` says the same.
+
+    Python itself takes 1, 1.0 and True for one key, 0.0 and -0.0, and two named tuples of different
+    types with the same values; and NaN for another key each time.
+    """
+    if isinstance(kind, tuple):
+        return type(kind), *map(_exactly, kind)
+    return type(kind), repr(kind) if type(kind) is float else kind
+
+
 def _described(value: Any) -> Any:
     if isinstance(value, tuple):
         return [type(value).__name__, *map(_described, value)]
@@ -232,8 +244,11 @@ def _load(key: dict[str, Any]) -> tuple[Callable[..., None], Any] | None:
         return None
 
 
-def _keep(key: dict[str, Any], function: Any, facts: Any) -> None:
+def _keep(key: dict[str, Any], function: Any, facts: Any) -> Any:
     """Write a function to the cache.
+
+    Returns:
+        The facts as other processes read them: JSON makes lists of tuples, for instance.
 
     Raises:
         CannotKeep: it cannot be written, or not found again.
@@ -248,6 +263,10 @@ def _keep(key: dict[str, Any], function: Any, facts: Any) -> None:
         entries.write(key, library, {"facts": facts, "sources": sources, "libraries": needs})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CannotKeep(f"{type(error).__name__}: {error}") from error
+    entry = _find(key)
+    if entry is None:  # nobody trusts the folder, for instance: a call would compile anew, and wait
+        raise CannotKeep(f"it is not found again: {entries.why_unusable() or 'it was removed'}")
+    return entry.facts["facts"]
 
 
 def _exported(function: Any) -> tuple[bytes, list[str]]:

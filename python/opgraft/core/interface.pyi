@@ -118,9 +118,9 @@ class Bypass(_Context):
     def __init__(self, op: str) -> None: ...
 
 class RunUnready(_Context):
-    """This thread's calls run impls whose kernels may not be compiled."""
+    """This thread's calls of an override run its impl, whose kernels may not be compiled."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, table: PlanTable) -> None: ...
 
 class Reading(_Context):
     """For tests: this thread is reading a chain, as during a call."""

@@ -1,8 +1,10 @@
 """Claims: who of the processes of a machine does something that one of them is to do.
 
 A claim is a file that exists for as long as its owner holds it. It is created atomically, and says
-which process created it, and when that process started: a process number alone comes again. The
-claim of a process that is gone is void. No lock of the file system's is needed, which network file
+which thread created it, and when that thread started: a number alone comes again. The claim of a
+thread that is gone is void: of one that ended, however it did, and of one whose process has become
+another program by `exec`, under the same number. So is the claim of a process that is stopped, as
+by Ctrl-Z: it may be stopped for good. No lock of the file system's is needed, which network file
 systems do not all have.
 """
 
@@ -15,6 +17,7 @@ import os
 import re
 import socket
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -44,14 +47,14 @@ def why_unusable() -> str:
 
 
 class Claim:
-    """A name that one process of the machine holds at a time."""
+    """A name that one thread of the machine holds at a time. It releases what it has taken."""
 
     def __init__(self, name: str, place: Path | None = None) -> None:
         self._path = (place or folder()) / name
         self._held = False
 
     def take(self) -> bool:
-        """Hold it from now on; False where another process does.
+        """Hold it from now on; False where another thread does.
 
         Where no file can be created, nobody can tell, and it is held: the same is done twice then.
         """
@@ -78,7 +81,7 @@ class Claim:
                     self._path.unlink()
 
     def owner(self) -> int | None:
-        """The process that holds it; None where nobody does."""
+        """The thread that holds it, by the number of the system's; None where nobody does."""
         owner = _read(self._path)
         return owner[0] if owner is not None and _lives(owner) else None
 
@@ -108,7 +111,8 @@ Owner = tuple[int, int]
 
 
 def _me() -> Owner:
-    return os.getpid(), _started(os.getpid())
+    thread = threading.get_native_id()
+    return thread, _started(thread)
 
 
 def _create(path: Path) -> bool:
@@ -125,10 +129,10 @@ def _create(path: Path) -> bool:
 
 
 def _read(path: Path) -> Owner | None:
-    """Which process made a claim, and when that started; None where there is no claim."""
+    """Which thread made a claim, and when that started; None where there is no claim."""
     try:
-        process, started = json.loads(path.read_text())
-        return int(process), int(started)
+        thread, started = json.loads(path.read_text())
+        return int(thread), int(started)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError):
@@ -139,15 +143,15 @@ def _lives(owner: Owner) -> bool:
     return owner[0] > 0 and 0 <= owner[1] == _started(owner[0])
 
 
-def _started(process: int) -> int:
-    """When a process started, in ticks since the machine did; -1 where there is none."""
+def _started(thread: int) -> int:
+    """When a thread started, in ticks since the machine did; -1 where there is none that runs."""
     try:
-        stat = Path(f"/proc/{process}/stat").read_text()
+        stat = Path(f"/proc/{thread}/stat").read_text()
     except OSError:
         return -1
     # The name, in parentheses, may hold spaces and parentheses.
     fields = stat.rpartition(")")[2].split()
-    return -1 if fields[0] == "Z" else int(fields[19])
+    return -1 if fields[0] in "ZXTt" else int(fields[19])
 
 
 @cache

@@ -36,8 +36,6 @@ def run(asked: Request) -> Compiled:
         Exception: the impl's own, or a compiler's.
     """
     _say_architecture(asked)
-    impl = request.load(asked["impl"])
-    autograd = request.load_derivative(asked["autograd"]) if asked["autograd"] else None
     names: list[str] = []
     loadable: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -47,6 +45,10 @@ def run(asked: Request) -> Compiled:
         if importlib.util.find_spec("triton") is not None:
             stack.enter_context(_triton(asked["device"], names.append, loadable.append))
         functions = stack.enter_context(_cutedsl()) if asked["dsl"] == "cutedsl" else []
+        # Here: a module that asks for the GPU while it is imported is told of the request's.
+        impl = request.load(asked["impl"])
+        autograd = request.load_derivative(asked["autograd"]) if asked["autograd"] else None
+        stack.enter_context(_default_dtype(request.decode(asked["default_dtype"])))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
         stack.enter_context(FakeTensorMode())
@@ -61,6 +63,16 @@ def run(asked: Request) -> Compiled:
         if autograd is not None:
             derivative.run(autograd, call.values, output, asked["needs"])
     return {"compiled": names + functions, "triton": loadable}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,10 @@ class CannotStart(Exception):
     """No worker can be started here."""
 
 
+class EndedAtStart(CannotStart):
+    """A worker ended before it could be asked anything, which says nothing of what is asked."""
+
+
 class ImplFailed(Exception):
     """A worker cannot run the impl without memory."""
 
@@ -101,6 +106,10 @@ def why_no_worker() -> str:
     """Why no worker can be started here, as far as one can tell without; empty where one can."""
     if not sys.executable:
         return "no worker can be started: sys.executable names no Python"
+    # The program itself, in place of an interpreter: it would do once more what it does.
+    name = os.path.basename(sys.executable).lower()
+    if getattr(sys, "frozen", False) or not ("python" in name or "pypy" in name):
+        return f"no worker can be started: {sys.executable} is a program that has Python in it"
     if not os.access(sys.executable, os.X_OK):
         return f"no worker can be started: {sys.executable} cannot be run"
     return ""
@@ -146,9 +155,10 @@ class Pool:
         self._attendants.append(attendant)
         try:
             attendant.start()
-        except Exception:  # too many threads, or the interpreter ends
-            self._leave(attendant)
-            if not self._attendants:
+        except BaseException as error:  # too many threads, the interpreter ends, or an interrupt
+            if attendant.ident is None:  # else it runs
+                self._leave(attendant)
+            if not self._attendants or not isinstance(error, Exception):
                 self._waiting.remove(job)
                 raise
 
@@ -299,7 +309,7 @@ class _Overseer(_Attendant):
             held += self._claim([f"worker-{n}" for n in range(most_workers())], math.inf)
             try:
                 answer = self._answer(job, job.work)
-            except WorkerEnded:
+            except (WorkerEnded, EndedAtStart):
                 # An earlier request may have broken it, or memory was short: a fresh one tries.
                 self.end()
                 if self._pool.is_closed:
@@ -346,12 +356,14 @@ class _Overseer(_Attendant):
             "OPGRAFT_DISABLE": "1",
             "OPGRAFT_PACKS": "none",
         }
+        # What Python does not read of the environment here, it must not read there.
+        flags = ["-I"] if sys.flags.isolated else ["-E"] if sys.flags.ignore_environment else []
         pipe = subprocess.PIPE
         self._unread = b""
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (kept as long as the process)
             process = self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(path=path), str(os.getpid())],
+                [sys.executable, *flags, "-c", _PROGRAM.format(path=path), str(os.getpid())],
                 stdin=pipe,
                 stdout=pipe,
                 stderr=self._errors,
@@ -364,8 +376,11 @@ class _Overseer(_Attendant):
         if self._pool.is_closed:  # whoever closed it may have found no process to end
             raise LetGo
         deadline = time.monotonic() + START_SECONDS
-        while self._line(process, deadline) != worker.READY:
-            pass  # what modules print that Python imports when it starts
+        try:
+            while self._line(process, deadline) != worker.READY:
+                pass  # what modules print that Python imports when it starts
+        except WorkerEnded as error:
+            raise EndedAtStart(f"no worker can be started: {error}") from None
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], asked: Request, seconds: float) -> Any:
@@ -408,18 +423,25 @@ class _Overseer(_Attendant):
     def interrupt(self) -> None:
         process = self.process
         if process is not None:
-            process.kill()
+            _kill(process)
 
     def end(self) -> None:
         """End the worker, if there is one, and wait until it has."""
         process, self.process = self.process, None
         if process is not None:
-            process.kill()
+            _kill(process)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
         self._errors.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker, and the compilers that it runs: one that hangs would stay behind."""
+    if process.poll() is None:  # else its number may be another's
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # Of its own thread's also: a signal's handler may make a call.

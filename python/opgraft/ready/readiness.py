@@ -163,22 +163,30 @@ class Readiness:
         Returns:
             Whether the call is to run as it is.
         """
-        with self._lock:
-            known = self._states.get(kind)
+        try:
+            with self._lock:
+                known = self._states.get(kind)
+                if known is None and self._table.is_ready(kind.key):
+                    return True  # which is remembered for more kinds than their states
+                if known is None:
+                    self._states[kind] = State(label, "waiting")
             if known is None:
-                self._states[kind] = State(label, "waiting")
+                self._ask(call, keyset, kind)
+        except (MemoryError, RecursionError):  # it is this call's alone: a later one asks again
+            self._states.pop(kind, None)  # in this frame: there may be no room for another
+            self._table.forget(kind.key)
+            return False
+        except Exception as error:  # it is the program's call, which has done nothing wrong
+            self._fail(kind, f"{type(error).__name__}: {error}")
+            return False
+        except BaseException:
+            self._dropped(kind)
+            raise
         if known is not None:
             # Another thread was faster, or the core forgot: its table is bounded.
             if known.status == "ready":
                 self._table.set_ready(kind.key)
             return known.status == "ready"
-        try:
-            self._ask(call, keyset, kind)
-        except Exception as error:  # it is the program's call, which has done nothing wrong
-            self._fail(kind, f"{type(error).__name__}: {error}")
-        except BaseException:
-            self._dropped(kind)
-            raise
         with self._lock:
             state = self._states.get(kind)
         if state is not None and state.by == _THE_CALL and _is_ahead():
@@ -202,10 +210,13 @@ class Readiness:
             return
 
         def failed(reason: str, may_run_here: bool) -> None:
-            if may_run_here:
-                self._compile_here(metadata, keyset, kind, reason)
-            else:
+            if not may_run_here:
                 self._fail(kind, reason)
+                return
+            try:
+                self._compile_here(metadata, keyset, kind, reason)
+            except Exception as error:  # no thread can be started
+                self._fail(kind, f"{reason}; and in this process: {error}")
 
         pool.shared().submit(self._job(kind, asked, failed, device.of_tensors(call)))
 
@@ -242,14 +253,21 @@ class Readiness:
         # It holds no tensors: it must not keep them alive.
         from opgraft.ready import pool
 
+        is_kept = _is_ahead()
+
+        def wanted() -> int:
+            if self.override.state.removed:
+                return 0
+            return max(int(is_kept), self._table.times_asked(kind.key))  # the core may forget
+
         return pool.Job(
             work,
-            wanted=lambda: 0 if self.override.state.removed else self._table.times_asked(kind.key),
+            wanted=wanted,
             started=lambda by: self._note(kind, "compiling", by=by),
             compiled=lambda compiled: self._compiled(kind, compiled, where),
             failed=failed,
             dropped=lambda: self._dropped(kind),
-            is_kept=_is_ahead(),
+            is_kept=is_kept,
         )
 
     def _note(self, kind: Kind, status: Status, *, by: str = "", reason: str = "") -> None:

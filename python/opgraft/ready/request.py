@@ -61,6 +61,7 @@ def request(
         "dsl": override.dsl,
         "keyset": keyset.raw_repr() if override.takes_keyset else None,
         "arguments": [encode(value) for value in call.values],
+        "default_dtype": encode(torch.get_default_dtype()),  # of what the impl allocates
         "device": properties(call),
     }
 

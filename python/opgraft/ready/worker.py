@@ -6,6 +6,7 @@ its standard output was when it began. What impls and compilers print goes to st
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,6 +24,7 @@ def main() -> None:
     """Answer requests until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
     _end_with(int(sys.argv[1]))
+    _be_killed_first()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     requests = os.fdopen(os.dup(0), encoding="utf-8")
@@ -38,6 +40,12 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(0)
+
+
+def _be_killed_first() -> None:
+    """Where memory runs out, let the kernel kill this process, and not the program."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def _say(answers: TextIO, answer: dict[str, Any]) -> None:

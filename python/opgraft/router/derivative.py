@@ -16,7 +16,7 @@ error: an override's backward may call kernels that autograd cannot differentiat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -393,7 +393,11 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
     # Whether its kernels are ready was asked before, for the backward too: the forward must not be
     # native's, and the backward ours.
     core = loader.in_use()
-    run_decided = nullcontext if core is None or override.plans is None else core.RunUnready
+
+    def run_decided() -> AbstractContextManager[None]:
+        if core is None or override.plans is None:
+            return nullcontext()
+        return core.RunUnready(override.plans.table)
 
     def results(outputs: tuple[Any, ...]) -> Any:
         return tuple(outputs) if len(op.returns) > 1 else outputs[0]
