@@ -166,6 +166,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one process each, tiny calls")
     parser.add_argument("--processes", type=int, default=3, help="of each kind")
     parser.add_argument("--seconds", type=float, default=15, help="of training, in each")
+    parser.add_argument("--what", nargs="+", choices=("calls", "llama"), default=["calls", "llama"])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()
     if not options.smoke and not torch.cuda.is_available():
         raise SystemExit("this measures a GPU's first calls: --smoke runs without one")
@@ -173,8 +175,8 @@ def main() -> None:
     count, seconds = (1, 0.0) if options.smoke else (options.processes, options.seconds)
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for _ in range(count):
-        for what in ("calls", "llama"):
-            for kind in KINDS:
+        for what in options.what:
+            for kind in ["native", *(each for each in options.kinds if each != "native")]:
                 with tempfile.TemporaryDirectory() as place:
                     for cache in ("cold",) if options.smoke else ("cold", "warm"):
                         run = measure(kind, what, device, seconds, Path(place))

@@ -94,7 +94,7 @@ bool PlanKey::add(const c10::TensorImpl& tensor) noexcept {
       tagged(KeyTag::Tensor, static_cast<uint8_t>(c10::typeMetaToScalarType(tensor.dtype()))) |
       static_cast<uint64_t>(rank & 0xFF) << 16 |
       static_cast<uint64_t>(static_cast<uint8_t>(device.type())) << 24 |
-      static_cast<uint64_t>(static_cast<uint8_t>(device.index())) << 32 |
+      static_cast<uint64_t>(index_of(device)) << 32 |
       static_cast<uint64_t>(address % kKeyAlignment) << 40 |
       static_cast<uint64_t>(tensor.requires_grad()) << 44 |
       static_cast<uint64_t>(tensor.is_wrapped_number()) << 45 |
@@ -165,7 +165,9 @@ bool PlanKey::add(const Argument& argument) noexcept {
       break;
     case Kind::Device:
       words[0] = tagged(KeyTag::Device, 0);
-      words[1] = static_cast<uint64_t>(argument.integer());
+      // The type, and the index, which is -1 where there is none: see Argument.
+      words[1] = static_cast<uint64_t>(portable_ ? (argument.integer() + 128) / 256 * 256
+                                                 : argument.integer());
       break;
     default:
       words[0] = tagged(KeyTag::None, 0);
@@ -594,12 +596,13 @@ void PlanTable::update_stopped() noexcept {
 }
 
 bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, std::string label,
-                        uint64_t generation) {
+                        uint64_t generation, bool proven) {
   auto entry = std::make_shared<PlanEntry>();
   entry->hash = key.hash();
   entry->key.assign(key.words(), key.words() + key.size());
   entry->plan = std::move(plan);
   entry->label = std::move(label);
+  entry->proven.store(proven, std::memory_order_relaxed);
   Garbage garbage;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -619,6 +622,13 @@ bool PlanTable::install(const PlanKey& key, std::shared_ptr<const Plan> plan, st
   }
   retire(std::move(garbage));
   return true;
+}
+
+bool PlanTable::prove(const PlanKey& key) const noexcept {
+  const Epochs::Reader reader;
+  const PlanEntry* entry = find(key);
+  if (entry != nullptr) entry->proven.store(true, std::memory_order_release);
+  return entry != nullptr;
 }
 
 void PlanTable::refuse(const PlanKey& key) {
@@ -702,6 +712,8 @@ std::shared_ptr<const PlanEntry> PlanTable::evict() {
   }
   auto evicted = std::move(*least);
   entries_.erase(least);
+  // The next call asks for it again: it was loaded, and nothing need be recorded.
+  history_->asked.forget(evicted->hash);
   return evicted;
 }
 

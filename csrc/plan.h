@@ -68,6 +68,10 @@ namespace opgraft {
 // autocast's dtypes. See Note [What a plan relies on].
 class PlanKey {
  public:
+  // `portable`: the same on each of a machine's devices, to name what is kept on disk. No table
+  // holds such a key.
+  explicit PlanKey(bool portable = false) noexcept : portable_(portable) {}
+
   // Returns false if an argument cannot be in a key (a generator), if there are too many, or if two
   // overlap without sharing a storage. `keyset`: the call's, if the impl gets it.
   bool read(c10::ArrayRef<Argument> arguments, c10::DispatchKeySet keyset = {}) noexcept;
@@ -95,7 +99,11 @@ class PlanKey {
   void add_thread(c10::DispatchKeySet keyset) noexcept;
   bool add(const Argument& argument) noexcept;
   bool add(const c10::TensorImpl& tensor) noexcept;
+  uint8_t index_of(c10::Device device) const noexcept {
+    return C10_UNLIKELY(portable_) ? 0 : static_cast<uint8_t>(device.index());
+  }
 
+  bool portable_;
   uint64_t hash_ = 0;
   size_t size_ = 0;
   size_t thread_words_ = 0;  // the number of words for the thread's state
@@ -175,6 +183,8 @@ class Step {
   virtual void visit(const Visitor& visitor) const = 0;
   virtual bool is_launch() const noexcept { return false; }
   virtual size_t bytes() const noexcept = 0;
+  // As JSON can write it: plan_saving.h. Needs the GIL.
+  virtual py::object saved() const = 0;
 };
 
 void visit(const Operand& operand, const Step::Visitor& visitor);
@@ -190,6 +200,7 @@ class Allocation final : public Step {
   std::string text() const override;
   void visit(const Visitor& visitor) const override { visitor(memory_, false); }
   size_t bytes() const noexcept override { return sizeof(*this); }
+  py::object saved() const override;
 
   int32_t memory() const noexcept { return memory_; }
   void need_storage() noexcept { as_storage_ = true; }
@@ -274,6 +285,8 @@ class Plan {
   // Whether it was recorded before this process was forked.
   bool is_inherited() const noexcept { return forks_ != forks.load(std::memory_order_relaxed); }
 
+  friend py::dict saved_plan(const Plan& plan);
+
  private:
   struct Scheduled {
     std::unique_ptr<Step> step;
@@ -300,6 +313,8 @@ struct PlanEntry {
   std::vector<uint64_t> key;
   std::shared_ptr<const Plan> plan;
   std::string label;  // the key as text
+  // Whether it may serve calls. One that another process made must first agree with native.
+  mutable std::atomic<bool> proven{true};
   mutable Counter replays;
   mutable uint64_t replays_before = 0;  // at the last eviction; under the table's lock
 
@@ -344,6 +359,9 @@ class PlanTable {
   // Whether native runs calls whose kernels are not compiled yet, while they are compiled.
   bool is_gated() const noexcept { return gated_.load(std::memory_order_relaxed); }
   void gate(bool gated) noexcept { gated_.store(gated, std::memory_order_relaxed); }
+  // Whether no impl runs, and only plans are replayed that another process recorded.
+  bool only_loaded() const noexcept { return only_loaded_.load(std::memory_order_relaxed); }
+  void take_only_loaded(bool only) noexcept { only_loaded_.store(only, std::memory_order_relaxed); }
   // Whether the kernels of a call are compiled.
   bool is_ready(const PlanKey& key) const noexcept;
   void set_ready(const PlanKey& key) noexcept;
@@ -373,7 +391,9 @@ class PlanTable {
   }
   // Returns false if the table was cleared since `generation`.
   bool install(const PlanKey& key, std::shared_ptr<const Plan> plan, std::string label,
-               uint64_t generation);
+               uint64_t generation, bool proven = true);
+  // Lets a plan serve calls from now on; returns false if there is none any more.
+  bool prove(const PlanKey& key) const noexcept;
   void refuse(const PlanKey& key);
   // Removes a plan that failed, for good.
   void drop(const PlanKey& key);
@@ -425,6 +445,7 @@ class PlanTable {
   std::atomic<bool> given_up_;
   std::atomic<bool> runs_all_{false};
   std::atomic<bool> gated_{false};
+  std::atomic<bool> only_loaded_{false};
   std::atomic<bool> has_plans_{false};
   std::atomic<bool> ever_installed_{false};  // a plan was installed once
   std::optional<std::chrono::steady_clock::time_point>

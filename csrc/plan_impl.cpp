@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "plan_recorder.h"
+#include "plan_saving.h"
 #include "plan_steps.h"
 #include "torch_private.h"
 
@@ -79,15 +80,20 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
   if (is_quarantined(call)) return false;
   PlanKey key;
   const auto keyset = options_.takes_keyset ? call.keyset : c10::DispatchKeySet();
+  const bool only_loaded = options_.table->only_loaded();
   if (C10_UNLIKELY(is_deterministic_mode()) || !key.read(call.view(), keyset)) {
-    return run_unplanned(override, call, device, true);
+    return only_loaded ? miss(override) : run_unplanned(override, call, device, true);
   }
   try {
     switch (replay(override, call, key)) {
       case ReplayResult::Replayed:
         return true;
       case ReplayResult::HooksSet:
-        return impl_->run(override, call, device);
+        return only_loaded ? miss(override) : impl_->run(override, call, device);
+      case ReplayResult::Unproven:
+        // Verification wants to see the impl.
+        if (options_.table->runs_all()) return impl_->run(override, call, device);
+        return prove(override, call, device, key);
       case ReplayResult::NoPlan:
         break;
     }
@@ -96,6 +102,12 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
     // written.
     options_.table->drop(key);
     if (options_.writes) throw;
+  }
+  if (C10_UNLIKELY(only_loaded)) {
+    if (options_.table->is_asked(key)) return miss(override);
+    ask_for_kernels(call, key);
+    const bool is_loaded = replay(override, call, key) == ReplayResult::Unproven;
+    return is_loaded ? prove(override, call, device, key) : miss(override);
   }
   const auto action = options_.table->action_for(key);
   const auto kernels =
@@ -116,6 +128,7 @@ PlannedImpl::ReplayResult PlannedImpl::replay(const Override& override, Call& ca
   const Epochs::Reader reader;
   const PlanEntry* entry = options_.table->find(key);
   if (entry == nullptr) return ReplayResult::NoPlan;
+  if (!entry->proven.load(std::memory_order_acquire)) return ReplayResult::Unproven;
   if (entry->plan->watches_hooks() && launch_hooks_are_set()) return ReplayResult::HooksSet;
   torch::jit::Stack results;
   const ExcludeKeys exclude(call.excluded);
@@ -141,12 +154,18 @@ Impl::UnboxedDecision PlannedImpl::decide_unboxed(const Override& override,
                        !impl_->has_quarantined() && key.read(arguments);
   if (has_key) {
     if (const PlanEntry* entry = options_.table->find(key)) {
+      if (!entry->proven.load(std::memory_order_acquire)) return {};
       if (entry->plan->watches_hooks() && launch_hooks_are_set()) return {};
       return {UnboxedDecision::Kind::Replays, entry};
     }
   }
   if (!condition_holds && !override.condition.passes_other_tests(arguments.data())) {
     override.misses->add();
+    return {UnboxedDecision::Kind::Declines};
+  }
+  if (C10_UNLIKELY(options_.table->only_loaded())) {
+    if (has_key && !options_.table->is_asked(key)) return {};
+    miss(override);
     return {UnboxedDecision::Kind::Declines};
   }
   if (!has_key) return {};
@@ -243,9 +262,29 @@ bool PlannedImpl::record(const Override& override, Call& call, c10::Device devic
   const PythonAccess python;
   if (!python) return false;
   // A recording's allocations and copies must not be captured into a graph.
-  if (!device.is_cpu() && call_python(options_.is_capturing.get()).is(py::handle(Py_True))) {
-    return run_unplanned(override, call, device, true);
-  }
+  if (is_capturing(device)) return run_unplanned(override, call, device, true);
+  run_recording(call, key);
+  return true;
+}
+
+bool PlannedImpl::miss(const Override& override) {
+  override.misses->add();
+  return false;
+}
+
+bool PlannedImpl::prove(const Override& override, Call& call, c10::Device device,
+                        const PlanKey& key) {
+  const PythonAccess python;
+  if (!python || is_capturing(device)) return miss(override);
+  run_recording(call, key);
+  return true;
+}
+
+bool PlannedImpl::is_capturing(c10::Device device) const {
+  return !device.is_cpu() && call_python(options_.is_capturing.get()).is(py::handle(Py_True));
+}
+
+void PlannedImpl::run_recording(Call& call, const PlanKey& key) {
   const auto values = options_.converter->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
   const auto token = py::cast(key);
@@ -253,7 +292,6 @@ bool PlannedImpl::record(const Override& override, Call& call, c10::Device devic
       call_python(options_.record.get(), options_.override.get(), keyset, values, token);
   auto results = options_.converter->to_results(result, "a recorded impl");
   call.set_results(results);
-  return true;
 }
 
 }  // namespace opgraft
@@ -387,6 +425,61 @@ py::object call_spied(Recorder& recorder, uint64_t handle, std::vector<at::Tenso
   return call();
 }
 
+// DLPack's numbers of a dtype; nullopt for one that DLPack has not.
+std::optional<std::tuple<uint8_t, uint8_t, uint16_t>> dlpack_dtype(c10::ScalarType dtype) {
+  constexpr uint8_t kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6;
+  const auto bits = static_cast<uint8_t>(8 * c10::elementSize(dtype));
+  if (dtype == c10::kBool) return std::tuple(kBool, bits, uint16_t{1});
+  if (dtype == c10::kByte) return std::tuple(kUInt, bits, uint16_t{1});
+  if (dtype == c10::kBFloat16) return std::tuple(kBfloat, bits, uint16_t{1});
+  if (c10::isIntegralType(dtype, /*includeBool=*/false)) {
+    return std::tuple(kInt, bits, uint16_t{1});
+  }
+  if (dtype == c10::kHalf || dtype == c10::kFloat || dtype == c10::kDouble) {
+    return std::tuple(kFloat, bits, uint16_t{1});
+  }
+  return std::nullopt;
+}
+
+bool is_tensor(py::handle value) {
+  return py::detail::make_caster<at::Tensor>().load(value, /*convert=*/false);
+}
+
+// Records a call of a tvm-ffi function that is not made: its arguments are tensors without memory
+// and numbers, of which Python's converter makes what is made here.
+void record_ffi_call(Recorder& recorder, uint64_t function, const py::tuple& values) {
+  std::vector<FfiCall::Argument> arguments;
+  for (const auto value : values) {
+    FfiCall::Argument argument;
+    if (is_tensor(value)) {
+      const auto tensor = value.cast<at::Tensor>();
+      const auto dtype = dlpack_dtype(tensor.scalar_type());
+      if (!dtype) return recorder.refuse("a kernel gets a tensor of a dtype that DLPack has not");
+      argument.is_tensor = true;
+      argument.pointer = recorder.locate(tensor);
+      argument.shape = tensor.sizes().vec();
+      argument.strides = tensor.strides().vec();
+      argument.tensor = ffi::tensor_on(recorder.device(), *dtype, argument.shape.size());
+    } else if (py::isinstance<py::bool_>(value)) {
+      argument.value.type_index = ffi::kBool;
+      argument.value.integer = value.cast<bool>() ? 1 : 0;
+    } else if (py::isinstance<py::int_>(value)) {
+      argument.value.type_index = ffi::kInt;
+      argument.value.integer = value.cast<int64_t>();
+      recorder.check_number(static_cast<uint64_t>(argument.value.integer));
+    } else if (py::isinstance<py::float_>(value)) {
+      const auto number = value.cast<double>();
+      argument.value.type_index = ffi::kFloat;
+      std::memcpy(&argument.value.integer, &number, sizeof(number));
+    } else if (!value.is_none()) {
+      return recorder.refuse("a kernel gets an argument that is no tensor, number or None");
+    }
+    arguments.push_back(std::move(argument));
+  }
+  recorder.add(
+      std::make_unique<FfiCall>(function, std::move(arguments), FfiCall::Callee::Function));
+}
+
 torch::jit::Stack stack_of(const py::tuple& values, const std::string& name,
                            const std::string& overload) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
@@ -395,10 +488,30 @@ torch::jit::Stack stack_of(const py::tuple& values, const std::string& name,
   return stack;
 }
 
+const c10::FunctionSchema& schema_of(const std::string& name, const std::string& overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()).schema();
+}
+
+// A recorder of an impl that runs on fake tensors, and what it recorded; see ready/dry.py.
+std::shared_ptr<Recorder> dry_recorder(const std::string& name, const std::string& overload,
+                                       const py::tuple& values, c10::Device device) {
+  return std::make_shared<Recorder>(schema_of(name, overload), stack_of(values, name, overload),
+                                    device, Recorder::Tensors::Fake);
+}
+
+py::object finish_dry(Recorder& recorder, const std::string& name, const std::string& overload,
+                      const py::object& result) {
+  const PythonConverter converter(schema_of(name, overload));
+  const auto plan =
+      recorder.finish(converter.to_results(result, "a recorded impl"), PythonRef(py::none()));
+  if (plan == nullptr) return py::none();
+  return saved_plan(*plan);
+}
+
 std::optional<PlanKey> plan_key(const py::tuple& values, const std::string& name,
-                                const std::string& overload) {
+                                const std::string& overload, bool portable) {
   const auto stack = stack_of(values, name, overload);
-  std::optional<PlanKey> key(std::in_place);
+  std::optional<PlanKey> key(std::in_place, portable);
   if (!key->read(view(stack))) key.reset();
   return key;
 }
@@ -443,7 +556,34 @@ void bind_plans(py::module_& core) {
 
   core.def("has_plan_key", &has_plan_key, py::arg("values"), py::arg("name"), py::arg("overload"));
   core.def("plan_key", &plan_key, py::arg("values"), py::arg("name"), py::arg("overload"),
-           "The key of a call with these arguments on this thread; None if it has none.");
+           py::arg("portable") = false,
+           "The key of a call with these arguments on this thread; None if it has none. A portable "
+           "one is the same on each of a machine's devices.");
+  core.def("saved_plan", &saved_plan, py::arg("plan"), "A plan as JSON can write it.");
+  core.def(
+      "load_plan",
+      [](const std::string& name, const std::string& overload, const py::dict& saved,
+         std::vector<uint64_t> functions, c10::Device device, py::object keep_alive) {
+        return load_plan(schema_of(name, overload), saved, std::move(functions), device,
+                         std::move(keep_alive));
+      },
+      py::arg("name"), py::arg("overload"), py::arg("saved"), py::arg("functions"),
+      py::arg("device"), py::arg("keep_alive"), "The plan that `saved_plan` wrote.");
+  core.def(
+      "load_cuda_kernel",
+      [](const py::bytes& image, std::string name, uint32_t shared, uint32_t cluster,
+         c10::Device device) {
+        const CudaKernel kernel{image, std::move(name), shared, cluster};
+        const py::gil_scoped_release release;
+        return load_cuda_kernel(kernel, device.index());
+      },
+      py::arg("image"), py::arg("name"), py::arg("shared"), py::arg("cluster"), py::arg("device"),
+      "Loads a kernel of a cubin onto a device. Returns its address.");
+  core.def("dry_recorder", &dry_recorder, py::arg("name"), py::arg("overload"), py::arg("values"),
+           py::arg("device"), "A recorder of an impl that runs on fake tensors.");
+  core.def("finish_dry", &finish_dry, py::arg("recorder"), py::arg("name"), py::arg("overload"),
+           py::arg("result"), "What it recorded, as `saved_plan`; None if it was refused.");
+  py::register_exception<SavingError>(core, "SavingError");
 
   py::class_<PlanKey>(core, "PlanKey", "The key of a plan: a call's metadata, as integers.")
       .def("__hash__", &PlanKey::hash)
@@ -452,6 +592,11 @@ void bind_plans(py::module_& core) {
              return self == std::vector<uint64_t>(other.words(), other.words() + other.size());
            })
       .def("__len__", &PlanKey::size)
+      .def_property_readonly("words",
+                             [](const PlanKey& self) {
+                               return std::vector<uint64_t>(self.words(),
+                                                            self.words() + self.size());
+                             })
       .def("has_same_arguments", &PlanKey::has_same_arguments, py::arg("other"),
            "Whether two calls differ at most in the state of their threads.");
 
@@ -460,10 +605,12 @@ void bind_plans(py::module_& core) {
                              [](const Plan& self) { return py::bytes(self.fingerprint()); })
       .def_property_readonly("launches", &Plan::launches)
       .def_property_readonly("bytes", &Plan::bytes)
+      .def_property_readonly("watches_hooks", &Plan::watches_hooks)
       .def("__str__", &Plan::text);
 
   py::class_<PlanEntry, std::shared_ptr<PlanEntry>>(core, "PlanEntry")
       .def_readonly("key", &PlanEntry::label)
+      .def_property_readonly("proven", [](const PlanEntry& self) { return self.proven.load(); })
       .def_property_readonly("hits", [](const PlanEntry& self) { return self.replays.total(); })
       .def_property_readonly("bytes", &PlanEntry::bytes)
       .def_property_readonly("steps", [](const PlanEntry& self) { return self.plan->text(); });
@@ -486,11 +633,16 @@ void bind_plans(py::module_& core) {
            }),
            py::arg("plans"), py::arg("free_recordings"), py::arg("replays_per_recording"),
            py::arg("refusals"))
-      .def("install",
-           [](PlanTable& self, const PlanKey& key, std::shared_ptr<Plan> plan, std::string label,
-              uint64_t generation) {
-             return self.install(key, std::move(plan), std::move(label), generation);
-           })
+      .def(
+          "install",
+          [](PlanTable& self, const PlanKey& key, std::shared_ptr<Plan> plan, std::string label,
+             uint64_t generation, bool proven) {
+            return self.install(key, std::move(plan), std::move(label), generation, proven);
+          },
+          py::arg("key"), py::arg("plan"), py::arg("label"), py::arg("generation"),
+          py::arg("proven") = true)
+      .def("prove", &PlanTable::prove, py::arg("key"),
+           "Let a plan serve calls that was installed as unproven.")
       .def("refuse", &PlanTable::refuse)
       .def("drop", &PlanTable::drop, py::arg("key"), py::call_guard<py::gil_scoped_release>(),
            "Remove a plan, as a failed replay does: without the GIL.")
@@ -507,6 +659,7 @@ void bind_plans(py::module_& core) {
       .def_property_readonly("given_up", &PlanTable::given_up)
       .def_property("runs_all", &PlanTable::runs_all, &PlanTable::run_all)
       .def_property("gated", &PlanTable::is_gated, &PlanTable::gate)
+      .def_property("only_loaded", &PlanTable::only_loaded, &PlanTable::take_only_loaded)
       .def("is_ready", &PlanTable::is_ready, py::arg("key"))
       .def("set_ready", &PlanTable::set_ready, py::arg("key"))
       .def("set_asked", &PlanTable::set_asked, py::arg("key"))
@@ -556,6 +709,8 @@ void bind_plans(py::module_& core) {
                                                std::move(filled), std::move(name)));
           },
           py::arg("function"), py::arg("parameters"), py::arg("name"))
+      .def("dry_ffi_call", &record_ffi_call, py::arg("function"), py::arg("values"),
+           "Records a call of a tvm-ffi function that is not made.")
       .def("ffi_call", &call_spied, py::arg("handle"), py::arg("tensors"), py::arg("call"),
            "Runs `call`, which calls the function at `ffi_spy()` instead of the handle's.");
 

@@ -37,7 +37,9 @@ class PlannedImpl final : public Impl {
     std::shared_ptr<PlanTable> table;
     std::shared_ptr<const PythonConverter> converter;
     PythonRef override;
-    PythonRef record;        // record(override, keyset, values, key) -> result
+    // record(override, keyset, values, key) -> result: of a hit that is recorded or tried, or of
+    // native where a plan is compared with it.
+    PythonRef record;
     PythonRef is_capturing;  // is_capturing() -> bool, as PythonHooks has it
     // ask(override, keyset, values, key) -> whether the call waits for its kernels. If not, they
     // are compiled while native serves. Called only if the table is gated.
@@ -62,7 +64,7 @@ class PlannedImpl final : public Impl {
   bool has_quarantined() override { return impl_->has_quarantined(); }
 
  private:
-  enum class ReplayResult { Replayed, NoPlan, HooksSet };
+  enum class ReplayResult { Replayed, NoPlan, HooksSet, Unproven };
 
   ReplayResult replay(const Override& override, Call& call, const PlanKey& key);
   bool run_unplanned(const Override& override, Call& call, c10::Device device, bool in_python);
@@ -76,6 +78,11 @@ class PlannedImpl final : public Impl {
   bool is_worth_python(const Argument* arguments, bool in_python) const;
   void count_replay(const Override& override, const PlanEntry& entry) const;
   bool record(const Override& override, Call& call, c10::Device device, const PlanKey& key);
+  // Native serves the call, and Python compares the plan with it. Returns false in a capture.
+  bool prove(const Override& override, Call& call, c10::Device device, const PlanKey& key);
+  static bool miss(const Override& override);
+  bool is_capturing(c10::Device device) const;
+  void run_recording(Call& call, const PlanKey& key);
 
   std::unique_ptr<Impl> impl_;
   Options options_;

@@ -73,14 +73,8 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-bool is_dense(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet odd{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-                                    c10::DispatchKey::ZeroTensor, c10::DispatchKey::Python,
-                                    c10::DispatchKey::Functionalize};
-  return tensor.layout() == c10::kStrided && tensor.has_storage() &&
-         !tensor.key_set().has_any(odd) &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
+// Fake tensors have made-up addresses from here on (ready/dry.py). No other number is as large.
+constexpr uint64_t kFakeAddresses = uint64_t{1} << 62;
 
 // Visits every defined tensor of a value, also in lists.
 template <class Visit>
@@ -120,8 +114,8 @@ bool is_constant(const c10::IValue& value) {
 struct Recorder::Context : at::ObserverContext {};
 
 Recorder::Recorder(const c10::FunctionSchema& schema, std::vector<c10::IValue> arguments,
-                   c10::Device device)
-    : schema_(schema), arguments_(std::move(arguments)), device_(device) {
+                   c10::Device device, Tensors tensors)
+    : schema_(schema), arguments_(std::move(arguments)), device_(device), tensors_(tensors) {
   for (size_t index = 0; index < arguments_.size(); ++index) {
     each_tensor(arguments_[index], [&](const at::Tensor& tensor, int32_t item) {
       const TensorArgument argument{static_cast<int32_t>(index), item};
@@ -188,6 +182,15 @@ void Recorder::refuse(const std::string& reason) {
 }
 
 // --------------------------------------------------------------------------- what is known
+
+bool Recorder::is_dense(const at::Tensor& tensor) const {
+  constexpr c10::DispatchKeySet odd{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                    c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize};
+  const auto keys = tensor.key_set();
+  return tensor.layout() == c10::kStrided && tensor.has_storage() && !keys.has_any(odd) &&
+         (tensors_ == Tensors::Fake || !keys.has(c10::DispatchKey::Python)) &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
 
 std::optional<Recorder::Origin> Recorder::origin_of(const at::Tensor& tensor) const {
   const auto known = origins_.find(tensor.unsafeGetTensorImpl());
@@ -265,6 +268,10 @@ Pointer Recorder::locate(const at::Tensor& tensor) {
 }
 
 void Recorder::check_number(uint64_t number) {
+  const bool is_fake_address =
+      tensors_ == Tensors::Fake && number >= kFakeAddresses && number < 2 * kFakeAddresses;
+  if (is_fake_address) return refuse("a kernel got an address as an integer, not as a tensor");
+  if (tensors_ == Tensors::Fake) return;
   for (const at::Tensor& tensor : alive_) {
     const auto* storage = storage_of(tensor);
     if (storage == nullptr || storage->nbytes() == 0) continue;
@@ -278,14 +285,23 @@ Pointer Recorder::scratch(size_t nbytes) {
   Pointer pointer;
   pointer.base = Pointer::Base::Memory;
   pointer.memory = static_cast<int32_t>(memories_++);
-  steps_.push_back(
-      std::make_unique<Allocation>(pointer.memory, nbytes, c10::GetAllocator(device_.type())));
+  auto* allocator = tensors_ == Tensors::Fake ? nullptr : c10::GetAllocator(device_.type());
+  steps_.push_back(std::make_unique<Allocation>(pointer.memory, nbytes, allocator));
   return pointer;
 }
 
 // --------------------------------------------------------------------------- ops
 
+// `torch.empty` and the like detach what they made, outside of any op. For a fake tensor that
+// detaches what it is made of, and may call other ops, which no mode sees. The result has the same
+// memory, by which it is known.
+bool Recorder::is_inside_fake_tensor() const {
+  return tensors_ == Tensors::Fake &&
+         c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
+}
+
 void Recorder::begin_op(const at::RecordFunction& function) {
+  if (is_inside_fake_tensor()) return;
   try {
     const auto inputs = function.inputs();
     inputs_.assign(inputs.begin(), inputs.end());
@@ -314,7 +330,7 @@ void Recorder::begin_nested_op(const at::RecordFunction& function) {
 }
 
 void Recorder::end_op(const at::RecordFunction& function) {
-  if (!refusal_.empty()) return;
+  if (!refusal_.empty() || is_inside_fake_tensor()) return;
   try {
     const auto name = *function.operator_name();
     const auto op = c10::Dispatcher::singleton().findOp(name);
@@ -452,6 +468,7 @@ bool Recorder::record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10
 }
 
 void Recorder::record_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs) {
+  if (tensors_ == Tensors::Fake && op.operator_name().name == "aten::detach") return;
   if (!check_inputs(op) || record_allocation(op, outputs)) return;
   const std::string name = c10::toString(op.operator_name());
   const auto& arguments = op.schema().arguments();

@@ -20,9 +20,13 @@ namespace opgraft {
 // is a refusal: the impl runs on, but gives no plan.
 class Recorder {
  public:
+  // On what the impl runs: on tensors with memory, or on PyTorch's fake ones, in a process that may
+  // have no such device. A plan of the latter can only be saved.
+  enum class Tensors : uint8_t { Real, Fake };
+
   // `arguments`: the overridden op's. The recorder keeps them alive.
   Recorder(const c10::FunctionSchema& schema, std::vector<c10::IValue> arguments,
-           c10::Device device);
+           c10::Device device, Tensors tensors = Tensors::Real);
   ~Recorder();
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
@@ -84,6 +88,8 @@ class Recorder {
   bool reads_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs) const;
   bool record_allocation(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> outputs);
 
+  bool is_dense(const at::Tensor& tensor) const;
+  bool is_inside_fake_tensor() const;
   // A tensor's origin, by its identity or by its memory.
   std::optional<Origin> origin_of(const at::Tensor& tensor) const;
   void track(const at::Tensor& tensor, const Pointer& pointer, Operand::Kind kind);
@@ -100,6 +106,7 @@ class Recorder {
   c10::FunctionSchema schema_;
   std::vector<c10::IValue> arguments_;
   c10::Device device_;
+  Tensors tensors_;
   std::string refusal_;
   std::vector<std::unique_ptr<Step>> steps_;
   size_t memories_ = 0;

@@ -39,6 +39,10 @@ struct Driver {
   Result (*set_context)(void*);
   Result (*replace_address)(TensorMap*, void*);
   Result (*parameter_info)(void* function, size_t index, size_t* offset, size_t* size);
+  Result (*load_module)(void** module, const void* image);
+  Result (*get_function)(void** function, void* module, const char* name);
+  Result (*set_attribute)(void* function, int attribute, int value);
+  Result (*exchange_capture_mode)(int* mode);
 
   static const Driver& instance() {
     static const Driver driver;
@@ -59,6 +63,10 @@ struct Driver {
     load(set_context, "cuCtxSetCurrent");
     load(replace_address, "cuTensorMapReplaceAddress");
     load(parameter_info, "cuFuncGetParamInfo");
+    load(load_module, "cuModuleLoadData");
+    load(get_function, "cuModuleGetFunction");
+    load(set_attribute, "cuFuncSetAttribute");
+    load(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
   }
 };
 
@@ -94,6 +102,66 @@ std::vector<size_t> cuda_parameter_sizes(uint64_t function) {
     sizes.push_back(size);
   }
   return sizes;
+}
+
+namespace cuda {
+
+namespace {
+
+// What every kernel may have, and every cluster.
+constexpr uint32_t kSharedOfAll = 48 << 10;
+constexpr uint32_t kClusterOfAll = 8;
+
+// While it lives, this thread may do what would end a capture of a CUDA graph by another one.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  void exchange() {
+    if (driver_.exchange_capture_mode != nullptr) driver_.exchange_capture_mode(&mode_);
+  }
+
+  const Driver& driver_;
+  int mode_ = kRelaxedCapture;
+};
+
+void check(const Driver& driver, Result result, const std::string& what) {
+  if (result != kSuccess) cannot_launch("CUDA error: " + message(driver, result) + " when " + what);
+}
+
+}  // namespace
+
+}  // namespace cuda
+
+uint64_t load_cuda_kernel(const CudaKernel& kernel, c10::DeviceIndex device) {
+  const auto& driver = cuda::Driver::instance();
+  if (driver.load_module == nullptr || driver.get_function == nullptr ||
+      driver.set_attribute == nullptr) {
+    cannot_launch("there is no CUDA driver (libcuda.so.1)");
+  }
+  if (!cuda::adopt_primary_context(driver, device)) cannot_launch("the device has no context");
+  const cuda::RelaxedCapture relaxed(driver);
+  void* module = nullptr;
+  void* function = nullptr;
+  cuda::check(driver, driver.load_module(&module, kernel.image.data()), "loading " + kernel.name);
+  cuda::check(driver, driver.get_function(&function, module, kernel.name.c_str()),
+              "looking for " + kernel.name);
+  if (kernel.shared > cuda::kSharedOfAll) {
+    cuda::check(driver,
+                driver.set_attribute(function, cuda::FunctionAttribute::kMaxDynamicSharedSize,
+                                     static_cast<int>(kernel.shared)),
+                "giving shared memory to " + kernel.name);
+  }
+  if (kernel.cluster > cuda::kClusterOfAll) {
+    constexpr auto allowed = cuda::FunctionAttribute::kNonPortableClusterSizeAllowed;
+    cuda::check(driver, driver.set_attribute(function, allowed, 1),
+                "allowing clusters of " + kernel.name);
+  }
+  return reinterpret_cast<uint64_t>(function);
 }
 
 // --------------------------------------------------------------------------- Parameters
@@ -258,6 +326,8 @@ struct Library {
     return library;
   }
 
+  bool is_usable() const noexcept { return call != nullptr && set_stream != nullptr; }
+
  private:
   Library() {
     // Already loaded, because a function of it exists.
@@ -288,20 +358,33 @@ std::string raised(const Library& library) {
 
 }  // namespace ffi
 
+ffi::Tensor ffi::tensor_on(c10::Device device, std::tuple<uint8_t, uint8_t, uint16_t> dtype,
+                           size_t ndim) {
+  // DLPack's numbers of device types.
+  constexpr int32_t kCpu = 1;
+  constexpr int32_t kCuda = 2;
+  Tensor tensor{};
+  tensor.device.type = device.is_cuda() ? kCuda : kCpu;
+  tensor.device.id = device.is_cuda() ? device.index() : 0;
+  tensor.ndim = static_cast<int32_t>(ndim);
+  std::tie(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) = dtype;
+  return tensor;
+}
+
 int call_ffi(void* handle, const ffi::Any* arguments, int32_t count, ffi::Any* result) {
   const auto& library = ffi::Library::instance();
-  TORCH_CHECK(library.call != nullptr && library.set_stream != nullptr,
-              "libtvm_ffi.so is not loaded, or too old");
+  TORCH_CHECK(library.is_usable(), "libtvm_ffi.so is not loaded, or too old");
   return library.call(handle, const_cast<ffi::Any*>(arguments), count, result);
 }
 
-FfiCall::FfiCall(uint64_t handle, std::vector<Argument> arguments)
-    : handle_(reinterpret_cast<void*>(handle)), arguments_(std::move(arguments)) {
+FfiCall::FfiCall(uint64_t handle, std::vector<Argument> arguments, Callee callee)
+    : handle_(reinterpret_cast<void*>(handle)), callee_(callee), arguments_(std::move(arguments)) {
   for (const Argument& argument : arguments_) tensors_ += argument.is_tensor ? 1 : 0;
 }
 
 void FfiCall::run(Replay& replay) const {
   const auto& library = ffi::Library::instance();
+  if (C10_UNLIKELY(!library.is_usable())) cannot_launch("libtvm_ffi.so is not loaded, or too old");
   c10::SmallVector<ffi::Any, 16> values(arguments_.size());
   c10::SmallVector<ffi::Tensor, 12> tensors(tensors_);
   auto* tensor = tensors.data();
@@ -325,7 +408,10 @@ void FfiCall::run(Replay& replay) const {
   void* before = nullptr;
   if (device.is_cuda()) library.set_stream(kCuda, device.index(), replay.stream(), &before);
   ffi::Any result;
-  const int failed = call_ffi(handle_, values.data(), static_cast<int32_t>(values.size()), &result);
+  const auto count = static_cast<int32_t>(values.size());
+  const int failed = callee_ == Callee::Object ? call_ffi(handle_, values.data(), count, &result)
+                                               : reinterpret_cast<ffi::Function>(handle_)(
+                                                     nullptr, values.data(), count, &result);
   if (device.is_cuda()) library.set_stream(kCuda, device.index(), before, nullptr);
   if (C10_UNLIKELY(failed != 0)) cannot_launch(ffi::raised(library));
   if (C10_UNLIKELY(result.type_index >= ffi::kObjectBegin) && library.release != nullptr) {

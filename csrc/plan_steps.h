@@ -7,6 +7,7 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "plan.h"
@@ -32,6 +33,7 @@ class Parameters {
   void describe(Fingerprint& fingerprint) const;
   void visit(const Step::Visitor& visitor) const;
   size_t bytes() const noexcept;
+  py::list saved() const;
 
   // The parameters of one launch, on the stack.
   class Filled {
@@ -85,6 +87,13 @@ struct LaunchAttribute {
 };
 static_assert(sizeof(LaunchAttribute) == 72);
 
+// Of CUfunction_attribute.
+struct FunctionAttribute {
+  enum Id : int { kMaxDynamicSharedSize = 8, kNonPortableClusterSizeAllowed = 14 };
+};
+
+constexpr int kRelaxedCapture = 2;  // of CUstreamCaptureMode
+
 struct LaunchConfig {
   uint32_t grid[3];
   uint32_t block[3];
@@ -117,6 +126,7 @@ class CudaLaunch final : public Step {
   void visit(const Visitor& visitor) const override { parameters_.visit(visitor); }
   bool is_launch() const noexcept override { return true; }
   size_t bytes() const noexcept override { return sizeof(*this) + parameters_.bytes(); }
+  py::object saved() const override;
 
  private:
   void* function_;
@@ -129,6 +139,18 @@ class CudaLaunch final : public Step {
 // The sizes in bytes of a kernel's parameters, according to its module; empty if the driver is too
 // old to tell.
 std::vector<size_t> cuda_parameter_sizes(uint64_t function);
+
+// A kernel of a compiled module. Once loaded, a module stays: plans of any thread may launch it.
+struct CudaKernel {
+  std::string image;  // the module: a cubin
+  std::string name;
+  uint32_t shared = 0;   // bytes of dynamic shared memory
+  uint32_t cluster = 1;  // thread blocks per Triton program
+};
+
+// Loads a kernel onto a device, and returns its address. No other thread's capture of a CUDA graph
+// fails for it. Throws LaunchError.
+uint64_t load_cuda_kernel(const CudaKernel& kernel, c10::DeviceIndex device);
 
 // A C function, `void f(void** parameters, int32_t count)`: a kernel on the CPU.
 class FunctionCall final : public Step {
@@ -143,6 +165,7 @@ class FunctionCall final : public Step {
   void visit(const Visitor& visitor) const override { parameters_.visit(visitor); }
   bool is_launch() const noexcept override { return true; }
   size_t bytes() const noexcept override { return sizeof(*this) + parameters_.bytes(); }
+  py::object saved() const override;
 
  private:
   Function function_;
@@ -204,6 +227,9 @@ struct Object {
 
 using Function = int (*)(void* self, const Any* arguments, int32_t count, Any* result);
 
+// A tensor on a device, without its memory, sizes and strides.
+Tensor tensor_on(c10::Device device, std::tuple<uint8_t, uint8_t, uint16_t> dtype, size_t ndim);
+
 }  // namespace ffi
 
 class FfiCall final : public Step {
@@ -218,8 +244,11 @@ class FfiCall final : public Step {
     std::vector<int64_t> strides{};
   };
 
-  // `handle`: the function object's. The plan keeps it alive.
-  FfiCall(uint64_t handle, std::vector<Argument> arguments);
+  // What is called: an object of tvm-ffi's, or a function of a library as tvm-ffi declares it.
+  enum class Callee : uint8_t { Object, Function };
+
+  // `handle`: the object's, or the function's address. The plan keeps it alive.
+  FfiCall(uint64_t handle, std::vector<Argument> arguments, Callee callee = Callee::Object);
 
   void run(Replay& replay) const override;
   void describe(Fingerprint& fingerprint) const override;
@@ -227,9 +256,11 @@ class FfiCall final : public Step {
   void visit(const Visitor& visitor) const override;
   bool is_launch() const noexcept override { return true; }
   size_t bytes() const noexcept override;
+  py::object saved() const override;
 
  private:
   void* handle_;
+  Callee callee_;
   std::vector<Argument> arguments_;
   size_t tensors_ = 0;
 };
@@ -265,6 +296,7 @@ class BoxedCall final : public Step {
   std::string text() const override;
   void visit(const Visitor& visitor) const override;
   size_t bytes() const noexcept override;
+  py::object saved() const override;
 
  private:
   c10::OperatorHandle op_;

@@ -74,7 +74,7 @@ def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGES.rglob("*.py")):
         parts = path.relative_to(PACKAGES).with_suffix("").parts
-        if "templates" not in parts:
+        if "templates" not in parts and path.name != "conftest.py":
             found[".".join(parts).removesuffix(".__init__")] = path
     return found
 

@@ -183,7 +183,8 @@ def register_op_override(
         when_not_ready=when_not_ready,
         samples=samples,
         crossover=crossover,
-        unavailable=_unavailable(dsl, owner),
+        unavailable=_unavailable(dsl, owner)
+        or _why_not_in_bundles(launch_plan and autograd is None),
     )
     override = Override(declaration, registry)
     if launch_plan or when_not_ready == "native":
@@ -357,6 +358,17 @@ def _check_choice(parameter: str, value: str, choices: Any, or_else: str = "") -
 def _default_name(impl: Callable[..., Any]) -> str:
     module = getattr(impl, "__module__", None) or type(impl).__module__
     return f"{module}.{getattr(impl, '__qualname__', type(impl).__qualname__)}"
+
+
+def _why_not_in_bundles(has_plans: bool) -> str | None:
+    """Why no call may be routed to an override, where that is for what a bundle holds alone."""
+    if not env.needs_bundle():
+        return None
+    if not has_plans:
+        return "it has no launch plans, which is all that a bundle holds (OPGRAFT_READY=bundle)"
+    if loader.in_use() is None:
+        return "launch plans need the compiled core (OPGRAFT_READY=bundle): opgraft build"
+    return None
 
 
 def _unavailable(dsl: str | None, owner: packs.Owner | None) -> str | None:

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 #: Every environment variable that opgraft reads, also when it is built.
 VARIABLES = (
     *("OPGRAFT_DISABLE", "OPGRAFT_PACKS", "OPGRAFT_STRICT", "OPGRAFT_PLANS", "OPGRAFT_ROUTER"),
+    *("OPGRAFT_KERNELS", "OPGRAFT_READY"),
     *(
         "OPGRAFT_CACHE",
         "OPGRAFT_SHADOW",

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,20 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+LABEL = "function.so"
+
+
+def write(
+    key: dict[str, Any], library: bytes, facts: dict[str, Any] | None = None
+) -> entries.Entry:
+    return entries.write(key, {LABEL: library}, facts or {})
+
+
 def content(entry: entries.Entry | None) -> bytes | None:
-    return None if entry is None else Path(entry.open()).read_bytes()
+    if entry is None:
+        return None
+    assert entry.read(LABEL) == Path(entry.open(LABEL)).read_bytes()
+    return entry.read(LABEL)
 
 
 def files() -> list[Path]:
@@ -34,47 +47,47 @@ def files() -> list[Path]:
 
 def test_what_was_written_is_read() -> None:
     assert entries.read(KEY) is None
-    entries.write(KEY, LIBRARY, {"tile": [64, 128]})
+    write(KEY, LIBRARY, {"tile": [64, 128]})
     entry = entries.read(KEY)
     assert content(entry) == LIBRARY
     assert entry is not None and entry.facts == {"tile": [64, 128]}
 
 
 def test_another_key_has_none() -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     assert entries.read(KEY | {"kind": ["Kind", 64, 0]}) is None
 
 
 def test_who_writes_later_is_read() -> None:
-    entries.write(KEY, LIBRARY, {})
-    entries.write(KEY, LIBRARY[::-1], {})
+    write(KEY, LIBRARY)
+    write(KEY, LIBRARY[::-1])
     assert content(entries.read(KEY)) == LIBRARY[::-1]
 
 
 def test_what_is_open_stays(own_cache: Path) -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     entry = entries.read(KEY)
     assert entry is not None
-    opened = entry.open()
+    opened = entry.open(LABEL)
     shutil.rmtree(own_cache)
     assert Path(opened).read_bytes() == LIBRARY
     with pytest.raises(FileNotFoundError):
-        entry.open()
+        entry.open(LABEL)
 
 
 def test_what_changed_since_it_was_read_is_not_opened() -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     entry = entries.read(KEY)
     assert entry is not None
-    entry.path.write_bytes(LIBRARY[::-1])
+    (entry.place.folder / entry.files[LABEL].name).write_bytes(LIBRARY[::-1])
     with pytest.raises(OSError, match="damaged"):
-        entry.open()
+        entry.open(LABEL)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".so"])
 def test_no_damaged_byte_is_read(suffix: str, caplog: pytest.LogCaptureFixture) -> None:
     """A byte that differs, a file that ends early, or goes on."""
-    entries.write(KEY, LIBRARY, {"tile": [64, 128]})
+    write(KEY, LIBRARY, {"tile": [64, 128]})
     (path,) = (each for each in files() if each.suffix == suffix)
     right = path.read_bytes()
     damaged = [right[:i] + bytes([right[i] ^ 1]) + right[i + 1 :] for i in range(len(right))]
@@ -90,7 +103,7 @@ def test_no_damaged_byte_is_read(suffix: str, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("suffix", [".json", ".so"])
 def test_what_others_may_write_is_not_read(suffix: str, caplog: pytest.LogCaptureFixture) -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     (path,) = (each for each in files() if each.suffix == suffix)
     path.chmod(0o666)
     assert entries.read(KEY) is None
@@ -98,7 +111,7 @@ def test_what_others_may_write_is_not_read(suffix: str, caplog: pytest.LogCaptur
 
 
 def test_a_folder_that_others_may_write_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     entries.folder().chmod(0o777)
     assert entries.read(KEY) is None
     assert "chmod go-w" in caplog.text
@@ -116,14 +129,14 @@ def test_a_folder_that_others_may_write_is_not_read(caplog: pytest.LogCaptureFix
 )
 @pytest.mark.parametrize("suffix", [".json", ".so"])
 def test_what_is_no_file_is_not_read(suffix: str, spoil: Callable[[Path], object]) -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     (path,) = (each for each in files() if each.suffix == suffix)
     spoil(path)
     assert entries.read(KEY) is None
 
 
 def test_a_library_that_was_removed_is_not_missed_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     next(each for each in files() if each.suffix == ".so").unlink()
     assert entries.read(KEY) is None
     assert not caplog.records
@@ -132,27 +145,35 @@ def test_a_library_that_was_removed_is_not_missed_aloud(caplog: pytest.LogCaptur
 def test_what_was_used_longest_ago_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "MAX_BYTES", 3 * 2000)
     keys = [KEY | {"number": i} for i in range(4)]
-    for age, key in zip((40, 30, 20), keys, strict=False):
-        entries.write(key, bytes(1000), {})
-        for path in entries.folder().glob(f"{entries.digest(key)}*"):
-            os.utime(path, (time.time() - age,) * 2)
+    for age, (key, number) in zip((40, 30, 20), zip(keys, range(3), strict=False), strict=True):
+        entry = write(key, bytes([number]) * 1000)
+        for name in (entries.file_of(key), entry.files[LABEL].name):
+            os.utime(entries.folder() / name, (time.time() - age,) * 2)
     assert entries.read(keys[0]) is not None  # it is used now
-    entries.write(keys[3], bytes(3500), {})
+    write(keys[3], bytes(3500))
     assert [entries.read(key) is not None for key in keys] == [True, False, False, True]
 
 
+def test_entries_share_files_that_are_the_same() -> None:
+    others = [KEY | {"number": i} for i in range(3)]
+    for key in others:
+        write(key, LIBRARY)
+    assert len(files()) == len(others) + 1
+    assert all(content(entries.read(key)) == LIBRARY for key in others)
+
+
 def test_what_a_writer_left_behind_is_removed() -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     old, young = entries.folder() / ".old", entries.folder() / ".young"
     for path, age in ((old, 2 * entries.LEFT_BEHIND_SECONDS), (young, 0.0)):
         path.write_bytes(b"half")
         os.utime(path, (time.time() - age,) * 2)
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     assert young.exists() and not old.exists()
 
 
 def test_nothing_is_left_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries.write(KEY, LIBRARY, {})
+    write(KEY, LIBRARY)
     before = files()
 
     def no_space(*_: object) -> None:
@@ -160,7 +181,7 @@ def test_nothing_is_left_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "replace", no_space)
     with pytest.raises(OSError, match="No space"):
-        entries.write(KEY | {"number": 1}, LIBRARY, {})
+        write(KEY | {"number": 1}, LIBRARY)
     assert files() == before
 
 
@@ -171,11 +192,12 @@ from pathlib import Path
 from opgraft.cache import entries
 entries.MAX_BYTES = 3000
 for i in range(150):
-    entries.write({"key": i % 3}, bytes([int(sys.argv[1])]) * 1000, {"of": sys.argv[1]})
+    library = bytes([int(sys.argv[1])]) * 1000
+    entries.write({"key": i % 3}, {"function.so": library}, {"of": sys.argv[1]})
     entry = entries.read({"key": (i + 1) % 3})
     if entry is not None:
         try:
-            found = Path(entry.open()).read_bytes()
+            found = Path(entry.open("function.so")).read_bytes()
         except FileNotFoundError:  # removed meanwhile, to make room
             continue
         assert len(found) == 1000 and set(found) == {int(entry.facts["of"])}, found[:9]

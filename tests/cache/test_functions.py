@@ -182,7 +182,7 @@ def test_where_nothing_can_be_kept_all_compile(
     spoil(monkeypatch, tmp_path / "cache")
     assert [call(Functions(compile_kind)) for _ in range(2)] == ["compiled"] * 2
     with (
-        cutedsl.compiling_for_others(),
+        cutedsl.compiling_for_others(lambda *_: None),
         pytest.raises(cutedsl.CannotKeep, match=r"No space|cache|linker"),
     ):
         Functions(compile_kind)(Kind(64), CPU)
@@ -193,7 +193,7 @@ def test_where_nobody_trusts_what_is_kept_a_worker_says_so(tmp_path: Path) -> No
     (tmp_path / "cache" / "kernels").mkdir(parents=True)
     (tmp_path / "cache").chmod(0o777)
     with (
-        cutedsl.compiling_for_others(),
+        cutedsl.compiling_for_others(lambda *_: None),
         pytest.raises(cutedsl.CannotKeep, match="others may write to"),
     ):
         Functions(compile_kind)(Kind(64), CPU)
@@ -228,7 +228,7 @@ def test_who_compiles_for_others_calls_nothing() -> None:
     functions = Functions(compile_kind)
     called: list[str] = []
     for _ in range(2):
-        with cutedsl.compiling_for_others() as names:
+        with cutedsl.compiling_for_others(lambda *_: None) as names:
             functions(Kind(64), CPU)(called)
             assert functions.facts(Kind(64), CPU) == [64, 128]
         assert len(names) == 2 and "compile_kind" in names[0]
@@ -239,7 +239,7 @@ def test_who_compiles_for_others_calls_nothing() -> None:
 def test_who_compiles_for_others_makes_what_was_removed_again() -> None:
     functions = Functions(compile_kind)
     for _ in range(2):
-        with cutedsl.compiling_for_others():
+        with cutedsl.compiling_for_others(lambda *_: None):
             functions(Kind(64), CPU)
         shutil.rmtree(entries.folder())
     assert len(compiled) == 2

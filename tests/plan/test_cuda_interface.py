@@ -41,6 +41,12 @@ static_assert(int(Attribute::kProgrammaticStreamSerialization) ==
 static_assert(int(Attribute::kSpread) == CU_CLUSTER_SCHEDULING_POLICY_SPREAD);
 static_assert(sizeof(CUtensorMap) == 128 && alignof(CUtensorMap) <= 128);
 static_assert(CUDA_ERROR_INVALID_CONTEXT == 201);
+using FunctionAttribute = cuda::FunctionAttribute;
+static_assert(int(FunctionAttribute::kMaxDynamicSharedSize) ==
+              CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+static_assert(int(FunctionAttribute::kNonPortableClusterSizeAllowed) ==
+              CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED);
+static_assert(cuda::kRelaxedCapture == CU_STREAM_CAPTURE_MODE_RELAXED);
 """
 
 

@@ -1028,7 +1028,7 @@ def test_no_replay_while_launch_hooks_of_triton_are_set(register: Register) -> N
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         if (recorder := core.current_recorder()) is not None:
-            triton_launches._watch_hooks()  # as a Triton launch does
+            triton_launches.watch_hooks()  # as a Triton launch does
             recorder.watch_hooks()
         return doubled(self, dim, half_to_float)
 

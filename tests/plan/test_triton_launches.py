@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from opgraft.plan import triton_launches, triton_versions
+from opgraft.dsl import triton_launch, triton_versions
 
 pytest.importorskip("triton")
 
@@ -131,14 +131,14 @@ def test_a_launch_around_the_front_is_refused() -> None:
 def test_numbers_as_the_launcher_packs_them(
     type_: str, value: Any, expected: int, size: int
 ) -> None:
-    parameter = triton_launches._parameter(type_, value)
+    parameter = triton_launch.parameter(type_, value)
     assert parameter == (("value", expected), size)
 
 
 @pytest.mark.parametrize(("type_", "value"), [("*fp32", 1234), ("nvTmaDesc", object())])
 def test_what_has_no_provenance_is_refused(type_: str, value: Any) -> None:
-    with pytest.raises(triton_launches.NotRecordable):
-        triton_launches._parameter(type_, value)
+    with pytest.raises(triton_launch.NotRecordable):
+        triton_launch.parameter(type_, value)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,20 @@ def negated(self: torch.Tensor) -> torch.Tensor:
     return 0 - self
 
 
+def times_minus_one(self: torch.Tensor) -> torch.Tensor:
+    """Its op gets the number as a tensor."""
+    return self * -1.0
+
+
+def negated_by_product(self: torch.Tensor) -> torch.Tensor:
+    """Calls an op that autocast would cast for, were it on for impls."""
+    row = self.reshape(1, 1, -1)
+    minus_one = torch.full((1, row.shape[-1], row.shape[-1]), 0.0).diagonal_scatter(
+        torch.full((1, row.shape[-1]), -1.0), dim1=1, dim2=2
+    )
+    return torch.bmm(row, minus_one).reshape(self.shape)
+
+
 def tells_when_dry(self: torch.Tensor) -> torch.Tensor:
     """Writes down which process ran it dry."""
     if is_dry(self):
@@ -141,3 +155,18 @@ def starts_a_process_when_dry(self: torch.Tensor) -> torch.Tensor:
                 notes.write(f"{process.pid}\n")
             process.wait()
     return 0 - self
+
+
+def doubled(self: torch.Tensor) -> torch.Tensor:
+    """Not what `neg` is."""
+    return self + self
+
+
+def negated_by_where_it_begins(self: torch.Tensor) -> torch.Tensor:
+    """Would be wrong in a plan: what it multiplies by is none of a plan's key."""
+    return self * (-1 - self.storage_offset()) + self * self.storage_offset()
+
+
+def negated_by_its_memory(self: torch.Tensor) -> torch.Tensor:
+    extra = self.untyped_storage().nbytes() // 4 - self.numel()
+    return self * (-1 - extra) + self * extra

@@ -68,9 +68,9 @@ from opgraft.ready import dry, triton_kernels
 
 lines = [json.loads(line) for line in sys.stdin]
 described = [each for line in lines for each in line.get("triton", ())]
-triton.runtime.driver.set_active(dry._driver(90))
+triton.runtime.driver.set_active(dry._driver({"major": 9, "minor": 0}))
 loaded, compiled = set(), []
-CompiledKernel.run = property(lambda self: loaded.add(self))
+CompiledKernel.run = property(lambda self: loaded.add(self) or (lambda *_: None))
 for each in described:
     triton_kernels._load(each)
 do_compile = JITFunction._do_compile
@@ -293,4 +293,4 @@ def test_an_impl_finds_the_device_and_the_default_dtype_of_the_call(tmp_path: Pa
         timeout=250,
     )
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer == {"compiled": [], "triton": []}, answer
+    assert answer == {"compiled": [], "triton": [], "no_plan": "no plan was asked for"}, answer

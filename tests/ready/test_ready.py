@@ -40,6 +40,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPGRAFT_CACHE", str(place))
+        patch.setenv("OPGRAFT_KERNELS", "none")  # calls that are ready run here
         patch.setenv("OPGRAFT_TEST_NOTES", str(place / "notes"))
         yield place
         end_workers()
@@ -997,7 +998,9 @@ def program_that_ends(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "executable", ["", "/no/such/python", "/bin/true", program_that_ends, None], ids=str
+    "executable",
+    ["", "/no/such/python", "/bin/true", program_that_ends, None],
+    ids=["empty", "missing", "true", "a program that ends", "None"],
 )
 def test_where_no_worker_can_be_started_this_process_compiles(
     register: Register,

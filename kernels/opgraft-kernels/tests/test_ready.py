@@ -52,17 +52,21 @@ for each in OPS.values():
 for override in opgraft.overrides(dsl="cutedsl", dispatch_key="CUDA"):
     call = override.operator.bind(calls[override.op.partition("::")[2].partition(".")[0]], {})
     keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    print(json.dumps([override.name, request.request(override, call, keyset)]))
+    asked = request.request(override, call, keyset, plan={"of": override.name})
+    print(json.dumps([override.name, asked]))
 """
 #: Loads each function that is in the cache, and says whether CuteDSL was imported for that.
 LOAD = """
 import json, sys
-from opgraft.cache import entries, loaded
+from opgraft.cache import cutedsl, entries, loaded, origins
 
 for path in sorted(entries.folder().glob("*.json")):
     key = json.loads(path.read_text().splitlines()[0])["key"]
     entry = entries.read(key)
-    function = loaded.load(entry.open(), entry.facts["libraries"])
+    if cutedsl.LIBRARY not in entry.files:  # a plan
+        continue
+    needs = map(origins.absolute, entry.facts["libraries"])
+    function = loaded.load(entry.open(cutedsl.LIBRARY), list(needs))
     try:
         function()
     except TypeError as error:
@@ -106,6 +110,7 @@ def test_a_worker_compiles_for_every_override_in_cutedsl(
     answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
     for name, answer in zip(asked, answers, strict=True):
         assert answer.get("compiled"), (name, answer)
+        assert answer["no_plan"] == "", name
     *called, imported = output(LOAD, OPGRAFT_PACKS="none")
     assert called and all("parameters when calling" in line for line in called)
     assert imported == "[]"
@@ -137,16 +142,18 @@ COMPILE = """
 import cutlass.cute as cute
 from cutlass import Float32
 
-class Fill:
+class Scale:
     @cute.jit
-    def __call__(self, x: cute.Tensor, value: Float32):
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, value: Float32):
         for i in range(cute.size(x)):
-            x[i] = value * {factor}
+            y[i] = x[i] * value
 
 def compile_kind(kind):
     memory = dict(stride=(1,), assumed_align=4, memspace=cute.AddressSpace.generic)
-    x = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), **memory)
-    return cute.compile(Fill(), x, Float32(1.0), options="--enable-tvm-ffi"), kind.fact
+    x, y = (
+        cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), **memory) for _ in range(2)
+    )
+    return cute.compile(Scale(), x, y, Float32(1.0), options="--enable-tvm-ffi"), kind.fact
 """
 CALLS = """
 from typing import NamedTuple
@@ -158,15 +165,15 @@ functions = cutedsl_utils.Functions(lazy("my_compile:compile_kind"))
 class Kind(NamedTuple):
     fact: str
 
-def filled(self):
+def negated(self):
     out = torch.empty_like(self)
-    functions(Kind("a fact"), self.device)(out, 3.0)
+    functions(Kind("a fact"), self.device)(self, out, -1.0)
     return out
 
 def compiled_by_hand(self):
     import my_compile
     out = torch.empty_like(self)
-    my_compile.compile_kind(Kind("a fact"))[0](out, 3.0)
+    my_compile.compile_kind(Kind("a fact"))[0](self, out, -1.0)
     return out
 """
 #: Registers one of the impls and prints what three calls return, and what became of it.
@@ -190,24 +197,28 @@ print(len(plans["plans"]), plans["refusals"])
 
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
-    (tmp_path / "my_compile.py").write_text(COMPILE.replace("{factor}", "1"))
+    (tmp_path / "my_compile.py").write_text(COMPILE)
     (tmp_path / "my_calls.py").write_text(CALLS)
     return tmp_path
 
 
+NATIVE = "[-1.0, -1.0, -1.0, -1.0]"
+RESULTS = " ".join(str([-value] * 4) for value in (1.0, 2.0, 3.0, 4.0))
+
+
 @pytest.mark.usefixtures("modules")
 def test_what_a_worker_compiled_runs_here_without_cutedsl(output: Run) -> None:
-    native, ours, counts, state, plans = output(MAIN.replace("{impl}", "filled"))
-    assert native == "[-1.0, -1.0, -1.0, -1.0]"
-    assert ours == " ".join(["[3.0, 3.0, 3.0, 3.0]"] * 4)
-    assert counts == "4 1 False"
+    """Two calls are native's, with which the worker's launch plan is compared; then it is hit."""
+    native, ours, counts, state, plans = output(MAIN.replace("{impl}", "negated"))
+    assert (native, ours) == (NATIVE, RESULTS)
+    assert counts == "2 3 False"
     assert state.strip() == "ready worker"
     assert plans == "1 {}"
 
 
 @pytest.mark.usefixtures("modules")
 def test_what_cutedsl_compiles_in_another_way_is_compiled_here(output: Run) -> None:
-    _, ours, counts, state, _ = output(MAIN.replace("{impl}", "compiled_by_hand"))
-    assert ours == " ".join(["[3.0, 3.0, 3.0, 3.0]"] * 4)
+    native, ours, counts, state, _ = output(MAIN.replace("{impl}", "compiled_by_hand"))
+    assert (native, ours) == (NATIVE, RESULTS)
     assert counts == "4 1 True"
     assert state.startswith("ready this") and "opgraft.cutedsl_utils.Functions" in state

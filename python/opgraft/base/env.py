@@ -8,6 +8,9 @@
 `OPGRAFT_PLANS`    `0`: nothing is recorded as a launch plan; every hit runs in Python.
 `OPGRAFT_WHEN_NOT_READY`  `native` or `wait`: what a call does whose kernels are not compiled yet,
                    whatever overrides were registered with.
+`OPGRAFT_KERNELS`  a bundle's folder, whose kernels and launch plans are loaded first; `none`: no
+                   launch plan is taken from another process, nor kept for one.
+`OPGRAFT_READY`    `bundle`: only what that bundle holds is routed to a kernel.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
 `OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
 `OPGRAFT_TABLES`   where the user's crossover tables are, instead of `~/.cache/opgraft/tables`.
@@ -107,6 +110,19 @@ def when_not_ready() -> str | None:
     if text and text not in ("native", "wait"):
         warn_once(f"OPGRAFT_WHEN_NOT_READY={text} is ignored: give native or wait")
     return text if text in ("native", "wait") else None
+
+
+def shares_plans() -> bool:
+    """Whether launch plans are kept for others, and loaded: unless `OPGRAFT_KERNELS=none`."""
+    return os.environ.get("OPGRAFT_KERNELS", "").strip().lower() != "none"
+
+
+def needs_bundle() -> bool:
+    """Whether `OPGRAFT_READY=bundle` routes to a kernel what a bundle holds, and nothing else."""
+    text = os.environ.get("OPGRAFT_READY", "").strip().lower()
+    if text and text != "bundle":
+        warn_once(f"OPGRAFT_READY={text} is ignored: give bundle")
+    return text == "bundle"
 
 
 def strict() -> bool:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from opgraft.cache import entries, origins
+from opgraft.cache import entries, libraries, origins
 from opgraft.ops.lazy_impl import Lazy
 
 __all__ = ["CannotKeep", "Functions", "compiling_for_others"]
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: What a compile function returns: a function, or with it what callers need to know of it.
 CompileFunction = Callable[[Any], Any]
+#: What an entry calls the library of a function.
+LIBRARY = "function.so"
 #: Variables of the environment that say nothing of what is compiled.
 _OTHER_VARIABLES = {"CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"}
 
@@ -99,43 +101,63 @@ class Functions:
         return made
 
     def _make_for_others(
-        self, names: list[str], kind: Any, device: torch.device
+        self, others: ForOthers, kind: Any, device: torch.device
     ) -> tuple[Callable[..., None], Any]:
         key = _key(self._compile_kind, kind, device)
-        names.append(f"{key['function']} {kind}")
+        others.names.append(f"{key['function']} {kind}")
         entry = _find(key)  # which may have been removed since this process made it
-        facts = self._compile(kind, key)[1] if entry is None else entry.facts["facts"]
-        return _launch_nothing, facts
+        if entry is None:
+            entry = _keep(key, *self._compiled(kind))
+
+        def note_call(*arguments: Any) -> None:
+            others.called(entry, arguments)
+
+        return note_call, entry.facts["facts"]
 
     def _compile(self, kind: Any, key: dict[str, Any]) -> tuple[Callable[..., None], Any]:
-        made = self._compile_kind(kind)
-        function, facts = made if isinstance(made, tuple) else (made, None)
+        function, facts = self._compiled(kind)
         try:
-            facts = _keep(key, function, facts)
+            facts = _keep(key, function, facts).facts["facts"]
         except CannotKeep as error:
-            if _for_others is not None:
-                raise
             log.info("a compiled function is not kept for other processes: %s", error)
         return function, facts
+
+    def _compiled(self, kind: Any) -> tuple[Callable[..., None], Any]:
+        made = self._compile_kind(kind)
+        return made if isinstance(made, tuple) else (made, None)
+
+
+class ForOthers(NamedTuple):
+    """What is compiled for other processes."""
+
+    #: The names of the functions that were asked for.
+    names: list[str]
+    #: Called in place of a function, with its entry and its arguments.
+    called: Callable[[entries.Entry, tuple[Any, ...]], None]
 
 
 # Held while compiling, for seconds: a fork must not wait for it, and its child gets another.
 _compiling = threading.RLock()
-#: The functions that were asked for, while they are compiled for other processes alone.
-_for_others: list[str] | None = None
+#: While functions are compiled for other processes alone.
+_for_others: ForOthers | None = None
 
 
 @contextmanager
-def compiling_for_others() -> Iterator[list[str]]:
+def compiling_for_others(
+    called: Callable[[entries.Entry, tuple[Any, ...]], None],
+) -> Iterator[list[str]]:
     """Compile functions without calling them, for processes that have a GPU.
+
+    Args:
+        called: called in place of a function, with its entry in the cache and its arguments.
 
     Returns:
         The names of those that were asked for.
     """
     global _for_others
-    _for_others = []
+    _for_others = ForOthers([], called)
     try:
-        yield _for_others
+        yield _for_others.names
     finally:
         _for_others = None
 
@@ -147,10 +169,6 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _launch_nothing(*arguments: Any) -> None:
-    """In place of a function, while it is compiled for other processes."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -238,17 +256,18 @@ def _load(key: dict[str, Any]) -> tuple[Callable[..., None], Any] | None:
     from opgraft.cache import loaded
 
     try:
-        return loaded.load(entry.open(), entry.facts["libraries"]), entry.facts["facts"]
+        needs = list(map(origins.absolute, entry.facts["libraries"]))
+        return loaded.load(entry.open(LIBRARY), needs), entry.facts["facts"]
     except (OSError, AttributeError) as error:  # no library of CuteDSL's, a folder of no programs
         log.warning("a compiled kernel cannot be loaded, and is compiled anew: %s", error)
         return None
 
 
-def _keep(key: dict[str, Any], function: Any, facts: Any) -> Any:
+def _keep(key: dict[str, Any], function: Any, facts: Any) -> entries.Entry:
     """Write a function to the cache.
 
     Returns:
-        The facts as other processes read them: JSON makes lists of tuples, for instance.
+        It as other processes find it: JSON makes lists of tuples in its facts, for instance.
 
     Raises:
         CannotKeep: it cannot be written, or not found again.
@@ -260,32 +279,31 @@ def _keep(key: dict[str, Any], function: Any, facts: Any) -> Any:
     try:
         sources = origins.hashes(key["function"].partition(":")[0])
         library, needs = _exported(function)
-        entries.write(key, library, {"facts": facts, "sources": sources, "libraries": needs})
+        told = {"facts": facts, "sources": sources, "libraries": needs}
+        entries.write(key, {LIBRARY: library}, told)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CannotKeep(f"{type(error).__name__}: {error}") from error
     entry = _find(key)
     if entry is None:  # nobody trusts the folder, for instance: a call would compile anew, and wait
         raise CannotKeep(f"it is not found again: {entries.why_unusable() or 'it was removed'}")
-    return entry.facts["facts"]
+    return entry
 
 
 def _exported(function: Any) -> tuple[bytes, list[str]]:
     """A function as a shared library, and the libraries that it needs."""
-    from opgraft.cache import loaded
-
     runtime = sys.modules["cutlass.cute"].runtime
     needs = [str(path) for path in runtime.find_runtime_libraries(enable_tvm_ffi=True)]
     with entries.temporary_folder() as name:
         folder = Path(name)
         compiled, linked = folder / "function.o", folder / "function.so"
-        function.export_to_c(str(compiled), function_name=loaded.NAME)
+        function.export_to_c(str(compiled), function_name=libraries.NAME)
         command = [*_linker(), "-shared", "-o", str(linked), str(compiled), *needs]
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
         if done.returncode:
             raise CannotKeep(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
-        return linked.read_bytes(), needs
+        return linked.read_bytes(), list(map(origins.relative, needs))
 
 
 def _linker() -> list[str]:

@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,35 +22,136 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 2**30
 #: Seconds after which a temporary file is one that its writer has left behind.
 LEFT_BEHIND_SECONDS = 3600.0
+#: What the names of files in the cache end with.
+_SUFFIXES = (".json", ".so", ".cubin")
+
+
+class Place:
+    """A folder of entries, and how its files are read.
+
+    Args:
+        folder: the folder.
+        hashes: of each file that counts, as a bundle's manifest has them. The files may be another
+            user's then, who alone may write to them. None: the user's own cache, whose entries say
+            the hashes of their files, and which nobody else could have written.
+    """
+
+    def __init__(self, folder: Path, hashes: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self._hashes = hashes
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether it is the user's own cache, which this process may write to."""
+        return self._hashes is None
+
+    def has(self, name: str) -> bool:
+        """Whether a file of this name is there; it may be damaged."""
+        return name in self._hashes if self._hashes is not None else self.path(name).exists()
+
+    def count(self) -> int:
+        """How many entries a bundle has."""
+        return sum(name.endswith(".json") for name in self._hashes or ())
+
+    def path(self, name: str) -> Path:
+        """Where a file is.
+
+        Raises:
+            ValueError: an entry names a file that would be in another folder.
+        """
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is no name of a file in {self.folder}")
+        return self.folder / name
+
+    def read(self, name: str, sha256: str | None = None) -> bytes:
+        """The content of a file.
+
+        Args:
+            name: its name.
+            sha256: the hash that it must have; None: a manifest's alone counts.
+
+        Raises:
+            OSError: it is not there, damaged, or others could have written it.
+            ValueError: it can be no file of this folder.
+        """
+        path = self.path(name)
+        content = store.read_trusted_bytes(path, by_anybody=not self.is_cache)
+        self._check(name, content, sha256)
+        return content
+
+    def open(self, name: str, sha256: str | None = None) -> str:
+        """A name of the open file, by which it can be loaded, whatever becomes of its path.
+
+        Args and errors are those of :meth:`read`.
+        """
+        opened = store.open_trusted(self.path(name), by_anybody=not self.is_cache)
+        self._check(name, Path(opened).read_bytes(), sha256)
+        return opened
+
+    def _check(self, name: str, content: bytes, sha256: str | None) -> None:
+        wanted = [] if sha256 is None else [sha256]
+        if self._hashes is not None:
+            if name not in self._hashes:
+                raise OSError(f"{self.path(name)} is not in the bundle's manifest")
+            wanted.append(self._hashes[name])
+        if any(each != hash_of(content) for each in wanted):
+            raise OSError(f"{self.path(name)} is damaged")
+
+    def note_use(self, name: str) -> None:
+        """Note that a file is used, so that others make room first."""
+        if self.is_cache:
+            with contextlib.suppress(OSError):  # it may be read only
+                os.utime(self.path(name))
+
+
+class File(NamedTuple):
+    """A file that an entry names."""
+
+    name: str
+    sha256: str
 
 
 class Entry(NamedTuple):
-    """A compiled library, and what is known of it.
+    """What was kept for a key.
 
     Attributes:
-        path: the library.
-        sha256: the hash of what was written there.
-        facts: what was written with it.
+        name: of its own file.
+        place: where it is.
+        files: its files, by what the writer called them.
+        facts: what was written with them.
     """
 
-    path: Path
-    sha256: str
+    name: str
+    place: Place
+    files: dict[str, File]
     facts: dict[str, Any]
 
-    def open(self) -> str:
-        """A name of the open library, by which it can be loaded, whatever becomes of its path.
+    def open(self, label: str) -> str:
+        """A name of one of its files, opened: see :meth:`Place.open`."""
+        return self.place.open(*self.files[label])
 
-        Raises:
-            OSError: it is not there any more, or not what it was.
-        """
-        opened = store.open_trusted(self.path)
-        _check(self.path, Path(opened).read_bytes(), self.sha256)
-        return opened
+    def read(self, label: str) -> bytes:
+        """The content of one of its files: see :meth:`Place.read`."""
+        return self.place.read(*self.files[label])
 
 
 def folder() -> Path:
     """Where the cache is: `kernels` in opgraft's cache."""
     return store.root() / "kernels"
+
+
+def cache() -> Place:
+    """The user's own cache.
+
+    Raises:
+        RuntimeError: this user has no home.
+    """
+    return Place(folder())
+
+
+def hash_of(content: bytes) -> str:
+    """The hash by which files are known."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def digest(key: dict[str, Any]) -> str:
@@ -59,105 +160,111 @@ def digest(key: dict[str, Any]) -> str:
     >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     True
     """
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return hash_of(json.dumps(key, sort_keys=True).encode())[:32]
 
 
-def write(key: dict[str, Any], library: bytes, facts: dict[str, Any]) -> None:
-    """Keep a compiled library.
+def file_of(key: dict[str, Any]) -> str:
+    """The name of a key's entry."""
+    return f"{digest(key)}.json"
+
+
+def write(
+    key: dict[str, Any], contents: Mapping[str, bytes | File], facts: dict[str, Any]
+) -> Entry:
+    """Keep files, and what is to be known of them.
 
     Args:
-        key: what it was compiled of and for, as JSON has it.
-        library: the content of a shared library.
-        facts: what is to be known of it, as JSON has it.
+        key: what they were made of and for, as JSON has it.
+        contents: by what the entry calls them, with the suffix of the file: `"function.so"`. A file
+            that another entry has is named, and stays as it is.
+        facts: what is to be known of them, as JSON has it.
 
     Raises:
         OSError: the folder cannot be written to, or there is no room.
     """
-    place, name = folder(), digest(key)
-    files.make_folder(place)
-    content = hashlib.sha256(library).hexdigest()
-    library_name = f"{name}-{content[:16]}.so"
-    body = json.dumps(
-        {"key": key, "library": library_name, "sha256": content, "facts": facts}, sort_keys=True
-    )
-    files.replace(place / library_name, library, mode=0o700)
+    place = cache()
+    files.make_folder(place.folder)
+    kept: dict[str, File] = {}
+    for label, content in contents.items():
+        if isinstance(content, bytes):
+            sha256 = hash_of(content)
+            suffix = Path(label).suffix
+            kept[label] = File(f"{sha256[:32]}{suffix}", sha256)
+            mode = 0o700 if suffix == ".so" else 0o600
+            files.replace(place.path(kept[label].name), content, mode=mode)
+        else:
+            kept[label] = content
+    body = json.dumps({"key": key, "files": kept, "facts": facts}, sort_keys=True)
     # The entry says of itself, too, what its hash is: a damaged number in it would be a wrong one.
-    check = hashlib.sha256(body.encode()).hexdigest()
-    files.replace(place / f"{name}.json", f"{body}\n{check}\n")
-    _make_room(place, keep={f"{name}.json", library_name})
+    files.replace(place.path(file_of(key)), f"{body}\n{hash_of(body.encode())}\n")
+    _make_room(place.folder, keep={file_of(key), *(each.name for each in kept.values())})
+    return Entry(file_of(key), place, kept, facts)
 
 
-def read(key: dict[str, Any]) -> Entry | None:
-    """The library that was kept for a key; None where there is none that can be trusted.
+def read(
+    key: dict[str, Any], place: Place | None = None, *, checks_files: bool = True
+) -> Entry | None:
+    """What was kept for a key; None where there is nothing that can be trusted.
 
     Why a file that is there is not used is logged, in one line.
+
+    Args:
+        key: what was written with it.
+        place: where to look; None: in the user's own cache.
+        checks_files: whether the entry's files are looked at, too. Each is when it is read.
     """
     try:
-        place = folder()
-        path = place / f"{digest(key)}.json"
-        if not path.exists():  # the common case
+        place = place or cache()
+        if not place.has(file_of(key)):  # the common case
             return None
-        return _read(path, key)
+        return _read(place, key, checks_files)
     except FileNotFoundError:  # removed meanwhile, by who made room
         return None
-    except (OSError, RuntimeError, ValueError) as error:  # no home, no access, damaged
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        # No home, no access, damaged, or no entry at all.
         log.warning("a compiled kernel of the cache is not used, and is compiled anew: %s", error)
         return None
 
 
-def _read(path: Path, key: dict[str, Any]) -> Entry:
-    text = store.read_trusted(path)
+def _read(place: Place, key: dict[str, Any], checks_files: bool) -> Entry:
+    name = file_of(key)
+    text = place.read(name).decode()
     body, _, rest = text.partition("\n")
-    _check(path, body.encode(), rest.removesuffix("\n"))
+    if rest != f"{hash_of(body.encode())}\n":
+        raise OSError(f"{place.path(name)} is damaged")
     found = json.loads(body)
     if found["key"] != key:
-        raise ValueError(f"{path} is of another key")
-    library = path.parent / found["library"]
-    _check(library, store.read_trusted_bytes(library), found["sha256"])
-    with contextlib.suppress(OSError):  # it may be read only
-        os.utime(path)
-    return Entry(library, found["sha256"], found["facts"])
-
-
-def _check(path: Path, content: bytes, expected: str) -> None:
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise OSError(f"{path} is damaged")
+        raise ValueError(f"{place.path(name)} is of another key")
+    entry = Entry(
+        name, place, {label: File(*file) for label, file in found["files"].items()}, found["facts"]
+    )
+    for label in entry.files if checks_files else ():
+        entry.read(label)
+    for each in (name, *(file.name for file in entry.files.values())):
+        place.note_use(each)
+    return entry
 
 
 def _make_room(place: Path, keep: set[str]) -> None:
-    """Remove what was used longest ago, where there is too much, and what writers left behind."""
+    """Remove what was used longest ago, where there is too much, and what writers left behind.
+
+    A file goes without its entry and an entry without its files: who finds one alone makes both.
+    """
     with contextlib.suppress(OSError):  # another process does the same
         _remove_left_behind(place)
-        kernels = sorted(_kernels(place), key=lambda each: each.used)
-        size = sum(each.size for each in kernels)
-        for each in kernels:
+        found = [path for path in place.iterdir() if _is_kept(path)]
+        states = {path: path.stat() for path in found}
+        size = sum(state.st_size for state in states.values())
+        for path in sorted(found, key=lambda path: states[path].st_mtime):
             if size <= MAX_BYTES:
                 return
-            if not keep & {path.name for path in each.paths}:
-                for path in each.paths:
-                    path.unlink(missing_ok=True)
-                size -= each.size
+            if path.name not in keep:
+                path.unlink(missing_ok=True)
+                size -= states[path].st_size
 
 
-class _Kernel(NamedTuple):
-    """The files of one key."""
-
-    paths: tuple[Path, ...]
-    size: int
-    used: float
-
-
-def _kernels(place: Path) -> Iterator[_Kernel]:
-    found: dict[str, list[Path]] = {}
-    for path in place.iterdir():
-        if path.suffix in (".json", ".so") and not path.name.startswith("."):
-            found.setdefault(path.name[:32], []).append(path)
-    for paths in found.values():
-        # The entry before its libraries: who finds no entry looks no further.
-        paths.sort(key=lambda path: path.suffix != ".json")
-        states = [path.stat() for path in paths]
-        size = sum(state.st_size for state in states)
-        yield _Kernel(tuple(paths), size, max(state.st_mtime for state in states))
+def _is_kept(path: Path) -> bool:
+    return path.suffix in _SUFFIXES and not path.name.startswith(".")
 
 
 def _remove_left_behind(place: Path) -> None:

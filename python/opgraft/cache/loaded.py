@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import tvm_ffi
 
-#: What the one function of a library is called.
-NAME = "opgraft_function"
+from opgraft.cache import libraries
 
 
 class LoadedFunction(tvm_ffi.Function):  # type: ignore[misc]  # tvm-ffi's types are Any where it is missing
@@ -19,8 +16,8 @@ class LoadedFunction(tvm_ffi.Function):  # type: ignore[misc]  # tvm-ffi's types
     Recordings of launch plans replace `__call__` of this class.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        address = ctypes.cast(getattr(library, f"__tvm_ffi_{NAME}"), ctypes.c_void_p).value
+    def __init__(self, path: str, needs: Sequence[str]) -> None:
+        library, address = libraries.load(path, needs)
         function = tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=library)
         self.__move_handle_from__(function)
 
@@ -29,22 +26,5 @@ class LoadedFunction(tvm_ffi.Function):  # type: ignore[misc]  # tvm-ffi's types
 
 
 def load(path: str, needs: Sequence[str]) -> LoadedFunction:
-    """The function of a library.
-
-    Args:
-        path: the library.
-        needs: the libraries that it needs, which the dynamic linker finds by their names once they
-            are loaded.
-
-    Raises:
-        OSError: one of them cannot be loaded.
-        AttributeError: it has no such function.
-    """
-    for each in needs:
-        _load(each)
-    return LoadedFunction(ctypes.CDLL(path))
-
-
-@cache
-def _load(path: str) -> ctypes.CDLL:
-    return ctypes.CDLL(path)
+    """The function of a library; see :func:`opgraft.cache.libraries.load`."""
+    return LoadedFunction(path, needs)

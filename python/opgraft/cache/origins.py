@@ -7,7 +7,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
@@ -33,11 +33,18 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def hashes(module: str) -> dict[str, str]:
-    """The hash of each source file that an imported module was made of.
+def is_looked_at(module: str) -> bool:
+    """Whether a module has been imported, and no version stands for it."""
+    top = module.partition(".")[0]
+    return module in sys.modules and top not in _BY_VERSION and top not in sys.stdlib_module_names
+
+
+def hashes(*modules: str) -> dict[str, str]:
+    """The hash of each source file that imported modules were made of.
 
     Args:
-        module: its name. What it imports and has values of counts, and what that does, and so on.
+        modules: their names. What they import and have values of counts, and what that does, and so
+            on.
 
     Returns:
         By path, below a folder of `sys.path` where there is one: another process may find the same
@@ -46,21 +53,22 @@ def hashes(module: str) -> dict[str, str]:
     Raises:
         ValueError: a module has no source file, or one that may not be what was imported.
     """
-    found = sorted(_files(module))
+    found = sorted(_files(modules))
     for path in found:
         if os.path.getmtime(path) >= _began():
             raise ValueError(f"{path} was changed since this process began")
-    return {_relative(path): _hash(path) for path in found}
+    return {relative(path): _hash(path) for path in found}
 
 
 def are_unchanged(known: dict[str, str]) -> bool:
     """Whether the files are what they were when :func:`hashes` returned this."""
-    return all(_hash(_absolute(path)) == hashed for path, hashed in known.items())
+    return all(_hash(absolute(path)) == hashed for path, hashed in known.items())
 
 
-def _files(module: str) -> set[str]:
+def _files(modules: Iterable[str]) -> set[str]:
     found: set[str] = set()
-    waiting, seen = [sys.modules[module]], {module}
+    seen = set(modules)
+    waiting = [sys.modules[each] for each in seen]
     while waiting:
         each = waiting.pop()
         file = getattr(each, "__file__", None)
@@ -89,10 +97,7 @@ def _reached(module: ModuleType) -> Iterator[str]:
         # A package has all its modules as attributes, whoever imported them.
         elif not value.__name__.startswith(module.__name__ + "."):
             names.add(value.__name__)
-    for name in names:
-        top = name.partition(".")[0]
-        if name in sys.modules and top not in _BY_VERSION and top not in sys.stdlib_module_names:
-            yield name
+    yield from filter(is_looked_at, names)
 
 
 def _imported(module: ModuleType) -> Iterator[str]:
@@ -110,12 +115,16 @@ def _imported(module: ModuleType) -> Iterator[str]:
             yield from (f"{found}.{alias.name}" for alias in node.names)
 
 
-def _relative(path: str) -> str:
+def relative(path: str) -> str:
+    """A path below a folder of `sys.path`, where it is below one: other processes may find the same
+    files elsewhere.
+    """
     above = [each for each in sys.path if each and path.startswith(os.path.join(each, ""))]
     return os.path.relpath(path, max(above, key=len)) if above else path
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """The file that :func:`relative` was given, as this process finds it."""
     if os.path.isabs(path):
         return path
     places = (os.path.join(each, path) for each in sys.path if each)

@@ -64,19 +64,23 @@ def find(torch_version: str) -> tuple[Path | None, str]:
 _ATTEMPTS = 10
 
 
-def open_trusted(path: Path) -> str:
+def open_trusted(path: Path, *, by_anybody: bool = False) -> str:
     """Open a file that nobody else could have written; returns a name of the open file.
 
     The name stays that of the checked file, even if another one replaces it at `path`. The file is
     never closed: the dynamic linker identifies what it loads by this name, so no other file may get
     it.
 
+    Args:
+        path: the file.
+        by_anybody: whether it may belong to any user, as long as its owner alone may write it.
+
     Raises:
         PermissionError: another user could have written it.
         FileNotFoundError: there is none, or not any more.
         OSError: it cannot be opened.
     """
-    return f"/proc/self/fd/{_open(path)}"
+    return f"/proc/self/fd/{_open(path, by_anybody=by_anybody)}"
 
 
 def read_trusted(path: Path) -> str:
@@ -90,22 +94,26 @@ def read_trusted(path: Path) -> str:
     return read_trusted_bytes(path).decode()
 
 
-def read_trusted_bytes(path: Path) -> bytes:
+def read_trusted_bytes(path: Path, *, by_anybody: bool = False) -> bytes:
     """The content of a file that nobody else could have written.
+
+    Args:
+        path: the file.
+        by_anybody: as for :func:`open_trusted`.
 
     Raises:
         PermissionError: another user could have written it.
         FileNotFoundError: there is none, or not any more.
         OSError: it cannot be opened.
     """
-    with os.fdopen(_open(path), "rb") as file:
+    with os.fdopen(_open(path, by_anybody=by_anybody), "rb") as file:
         return file.read()
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, *, by_anybody: bool) -> int:
     for _ in range(_ATTEMPTS):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        reason = _why_open_file_untrusted(descriptor)
+        reason = _why_open_file_untrusted(descriptor, by_anybody=by_anybody)
         if not reason:
             return descriptor
         removed = not os.fstat(descriptor).st_nlink
@@ -116,7 +124,7 @@ def _open(path: Path) -> int:
     raise FileNotFoundError(errno.ENOENT, "replaced each time that it was opened", str(path))
 
 
-def why_untrusted(path: Path) -> str:
+def why_untrusted(path: Path, *, by_anybody: bool = False) -> str:
     """Why another user could have written the file at `path`; empty if none could.
 
     This is for messages. To read or run the file, use `open_trusted`, which checks the open file.
@@ -125,12 +133,12 @@ def why_untrusted(path: Path) -> str:
         return "who may write there cannot be told on this system"
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        return _why_open_file_untrusted(descriptor)
+        return _why_open_file_untrusted(descriptor, by_anybody=by_anybody)
     finally:
         os.close(descriptor)
 
 
-def _why_open_file_untrusted(descriptor: int) -> str:
+def _why_open_file_untrusted(descriptor: int, *, by_anybody: bool) -> str:
     """Why another user could have written an open file; empty if none could."""
     # Note [Who could have written it]
     # The kernel reports the present path of the open file, with all links resolved. The folders of
@@ -147,7 +155,7 @@ def _why_open_file_untrusted(descriptor: int) -> str:
             info = each.lstat()
         except FileNotFoundError:
             return f"{each} is there no more"
-        if info.st_uid not in (os.geteuid(), 0):
+        if not by_anybody and info.st_uid not in (os.geteuid(), 0):
             return (
                 f"{each} belongs to user {info.st_uid}, and this is user {os.geteuid()}; set "
                 "OPGRAFT_CACHE to a folder of your own"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opgraft.base import env
+from opgraft.base import env, imports
+from opgraft.base.locks import fork_safe_lock
 from opgraft.core import loader
 from opgraft.ops.describing import accelerator, describe, strides
 from opgraft.ops.schema import Call
+from opgraft.plan.proof import Proof
 from opgraft.ready import warm_up
 from opgraft.ready.readiness import Kind, Readiness
 from opgraft.registry import Override
@@ -40,10 +43,14 @@ MAX_REFUSALS = 16
 MAX_CANDIDATES = 64
 
 
+#: Held while a plan is installed that must be proven.
+_installing = fork_safe_lock()
+
+
 class PlanInfo:
     """One plan: the calls that it is for, and its steps."""
 
-    def __init__(self, key: str, hits: int, bytes: int, steps: str) -> None:
+    def __init__(self, key: str, hits: int, bytes: int, steps: str, is_proven: bool = True) -> None:
         #: The calls' metadata, such as `"input bfloat16[64, 1024], normalized_shape [1024]"`.
         self.key = key
         #: How often it was replayed.
@@ -52,13 +59,22 @@ class PlanInfo:
         self.bytes = bytes
         #: The steps of a replay.
         self.steps = steps
+        #: Whether it serves calls. One that another process recorded must agree with native first.
+        self.is_proven = is_proven
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict that `json` can write."""
-        return {"key": self.key, "hits": self.hits, "bytes": self.bytes, "steps": self.steps}
+        return {
+            "key": self.key,
+            "hits": self.hits,
+            "bytes": self.bytes,
+            "steps": self.steps,
+            "is_proven": self.is_proven,
+        }
 
     def __repr__(self) -> str:
-        return f"<plan for {self.key}: {self.hits} hits, {self.bytes} bytes; {self.steps}>"
+        size = f"{self.bytes} bytes" + ("" if self.is_proven else ", compared with native first")
+        return f"<plan for {self.key}: {self.hits} hits, {size}; {self.steps}>"
 
 
 class _Candidate:
@@ -89,7 +105,9 @@ class Plans:
         self.refusals: dict[str, str] = {}
         self._logged_stopped = False
         #: Which calls' kernels are compiled.
-        self.readiness = Readiness(override, self.table)
+        self.readiness = Readiness(override, self.table, core, self._install_loaded)
+        #: Plans that others recorded, until they agree with native.
+        self._proofs: dict[PlanKey, Proof] = {}
         warm_up.attach()
 
     def __len__(self) -> int:
@@ -97,7 +115,7 @@ class Plans:
 
     def __iter__(self) -> Iterator[PlanInfo]:
         for entry in self.table.entries():
-            yield PlanInfo(entry.key, entry.hits, entry.bytes, entry.steps)
+            yield PlanInfo(entry.key, entry.hits, entry.bytes, entry.steps, entry.proven)
 
     def __repr__(self) -> str:
         return f"<Plans of {self.override.name!r}: {self.summary()}>"
@@ -131,6 +149,8 @@ class Plans:
         """
         self.table.clear()
         self._candidates.clear()
+        self._proofs.clear()
+        self.readiness.forget_loaded()
         self._logged_stopped = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,8 +187,9 @@ class Plans:
             Whether the override takes it, and how, or why not, as text.
         """
         label = describe_call(call)
-        if any(plan.key == label for plan in self):
-            return True, "by a launch plan"
+        if (plan := next((each for each in self if each.key == label), None)) is not None:
+            compared = "natively so far: its launch plan is compared with native"
+            return (True, "by a launch plan") if plan.is_proven else (False, compared)
         schema = call.op.overload._schema
         has_key = self._core.has_plan_key(call.values, schema.name, schema.overload_name)
         if has_key and (not_ready := self._why_not_ready(call)) is not None:
@@ -243,6 +264,51 @@ class Plans:
         table.set_asked(key)
         label = f"{describe_call(call)}{_DIFFERENTIATED}"
         return self.readiness.ask(call, keyset, Kind(key, _needs(call)), label)
+
+    def _install_loaded(self, plan: Plan, kind: Kind, label: str) -> None:
+        """Take a plan that another process recorded."""
+        if plan.watches_hooks:
+            _watch_hooks()
+        with _installing:
+            if len(self._proofs) >= MAX_PLANS:  # those of plans that were evicted
+                for each in filter(lambda key: not self.table.find(key), list(self._proofs)):
+                    self._proofs.pop(each, None)
+            self._proofs[kind.key] = Proof(plan, waits=self.table.only_loaded)
+            self.table.install(kind.key, plan, label, self.table.generation, proven=False)
+
+    def is_unproven(self, key: PlanKey) -> bool:
+        """Whether a plan for this key must agree with native before it serves calls."""
+        # One that was evicted, or is of a process that was forked, is not there.
+        return key in self._proofs and self.table.find(key)
+
+    def prove(
+        self, router: Router, call: Call, key: PlanKey, run_native: Callable[[Call], Any]
+    ) -> Any:
+        """Have native serve a call, and compare what the plan of its key does with that.
+
+        Args:
+            router: the core's router.
+            call: the arguments.
+            key: the core's `PlanKey` of the call.
+            run_native: runs the native kernel on a call.
+
+        Returns:
+            Native's result.
+        """
+        proof = self._proofs.get(key)
+        if proof is None:  # another thread has finished it
+            return run_native(call)
+        result = proof.run(router, call, run_native)
+        if self._proofs.get(key) is not proof:  # the plans were dropped meanwhile
+            return result
+        if proof.difference:
+            self._proofs.pop(key, None)
+            self.table.drop(key)
+            self.readiness.drop(Kind(key), f"it differs from native: {proof.difference}")
+        elif proof.is_done:
+            self._proofs.pop(key, None)
+            self.table.prove(key)
+        return result
 
     def begin(self, router: Router, call: Call) -> Recording:
         """Start recording a call of a key that has no plan.
@@ -379,6 +445,14 @@ def for_override(override: Override) -> Plans | None:
         return None
     core = loader.in_use()
     return None if core is None else Plans(override, core)
+
+
+@functools.cache
+def _watch_hooks() -> None:
+    """Notice when Triton's launch hooks are set, which the process may import at any time."""
+    from opgraft.plan import triton_launches
+
+    imports.after("triton.knobs", lambda _: triton_launches.watch_hooks())
 
 
 #: What a kind of call is called for people whose backward's kernels are to be ready, too.

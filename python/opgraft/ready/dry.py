@@ -1,31 +1,43 @@
-"""Running an impl without running its kernels: what it launches is compiled, and nothing else.
+"""Running an impl without running its kernels: what it launches is compiled, and recorded.
 
 A worker does this, in a process that has no GPU and creates no CUDA context. The tensors are
 PyTorch's fake ones: they have metadata and no memory. Triton compiles for the device that the
-request describes. Where its interpreter is on, there is nothing to compile.
+request describes, and its launcher is one that launches nothing. Where its interpreter is on, there
+is nothing to compile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from opgraft.cache import cutedsl
+from opgraft.cache import cutedsl, origins, plans
+from opgraft.cache.entries import Entry
 from opgraft.core import loader
+from opgraft.ops.schema import Call, resolve
 from opgraft.ready import derivative, request, triton_kernels
+from opgraft.ready.dry_recording import DryRecording
 from opgraft.ready.request import Compiled, Request
 from opgraft.ready.triton_kernels import CannotSay
+from opgraft.router import composite
+
+#: Fake tensors have addresses from here on, and storages are so many bytes apart: no number that is
+#: not an address is as large. csrc/plan_recorder.cpp knows the first, too.
+_ADDRESSES, _APART = 2**62, 2**42
+#: Bytes by which tensors begin later when an impl is run again: no kernel is specialised on more.
+_SHIFT = request.ALIGNMENT
 
 
 def run(asked: Request) -> Compiled:
@@ -40,29 +52,140 @@ def run(asked: Request) -> Compiled:
     loadable: list[dict[str, Any]] = []
     with ExitStack() as stack:
         stack.enter_context(_addresses())
+        launches = _Launches(names.append, loadable.append)
         if asked["device"] is not None:
             stack.enter_context(_device(asked["device"]["properties"]))
         if importlib.util.find_spec("triton") is not None:
-            stack.enter_context(_triton(asked["device"], names.append, loadable.append))
-        functions = stack.enter_context(_cutedsl()) if asked["dsl"] == "cutedsl" else []
+            stack.enter_context(_triton(asked["device"], launches))
+        functions = stack.enter_context(_cutedsl(launches)) if asked["dsl"] == "cutedsl" else []
         # Here: a module that asks for the GPU while it is imported is told of the request's.
         impl = request.load(asked["impl"])
         autograd = request.load_derivative(asked["autograd"]) if asked["autograd"] else None
         stack.enter_context(_default_dtype(request.decode(asked["default_dtype"])))
+        if asked.get("autocast") is not None:
+            device_type, dtype = asked["autocast"]
+            stack.enter_context(torch.autocast(device_type, request.decode(dtype)))
+        key = "CPU" if asked["device"] is None else "CUDA"
+        excluded = composite.excluded(resolve(asked["op"]), key)
+        stack.enter_context(composite.excluding(excluded))  # as the router does
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
-        stack.enter_context(FakeTensorMode())
-        call = request.call_of(asked)
-        leading: tuple[torch.DispatchKeySet, ...] = ()
-        if asked["keyset"] is not None:
-            leading = (torch._C.DispatchKeySet.from_raw_repr(asked["keyset"]),)
-        for value, needed in zip(call.values, asked["needs"], strict=False):
-            if needed:
-                value.requires_grad_()  # as the impl gets it
-        output = impl(*leading, *call.args, **call.kwargs)
-        if autograd is not None:
-            derivative.run(autograd, call.values, output, asked["needs"])
-    return {"compiled": names + functions, "triton": loadable}
+        again: _Recorded | None = None
+        with FakeTensorMode():
+            call = request.call_of(asked)
+            leading: tuple[torch.DispatchKeySet, ...] = ()
+            if asked["keyset"] is not None:
+                leading = (torch._C.DispatchKeySet.from_raw_repr(asked["keyset"]),)
+            for value, needed in zip(call.values, asked["needs"], strict=False):
+                if needed:
+                    value.requires_grad_()  # as the impl gets it
+            if autograd is None and asked.get("plan") is not None:
+                launches.recording = _begin(asked, call)
+            with launches.recording.watching() if launches.recording else contextlib.nullcontext():
+                output = impl(*leading, *call.args, **call.kwargs)
+            if autograd is not None:
+                derivative.run(autograd, call.values, output, asked["needs"])
+            first = launches.recording
+            if first is not None and not first.refusal:
+                again = _record_again(asked, launches, impl)
+        # Out of the mode: it reads the numbers that ops got.
+        no_plan = _keep(asked, impl, None if first is None else _Recorded(first, output), again)
+    return {"compiled": names + functions, "triton": loadable, "no_plan": no_plan}
+
+
+def _begin(asked: Request, call: Call) -> DryRecording | None:
+    core = loader.load()
+    if core is None:
+        return None
+    is_cpu = asked["device"] is None
+    return DryRecording(core, call, torch.device("cpu") if is_cpu else torch.device("cuda", 0))
+
+
+class _Recorded(NamedTuple):
+    """A run that was recorded, and what it returned."""
+
+    recording: DryRecording
+    output: Any
+
+
+def _record_again(asked: Request, launches: _Launches, impl: Callable[..., Any]) -> _Recorded:
+    """Run an impl on tensors that differ in what a plan's key does not hold: where they begin in
+    their memory, how large that is, and its address."""
+    call = request.call_of(asked, _SHIFT)
+    recording = _begin(asked, call)
+    assert recording is not None
+    with launches.told_to(recording), recording.watching():
+        return _Recorded(recording, impl(*call.args, **call.kwargs))
+
+
+def _keep(
+    asked: Request, impl: Callable[..., Any], first: _Recorded | None, again: _Recorded | None
+) -> str:
+    """Write the plan of a run to the cache; why there is none, empty where there is one."""
+    if first is None:
+        return "no plan was asked for"
+    recording = first.recording
+    saved = recording.finish(first.output)
+    if saved is None:
+        return recording.refusal
+    assert again is not None
+    other = again.recording.finish(again.output)
+    if other is None:
+        return again.recording.refusal
+    if json.dumps(saved) != json.dumps(other) or recording.functions != again.recording.functions:
+        return "two runs with the same metadata did different things"
+    try:
+        modules = request.modules_of(asked["impl"], impl)
+        sources = origins.hashes(*modules) | recording.sources
+        plans.write(asked["plan"], saved, recording.functions, sources)
+    except (OSError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Launches:
+    """Who is told of what an impl launches."""
+
+    def __init__(
+        self, note: Callable[[str], None], describe: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.note = note
+        self.describe = describe
+        self.recording: DryRecording | None = None
+        #: The kernel of the launch that was announced last, and its arguments.
+        self._announced: tuple[Any, tuple[Any, ...]] | None = None
+
+    @contextmanager
+    def told_to(self, recording: DryRecording) -> Iterator[None]:
+        """Tell another recording for a while, and nobody else."""
+        before = self.note, self.describe, self.recording
+        self.note, self.describe, self.recording = lambda _: None, lambda _: None, recording
+        try:
+            yield
+        finally:
+            self.note, self.describe, self.recording = before
+
+    def refuse(self, reason: str) -> None:
+        if self.recording is not None:
+            self.recording.refuse(reason)
+
+    def announce(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
+        self._announced = kernel, arguments
+
+    def launch(self, grid: tuple[int, int, int]) -> None:
+        """In place of a launch of Triton's."""
+        announced, self._announced = self._announced, None
+        if self.recording is None:
+            return
+        if announced is None:
+            self.refuse("it does not use Triton's own `kernel[grid](...)`")
+        else:
+            self.recording.launch(*announced, grid)
+
+    def call_cutedsl(self, entry: Entry, arguments: tuple[Any, ...]) -> None:
+        """In place of a call of a function that CuteDSL compiled."""
+        if self.recording is not None:
+            self.recording.call_cutedsl(entry, arguments)
 
 
 @contextmanager
@@ -78,9 +201,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def _addresses() -> Iterator[None]:
     """Give fake tensors an address: kernels are specialised on its alignment, and on no more."""
+    storages: dict[int, int] = {}
 
     def data_ptr(tensor: FakeTensor) -> int:
-        return int(tensor.storage_offset() * tensor.element_size())
+        storage = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+        begin = _ADDRESSES + storage * _APART
+        return int(begin + tensor.storage_offset() * tensor.element_size())
 
     with mock.patch.object(FakeTensor, "data_ptr", data_ptr, create=True):
         yield
@@ -118,13 +244,10 @@ def _device(properties: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _triton(
-    device: dict[str, Any] | None,
-    note: Callable[[str], None],
-    describe: Callable[[dict[str, Any]], None],
-) -> Iterator[None]:
-    """Compile in place of launching."""
+def _triton(device: dict[str, Any] | None, launches: _Launches) -> Iterator[None]:
+    """Compile, and launch nothing."""
     import triton
+    from triton.compiler.compiler import CompiledKernel
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -140,33 +263,46 @@ def _triton(
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of fake tensors' addresses
-            kernel = jit_run(self, *args, grid=grid, warmup=True, **kwargs)
+            kernel = jit_run(self, *args, grid=grid, warmup=warmup or driver is None, **kwargs)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
-        note(self.fn.__name__)
+        launches.note(self.fn.__name__)
         if id(kernel) in _descriptions:
-            describe(_descriptions[id(kernel)])
+            launches.describe(_descriptions[id(kernel)])
         return kernel
 
     def tune(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Which configuration is best, a call on the device finds. All are compiled for it.
+        launches.refuse("it is tuned by a call on the device")
         kwargs.pop("warmup", None)
         return self.warmup(*args, **kwargs)
 
+    def interpret(self: Any, *_: Any, **__: Any) -> None:
+        launches.refuse("it runs in Triton's interpreter")
+
+    def launch_metadata(self: Any, grid: Any, stream: Any, *arguments: Any) -> Any:
+        launches.announce(self, arguments)
+        return known_metadata(self, grid, stream, *arguments)
+
+    driver, known_metadata = None, CompiledKernel.launch_metadata
     with ExitStack() as stack:
+        stack.enter_context(mock.patch(f"{__name__}._launches", launches))
         if device is not None:
-            properties = device["properties"]
             # For good: Triton would look for a real one to put it back.
-            capability = 10 * properties["major"] + properties["minor"]
-            triton.runtime.driver.set_active(_driver(capability))
-        patches = {JITFunction: run, Autotuner: tune, InterpretedFunction: lambda *_, **__: None}
-        for kind, function in patches.items():
+            driver = _driver(device["properties"])
+            triton.runtime.driver.set_active(driver)
+        patches: dict[Any, Any] = {JITFunction: run, Autotuner: tune}
+        for kind, function in (patches | {InterpretedFunction: interpret}).items():
             stack.enter_context(mock.patch.object(kind, "run", function))
+        announcing = mock.patch.object(CompiledKernel, "launch_metadata", launch_metadata)
+        stack.enter_context(announcing)
         compiling = mock.patch.object(JITFunction, "_do_compile", do_compile_and_describe)
         if do_compile is not None:  # a version that has another such method describes nothing
             stack.enter_context(compiling)
         yield
 
 
+#: Those of the present run. Triton makes a kernel's launcher once, for all runs.
+_launches: _Launches | None = None
 #: By the `id` of a compiled kernel, which Triton keeps: it is compiled once, whoever asks.
 _descriptions: dict[int, dict[str, Any]] = {}
 
@@ -181,7 +317,7 @@ def _say_architecture(asked: Request) -> None:
 
 
 @contextmanager
-def _cutedsl() -> Iterator[list[str]]:
+def _cutedsl(launches: _Launches) -> Iterator[list[str]]:
     """Compile functions for the cache; any other way in which CuteDSL compiles is refused.
 
     What `cute.compile` returns can be called with tensors that have memory alone, and a process
@@ -203,17 +339,40 @@ def _cutedsl() -> Iterator[list[str]]:
             tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs,
         ):
             stack.enter_context(mock.patch.object(kind, "__call__", refuse))
-        yield stack.enter_context(cutedsl.compiling_for_others())
+        yield stack.enter_context(cutedsl.compiling_for_others(launches.call_cutedsl))
 
 
-def _driver(capability: int) -> Any:
+def _driver(properties: dict[str, Any]) -> Any:
     """A driver of Triton's that knows for which device is compiled, and launches nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
-    class CompileOnly(DriverBase):  # type: ignore[misc]
-        def __init__(self) -> None:
+    capability = 10 * properties["major"] + properties["minor"]
+
+    class Launcher:
+        """As Triton's own: made once for each kernel."""
+
+        def __init__(self, source: Any, metadata: Any) -> None:
             pass
+
+        def __call__(self, x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
+            if _launches is not None:
+                _launches.launch((x, y, z))
+
+    class Utils:
+        """As Triton's own: what looks at the device, and loads kernels onto it."""
+
+        def load_binary(self, *_: Any) -> tuple[int, ...]:
+            return 1, 1, 0, 0, properties.get("max_threads_per_block", 1024)
+
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": properties.get("shared_memory_per_block_optin", 2**31 - 1)}
+
+    class CompileOnly(DriverBase):  # type: ignore[misc]
+        launcher_cls = Launcher
+
+        def __init__(self) -> None:
+            self.utils = Utils()
 
         @classmethod
         def is_active(cls) -> bool:
@@ -226,7 +385,7 @@ def _driver(capability: int) -> Any:
             return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self) -> int:
-            return 0
+            return capability  # by which Triton knows what it compiled: no other device's
 
         def get_current_stream(self, device: int = 0) -> int:
             return 0

@@ -280,7 +280,7 @@ class _Runner(_Attendant):
         assert callable(job.work)
         job.started("this process")
         job.work()
-        return {"compiled": [], "triton": []}
+        return {"compiled": [], "triton": [], "no_plan": "it is compiled in this process"}
 
     def interrupt(self) -> None:
         # Note [A thread in C++ when the interpreter ends]
@@ -289,6 +289,10 @@ class _Runner(_Attendant):
         if self.ident is not None:
             end = ctypes.py_object(SystemExit)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), end)
+
+
+class _Loader(_Runner):
+    """Loads launch plans, in this process."""
 
 
 class _Overseer(_Attendant):
@@ -323,7 +327,7 @@ class _Overseer(_Attendant):
                 each.release()
         if "compiled" not in answer:
             raise ImplFailed(answer.get("failed"))
-        return {"compiled": answer["compiled"], "triton": answer["triton"]}
+        return {name: answer[name] for name in Compiled.__required_keys__}  # type: ignore[return-value]
 
     def _answer(self, job: Job, asked: Request) -> Any:
         process = self._start()
@@ -457,6 +461,11 @@ def shared() -> Pool:
 def here() -> Pool:
     """The pool of this process whose jobs are done in it, one at a time."""
     return _shared(_Runner, lambda: 1)
+
+
+def loading() -> Pool:
+    """The pool of this process that loads what others compiled: no compilation keeps it waiting."""
+    return _shared(_Loader, lambda: 1)
 
 
 def _shared(attendant: type[_Attendant], most: Callable[[], int]) -> Pool:

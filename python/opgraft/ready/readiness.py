@@ -26,14 +26,15 @@ from opgraft.registry import Override, WhenNotReady
 from opgraft.router import device
 
 if TYPE_CHECKING:
-    from opgraft.core.interface import PlanKey, PlanTable
+    from opgraft.cache import entries
+    from opgraft.core.interface import Core, Plan, PlanKey, PlanTable
     from opgraft.ready.here import Metadata
     from opgraft.ready.pool import Job
     from opgraft.ready.request import Compiled, Request
 
 log = logging.getLogger(__name__)
 
-Status = Literal["waiting", "compiling", "ready", "failed"]
+Status = Literal["waiting", "compiling", "loading", "ready", "failed", "dropped"]
 
 #: Who compiles what nobody can compile ahead: a later call, or the one that asked.
 A_LATER_CALL = "the call that needs them"
@@ -65,11 +66,13 @@ class State:
         self.by = by
         #: Why it failed, or why it is compiled in this process.
         self.reason = reason
+        #: Whether it has a launch plan that another process recorded.
+        self.is_loaded = False
 
     @property
     def is_pending(self) -> bool:
-        """Whether its kernels wait to be compiled, or are being compiled."""
-        return self.status in ("waiting", "compiling")
+        """Whether its kernels wait to be compiled or loaded, or are being so."""
+        return self.status in ("waiting", "compiling", "loading")
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict that `json` can write."""
@@ -87,8 +90,12 @@ class State:
             return f"its kernels wait to be compiled, {seconds}"
         if self.status == "compiling":
             return f"its kernels are being compiled, {seconds}, by {self.by}"
+        if self.status == "loading":
+            return f"its launch plan is being loaded, {seconds}"
         if self.status == "ready":
             return f"its kernels are ready, compiled by {self.by}"
+        if self.status == "dropped":
+            return f"its launch plan is not used: {self.reason}"
         return f"its kernels could not be compiled: {self.reason}"
 
 
@@ -96,8 +103,10 @@ class State:
 _IN_WORDS: dict[Status, str] = {
     "ready": "ready",
     "compiling": "being compiled",
+    "loading": "being loaded",
     "waiting": "waiting",
     "failed": "failed",
+    "dropped": "dropped",
 }
 
 
@@ -107,17 +116,26 @@ def summary(states: Iterable[State]) -> str:
     return ", ".join(f"{counts[each]} {word}" for each, word in _IN_WORDS.items() if counts[each])
 
 
+#: Takes a launch plan that another process recorded, the kind of call that it is for, and the same
+#: for people.
+Install = Callable[["Plan", Kind, str], None]
+
+
 class Readiness:
     """The kernels of an override's calls: which are ready, and who makes the others so."""
 
-    def __init__(self, override: Override, table: PlanTable) -> None:
+    def __init__(self, override: Override, table: PlanTable, core: Core, install: Install) -> None:
         self.override = override
         self._table = table
+        self._core = core
+        self._install = install
         # Of its own thread's also: a signal's handler may make a call.
         self._lock = threading.RLock()
         self._states: dict[Kind, State] = {}
         self._warned_of_capture = False
         self._said: set[str] = set()
+        #: The entries of the cache whose plans were loaded, by their names.
+        self.kept: dict[str, entries.Entry] = {}
         with _lock:
             _all.add(self)
             self.apply()
@@ -131,7 +149,8 @@ class Readiness:
 
     def apply(self) -> None:
         """Tell the core of the policy, which may have changed."""
-        self._table.gated = self.policy == "native"
+        self._table.only_loaded = env.needs_bundle()
+        self._table.gated = self.policy == "native" or self._table.only_loaded
 
     def state(self, call: str) -> State | None:
         """What became of the kernels of a kind of call, as :attr:`State.call` has it.
@@ -168,6 +187,8 @@ class Readiness:
                 known = self._states.get(kind)
                 if known is None and self._table.is_ready(kind.key):
                     return True  # which is remembered for more kinds than their states
+                if known is not None and known.is_loaded:
+                    known = None  # its plan was dropped: there is no room for all
                 if known is None:
                     self._states[kind] = State(label, "waiting")
             if known is None:
@@ -196,12 +217,15 @@ class Readiness:
         return False
 
     def _ask(self, call: Call, keyset: torch.DispatchKeySet, kind: Kind) -> None:
+        from opgraft.cache import plans
         from opgraft.ready import pool, request
         from opgraft.ready.here import Metadata
+        from opgraft.ready.plan_keys import plan_key
 
         metadata = Metadata(call, kind.needs)
+        key = None if any(kind.needs) else plan_key(self._core, self.override, call)
         try:
-            asked = request.request(self.override, call, keyset, kind.needs)
+            asked = request.request(self.override, call, keyset, kind.needs, key)
         except request.CannotAsk as error:
             if _is_ahead():  # stand-ins would be compiled for one after the other, too
                 self._leave_to(_THE_CALL, kind, str(error))
@@ -218,7 +242,78 @@ class Readiness:
             except Exception as error:  # no thread can be started
                 self._fail(kind, f"{reason}; and in this process: {error}")
 
-        pool.shared().submit(self._job(kind, asked, failed, device.of_tensors(call)))
+        where = device.of_tensors(call) or torch.device("cpu")
+        if self._table.only_loaded:
+            self._load_from_bundle(key, kind, where)
+            return
+        compiling = self._job(kind, asked, failed, where)
+        if key is None or not any(plans.exists(key, place) for place in _places()):
+            pool.shared().submit(compiling)
+            return
+
+        def load() -> None:
+            if not any(self._load_plan(key, kind, where, place) for place in _places()):
+                self._note(kind, "waiting")
+                pool.shared().submit(compiling)
+
+        self._note(kind, "loading")
+        pool.loading().submit(
+            pool.Job(
+                load,
+                wanted=compiling.wanted,
+                started=lambda by: None,
+                compiled=lambda compiled: None,
+                failed=lambda reason, may_run_here: self._fail(kind, reason),
+                dropped=compiling.dropped,
+                is_kept=compiling.is_kept,
+            )
+        )
+
+    def _load_from_bundle(
+        self, key: dict[str, Any] | None, kind: Kind, where: torch.device
+    ) -> None:
+        """Load a plan before the call goes on: on every rank calls after it take the same route."""
+        place = _bundle()
+        if key is None or place is None or not self._load_plan(key, kind, where, place):
+            self._note(kind, "dropped", reason="the bundle has none for it (OPGRAFT_READY=bundle)")
+
+    def _load_plan(
+        self,
+        key: dict[str, Any],
+        kind: Kind,
+        where: torch.device,
+        place: entries.Place | None = None,
+    ) -> bool:
+        """Load a plan that was kept.
+
+        Args:
+            key: by which it is kept.
+            kind: of the calls that it is for.
+            where: where their tensors are.
+            place: where to look; None: in the user's cache.
+
+        Returns:
+            Whether there is one. Why one that is there is not loaded is logged, in one line.
+        """
+        from opgraft.cache import plans
+
+        try:
+            entry = plans.find(key, place)
+            if entry is None:
+                return False
+            with device.guard(where):
+                plan = plans.load(self._core, entry, self.override.operator, where)
+            with self._lock:
+                state = self._states.get(kind)
+            self._install(plan, kind, "" if state is None else state.call)
+        except Exception as error:  # the driver's, or of a file that is damaged
+            log.warning("%s: a launch plan is not loaded: %s", self.override.name, error)
+            return False
+        self._note(kind, "ready", is_loaded=True)
+        with self._lock:
+            if entry.place.is_cache and len(self.kept) < MAX_STATES:
+                self.kept[entry.name] = entry
+        return True
 
     def _compile_here(
         self, metadata: Metadata, keyset: torch.DispatchKeySet, kind: Kind, reason: str
@@ -264,13 +359,42 @@ class Readiness:
             work,
             wanted=wanted,
             started=lambda by: self._note(kind, "compiling", by=by),
-            compiled=lambda compiled: self._compiled(kind, compiled, where),
+            compiled=lambda compiled: self._compiled(kind, work, compiled, where),
             failed=failed,
             dropped=lambda: self._dropped(kind),
             is_kept=is_kept,
         )
 
-    def _note(self, kind: Kind, status: Status, *, by: str = "", reason: str = "") -> None:
+    def drop(self, kind: Kind, reason: str) -> None:
+        """Native serves the calls of a kind for good, since the plan that was loaded is not right.
+
+        Args:
+            kind: the kind of call.
+            reason: what is wrong.
+        """
+        log.warning(
+            "%s: a launch plan is dropped, and native serves its calls: %s",
+            self.override.name,
+            reason,
+        )
+        self._note(kind, "dropped", reason=reason)
+
+    def forget_loaded(self) -> None:
+        """Forget all plans that were loaded: calls ask for them again."""
+        with self._lock:
+            loaded = [each for each, state in self._states.items() if state.is_loaded]
+        for each in loaded:
+            self._dropped(each)
+
+    def _note(
+        self,
+        kind: Kind,
+        status: Status,
+        *,
+        by: str = "",
+        reason: str = "",
+        is_loaded: bool = False,
+    ) -> None:
         with self._lock:
             before = self._states.pop(kind, None)
             if len(self._states) >= MAX_STATES:
@@ -280,14 +404,26 @@ class Readiness:
             label = "" if before is None else before.call
             if before is not None:
                 by, reason = by or before.by, reason or before.reason
-            self._states[kind] = State(label, status, by, reason)
-        if status in ("ready", "failed"):
+            state = self._states[kind] = State(label, status, by, reason)
+            state.is_loaded = is_loaded
+        if status in ("ready", "failed", "dropped"):
             with _changed:
                 _changed.notify_all()
 
-    def _compiled(self, kind: Kind, compiled: Compiled, where: torch.device | None) -> None:
+    def _compiled(
+        self,
+        kind: Kind,
+        work: Request | Callable[[], None],
+        compiled: Compiled,
+        where: torch.device | None,
+    ) -> None:
         from opgraft.ready import here, triton_kernels
 
+        if not callable(work) and work["plan"] is not None:
+            assert where is not None  # it is a call's
+            if not compiled["no_plan"] and self._load_plan(work["plan"], kind, where):
+                return
+            log.debug("%s: no launch plan is kept: %s", self.override.name, compiled["no_plan"])
         try:
             here.import_ahead(self.override)
             if where is not None and where.type == "cuda":
@@ -326,6 +462,27 @@ class Readiness:
             "is captured in a CUDA graph: the graph has the native kernel for good. Make the call "
             "with opgraft.warmup before the capture"
         )
+
+
+def _places() -> list[entries.Place | None]:
+    """Where plans are looked for: in the bundle, if there is one, and in the user's cache."""
+    bundle = _bundle()
+    return [None] if bundle is None else [bundle, None]
+
+
+def _bundle() -> entries.Place | None:
+    from opgraft.cache import bundles
+
+    try:
+        return bundles.in_use()
+    except bundles.BundleError as error:
+        env.warn_once(f"OPGRAFT_KERNELS: {error}")
+        return None
+
+
+def kept_plans() -> list[entries.Entry]:
+    """The entries of the cache whose plans this process has loaded."""
+    return list({name: entry for each in _everyone() for name, entry in each.kept.items()}.values())
 
 
 _all: weakref.WeakSet[Readiness] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -14,6 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from opgraft.cache import origins
 from opgraft.ops.lazy_impl import Lazy
 from opgraft.ops.schema import Call, resolve
 from opgraft.packs import loading as packs
@@ -33,6 +35,8 @@ class Compiled(TypedDict):
     compiled: list[str]
     #: What loads Triton's: see `triton_kernels.description`.
     triton: list[dict[str, Any]]
+    #: Why the call's launch plan was not kept; empty where it was.
+    no_plan: str
 
 
 class CannotAsk(Exception):
@@ -40,7 +44,11 @@ class CannotAsk(Exception):
 
 
 def request(
-    override: Override, call: Call, keyset: torch.DispatchKeySet, needs: Sequence[bool] = ()
+    override: Override,
+    call: Call,
+    keyset: torch.DispatchKeySet,
+    needs: Sequence[bool] = (),
+    plan: dict[str, Any] | None = None,
 ) -> Request:
     """What a worker needs to know to compile the kernels of a call.
 
@@ -49,6 +57,7 @@ def request(
         call: the call; of its tensors only the metadata is read.
         keyset: the call's dispatch keys.
         needs: of each argument whether it gets a gradient, by the override's own derivative.
+        plan: the key by which the call's launch plan is to be kept; None where it is not.
 
     Raises:
         CannotAsk: the impl cannot be imported by its name, or an argument has no JSON.
@@ -63,7 +72,47 @@ def request(
         "arguments": [encode(value) for value in call.values],
         "default_dtype": encode(torch.get_default_dtype()),  # of what the impl allocates
         "device": properties(call),
+        "autocast": _autocast(call),
+        "plan": plan,
     }
+
+
+def _autocast(call: Call) -> list[Any] | None:
+    """For which type of device the thread casts, and to what; None where it does not."""
+    kind = next((t.device.type for t in call.tensors() if t.device.type != "cpu"), "cpu")
+    if not torch.is_autocast_enabled(kind):
+        return None
+    return [kind, encode(torch.get_autocast_dtype(kind))]
+
+
+def modules_of(name: str | dict[str, str], impl: Any) -> set[str]:
+    """The modules that an impl is made of, which have been imported.
+
+    Args:
+        name: the impl's in a request.
+        impl: what :func:`load` returned for it.
+    """
+    found = set() if isinstance(name, dict) else {name.partition(":")[0]}
+    waiting, seen = [impl], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Lazy):
+            found.add(each.__module__)
+            waiting.append(each.load())
+        elif isinstance(each, functools.partial):
+            waiting += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, (list, tuple)):
+            waiting += each
+        elif isinstance(each, FunctionType):
+            found.add(each.__module__)
+            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+            waiting += [each.__wrapped__] if hasattr(each, "__wrapped__") else []
+        else:
+            found.add(str(getattr(each, "__module__", None) or type(each).__module__))
+    return {name for name in found if origins.is_looked_at(name)}
 
 
 def name_of(override: Override) -> str | dict[str, str | None]:
@@ -205,13 +254,19 @@ def _encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
         "stride": list(tensor.stride()),
         "offset": address // size,
         "device": tensor.device.type,
+        **({"requires_grad": True} if tensor.requires_grad else {}),
     }
 
 
-def decode(value: Any) -> Any:
-    """What :func:`encode` was given; tensors are made on its device, under whatever mode is on."""
+def decode(value: Any, shift: int = 0) -> Any:
+    """What :func:`encode` was given; tensors are made on its device, under whatever mode is on.
+
+    Args:
+        value: what it returned.
+        shift: bytes by which tensors begin later in their memory, which is as much larger.
+    """
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(each, shift) for each in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -223,16 +278,19 @@ def decode(value: Any) -> Any:
         return getattr(torch, content)
     if kind == "device":
         return torch.device(content)
-    return _decode_tensor(content)
+    return _decode_tensor(content, shift)
 
 
-def _decode_tensor(content: dict[str, Any]) -> torch.Tensor:
+def _decode_tensor(content: dict[str, Any], shift: int) -> torch.Tensor:
     size, stride, offset = content["size"], content["stride"], content["offset"]
     spans = [(n - 1) * step for n, step in zip(size, stride, strict=True)]
     elements = 0 if 0 in size else 1 + sum(spans)
     dtype = getattr(torch, content["dtype"])
-    storage = torch.empty(offset + elements, dtype=dtype, device=content["device"])
-    return torch.as_strided(storage, size, stride, offset)
+    offset += shift // dtype.itemsize
+    length = offset + elements + shift // dtype.itemsize
+    storage = torch.empty(length, dtype=dtype, device=content["device"])
+    tensor = torch.as_strided(storage, size, stride, offset)
+    return tensor.requires_grad_() if content.get("requires_grad") else tensor
 
 
 def properties(call: Call) -> dict[str, Any] | None:
@@ -252,10 +310,14 @@ def properties(call: Call) -> dict[str, Any] | None:
     return {"type": "cuda", "properties": told}
 
 
-def call_of(asked: Request) -> Call:
+def call_of(asked: Request, shift: int = 0) -> Call:
     """The call of a request, on tensors that are made now.
+
+    Args:
+        asked: the request.
+        shift: as for :func:`decode`.
 
     Raises:
         RegistrationError: there is no such op here.
     """
-    return Call(resolve(asked["op"]), tuple(decode(each) for each in asked["arguments"]))
+    return Call(resolve(asked["op"]), tuple(decode(each, shift) for each in asked["arguments"]))

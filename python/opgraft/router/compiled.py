@@ -220,9 +220,15 @@ class CompiledRouter(Router):
         values: tuple[Any, ...],
         key: PlanKey,
     ) -> Any:
-        """A hit that is recorded, or that is the trial of a recorded plan."""
+        """A hit that is recorded, or that is the trial of a recorded plan; or a call that is
+        native's, with which a plan is compared that another process recorded."""
         assert override.plans is not None
         call = Call(self.chain.op, values)
+        if override.plans.is_unproven(key):
+            override.state.misses.add()
+            return override.plans.prove(
+                self._router, call, key, lambda each: self.run_native(keyset, each)
+            )
         if override.plans.awaits_trial(key):
             return self._try_out(override, keyset, call, key)
         recording = override.plans.begin(self._router, call)

@@ -1,0 +1,226 @@
+"""Comparing a plan that another process recorded with native, before it serves calls.
+
+Who recorded it had no device, or was another process on another day: nothing has shown that it does
+here what it should. So native serves the first calls, and the plan is replayed beside it. What the
+two returned and wrote is compared on the device, and no call waits for that.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opgraft.ops.schema import Call
+from opgraft.router import contract, copies, outputs, threads
+from opgraft.router.outputs import OpResult
+
+if TYPE_CHECKING:
+    from opgraft.core.interface import Plan, Router
+
+__all__ = ["MAX_SKIPPED", "REPLAYS", "Proof"]
+
+#: Replays that must agree with native. Each fills the plan's memory with another byte first: what
+#: no kernel wrote agrees by chance once at most.
+_POISONS = (0xFF, 0x00)
+REPLAYS = len(_POISONS)
+#: Comparisons for which there was no memory, before a plan is given up.
+MAX_SKIPPED = 8
+#: Elements that are compared at a time: several temporaries of as many.
+_CHUNK = 2**25
+
+
+class Proof:
+    """A plan that must agree with native.
+
+    Args:
+        plan: the plan.
+        waits: whether a call waits until the comparisons of the calls before are done. If not, how
+            many calls are native's depends on the device's queue, and differs between ranks.
+    """
+
+    def __init__(self, plan: Plan, *, waits: bool = False) -> None:
+        self._plan = plan
+        self._waits = waits
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._skipped = 0
+        self._verdicts: list[_Verdict] = []
+        #: How the plan differs from native; empty as long as it does not.
+        self.difference = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the plan has agreed as often as it must."""
+        with self._lock:
+            return len(self._verdicts) == REPLAYS and all(each.agrees for each in self._verdicts)
+
+    def run(self, router: Router, call: Call, run_native: Callable[[Call], Any]) -> Any:
+        """Run native for a call, and the plan beside it.
+
+        Args:
+            router: the core's router.
+            call: the arguments.
+            run_native: runs the native kernel on a call.
+
+        Returns:
+            Native's result.
+
+        Raises:
+            Exception: native's.
+        """
+        with self._lock:
+            number, self._begun = self._begun, self._begun + 1
+        if number >= REPLAYS:
+            result = run_native(call)
+            self._look()
+            return result
+        ours = call
+        try:
+            if call.op.writes:
+                with threads.scope(threads.EVERYTHING):
+                    ours = copies.copy_call(call)
+        except torch.OutOfMemoryError:
+            self._skip()
+            return run_native(call)
+        try:
+            result = run_native(call)
+        except BaseException:
+            with self._lock:
+                self._begun -= 1  # nothing was compared: a later call is
+            raise
+        try:
+            self._compare(router, ours, call, result, _POISONS[number])
+        except torch.OutOfMemoryError:
+            self._skip()
+        except Exception as error:  # a launch that fails, a dtype that few ops support
+            self.difference = f"{type(error).__name__}: {error}"
+        return result
+
+    def _compare(self, router: Router, ours: Call, call: Call, native: Any, poison: int) -> None:
+        op = call.op
+        with threads.scope(threads.EVERYTHING), torch.no_grad():
+            replayed = router.replay(self._plan, ours.values, poison=poison)
+            actual = OpResult(op, outputs.as_outputs(op, replayed), ours.tensors())
+            expected = OpResult(op, outputs.as_outputs(op, native), call.tensors())
+
+            def strides_promised(index: int, item: int | None, output: torch.Tensor) -> bool:
+                return contract.promises_strides(call, index, item, output)
+
+            for label, difference in outputs.compare(actual, expected, strides_promised):
+                self.difference = f"{label}: {difference.removeprefix('with ')}"
+                return
+            pairs = [
+                *outputs.comparable_outputs(actual, expected),
+                *outputs.comparable_writes(ours, call),
+            ]
+            verdict = _Verdict(pairs)
+        with self._lock:
+            self._verdicts.append(verdict)
+
+    def _skip(self) -> None:
+        with self._lock:
+            self._begun -= 1
+            self._skipped += 1
+            if self._skipped >= MAX_SKIPPED:
+                self.difference = "there was no memory to compare it"
+
+    def _look(self) -> None:
+        with self._lock:
+            verdicts = list(self._verdicts)
+        for each in verdicts:
+            each.look(waits=self._waits)
+            if each.difference:
+                self.difference = each.difference
+
+
+class _Verdict:
+    """Whether two results agree: what the device finds out, once it has."""
+
+    def __init__(self, pairs: list[tuple[str, Any, Any]]) -> None:
+        self._labels: list[str] = []
+        found: list[torch.Tensor] = []
+        #: What differs; empty as long as nothing is known to.
+        self.difference = ""
+        self.agrees = False
+        for label, one, other in pairs:
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                self._labels.append(label)
+                found.append(differs(one, other))
+            elif one != other and not (one != one and other != other):
+                self.difference = f"{label}: {one!r}, native returns {other!r}"
+        device = next((each.device for each in found if each.device.type != "cpu"), None)
+        self._found = [each.to(device or "cpu", non_blocking=True) for each in found]
+        self._event = None if device is None else torch.cuda.Event()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self.look()
+
+    def look(self, *, waits: bool = False) -> None:
+        """Find out, if the device is done."""
+        if self.agrees or self.difference:
+            return
+        if self._event is None:
+            self._read()
+            return
+        if waits:
+            self._event.synchronize()
+        elif not self._event.query():
+            return
+        # On a stream with nothing in it: to read a value waits for what its stream has to do.
+        with torch.cuda.stream(torch.cuda.Stream(self._found[0].device)):
+            self._read()
+
+    def _read(self) -> None:
+        differing = torch.stack(self._found).tolist() if self._found else []
+        labels = [label for label, each in zip(self._labels, differing, strict=True) if each]
+        if labels:
+            self.difference = f"{', '.join(labels)}: values differ by more than rounding"
+        self.agrees = not labels
+        self._found.clear()
+
+
+def differs(actual: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
+    """Whether the values of two tensors differ beyond rounding, as a tensor on their device.
+
+    Args:
+        actual: what a plan computed.
+        native: what native computed, of the same dtype and shape.
+
+    >>> differs(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
+    tensor(False)
+    >>> differs(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor(True)
+    """
+    found = torch.zeros((), dtype=torch.bool, device=actual.device)
+    if actual.numel() == 0:
+        return found
+    tolerance = outputs.TOLERANCES.get(actual.dtype)
+    if tolerance is None:
+        for one, other in _chunks(actual, native):
+            found |= (one != other).any()
+        return found
+    scale = torch.zeros((), dtype=torch.float64, device=actual.device)
+    for _, other in _chunks(actual, native):
+        largest = torch.where(other.isfinite(), other.abs(), 0).amax()
+        scale = torch.maximum(scale, largest.double())
+    for one, other in _chunks(actual, native):
+        # Not a number is no difference to itself, and infinities are equal.
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        is_near = (one - other).abs().double() <= tolerance * scale
+        found |= ~(is_same | (is_near & one.isfinite() & other.isfinite())).all()
+    return found
+
+
+def _chunks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in parts, along their longest dimension."""
+    if one.numel() <= _CHUNK:
+        yield one, other
+        return
+    dim = max(range(one.ndim), key=lambda each: one.shape[each])
+    parts = math.ceil(one.numel() / _CHUNK)
+    yield from zip(one.tensor_split(parts, dim), other.tensor_split(parts, dim), strict=True)

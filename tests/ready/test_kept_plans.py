@@ -1,0 +1,217 @@
+"""Launch plans that a worker records and keeps, and that this process and others load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import opgraft
+from opgraft.cache import plans as cache_plans
+from opgraft.core import loader
+from opgraft.ops.schema import Call, resolve
+from opgraft.plan import plans, proof
+from opgraft.ready import pool, readiness
+from tests.ready import impls
+
+pytestmark = pytest.mark.skipif(loader.in_use() is None, reason="plans need the compiled core")
+
+LIMIT = 200
+Register = Callable[..., opgraft.Override]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "cache"
+    monkeypatch.setenv("OPGRAFT_CACHE", str(place))
+    yield place
+    pool.shared().close()
+    pool.loading().close()
+    pool._forget_in_child()
+
+
+@pytest.fixture
+def register() -> Iterator[Register]:
+    made: list[opgraft.Override] = []
+
+    def register(impl: Callable[..., Any], op: str = "neg", **options: Any) -> opgraft.Override:
+        given = {"launch_plan": True, "when_not_ready": "native", "name": f"kept-{len(made)}"}
+        override = opgraft.register_op_override(
+            "aten", op, "CPU", impl, unconditional_override=True, **given | options
+        )
+        made.append(override)
+        return override
+
+    yield register
+    for each in made:
+        each.remove()
+
+
+def states(override: opgraft.Override) -> list[readiness.State]:
+    assert override.plans is not None
+    return override.plans.readiness.states()
+
+
+def negate(size: int = 4, calls: int = 1) -> None:
+    for _ in range(calls):
+        x = torch.arange(size, dtype=torch.float32) + 1
+        assert torch.equal(torch.neg(x), 0 - x)
+
+
+def prove(override: opgraft.Override) -> None:
+    """Have a plan made and loaded, and compared with native as often as it must be."""
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    negate(calls=proof.REPLAYS)
+    assert override.hits == 0
+
+
+def test_a_plan_is_made_where_the_kernels_are_compiled(register: Register) -> None:
+    override = register(impls.negated)
+    prove(override)
+    (plan,) = override.plans
+    assert plan.is_proven and plan.steps == "call aten::rsub.Scalar"
+    assert override.plans.recordings == 0
+    negate(calls=3)
+    assert override.hits == 3 and plan.hits + 3 == next(iter(override.plans)).hits
+
+
+@pytest.mark.parametrize("impl", [impls.times_minus_one, impls.negated_by_product])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_ops_that_autocast_would_change(
+    register: Register, impl: Callable[..., Any], autocast: bool
+) -> None:
+    override = register(impl)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        prove(override)
+        negate()
+    assert override.hits == 1
+    assert override.plans.recordings == 0
+
+
+def test_native_that_raises_proves_nothing() -> None:
+    core = loader.in_use()
+    assert core is not None
+    call = Call(resolve("aten::neg"), (torch.ones(2),))
+    one = proof.Proof(mock.Mock())
+
+    def raises(call: Call) -> torch.Tensor:
+        raise IndexError("out of range")
+
+    for _ in range(proof.REPLAYS):
+        with pytest.raises(IndexError):
+            one.run(mock.Mock(), call, raises)
+    router = mock.Mock(replay=lambda plan, values, poison: 0 - values[0])
+    for _ in range(proof.REPLAYS):
+        one.run(router, call, lambda each: 0 - each.values[0])
+    assert one.is_done, one.difference
+
+
+def test_proofs_go_with_the_plans_that_are_evicted(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = register(impls.negated)
+    found = override.plans
+    assert found is not None
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    (key,) = found._proofs
+    assert found.is_unproven(key)
+    found.table.drop(key)
+    assert not found.is_unproven(key)
+    monkeypatch.setattr(plans, "MAX_PLANS", 1)
+    negate(size=5)
+    assert opgraft.wait_until_ready(LIMIT)
+    assert len(found._proofs) == 1 and key not in found._proofs
+
+
+def test_a_proof_of_dropped_plans_proves_no_others(register: Register) -> None:
+    override = register(impls.negated)
+    found = override.plans
+    assert found is not None
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    negate(calls=proof.REPLAYS - 1)
+    known = proof.Proof.run
+
+    def run(self: proof.Proof, *arguments: Any) -> Any:
+        result = known(self, *arguments)
+        found._proofs.update(dict.fromkeys(found._proofs, proof.Proof(mock.Mock())))
+        return result
+
+    with mock.patch.object(proof.Proof, "run", run):
+        negate()
+    assert not next(iter(found)).is_proven
+
+
+@pytest.mark.parametrize("start", range(24))
+def test_a_damaged_entry_is_no_plan(
+    own_cache: Path, start: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = own_cache / "kernels"
+    folder.mkdir(parents=True, mode=0o700)
+    key = {"of": "a test"}
+    cache_plans.write(key, {"steps": []}, [], {})
+    (entry,) = folder.glob("*.json")
+    content = entry.read_bytes()
+    for index in range(start, len(content), 24):
+        for byte in (0, 0xFF, content[index] ^ 1):
+            entry.write_bytes(content[:index] + bytes([byte]) + content[index + 1 :])
+            caplog.clear()
+            assert cache_plans.find(key) is None
+            assert len(caplog.records) == 1
+        entry.write_bytes(content[: min(index, len(content) - 2)])  # all but the newline is whole
+        assert cache_plans.find(key) is None
+    entry.write_bytes(content)
+    assert cache_plans.find(key) is not None
+
+
+def test_a_plan_that_differs_from_native_is_dropped(
+    register: Register, caplog: pytest.LogCaptureFixture
+) -> None:
+    override = register(impls.doubled)
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    negate(calls=proof.REPLAYS + 3)
+    assert override.hits == 0 and not list(override.plans)
+    (line,) = (each for each in caplog.records if "is dropped" in each.getMessage())
+    assert "differ" in line.getMessage()
+    (state,) = states(override)
+    assert state.status == "dropped" and "differs from native" in state.reason
+
+
+def test_a_disabled_override_loads_its_plans_again(register: Register) -> None:
+    override = register(impls.negated)
+    prove(override)
+    negate()
+    assert override.hits == 1
+    with opgraft.disabled(name=override.name):
+        negate()
+    opgraft.disable(name=override.name)
+    opgraft.enable(name=override.name)
+    assert not list(override.plans)
+    prove_again = override.hits
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    negate(calls=proof.REPLAYS)
+    assert override.hits == prove_again
+    negate()
+    assert override.hits == prove_again + 1
+
+
+@pytest.mark.parametrize(
+    "impl", [impls.negated_by_where_it_begins, impls.negated_by_its_memory], ids=["offset", "size"]
+)
+def test_a_plan_holds_nothing_that_its_key_does_not(
+    register: Register, impl: Callable[..., Any]
+) -> None:
+    """Where a tensor begins in its memory, and how large that is, differs between two calls."""
+    override = register(impl)
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    negate(calls=6)
+    assert override.hits == 6 and not list(override.plans)
