@@ -23,7 +23,7 @@ import torch
 from opgraft import dsl as dsls
 from opgraft import packs, spelling
 from opgraft.base import env
-from opgraft.cache import entries
+from opgraft.cache import bundles, entries, origins
 from opgraft.cli import cudnn, facts, output
 from opgraft.control import overrides
 from opgraft.core import store
@@ -89,6 +89,7 @@ def examine() -> Iterator[Check]:
     yield from _packs()
     yield from _overrides()
     yield from _readiness()
+    yield from _bundle()
     yield from _tables()
     yield from _dsls()
     yield from _host_compiler()
@@ -337,6 +338,42 @@ def _readiness() -> Iterator[Check]:
     if dsls.CUTEDSL.available() and (reason := entries.why_unusable()):
         text = f"{reason}: what CuteDSL compiles is not kept, and each process compiles it"
         yield Check("kernels", "note", text, "let OPGRAFT_CACHE name a folder of your own")
+
+
+def _bundle() -> Iterator[Check]:
+    """Whether the bundle that the environment names can be used here."""
+    if env.needs_bundle():
+        text = "OPGRAFT_READY=bundle: what the bundle does not hold is native's"
+        yield Check("bundle", "note", text)
+    mend = "opgraft warmup SCRIPT --bundle DIR makes one; OPGRAFT_KERNELS=DIR names it"
+    try:
+        place = bundles.in_use()
+        if place is None:
+            if env.needs_bundle():
+                yield Check("bundle", "problem", "OPGRAFT_KERNELS names none", mend)
+            return
+        about, wrong = bundles.about(place.folder), bundles.problems(place.folder)
+    except bundles.BundleError as error:
+        yield Check("bundle", "problem", str(error), mend)
+        return
+    for text in (*wrong, *_misfits(about)):
+        yield Check("bundle", "problem", f"{place.folder}: {text}", "make it anew, here")
+    if not wrong:
+        made = f"made on {about.get('made')} for {', '.join(about.get('devices', ())) or 'CPUs'}"
+        plans = "1 launch plan" if place.count() == 1 else f"{place.count()} launch plans"
+        yield Check("bundle", "ok", f"{place.folder}: {plans}, {made}")
+
+
+def _misfits(about: dict[str, Any]) -> Iterator[str]:
+    """Why what is in a bundle is not used here."""
+    versions = origins.versions() | {"torch": torch.__version__}
+    for name, version in about.get("versions", {}).items():
+        if versions.get(name) != version:
+            here = versions.get(name) or "not here"
+            yield f"it was made with {name} {version}, which is {here}"
+    here = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if here and not set(here) & set(about.get("devices", ())):
+        yield f"it was made for {', '.join(about.get('devices', ()))}, and this is {here[0]}"
 
 
 def _tables() -> Iterator[Check]:

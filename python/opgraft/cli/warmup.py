@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections import Counter
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 import click
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import opgraft
+from opgraft.base import env
+from opgraft.cache import bundles, origins
 from opgraft.cli import output, scripts
 from opgraft.plan import warm
 from opgraft.ready import readiness
@@ -25,12 +30,19 @@ _STEP_SECONDS = 0.2
     is_flag=True,
     help="Let each call wait for its kernels, which also tunes them and records launch plans.",
 )
+@click.option(
+    "--bundle",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Leave the launch plans and kernels there, for OPGRAFT_KERNELS=DIR of other processes.",
+)
 @scripts.script_and_json_options
 def command(
     is_module: bool,
     path: str | None,
     as_json: bool,
     wait: bool,
+    bundle: Path | None,
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
@@ -42,7 +54,14 @@ def command(
     them is printed to stderr. With --wait all calls wait, and the launch plans that a run of the
     script records are told, too: they belong to their process. Packs are active, as after `import
     torch`. The exit status is the script's.
+
+    With --bundle the launch plans that workers recorded are left in a folder, with their kernels.
+    It serves processes on this machine and on others with the same GPU, torch and packs.
     """
+    if bundle is not None and wait:
+        raise click.UsageError("--bundle takes what workers record: leave out --wait")
+    if bundle is not None and not env.shares_plans():
+        raise click.UsageError("OPGRAFT_KERNELS=none keeps no launch plan: unset it for --bundle")
     opgraft.packs.activate()
     script_main = scripts.prepare(script, arguments, is_module=is_module)
     with warm.watching(in_parallel=not wait) as report:
@@ -54,7 +73,27 @@ def command(
             print(json.dumps(report.as_dict(), indent=2), file=stream)
         else:
             _print_table(report, stream)
+    if bundle is not None and status != scripts.INTERRUPTED:
+        _write_bundle(bundle)
     return status
+
+
+def _write_bundle(folder: Path) -> None:
+    kept = readiness.kept_plans()
+    try:
+        count = bundles.write(folder, kept, _about())
+    except (bundles.BundleError, OSError) as error:
+        raise click.ClickException(f"the bundle cannot be written: {error}") from error
+    plans = "1 launch plan is" if count == 1 else f"{count} launch plans are"
+    print(f"opgraft: {plans} in {folder}", file=sys.stderr)
+
+
+def _about() -> dict[str, Any]:
+    """What a bundle fits."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    versions = origins.versions() | {"torch": torch.__version__}
+    return {"devices": devices, "versions": versions, "made": datetime.date.today().isoformat()}
 
 
 def _wait_for_workers() -> bool:

@@ -1,0 +1,218 @@
+"""Launch plans that a first process left on disk, and bundles of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import opgraft
+from opgraft.cache import bundles, entries, plans
+from opgraft.core import loader
+from tests.ready import impls
+
+pytestmark = pytest.mark.skipif(loader.in_use() is None, reason="plans need the compiled core")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+#: Calls `neg` some times, and prints what came of it.
+PROGRAM = """
+import sys, torch, opgraft
+from tests.ready import impls
+
+override = opgraft.register_op_override(
+    "aten", "neg", "CPU", impls.negated, unconditional_override=True, name="kept",
+    launch_plan=True, when_not_ready="native",
+)
+for number in range({calls}):
+    x = torch.full((4,), float(number))
+    assert torch.equal(torch.neg(x), 0 - x)
+    if {waits}:
+        assert opgraft.wait_until_ready(200)
+from opgraft.ready import pool
+plans = [] if override.plans is None else list(override.plans)
+states = [] if override.plans is None else override.plans.readiness.states()
+print(override.hits, override.misses, pool.shared().workers() != [])
+print([each.is_proven for each in plans], [each.status for each in states])
+"""
+
+
+def run(calls: int = 6, waits: bool = True, **environment: str) -> list[str]:
+    program = PROGRAM.replace("{calls}", str(calls)).replace("{waits}", str(waits))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache that a first process leaves."""
+    place = tmp_path_factory.mktemp("first") / "cache"
+    assert run(OPGRAFT_CACHE=str(place))[0] == "3 3 True"
+    return place
+
+
+@pytest.fixture
+def kept(first: Path, own_cache: Path) -> Path:
+    """This test's own cache, with what a first process left in it."""
+    shutil.copytree(first, own_cache)
+    return own_cache
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_second_process_starts_no_worker() -> None:
+    assert run()[:2] == ["3 3 False", "[True] ['ready']"]
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_would_be_compiled_otherwise_is_another_plan() -> None:
+    assert run(TRITON_DEBUG="1")[0] == "3 3 True"
+
+
+def test_none_is_kept_where_the_environment_says_so(own_cache: Path) -> None:
+    assert run(OPGRAFT_KERNELS="none")[0].endswith("True")
+    assert not list(own_cache.glob("kernels/*"))
+
+
+def damaged(content: bytes) -> Iterator[bytes]:
+    yield b""
+    yield content[:-1]
+    yield content + b"0"
+    step = max(1, len(content) // 400)
+    yield from (
+        content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
+        for i in range(0, len(content), step)
+    )
+
+
+def test_no_damaged_file_gives_a_plan(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (path,) = kept.glob("kernels/*.json")
+    right = path.read_bytes()
+    key = json.loads(right.splitlines()[0])["key"]
+    assert plans.find(key) is not None
+    for wrong in damaged(right):
+        path.write_bytes(wrong)
+        caplog.clear()
+        assert plans.find(key) is None
+        assert len(caplog.records) == 1
+
+
+@pytest.fixture
+def bundle(kept: Path) -> Path:
+    """A bundle of what this test's cache has."""
+    (path,) = kept.glob("kernels/*.json")
+    entry = entries.read(json.loads(path.read_text().splitlines()[0])["key"])
+    assert entry is not None
+    folder = kept.parent / "bundle"
+    assert bundles.write(folder, [entry], {"made": "today"}) == 1
+    return folder
+
+
+def test_a_bundle_serves_a_process_with_an_empty_cache(bundle: Path, tmp_path: Path) -> None:
+    other = {"OPGRAFT_KERNELS": str(bundle), "OPGRAFT_CACHE": str(tmp_path / "other")}
+    assert run(**other)[:2] == ["3 3 False", "[True] ['ready']"]
+    # From the first call on, with no time in between, on each of two ranks.
+    alone = [run(waits=False, OPGRAFT_READY="bundle", **other) for _ in range(2)]
+    assert [each[:2] for each in alone] == [["4 2 False", "[True] ['ready']"]] * 2
+    assert not list((tmp_path / "other").glob("kernels/*"))
+
+
+def test_what_no_bundle_holds_is_natives(bundle: Path, tmp_path: Path) -> None:
+    other = {"OPGRAFT_READY": "bundle", "OPGRAFT_CACHE": str(tmp_path / "other")}
+    assert run(**other)[:2] == ["0 6 False", "[] ['dropped']"]
+    other["OPGRAFT_KERNELS"] = str(bundle)
+    # The environment is part of the key, so that none of its plans fits.
+    assert run(TRITON_DEBUG="1", **other)[:2] == ["0 6 False", "[] ['dropped']"]
+
+
+def test_an_override_without_plans_is_natives_where_a_bundle_alone_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPGRAFT_READY", "bundle")
+    override = opgraft.register_op_override(
+        "aten", "neg", "CPU", impls.negated, unconditional_override=True, name="kept"
+    )
+    try:
+        x = torch.ones(4)
+        assert torch.equal(torch.neg(x), 0 - x) and override.hits == 0
+        assert override.unavailable is not None and "OPGRAFT_READY" in override.unavailable
+    finally:
+        override.remove()
+
+
+@pytest.mark.parametrize(
+    "spoil, why",
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is not used"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is not used"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 99}'), "another version"),
+        (lambda folder: (folder / "manifest.json").chmod(0o666), "chmod go-w"),
+        (lambda folder: folder.chmod(0o777), "chmod go-w"),
+    ],
+    ids=["none", "half", "list", "version", "writable", "folder"],
+)
+def test_a_bundle_that_is_none_is_said(
+    bundle: Path, spoil: Callable[[Path], object], why: str
+) -> None:
+    spoil(bundle)
+    with pytest.raises(bundles.BundleError, match=why):
+        bundles.place(bundle)
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_read(bundle: Path) -> None:
+    (path,) = (each for each in bundle.glob("*.json") if each.name != bundles.MANIFEST)
+    place = bundles.place(bundle)
+    assert place.read(path.name) and bundles.problems(bundle) == []
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(OSError, match="damaged"):
+        place.read(path.name)
+    assert len(bundles.problems(bundle)) == 1
+    for name in ("other.json", "../kernels/x.json", ".", ""):
+        with pytest.raises((OSError, ValueError)):
+            place.read(name)
+
+
+def test_warmup_leaves_a_bundle(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.replace("{calls}", "2").replace("{waits}", "False"))
+    command = ["-m", "opgraft", "warmup", "--bundle", str(tmp_path / "made"), str(script)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 launch plan is in" in done.stderr
+    other = {"OPGRAFT_KERNELS": str(tmp_path / "made"), "OPGRAFT_CACHE": str(tmp_path / "other")}
+    assert run(waits=False, OPGRAFT_READY="bundle", **other)[0] == "4 2 False"
+    doctor = subprocess.run(
+        [sys.executable, "-m", "opgraft", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=os.environ | other,
+    )
+    assert "1 launch plan, made on" in doctor.stdout.replace("\n", " ")
