@@ -332,7 +332,7 @@ def test_a_forked_child_gets_an_error(planned: opgraft.Override) -> None:
 @pytest.fixture
 def pack(monkeypatch: pytest.MonkeyPatch) -> dict[str, opgraft.Override]:
     # Whatever tables say.
-    monkeypatch.setattr("opgraft_kernels.norms.overrides._crossover", lambda *_: None)
+    monkeypatch.setattr("opgraft_kernels.norms.overrides._crossover", lambda *_, **__: None)
     every = opgraft_kernels.register()
     return {override.name: override for override in every if override.plans is not None}
 

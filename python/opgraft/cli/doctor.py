@@ -369,11 +369,12 @@ def _misfits(about: dict[str, Any]) -> Iterator[str]:
     versions = origins.versions() | {"torch": torch.__version__}
     for name, version in about.get("versions", {}).items():
         if versions.get(name) != version:
-            here = versions.get(name) or "not here"
-            yield f"it was made with {name} {version}, which is {here}"
-    here = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if here and not set(here) & set(about.get("devices", ())):
-        yield f"it was made for {', '.join(about.get('devices', ()))}, and this is {here[0]}"
+            here = versions.get(name) or "missing"
+            yield f"it was made with {name} {version}, which is {here} here"
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if devices and not set(devices) & set(about.get("devices", ())):
+        made_for = ", ".join(about.get("devices", ())) or "CPUs"
+        yield f"it was made for {made_for}, and this is {devices[0]}"
 
 
 def _tables() -> Iterator[Check]:

@@ -228,9 +228,9 @@ _TRITON_RANGES: dict[str, tuple[int, ...]] = {
 # Rows whose elements are far apart are never loaded 16 bytes at a time: how they are aligned does
 # not matter.
 _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
-    direction: {"elements": (2**12, 2**27), "hidden": (2**4, widest), "itemsize": (2, 4)}
     # A cell is measured between its power of two and the next: there a backward's widths end.
-    for direction, widest in (("forward", 2**10), ("backward", 2**9))
+    "forward": {"elements": (2**12, 2**27), "hidden": (2**4, 2**10), "itemsize": (2, 4)},
+    "backward": {"elements": (2**12, 2**27), "hidden": (2**4, 2**9), "itemsize": (2, 4)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
 PERMUTED_VERSION = 1

@@ -139,9 +139,11 @@ def calls(
         return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     random = partial(torch.randn, device=device, dtype=dtype)
-    # 28 x 28, where there are as many.
-    shape = (-(-rows // 784), min(rows, 784)) if is_permuted else (rows,)
-    input = random(shape[0], width, shape[1]).mT if is_permuted else random(rows, width)
+    if is_permuted:  # of images of 28 x 28, where there are as many rows; no more than asked for
+        side = min(rows, 784)
+        input = random(rows // side, width, side).mT
+    else:
+        input = random(rows, width)
     yield _call(input, parameters, statistics, direction)
 
 
