@@ -67,7 +67,8 @@ def with_names(text: str) -> str:
     """The kernel, a variable of it and a function that it calls have other names."""
     for name in ("_forward_rows_kernel", "in_row", "_scale_and_shift"):
         text = text.replace(name, f"{name}_renamed")
-    return text
+    # The kernels for permuted inputs call the function by its name here.
+    return f"{text}\n\n_scale_and_shift = _scale_and_shift_renamed\n"
 
 
 def with_arithmetic(text: str) -> str:
