@@ -657,6 +657,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.timeout(900)  # it takes minutes where other tests run beside it
 def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
     """In Triton's interpreter, in a process of its own."""
     pytest.importorskip("triton")
