@@ -160,6 +160,37 @@ def test_an_override_without_plans_is_natives_where_a_bundle_alone_counts(
         override.remove()
 
 
+def test_nothing_is_compiled_here_where_a_bundle_alone_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not the impl of a notebook either, which no worker can import."""
+    monkeypatch.setenv("OPGRAFT_READY", "bundle")
+    ran: list[torch.Tensor] = []
+
+    def local(self: torch.Tensor) -> torch.Tensor:
+        ran.append(self)
+        return 0 - self
+
+    override = opgraft.register_op_override(
+        *("aten", "neg", "CPU", local),
+        unconditional_override=True,
+        name="local",
+        launch_plan=True,
+        when_not_ready="native",
+    )
+    try:
+        x = torch.ones(4)
+        for _ in range(3):
+            assert torch.equal(torch.neg(x), -1 * x)
+        assert opgraft.wait_until_ready(60)
+        assert (override.hits, ran) == (0, [])
+        assert override.plans is not None
+        (state,) = override.plans.readiness.states()
+        assert state.status == "dropped" and "OPGRAFT_READY" in state.reason
+    finally:
+        override.remove()
+
+
 @pytest.mark.parametrize(
     "spoil, why",
     [

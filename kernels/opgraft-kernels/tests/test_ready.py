@@ -52,8 +52,8 @@ for each in OPS.values():
 for override in opgraft.overrides(dsl="cutedsl", dispatch_key="CUDA"):
     call = override.operator.bind(calls[override.op.partition("::")[2].partition(".")[0]], {})
     keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    asked = request.request(override, call, keyset, plan={"of": override.name})
-    print(json.dumps([override.name, asked]))
+    asked = request.request(override, call, keyset)
+    print(json.dumps([override.name, asked | {"plan": {"of": override.name}}]))
 """
 #: Loads each function that is in the cache, and says whether CuteDSL was imported for that.
 LOAD = """

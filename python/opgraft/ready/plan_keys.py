@@ -32,7 +32,9 @@ _OTHER_VARIABLES = {
 }
 
 
-def plan_key(core: Core, override: Override, call: Call) -> plans.Key | None:
+def plan_key(
+    core: Core, override: Override, call: Call, asked: request.Request
+) -> plans.Key | None:
     """The key of a call's plan, as JSON has it; None where no plan of it may be kept.
 
     It holds all that a plan depends on, but for the sources: the override, the kind of call with
@@ -42,23 +44,21 @@ def plan_key(core: Core, override: Override, call: Call) -> plans.Key | None:
         core: the core.
         override: whose impl is recorded.
         call: the call, on the thread that makes it.
+        asked: what a worker is told of it.
     """
     if not (env.shares_plans() and override.launch_plan) or override.takes_keyset:
         return None
-    if _may_write_to_shared_memory(call):
+    if any(asked["needs"]) or _may_write_to_shared_memory(call):
         return None
     schema = call.op.overload._schema
     words = core.plan_key(call.values, schema.name, schema.overload_name, portable=True)
     if words is None:
         return None
-    try:
-        impl, device = request.name_of(override), request.properties(call)
-    except request.CannotAsk:
-        return None
+    device = asked["device"]
     return {
         "format": plans.FORMAT,
         "override": override.identity,
-        "impl": impl,
+        "impl": asked["impl"],
         "words": words.words,
         "device": None if device is None else _reduced(device),
         "versions": origins.versions() | {"torch": torch.__version__},

@@ -223,15 +223,18 @@ class Readiness:
         from opgraft.ready.plan_keys import plan_key
 
         metadata = Metadata(call, kind.needs)
-        key = None if any(kind.needs) else plan_key(self._core, self.override, call)
+        where = device.of_tensors(call) or torch.device("cpu")
         try:
-            asked = request.request(self.override, call, keyset, kind.needs, key)
+            asked = request.request(self.override, call, keyset, kind.needs)
         except request.CannotAsk as error:
-            if _is_ahead():  # stand-ins would be compiled for one after the other, too
+            if self._table.only_loaded:
+                self._load_from_bundle(None, kind, where)
+            elif _is_ahead():  # stand-ins would be compiled for one after the other, too
                 self._leave_to(_THE_CALL, kind, str(error))
             else:
                 self._compile_here(metadata, keyset, kind, str(error))
             return
+        key = asked["plan"] = plan_key(self._core, self.override, call, asked)
 
         def failed(reason: str, may_run_here: bool) -> None:
             if not may_run_here:
@@ -242,7 +245,6 @@ class Readiness:
             except Exception as error:  # no thread can be started
                 self._fail(kind, f"{reason}; and in this process: {error}")
 
-        where = device.of_tensors(call) or torch.device("cpu")
         if self._table.only_loaded:
             self._load_from_bundle(key, kind, where)
             return

@@ -44,20 +44,17 @@ class CannotAsk(Exception):
 
 
 def request(
-    override: Override,
-    call: Call,
-    keyset: torch.DispatchKeySet,
-    needs: Sequence[bool] = (),
-    plan: dict[str, Any] | None = None,
+    override: Override, call: Call, keyset: torch.DispatchKeySet, needs: Sequence[bool] = ()
 ) -> Request:
     """What a worker needs to know to compile the kernels of a call.
+
+    Where the call's launch plan is to be kept, the caller sets `"plan"` to its key.
 
     Args:
         override: whose impl it is.
         call: the call; of its tensors only the metadata is read.
         keyset: the call's dispatch keys.
         needs: of each argument whether it gets a gradient, by the override's own derivative.
-        plan: the key by which the call's launch plan is to be kept; None where it is not.
 
     Raises:
         CannotAsk: the impl cannot be imported by its name, or an argument has no JSON.
@@ -73,7 +70,7 @@ def request(
         "default_dtype": encode(torch.get_default_dtype()),  # of what the impl allocates
         "device": properties(call),
         "autocast": _autocast(call),
-        "plan": plan,
+        "plan": None,
     }
 
 
