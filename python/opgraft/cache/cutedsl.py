@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 CompileFunction = Callable[[Any], Any]
 #: What an entry calls the library of a function.
 LIBRARY = "function.so"
-#: Variables of the environment that say nothing of what is compiled.
-_OTHER_VARIABLES = {"CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"}
 
 
 class CannotKeep(Exception):
@@ -183,11 +181,7 @@ def _key(function: CompileFunction, kind: Any, device: torch.device) -> dict[str
         "kind": _described(kind),
         "device": _device(device),
         "versions": origins.versions(),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(("CUTE_DSL_", "CUTLASS_")) and name not in _OTHER_VARIABLES
-        },
+        "environment": origins.environment("CUTE_DSL_", "CUTLASS_"),
     }
 
 

@@ -27,6 +27,26 @@ _BY_VERSION = {
 }
 
 
+#: Variables of the environment that say nothing of what a DSL compiles.
+_OTHER_VARIABLES = {
+    *("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR"),
+    *("CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"),
+}
+
+
+def environment(*prefixes: str) -> dict[str, str]:
+    """The variables of the environment on which it depends what DSLs compile.
+
+    Args:
+        prefixes: what their names begin with.
+    """
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(prefixes) and name not in _OTHER_VARIABLES
+    }
+
+
 def versions() -> dict[str, str]:
     """The versions of the distributions whose files are not looked at."""
     found = {name: distributions.version(name) for name in _BY_VERSION.values()}

@@ -23,13 +23,13 @@ import torch
 from opgraft import dsl as dsls
 from opgraft import packs, spelling
 from opgraft.base import env
-from opgraft.cache import bundles, entries, origins
+from opgraft.cache import bundles, entries
 from opgraft.cli import cudnn, facts, output
 from opgraft.control import overrides
 from opgraft.core import store
 from opgraft.explanation import Neighbours, neighbours
 from opgraft.explanation.neighbourhood import FLASH_ATTENTION
-from opgraft.ready import claims, pool
+from opgraft.ready import claims, plan_keys, pool
 from opgraft.ready.readiness import summary
 from opgraft.registry import Override, registry
 
@@ -366,7 +366,7 @@ def _bundle() -> Iterator[Check]:
 
 def _misfits(about: dict[str, Any]) -> Iterator[str]:
     """Why what is in a bundle is not used here."""
-    versions = origins.versions() | {"torch": torch.__version__}
+    versions = plan_keys.versions()
     for name, version in about.get("versions", {}).items():
         if versions.get(name) != version:
             here = versions.get(name) or "missing"

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import opgraft
 from opgraft.base import env
-from opgraft.cache import bundles, origins
+from opgraft.cache import bundles
 from opgraft.cli import output, scripts
 from opgraft.plan import warm
-from opgraft.ready import readiness
+from opgraft.ready import plan_keys, readiness
 
 #: Seconds between two steps of the progress bar.
 _STEP_SECONDS = 0.2
@@ -92,8 +92,8 @@ def _about() -> dict[str, Any]:
     """What a bundle fits."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = sorted({torch.cuda.get_device_name(index) for index in range(count)})
-    versions = origins.versions() | {"torch": torch.__version__}
-    return {"devices": devices, "versions": versions, "made": datetime.date.today().isoformat()}
+    made = datetime.date.today().isoformat()
+    return {"devices": devices, "versions": plan_keys.versions(), "made": made}
 
 
 def _wait_for_workers() -> bool:

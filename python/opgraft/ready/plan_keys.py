@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +23,6 @@ _PROPERTIES = (
     *("shared_memory_per_multiprocessor", "regs_per_multiprocessor"),
     *("max_threads_per_multi_processor", "max_threads_per_block"),
 )
-_VARIABLES = ("TRITON_", "CUTE_DSL_", "CUTLASS_")
-#: Variables of the environment that say nothing of what is compiled.
-_OTHER_VARIABLES = {
-    *("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR"),
-    *("CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR"),
-}
 
 
 def plan_key(
@@ -61,13 +54,14 @@ def plan_key(
         "impl": asked["impl"],
         "words": words.words,
         "device": None if device is None else _reduced(device),
-        "versions": origins.versions() | {"torch": torch.__version__},
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLES) and name not in _OTHER_VARIABLES
-        },
+        "versions": versions(),
+        "environment": origins.environment("TRITON_", "CUTE_DSL_", "CUTLASS_"),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions on which a plan depends: torch's with what it was built for."""
+    return origins.versions() | {"torch": torch.__version__}
 
 
 def _may_write_to_shared_memory(call: Call) -> bool:
