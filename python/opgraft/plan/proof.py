@@ -7,9 +7,8 @@ two returned and wrote is compared on the device, and no call waits for that.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,6 @@ _POISONS = (0xFF, 0x00)
 REPLAYS = len(_POISONS)
 #: Comparisons for which there was no memory, before a plan is given up.
 MAX_SKIPPED = 8
-#: Elements that are compared at a time: several temporaries of as many.
-_CHUNK = 2**25
 
 
 class Proof:
@@ -149,7 +146,7 @@ class _Verdict:
         for label, one, other in pairs:
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
                 self._labels.append(label)
-                found.append(differs(one, other))
+                found.append(outputs.values_differ(one, other))
             elif one != other and not (one != one and other != other):
                 self.difference = f"{label}: {one!r}, native returns {other!r}"
         device = next((each.device for each in found if each.device.type != "cpu"), None)
@@ -182,45 +179,3 @@ class _Verdict:
             self.difference = f"{', '.join(labels)}: values differ by more than rounding"
         self.agrees = not labels
         self._found.clear()
-
-
-def differs(actual: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
-    """Whether the values of two tensors differ beyond rounding, as a tensor on their device.
-
-    Args:
-        actual: what a plan computed.
-        native: what native computed, of the same dtype and shape.
-
-    >>> differs(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
-    tensor(False)
-    >>> differs(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
-    tensor(True)
-    """
-    found = torch.zeros((), dtype=torch.bool, device=actual.device)
-    if actual.numel() == 0:
-        return found
-    tolerance = outputs.TOLERANCES.get(actual.dtype)
-    if tolerance is None:
-        for one, other in _chunks(actual, native):
-            found |= (one != other).any()
-        return found
-    scale = torch.zeros((), dtype=torch.float64, device=actual.device)
-    for _, other in _chunks(actual, native):
-        largest = torch.where(other.isfinite(), other.abs(), 0).amax()
-        scale = torch.maximum(scale, largest.double())
-    for one, other in _chunks(actual, native):
-        # Not a number is no difference to itself, and infinities are equal.
-        is_same = (one == other) | (one.isnan() & other.isnan())
-        is_near = (one - other).abs().double() <= tolerance * scale
-        found |= ~(is_same | (is_near & one.isfinite() & other.isfinite())).all()
-    return found
-
-
-def _chunks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both in parts, along their longest dimension."""
-    if one.numel() <= _CHUNK:
-        yield one, other
-        return
-    dim = max(range(one.ndim), key=lambda each: one.shape[each])
-    parts = math.ceil(one.numel() / _CHUNK)
-    yield from zip(one.tensor_split(parts, dim), other.tensor_split(parts, dim), strict=True)

@@ -1,12 +1,13 @@
 """Comparing what two runs of an op returned: metadata, aliasing, and values within a tolerance.
 
-The contract check, shadow mode, traced impls, trials of launch plans, and verification all use this
-module, so that they agree on what a difference is. Only this module says which outputs and
-arguments are compared by value, and which are exempt.
+The contract check, shadow mode, traced impls, trials and proofs of launch plans, and verification
+all use this module, so that they agree on what a difference is. Only this module says which outputs
+and arguments are compared by value, and which are exempt.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,9 @@ TOLERANCES = {
     torch.complex64: 1e-4,
     torch.complex128: 1e-9,
 }
+
+#: Elements that are compared at a time: several temporaries of as many.
+_CHUNK = 2**25
 
 #: Whether the op promises native's strides of an output. Called with the output's index, the item's
 #: index if the output is a list of tensors (else None), and the tensor.
@@ -441,3 +445,45 @@ def value_difference(actual: torch.Tensor, native: torch.Tensor, factor: float =
         f"{count} of {actual.numel()} elements are up to {largest:.3g} off, of values up to "
         f"{scale:.3g}; allowed are {allowed:.3g}"
     )
+
+
+def values_differ(actual: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
+    """Whether :func:`value_difference` finds one, as a tensor on their device. Nothing waits.
+
+    Args:
+        actual: what an impl computed.
+        native: what native computed, of the same dtype and shape.
+
+    >>> values_differ(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
+    tensor(False)
+    >>> values_differ(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+    tensor(True)
+    """
+    found = torch.zeros((), dtype=torch.bool, device=actual.device)
+    if actual.numel() == 0:
+        return found
+    tolerance = TOLERANCES.get(actual.dtype)
+    if tolerance is None:
+        for one, other in _chunks(actual, native):
+            found |= (one != other).any()
+        return found
+    scale = torch.zeros((), dtype=torch.float64, device=actual.device)
+    for _, other in _chunks(actual, native):
+        largest = torch.where(other.isfinite(), other.abs(), 0).amax()
+        scale = torch.maximum(scale, largest.double())
+    for one, other in _chunks(actual, native):
+        # Not a number is no difference to itself, and infinities are equal.
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        is_near = (one - other).abs().double() <= tolerance * scale
+        found |= ~(is_same | (is_near & one.isfinite() & other.isfinite())).all()
+    return found
+
+
+def _chunks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in parts, along their longest dimension."""
+    if one.numel() <= _CHUNK:
+        yield one, other
+        return
+    dim = max(range(one.ndim), key=lambda each: one.shape[each])
+    parts = math.ceil(one.numel() / _CHUNK)
+    yield from zip(one.tensor_split(parts, dim), other.tensor_split(parts, dim), strict=True)
