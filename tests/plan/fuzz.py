@@ -23,6 +23,7 @@ import torch
 
 import opgraft
 from opgraft.core import loader
+from opgraft.ready.dry import default_dtype
 from opgraft.registry import state
 from opgraft.router import compiled, contract
 from tests import probes
@@ -285,21 +286,11 @@ def _arguments(program: Program, way: Way, seed: int) -> tuple[Pool, Pool]:
     return tensors, bases
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _state(name: str) -> contextlib.AbstractContextManager[Any]:
     if name in ("bfloat16", "float16"):
         return torch.autocast("cpu", dtype=getattr(torch, name))
     if name == "float64":
-        return _default_dtype(torch.float64)
+        return default_dtype(torch.float64)
     states: dict[str, Callable[[], Any]] = {
         "no_grad": torch.no_grad,
         "inference": torch.inference_mode,

@@ -61,7 +61,7 @@ def run(asked: Request) -> Compiled:
         # Here: a module that asks for the GPU while it is imported is told of the request's.
         impl = request.load(asked["impl"])
         autograd = request.load_derivative(asked["autograd"]) if asked["autograd"] else None
-        stack.enter_context(_default_dtype(request.decode(asked["default_dtype"])))
+        stack.enter_context(default_dtype(request.decode(asked["default_dtype"])))
         if asked.get("autocast") is not None:
             device_type, dtype = asked["autocast"]
             stack.enter_context(torch.autocast(device_type, request.decode(dtype)))
@@ -189,7 +189,8 @@ class _Launches:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors of a dtype where none is named."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["tensor_of"]
+__all__ = ["dtypes_on", "tensor_of"]
+
+
+def dtypes_on(device: torch.device) -> list[torch.dtype]:
+    """The floats of samples: without bfloat16 on the CPU, where Triton's interpreter is wrong."""
+    dtypes = [torch.float32, torch.float16]
+    return dtypes if device.type == "cpu" else [*dtypes, torch.bfloat16]
 
 
 def tensor_of(

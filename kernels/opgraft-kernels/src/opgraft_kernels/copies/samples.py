@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opgraft_kernels.samples import tensor_of
+from opgraft_kernels.samples import dtypes_on, tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -36,9 +36,7 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
     Args:
         device: where the tensors are to live.
     """
-    dtypes = [torch.float32, torch.float16]
-    if device.type != "cpu":
-        dtypes.append(torch.bfloat16)
+    dtypes = dtypes_on(device)
     for shape, particular in _CASES:
         for source in dtypes:
             for target in [*dtypes, torch.float64]:

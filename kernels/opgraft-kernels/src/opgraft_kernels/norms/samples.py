@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.samples import dtypes_on
 
 __all__ = ["calls", "permuted_samples", "samples"]
 
@@ -91,11 +92,8 @@ def permuted_samples(
         direction: ``"forward"`` or ``"backward"``.
         device: where the tensors are to live.
     """
-    dtypes = [torch.float32, torch.float16]
-    if device.type != "cpu":
-        dtypes.append(torch.bfloat16)
     for shape, particular in _PERMUTED_CASES:
-        for dtype in dtypes:
+        for dtype in dtypes_on(device):
             random = partial(torch.randn, device=device, dtype=dtype)
             input = _input(shape, particular, random).movedim(1, -1)
             if particular == "contiguous":
