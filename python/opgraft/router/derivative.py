@@ -393,11 +393,11 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
     # Whether its kernels are ready was asked before, for the backward too: the forward must not be
     # native's, and the backward ours.
     core = loader.in_use()
+    # Not the override: what this returns is kept for as long as that lives.
+    table = None if override.plans is None else override.plans.table
 
     def run_decided() -> AbstractContextManager[None]:
-        if core is None or override.plans is None:
-            return nullcontext()
-        return core.RunUnready(override.plans.table)
+        return nullcontext() if core is None or table is None else core.RunUnready(table)
 
     def results(outputs: tuple[Any, ...]) -> Any:
         return tuple(outputs) if len(op.returns) > 1 else outputs[0]
