@@ -20,6 +20,7 @@ from opgraft.core import loader
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
 from opgraft.plan.trial import substitutes
+from opgraft.ready.dry import default_dtype
 from tests import probes
 from tests.plan import fuzz
 from tests.plan.conftest import doubled, replays, warm
@@ -270,7 +271,7 @@ def test_a_key_tells_autocasts_dtype(dtype: torch.dtype) -> None:
 def test_a_key_tells_the_default_dtype() -> None:
     tensors = _vectors(3)
     before = _key(*tensors)
-    with fuzz._default_dtype(torch.float64):
+    with default_dtype(torch.float64):
         assert _key(*tensors) != before
     assert _key(*tensors) == before
 
