@@ -33,8 +33,9 @@ from _gpu import Call, gpu_times, natively
 import opgraft
 from opgraft import lazy, triton_utils
 from opgraft_kernels.copies.overrides import condition as copy_condition
-from opgraft_kernels.cross_entropy import derivative
+from opgraft_kernels.cross_entropy import loss
 from opgraft_kernels.cross_entropy.overrides import condition as cross_entropy_condition
+from opgraft_kernels.cross_entropy.overrides import register_parts
 from opgraft_kernels.embedding.overrides import condition as embedding_condition
 from opgraft_kernels.softmax.overrides import OPS, condition
 
@@ -107,10 +108,10 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         "aten",
         "cross_entropy_loss",
         dispatch_key,
-        lazy("opgraft_kernels.cross_entropy.triton_kernels:cross_entropy"),
+        loss.cross_entropy,
         cond=cross_entropy_condition(dispatch_key),
         name="cross_entropy",
-        autograd=(derivative.setup_context, derivative.backward),
+        autograd=(loss.setup_context, loss.backward),
     )
     embedding = triton_utils.register_op_override(
         "aten",
@@ -142,7 +143,7 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         )
         for op in OPS
     ]
-    return [cross_entropy, embedding, *softmax, copy]
+    return [cross_entropy, *register_parts(dispatch_key), embedding, *softmax, copy]
 
 
 def _call(row: Row, device: str) -> Call:

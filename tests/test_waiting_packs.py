@@ -670,6 +670,31 @@ def test_a_declaration_that_cannot_be_meant_is_reported_and_activates_at_once(
     assert said in err
 
 
+def test_an_op_of_the_packs_own_needs_no_declaration(
+    environment: Environment, put_pack: Any
+) -> None:
+    """Nothing calls it before the pack is active."""
+    code = """
+        def register():
+            import torch
+            global library
+            library = torch.library.Library("the_pack", "FRAGMENT")
+            library.define("soft(Tensor self, int dim, bool half_to_float) -> Tensor")
+            library.impl("soft", torch.ops.aten._softmax.default, "CompositeExplicitAutograd")
+            put("_softmax", softmax)
+            opgraft.register_op_override(
+                "the_pack", "soft", "CPU", softmax, name="own", unconditional_override=True
+            )
+    """
+    program = """
+        torch.softmax(x, -1)
+        torch.ops.the_pack.soft(x, -1, False)
+    """
+    found, err = run(environment, program, put_pack(code, SOFTMAX))
+    assert found["hits"] == {"softmax": 1, "own": 1}
+    assert err == ""
+
+
 def test_torch_looking_for_backends_again_changes_nothing(
     environment: Environment, put_pack: Any
 ) -> None:

@@ -203,10 +203,15 @@ def cross_entropy_launches(
     weight = make(classes, dtype=dtype) if is_weighted else None
     losses, statistics, loss = make(rows), make((2, rows)), make((), dtype=dtype)
     masses, mass = (make(rows), make(())) if is_mean else (None, None)
+    all_weights = make(()) if is_weighted and smoothing > 0 else None
+    sums = [] if all_weights is None else kernels.plan_sums(weight, None, all_weights, None)
     return [
         kernels.plan_forward(x, target, weight, losses, masses, statistics, -100, smoothing),
         *kernels.plan_sums(losses, masses, loss, mass),
-        kernels.plan_backward(loss, x, target, weight, statistics, mass, x, -100, smoothing),
+        *sums,
+        kernels.plan_backward(
+            *(loss, x, target, weight, all_weights, statistics, mass, x, -100, smoothing)
+        ),
     ]
 
 

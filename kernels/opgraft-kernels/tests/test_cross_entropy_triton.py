@@ -10,7 +10,7 @@ import math
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,9 +35,11 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 @pytest.fixture
-def override(dispatch_key: str) -> Override:
-    (override,) = register(dispatch_key)
-    return override
+def override(dispatch_key: str) -> Iterator[Override]:
+    override, *parts = register(dispatch_key)
+    yield override
+    forward, _ = parts
+    assert forward.hits >= override.hits - override.fallbacks
 
 
 def _logits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -350,7 +352,7 @@ def test_nothing_is_read_out_of_bounds(
     monkeypatch.setattr(triton_kernels, "_check_targets", lambda *_: None)
     x = _logits((4, 8), torch.float32, device)
     target = torch.tensor([3, 2**31, -5, 2**40])
-    loss = triton_kernels.cross_entropy(x, target, _weight(x), 0, -100, 0.0)
+    loss, _, _ = triton_kernels.forward(x, target, _weight(x), 0, -100, 0.0, dtype=x.dtype)
     assert loss[1:].eq(0).all() and loss[0] > 0
 
 
@@ -358,7 +360,7 @@ ASSERTS = """
 import torch, opgraft, torch.nn.functional as F
 from opgraft_kernels.cross_entropy import overrides
 overrides._crossover = lambda: None
-(override,) = overrides.register("CUDA")
+override, forward, backward = overrides.register("CUDA")
 logits, target = torch.randn(4, 8, device="cuda"), torch.tensor([0, 1, 2, 3], device="cuda")
 with opgraft.when_not_ready("wait"):
     for _ in range(3):
@@ -406,7 +408,7 @@ def test_the_forward_allocates_a_few_numbers_a_row(
     x = _logits((50, classes), torch.float32, device)
     target, weight = _targets(x), _weight(x)
     with _Allocations() as allocations:
-        triton_kernels.cross_entropy(x, target, weight, reduction, -100, 0.1)
+        triton_kernels.forward(x, target, weight, reduction, -100, 0.1, dtype=x.dtype)
     assert max(allocations.elements) == 2 * 50
 
 
@@ -585,11 +587,11 @@ def test_where_the_kernel_fails_native_answers_and_differentiates(
 
     monkeypatch.setattr(triton_kernels, "plan_forward", fail)
     with opgraft.packs.owning("a-pack"):
-        (override,) = register(device.type.upper())
+        override, forward, _ = register(device.type.upper())
     x = _logits((3, 7), torch.float32, device)
     target = _targets(x)
     ours = _both(x, target, label_smoothing=0.1, weight=_weight(x))
-    assert override.fallbacks == 1
+    assert (override.hits, forward.fallbacks) == (1, 1)
     with opgraft.disabled():
         native = _both(x, target, label_smoothing=0.1, weight=_weight(x))
     torch.testing.assert_close(ours, native)

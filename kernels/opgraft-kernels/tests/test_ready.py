@@ -55,6 +55,30 @@ for override in opgraft.overrides(dsl="cutedsl", dispatch_key="CUDA"):
     asked = request.request(override, call, keyset)
     print(json.dumps([override.name, asked | {"plan": {"of": override.name}}]))
 """
+#: Prints what a worker is asked for the forward and the backward of cross-entropy.
+CROSS_ENTROPY_REQUESTS = """
+import json, torch, opgraft
+from opgraft.ready import request
+from opgraft_kernels.cross_entropy.overrides import register_parts
+
+def calls(reduction, smoothing, weight):
+    x, target = torch.empty(64, 1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    weight = torch.empty(1024, dtype=torch.bfloat16) if weight else None
+    loss = torch.empty(64 if reduction == 0 else (), dtype=torch.bfloat16)
+    statistics, mass = torch.empty(2, 64), torch.empty(() if reduction == 1 else 0)
+    rest = reduction, -100, smoothing
+    yield (x, target, weight, *rest), {"dtype": torch.bfloat16}
+    yield (loss, x, target, weight, statistics, mass, *rest), {}
+
+for kind in ((0, 0.0, False), (1, 0.0, False), (1, 0.1, True), (2, 0.0, True)):
+    for override, (args, kwargs) in zip(register_parts("CUDA"), calls(*kind)):
+        call = override.operator.bind(args, kwargs)
+        keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+        asked = request.request(override, call, keyset)
+        name = f"{override.name} {kind}"
+        print(json.dumps([name, asked | {"plan": {"of": name}}]))
+        override.remove()
+"""
 #: Loads each function that is in the cache, and says whether CuteDSL was imported for that.
 LOAD = """
 import json, sys
@@ -114,6 +138,17 @@ def test_a_worker_compiles_for_every_override_in_cutedsl(
     *called, imported = output(LOAD, OPGRAFT_PACKS="none")
     assert called and all("parameters when calling" in line for line in called)
     assert imported == "[]"
+
+
+def test_a_worker_records_the_plans_of_cross_entropy(
+    environment: dict[str, str], output: Run
+) -> None:
+    asked = dict(json.loads(line) for line in output(CROSS_ENTROPY_REQUESTS, OPGRAFT_PACKS="none"))
+    assert len(asked) == 8
+    answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
+    for name, answer in zip(asked, answers, strict=True):
+        assert answer.get("compiled"), (name, answer)
+        assert answer["no_plan"] == "", name
 
 
 def _on_a_gpu(asked: Any) -> str:

@@ -16,11 +16,10 @@ __all__ = ["Statistics", "keep", "take"]
 
 
 class Statistics(NamedTuple):
-    """Of the logits: each row's maximum and, below, the logarithm of the sum of what the others are
-    to it, ``[2, rows]``; and for a mean the sum of the rows' weights, else None."""
+    """What the op of the forward returns beside the loss; see `ops.py`."""
 
     rows: Tensor
-    mass: Tensor | None
+    mass: Tensor
 
 
 class _Kept(threading.local):

@@ -1,6 +1,6 @@
-"""The override of the op that ``F.cross_entropy`` calls; `register` puts it there.
+"""The overrides of the op that ``F.cross_entropy`` calls, and of the two ops that it is made of.
 
-Nothing here imports Triton: the first call that the condition wants does.
+Nothing here imports Triton: the first call of those two that runs in Python does.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 from opgraft import Crossover, Override, lazy, triton_utils, when
 from opgraft_kernels.conditions import triton_computes
-from opgraft_kernels.cross_entropy.derivative import backward, setup_context
+from opgraft_kernels.cross_entropy import loss, ops
 from opgraft_kernels.crossovers import TABLES, misalignment
 
-__all__ = ["VERSION", "condition", "register"]
+__all__ = ["VERSION", "backward_condition", "condition", "register"]
 
 
 def condition(dispatch_key: str) -> Any:
@@ -59,6 +59,28 @@ def _weight(classes: Any) -> Any:
     )
 
 
+def backward_condition(dispatch_key: str) -> Any:
+    """Which backwards go to Triton: those of the calls that do, with what a forward returned."""
+    rows = when.numel("target")
+    is_mean = when.value("reduction") == ops.MEAN
+    return (
+        condition(dispatch_key)
+        & when.dtype("grad", torch.float32, torch.float16, torch.bfloat16)
+        & when.same_device("self", "grad")
+        & when.same_device("self", "statistics")
+        & when.same_device("self", "mass")
+        # Fewer elements would be read out of bounds.
+        & ((when.numel("grad") == rows) | (when.value("reduction") != ops.NONE))
+        & (when.numel("grad") >= 1)
+        & (when.ndim("grad") <= 1)
+        & when.dtype("statistics", torch.float32)
+        & when.is_contiguous("statistics")
+        & (when.numel("statistics") == 2 * rows)
+        & when.dtype("mass", torch.float32)
+        & ((when.numel("mass") == 1) | ~is_mean)
+    )
+
+
 #: Of the kernels: raised when they become faster or slower. A test says when they change.
 VERSION = 2
 
@@ -87,22 +109,44 @@ def _crossover() -> Crossover | None:
 
 
 def register(dispatch_key: str) -> list[Override]:
-    """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    options: dict[str, Any] = {}
-    if dispatch_key == "CUDA":
-        options = {"crossover": _crossover(), "when_not_ready": "native"}
+    """Register the three ops at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
+    return [_register_loss(dispatch_key), *register_parts(dispatch_key)]
+
+
+def _register_loss(dispatch_key: str) -> Override:
+    on_cuda: dict[str, Any] = {"crossover": _crossover()} if dispatch_key == "CUDA" else {}
+    return triton_utils.register_op_override(
+        "aten",
+        "cross_entropy_loss",
+        dispatch_key,
+        loss.cross_entropy,
+        cond=condition(dispatch_key),
+        name="opgraft_kernels.cross_entropy",
+        autograd=(loss.setup_context, loss.backward),
+        # Inductor fuses the logits' last operation with both passes over them.
+        compile="inductor",
+        samples=lazy("opgraft_kernels.cross_entropy.samples:samples"),
+        **on_cuda,
+    )
+
+
+def register_parts(dispatch_key: str) -> list[Override]:
+    """Register the two ops that the loss and its gradient are computed by, at `dispatch_key`."""
+    parts = (
+        (ops.FORWARD, "forward", condition),
+        (ops.BACKWARD, "backward", backward_condition),
+    )
     return [
         triton_utils.register_op_override(
-            "aten",
-            "cross_entropy_loss",
+            ops.NAMESPACE,
+            op,
             dispatch_key,
-            lazy("opgraft_kernels.cross_entropy.triton_kernels:cross_entropy"),
-            cond=condition(dispatch_key),
-            name="opgraft_kernels.cross_entropy",
-            autograd=(setup_context, backward),
-            # Inductor fuses the logits' last operation with both passes over them.
-            compile="inductor",
-            samples=lazy("opgraft_kernels.cross_entropy.samples:samples"),
-            **options,
+            lazy(f"opgraft_kernels.cross_entropy.triton_kernels:{direction}"),
+            cond=wanted(dispatch_key),
+            name=f"opgraft_kernels.cross_entropy.{direction}",
+            samples=lazy(f"opgraft_kernels.cross_entropy.samples:{direction}_samples"),
+            # The interpreter launches nothing that could be recorded.
+            launch_plan=dispatch_key == "CUDA",
         )
+        for op, direction, wanted in parts
     ]

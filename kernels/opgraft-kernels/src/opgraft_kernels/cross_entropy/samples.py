@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from opgraft_kernels.cross_entropy import ops
 from opgraft_kernels.crossovers import aligned_width
 from opgraft_kernels.samples import tensor_of
 
-__all__ = ["calls", "samples"]
+__all__ = ["backward_samples", "calls", "forward_samples", "samples"]
 
 #: The logits' shape, and what is particular.
 _CASES: tuple[tuple[tuple[int, ...], str], ...] = (
@@ -64,6 +65,31 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
                     "ignore_index": _IGNORED,
                     "label_smoothing": smoothing,
                 }
+
+
+def forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op of the forward, of class indices of a matrix or of one row.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    for sample in samples(device):
+        logits, target = sample["self"], sample["target"]
+        if logits.dim() <= 2 and not target.is_floating_point() and logits.numel() > 0:
+            yield {**sample, "dtype": logits.dtype}
+
+
+def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op of the backward, of what native's forward returned.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    for sample in forward_samples(device):
+        loss, statistics, mass = ops.cross_entropy(**sample)
+        del sample["dtype"]
+        grad = torch.linspace(1, 2, loss.numel(), device=device).to(loss.dtype).view(loss.shape)
+        yield {"grad": grad, **sample, "statistics": statistics, "mass": mass}
 
 
 def calls(

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opgraft_kernels.cross_entropy.kept import Statistics, keep
+from opgraft_kernels.cross_entropy.ops import MEAN, NONE
 from opgraft_kernels.rows import (
     LOWEST,
     Launch,
@@ -42,10 +42,7 @@ from opgraft_kernels.rows import (
 )
 from opgraft_kernels.softmax.triton_kernels import BACKWARD_TILE, FORWARD_TILE, tile_of
 
-__all__ = ["cross_entropy", "gradient", "plan_backward", "plan_forward", "plan_sums"]
-
-#: Values of the argument `reduction`.
-NONE, MEAN = 0, 1
+__all__ = ["backward", "forward", "plan_backward", "plan_forward", "plan_sums"]
 
 # --------------------------------------------------------------------------------------------------
 # Kernels
@@ -337,7 +334,7 @@ def plan_sums(
         blocks = ceil_div(rows, _SUM_BLOCK)
         programs = 1 if blocks <= _SUM_STEPS else ceil_div(blocks, _SUM_STEPS)
         is_last = programs == 1
-        partial = loss if is_last else losses.new_empty(programs)
+        partial = loss if is_last else losses.new_empty(programs, dtype=torch.float32)
         partial_mass = mass if is_last or masses is None else masses.new_empty(programs)
         launches.append(
             Launch(
@@ -358,20 +355,19 @@ def plan_backward(
     x: Tensor,
     target: Tensor,
     weight: Tensor | None,
+    all_weights: Tensor | None,
     statistics: Tensor,
     mass: Tensor | None,
     dx: Tensor,
     ignore_index: int,
     smoothing: float,
 ) -> Launch:
-    """The launch that fills `dx`, contiguous."""
+    """The launch that fills `dx`, contiguous. `all_weights` is the sum of the classes' weights,
+    where there is smoothing."""
     rows, classes = target.numel(), x.shape[-1]
     itemsize = x.element_size()
     constexprs, num_warps, _ = _tile_options(classes, itemsize, BACKWARD_TILE)
     x, x_stride = as_rows(x, rows, classes)
-    all_weights = None
-    if weight is not None and smoothing > 0:
-        all_weights = weight.sum(dtype=torch.float32)
     return Launch(
         _backward_kernel,
         ceil_div(rows, constexprs["LINES"]) * ceil_div(classes, constexprs["BLOCK"]),
@@ -385,19 +381,21 @@ def plan_backward(
 
 
 # --------------------------------------------------------------------------------------------------
-# The op
+# The ops
 # --------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(
+def forward(
     self: Tensor,
     target: Tensor,
     weight: Tensor | None,
     reduction: int,
     ignore_index: int,
     label_smoothing: float,
-) -> Tensor:
-    """``aten::cross_entropy_loss``, of one row of logits or a matrix, and class indices.
+    *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op of the forward, see `ops.py`.
 
     Raises:
         IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
@@ -405,22 +403,18 @@ def cross_entropy(
     if self.device.type == "cpu":
         _check_targets(target, self.shape[-1], ignore_index)
     new = self.new_empty
-    # Native's autocast computes what cross-entropy is made of in float32.
-    autocast = torch.is_autocast_enabled(self.device.type)
-    dtype = torch.float32 if autocast else self.dtype
+    is_mean = reduction == MEAN
     statistics = new((2, target.numel()), dtype=torch.float32)
-    masses = new(target.shape, dtype=torch.float32) if reduction == MEAN else None
+    masses = new(target.shape, dtype=torch.float32) if is_mean else None
     losses = new(target.shape, dtype=dtype if reduction == NONE else torch.float32)
+    mass = new(() if is_mean else (0,), dtype=torch.float32)
     plan_forward(self, target, weight, losses, masses, statistics, ignore_index, label_smoothing)()
     if reduction == NONE:
-        keep(self, losses, Statistics(statistics, None))
-        return losses
+        return losses, statistics, mass
     loss = new((), dtype=dtype)
-    mass = new((), dtype=torch.float32) if reduction == MEAN else None
-    for launch in plan_sums(losses, masses, loss, mass):
+    for launch in plan_sums(losses, masses, loss, mass if is_mean else None):
         launch()
-    keep(self, loss, Statistics(statistics, mass))
-    return loss
+    return loss, statistics, mass
 
 
 def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
@@ -430,20 +424,26 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
         raise IndexError(f"Target {target[wrong].flatten()[0].item()} is out of bounds.")
 
 
-def gradient(
+def backward(
     grad: Tensor,
     self: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    statistics: Statistics,
+    statistics: Tensor,
+    mass: Tensor,
+    reduction: int,
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The gradient of the logits, contiguous."""
+    """The op of the backward, see `ops.py`."""
     dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-    rows, mass = statistics
-    # Autograd's gradients may be lazy: no router has looked at them.
-    lazy_zero = grad._is_zerotensor()
-    grad = torch.zeros((), device=dx.device) if lazy_zero else grad.resolve_neg()
-    plan_backward(grad, self, target, weight, rows, mass, dx, ignore_index, label_smoothing)()
+    all_weights = None
+    if weight is not None and label_smoothing > 0:
+        all_weights = weight.new_empty((), dtype=torch.float32)
+        for launch in plan_sums(weight, None, all_weights, None):
+            launch()
+    plan_backward(
+        *(grad, self, target, weight, all_weights, statistics),
+        *(mass if reduction == MEAN else None, dx, ignore_index, label_smoothing),
+    )()
     return dx
