@@ -77,27 +77,26 @@ def test_they_return_what_their_metadata_says(dtype: torch.dtype) -> None:
         assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in on_meta]
 
 
-def _are_values(sample: dict[str, Any]) -> bool:
-    """Whether a sample's rows have a finite maximum: of others nothing but NaN is said."""
-    return bool(sample["self"].amax(-1).isfinite().all())
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_kernels_agree_with_them(direction: str) -> None:
-    """With the statistics, too: plans of workers are compared with these before they serve."""
+    """With the statistics, too: plans of workers are compared with these before they serve.
+
+    Rows that are read in blocks are among the samples.
+    """
     samples = {"forward": forward_samples, "backward": backward_samples}[direction]
     native = {"forward": ops.cross_entropy, "backward": ops.cross_entropy_backward}[direction]
     compared = 0
     for sample in samples(torch.device("cpu")):
-        if sample["self"].numel() > 2**14 or sample["self"].stride(-1) != 1:
+        x = sample["self"]
+        is_one_of_many = x.numel() > 2**14 and (x.dtype, sample["reduction"]) != (torch.float32, 0)
+        if is_one_of_many or x.stride(-1) != 1:
             continue
         ours = getattr(triton_kernels, direction)(**sample)
         expected = native(**sample)
-        if _are_values(sample):
-            is_half = sample["self"].dtype == torch.float16
-            rtol, atol = (2e-3, 1e-4) if is_half else (1e-5, 1e-5)
-            torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol, equal_nan=True)
-            compared += 1
+        is_half = sample["self"].dtype == torch.float16
+        rtol, atol = (2e-3, 1e-4) if is_half else (1e-5, 1e-5)
+        torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol, equal_nan=True)
+        compared += 1
     assert compared > 20
 
 

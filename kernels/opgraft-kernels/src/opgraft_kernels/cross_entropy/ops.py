@@ -14,7 +14,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["BACKWARD", "FORWARD", "MEAN", "NAMESPACE", "NONE", "cross_entropy_backward"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "MEAN",
+    "NAMESPACE",
+    "NONE",
+    "check_targets",
+    "cross_entropy",
+    "cross_entropy_backward",
+]
 
 NAMESPACE, FORWARD, BACKWARD = "opgraft_kernels", "_cross_entropy", "_cross_entropy_backward"
 
@@ -26,7 +35,8 @@ _CHUNK = 2**24
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Of the logits: `statistics` has each row's maximum and, below, the logarithm of the sum of what
-# the others are to it, [2, rows]; `mass` the sum of the rows' weights for a mean, else nothing.
+# the others are to it, [2, rows]; `mass` the sum of the rows' weights for a mean, else nothing. Of
+# a row without probabilities (-inf throughout, or with NaN) they say anything that gives NaN.
 _library.define(
     f"{FORWARD}(Tensor self, Tensor target, Tensor? weight, int reduction, int ignore_index, "
     "float label_smoothing, *, ScalarType dtype) -> (Tensor loss, Tensor statistics, Tensor mass)"
@@ -37,6 +47,10 @@ _library.define(
 )
 
 
+# Neither has a derivative: without `no_grad`, autograd would find one in ATen's ops.
+
+
+@torch.no_grad()
 def cross_entropy(
     self: Tensor,
     target: Tensor,
@@ -74,6 +88,7 @@ def cross_entropy(
     return loss, statistics, mass
 
 
+@torch.no_grad()
 def cross_entropy_backward(
     grad: Tensor,
     self: Tensor,
@@ -85,7 +100,12 @@ def cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The gradient of the logits, contiguous."""
+    """The gradient of the logits, contiguous.
+
+    Raises:
+        IndexError: on the CPU, a target is no class.
+    """
+    check_targets(target, self.shape[-1], ignore_index)
     dx = _like_rows(self)
     x, indices = _as_rows(self, target)
     out, classes = dx.view(x.shape), x.shape[1]
@@ -108,6 +128,18 @@ def cross_entropy_backward(
         part.scatter_(1, t, part.gather(1, t) - one)
         out[rows] = part * g_row
     return dx
+
+
+def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """As native, on the CPU. On a GPU the forward fails an assertion.
+
+    Triton's interpreter makes another error of an assertion, after the fact.
+    """
+    if target.device.type != "cpu":
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if wrong.any():
+        raise IndexError(f"Target {target[wrong].flatten()[0].item()} is out of bounds.")
 
 
 def _allocated(

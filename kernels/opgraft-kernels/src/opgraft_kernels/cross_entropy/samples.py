@@ -68,11 +68,21 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Calls of the op of the forward, of class indices of a matrix or of one row.
+    """Calls of the op of the forward.
+
+    Without rows that have no probabilities: what it returns of them for the backward is not said.
 
     Args:
         device: where the tensors are to live.
     """
+    for sample in _samples_of_indices(device):
+        best = sample["self"].amax(-1)
+        if not (best.isnan() | (best == -torch.inf)).any():
+            yield sample
+
+
+def _samples_of_indices(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op of the forward, of class indices of a matrix or of one row."""
     for sample in samples(device):
         logits, target = sample["self"], sample["target"]
         if logits.dim() <= 2 and not target.is_floating_point() and logits.numel() > 0:
@@ -85,7 +95,7 @@ def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
     Args:
         device: where the tensors are to live.
     """
-    for sample in forward_samples(device):
+    for sample in _samples_of_indices(device):
         loss, statistics, mass = ops.cross_entropy(**sample)
         del sample["dtype"]
         grad = torch.linspace(1, 2, loss.numel(), device=device).to(loss.dtype).view(loss.shape)

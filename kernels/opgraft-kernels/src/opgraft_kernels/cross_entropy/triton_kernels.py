@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opgraft_kernels.cross_entropy.ops import MEAN, NONE
+from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.rows import (
     LOWEST,
     Launch,
@@ -400,8 +400,7 @@ def forward(
     Raises:
         IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
     """
-    if self.device.type == "cpu":
-        _check_targets(target, self.shape[-1], ignore_index)
+    check_targets(target, self.shape[-1], ignore_index)
     new = self.new_empty
     is_mean = reduction == MEAN
     statistics = new((2, target.numel()), dtype=torch.float32)
@@ -417,13 +416,6 @@ def forward(
     return loss, statistics, mass
 
 
-def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """As native: Triton's interpreter makes another error of an assertion, after the fact."""
-    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if wrong.any():
-        raise IndexError(f"Target {target[wrong].flatten()[0].item()} is out of bounds.")
-
-
 def backward(
     grad: Tensor,
     self: Tensor,
@@ -435,7 +427,12 @@ def backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The op of the backward, see `ops.py`."""
+    """The op of the backward, see `ops.py`.
+
+    Raises:
+        IndexError: on the CPU, a target is no class.
+    """
+    check_targets(target, self.shape[-1], ignore_index)
     dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
     all_weights = None
     if weight is not None and label_smoothing > 0:
