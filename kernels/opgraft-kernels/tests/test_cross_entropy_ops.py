@@ -88,8 +88,8 @@ def test_the_kernels_agree_with_them(direction: str) -> None:
     compared = 0
     for sample in samples(torch.device("cpu")):
         x = sample["self"]
-        is_one_of_many = x.numel() > 2**14 and (x.dtype, sample["reduction"]) != (torch.float32, 0)
-        if is_one_of_many or x.stride(-1) != 1:
+        is_slow = x.numel() > 2**14 and x.dtype == torch.float16
+        if is_slow or x.stride(-1) != 1:
             continue
         ours = getattr(triton_kernels, direction)(**sample)
         expected = native(**sample)

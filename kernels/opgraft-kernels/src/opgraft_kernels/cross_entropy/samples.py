@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,32 +40,32 @@ _CASES: tuple[tuple[tuple[int, ...], str], ...] = (
     ((4, 20, 5), ""),
     ((0, 16), ""),
 )
+#: Those of the two ops that the loss is made of: of class indices, for a matrix or a row.
+_CASES_OF_PARTS: tuple[tuple[tuple[int, ...], str], ...] = (
+    ((9, 16), ""),
+    ((8, 20), "transposed"),
+    ((15, 100), ""),
+    ((100,), ""),
+    ((40, 200), "ignored"),
+    ((32, 200), "sliced"),
+    ((64, 200), "masked"),
+    ((4, 100), "all ignored"),
+    ((2, 40000), ""),
+    ((16500, 3), ""),
+)
 #: Of each case: reduction, label smoothing, and whether classes have weights.
 _KINDS = ((0, 0.0, False), (1, 0.0, True), (1, 0.1, False), (2, 0.2, True))
 _IGNORED = -100
 
 
 def samples(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Calls of the op, as arguments by name.
+    """Calls of ATen's op, as arguments by name.
 
     Args:
         device: where the tensors are to live.
     """
-    dtypes = [torch.float32, torch.float16]
-    if device.type != "cpu":
-        dtypes += [torch.bfloat16, torch.float64]
-    for shape, particular in _CASES:
-        for dtype in dtypes:
-            for reduction, smoothing, is_weighted in _KINDS:
-                logits = tensor_of(shape, particular, dtype, device)
-                yield {
-                    "self": logits,
-                    "target": _target(logits, particular),
-                    "weight": _weight(logits) if is_weighted else None,
-                    "reduction": reduction,
-                    "ignore_index": _IGNORED,
-                    "label_smoothing": smoothing,
-                }
+    for case, dtype, kind in itertools.product(_CASES, _dtypes(device), _KINDS):
+        yield _sample(case, dtype, kind, device)
 
 
 def forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -75,18 +76,10 @@ def forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
     Args:
         device: where the tensors are to live.
     """
-    for sample in _samples_of_indices(device):
+    for sample in _samples_of_parts(device):
         best = sample["self"].amax(-1)
         if not (best.isnan() | (best == -torch.inf)).any():
             yield sample
-
-
-def _samples_of_indices(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Calls of the op of the forward, of class indices of a matrix or of one row."""
-    for sample in samples(device):
-        logits, target = sample["self"], sample["target"]
-        if logits.dim() <= 2 and not target.is_floating_point() and logits.numel() > 0:
-            yield {**sample, "dtype": logits.dtype}
 
 
 def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -95,11 +88,39 @@ def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
     Args:
         device: where the tensors are to live.
     """
-    for sample in _samples_of_indices(device):
+    for sample in _samples_of_parts(device):
         loss, statistics, mass = ops.cross_entropy(**sample)
         del sample["dtype"]
         grad = torch.linspace(1, 2, loss.numel(), device=device).to(loss.dtype).view(loss.shape)
         yield {"grad": grad, **sample, "statistics": statistics, "mass": mass}
+
+
+def _samples_of_parts(device: torch.device) -> Iterator[dict[str, Any]]:
+    for kind, case, dtype in itertools.product(_KINDS, _CASES_OF_PARTS, _dtypes(device)):
+        yield {**_sample(case, dtype, kind, device), "dtype": dtype}
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    both = [torch.float32, torch.float16]
+    return both if device.type == "cpu" else [*both, torch.bfloat16, torch.float64]
+
+
+def _sample(
+    case: tuple[tuple[int, ...], str],
+    dtype: torch.dtype,
+    kind: tuple[int, float, bool],
+    device: torch.device,
+) -> dict[str, Any]:
+    (shape, particular), (reduction, smoothing, is_weighted) = case, kind
+    logits = tensor_of(shape, particular, dtype, device)
+    return {
+        "self": logits,
+        "target": _target(logits, particular),
+        "weight": _weight(logits) if is_weighted else None,
+        "reduction": reduction,
+        "ignore_index": _IGNORED,
+        "label_smoothing": smoothing,
+    }
 
 
 def calls(
