@@ -51,8 +51,10 @@ print([each.is_proven for each in plans], [each.status for each in states])
 """
 
 
-def run(calls: int = 6, waits: bool = True, **environment: str) -> list[str]:
-    program = PROGRAM.replace("{calls}", str(calls)).replace("{waits}", str(waits))
+def run(
+    calls: int = 6, waits: bool = True, program: str = PROGRAM, **environment: str
+) -> list[str]:
+    program = program.replace("{calls}", str(calls)).replace("{waits}", str(waits))
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | environment,
@@ -145,6 +147,70 @@ def test_what_no_bundle_holds_is_natives(bundle: Path, tmp_path: Path) -> None:
     assert run(TRITON_DEBUG="1", **other)[:2] == ["0 6 False", "[] ['dropped']"]
 
 
+#: A pack, and a program that calls what it overrides; as `PROGRAM`, and prints the same.
+PACK = """
+def register():
+    import opgraft
+    from the_pack.impls import negated
+    opgraft.register_op_override(
+        "aten", "neg", "CPU", negated, unconditional_override=True, name="kept", launch_plan=True
+    )
+"""
+PROGRAM_OF_PACK = PROGRAM.replace(
+    PROGRAM[PROGRAM.index("from tests") : PROGRAM.index("for number")],
+    'opgraft.packs.load("the-pack")\n(override,) = opgraft.overrides(name="kept")\n',
+)
+
+
+@pytest.fixture
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package of an installed pack, which processes find."""
+    site, package = tmp_path / "site", tmp_path / "site" / "the_pack"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(PACK)
+    (package / "impls.py").write_text(Path(impls.__file__).read_text())
+    info = site / "the_pack-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: the-pack\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[opgraft.packs]\nthe-pack = the_pack:register\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT), *sys.path]))
+    monkeypatch.setenv("OPGRAFT_PACKS", "the-pack")
+    return package
+
+
+def warm_up(script: Path, folder: Path, *options: str) -> str:
+    command = ["-m", "opgraft", "warmup", "--bundle", str(folder), *options, str(script)]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=250, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_pack_ships_a_bundle_in_its_package(pack: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM_OF_PACK.replace("{calls}", "2").replace("{waits}", "False"))
+    others = warm_up(script, tmp_path / "nothing", "--dsl", "triton")
+    assert "0 launch plans are in" in others
+    assert "1 launch plan is in" in warm_up(script, pack / "bundle", "--pack", "the-pack")
+    other = {"OPGRAFT_CACHE": str(tmp_path / "other"), "program": PROGRAM_OF_PACK}
+    assert run(**other)[:2] == ["3 3 False", "[True] ['ready']"]
+    assert run(waits=False, OPGRAFT_READY="bundle", **other)[:2] == [
+        "4 2 False",
+        "[True] ['ready']",
+    ]
+    doctor = subprocess.run(
+        [sys.executable, "-m", "opgraft", "doctor"], capture_output=True, text=True, timeout=250
+    )
+    assert f"{pack / 'bundle'}: 1 launch plan" in doctor.stdout.replace("\n", " ")
+
+
+def test_a_damaged_bundle_of_a_pack_is_not_used(pack: Path, tmp_path: Path) -> None:
+    (pack / "bundle").mkdir()
+    (pack / "bundle" / "manifest.json").write_text("{")
+    assert run(program=PROGRAM_OF_PACK)[:2] == ["3 3 True", "[True] ['ready']"]
+
+
 def test_an_override_without_plans_is_natives_where_a_bundle_alone_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -224,19 +290,11 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(bundle: Path) -> Non
             place.read(name)
 
 
-def test_warmup_leaves_a_bundle(tmp_path: Path) -> None:
+def test_warmup_leaves_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.replace("{calls}", "2").replace("{waits}", "False"))
-    command = ["-m", "opgraft", "warmup", "--bundle", str(tmp_path / "made"), str(script)]
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1 launch plan is in" in done.stderr
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+    assert "1 launch plan is in" in warm_up(script, tmp_path / "made")
     other = {"OPGRAFT_KERNELS": str(tmp_path / "made"), "OPGRAFT_CACHE": str(tmp_path / "other")}
     assert run(waits=False, OPGRAFT_READY="bundle", **other)[0] == "4 2 False"
     doctor = subprocess.run(

@@ -2,13 +2,14 @@
 
 A bundle is what `opgraft warmup --bundle` leaves: the entries of the cache that a script needs,
 their files, and a manifest with the hash of each. It is read, never written to, and may belong to
-another user, who alone may write to it.
+another user, who alone may write to it. A pack may have one in its package.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from opgraft.cache import entries
 from opgraft.core import store
 
 MANIFEST = "manifest.json"
+#: Where a pack has its bundle: in its package.
+FOLDER_OF_PACK = "bundle"
 #: Raised when a manifest gets another form.
 FORMAT = 1
 
@@ -130,3 +133,17 @@ def in_use() -> entries.Place | None:
     """
     named = os.environ.get("OPGRAFT_KERNELS", "").strip()
     return None if named.lower() in ("", "none") else place(Path(named).expanduser().absolute())
+
+
+@cache
+def of_package(package: str) -> entries.Place | None:
+    """The bundle that a package ships, which has been imported; None if it ships none.
+
+    Raises:
+        BundleError: as for :func:`place`.
+    """
+    for parent in getattr(sys.modules.get(package), "__path__", ()):
+        folder = Path(parent) / FOLDER_OF_PACK
+        if (folder / MANIFEST).is_file():
+            return place(folder)
+    return None

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +24,7 @@ from opgraft import dsl as dsls
 from opgraft import packs, spelling
 from opgraft.base import env
 from opgraft.cache import bundles, entries
+from opgraft.cache.entries import Place
 from opgraft.cli import cudnn, facts, output
 from opgraft.control import overrides
 from opgraft.core import store
@@ -89,7 +90,7 @@ def examine() -> Iterator[Check]:
     yield from _packs()
     yield from _overrides()
     yield from _readiness()
-    yield from _bundle()
+    yield from _bundles()
     yield from _tables()
     yield from _dsls()
     yield from _host_compiler()
@@ -340,24 +341,48 @@ def _readiness() -> Iterator[Check]:
         yield Check("kernels", "note", text, "let OPGRAFT_CACHE name a folder of your own")
 
 
-def _bundle() -> Iterator[Check]:
-    """Whether the bundle that the environment names can be used here."""
+def _bundles() -> Iterator[Check]:
+    """Whether the bundle that the environment names, and those of packs, can be used here."""
     if env.needs_bundle():
-        text = "OPGRAFT_READY=bundle: what the bundle does not hold is native's"
+        text = "OPGRAFT_READY=bundle: what no bundle holds is native's"
         yield Check("bundle", "note", text)
     mend = "opgraft warmup SCRIPT --bundle DIR makes one; OPGRAFT_KERNELS=DIR names it"
+    found = [*_bundle(bundles.in_use, "problem", mend)]
+    for package in _packages():
+        find = partial(bundles.of_package, package)
+        found += _bundle(find, "note", f"install {package} anew")
+    yield from found
+    if not found and env.needs_bundle():
+        yield Check("bundle", "problem", "OPGRAFT_KERNELS names none, and no pack has one", mend)
+
+
+def _packages() -> Iterator[str]:
+    """The packages of the packs that are active."""
+    for status in packs.statuses():
+        if status.state == "active":
+            yield status.pack.package
+
+
+def _bundle(find: Callable[[], Place | None], of_others: Level, mend: str) -> Iterator[Check]:
+    """Whether a bundle can be used here, if there is one.
+
+    Args:
+        find: finds it.
+        of_others: what it is if it was made for another GPU, or with other versions.
+        mend: what to do about one that is damaged.
+    """
     try:
-        place = bundles.in_use()
+        place = find()
         if place is None:
-            if env.needs_bundle():
-                yield Check("bundle", "problem", "OPGRAFT_KERNELS names none", mend)
             return
         about, wrong = bundles.about(place.folder), bundles.problems(place.folder)
     except bundles.BundleError as error:
         yield Check("bundle", "problem", str(error), mend)
         return
-    for text in (*wrong, *_misfits(about)):
-        yield Check("bundle", "problem", f"{place.folder}: {text}", "make it anew, here")
+    for text in wrong:
+        yield Check("bundle", "problem", f"{place.folder}: {text}", mend)
+    for text in _misfits(about):
+        yield Check("bundle", of_others, f"{place.folder}: {text}", "make it anew, here")
     if not wrong:
         made = f"made on {about.get('made')} for {', '.join(about.get('devices', ())) or 'CPUs'}"
         plans = "1 launch plan" if place.count() == 1 else f"{place.count()} launch plans"

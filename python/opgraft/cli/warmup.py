@@ -36,6 +36,8 @@ _STEP_SECONDS = 0.2
     type=click.Path(file_okay=False, path_type=Path),
     help="Leave the launch plans and kernels there, for OPGRAFT_KERNELS=DIR of other processes.",
 )
+@click.option("--pack", metavar="NAME", help="Only the launch plans of this pack, in the bundle.")
+@click.option("--dsl", metavar="NAME", help="Only those of this DSL, such as triton.")
 @scripts.script_and_json_options
 def command(
     is_module: bool,
@@ -43,6 +45,8 @@ def command(
     as_json: bool,
     wait: bool,
     bundle: Path | None,
+    pack: str | None,
+    dsl: str | None,
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
@@ -56,8 +60,11 @@ def command(
     torch`. The exit status is the script's.
 
     With --bundle the launch plans that workers recorded are left in a folder, with their kernels.
-    It serves processes on this machine and on others with the same GPU, torch and packs.
+    It serves processes on this machine and on others with the same GPU, torch and packs. A pack may
+    ship one, as the folder `bundle` of its package: --pack leaves out the plans of others.
     """
+    if bundle is None and (pack is not None or dsl is not None):
+        raise click.UsageError("--pack and --dsl say what is in a bundle: give --bundle, too")
     if bundle is not None and wait:
         raise click.UsageError("--bundle takes what workers record: leave out --wait")
     if bundle is not None and not env.shares_plans():
@@ -74,12 +81,12 @@ def command(
         else:
             _print_table(report, stream)
     if bundle is not None and status != scripts.INTERRUPTED:
-        _write_bundle(bundle)
+        _write_bundle(bundle, pack, dsl)
     return status
 
 
-def _write_bundle(folder: Path) -> None:
-    kept = readiness.kept_plans()
+def _write_bundle(folder: Path, pack: str | None, dsl: str | None) -> None:
+    kept = readiness.kept_plans(pack, dsl)
     try:
         count = bundles.write(folder, kept, _about())
     except (bundles.BundleError, OSError) as error:

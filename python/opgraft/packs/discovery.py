@@ -46,6 +46,11 @@ class Pack:
         self.requires = requires
         self.ops = ops
 
+    @property
+    def package(self) -> str:
+        """The package of the function that registers."""
+        return self.entry.module.partition(".")[0]
+
     def __str__(self) -> str:
         return f"pack {self.name!r} ({self.distribution} {self.version})"
 
@@ -57,6 +62,15 @@ def installed() -> list[str]:
     True
     """
     return sorted({pack.name for pack in scan()})
+
+
+def package_of(name: str) -> str | None:
+    """The package of an installed pack; None if there is none of this name.
+
+    >>> package_of("no-such-pack") is None
+    True
+    """
+    return next((pack.package for pack in scan() if pack.name == name), None)
 
 
 @cache

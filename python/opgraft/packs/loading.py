@@ -135,7 +135,7 @@ def _can_wait(wanted: list[Pack]) -> bool:
 
 def _activate_late() -> bool:
     """Activate waiting packs; false where one of them, or opgraft, is still being imported."""
-    packages = {"opgraft", *(_package(pack) for pack in _first_of_each_name() if _is_wanted(pack))}
+    packages = {"opgraft", *(pack.package for pack in _first_of_each_name() if _is_wanted(pack))}
     if (name := next(_modules_being_imported(packages), None)) is not None:
         log.debug("packs wait on: %s is being imported", name)
         return False
@@ -226,7 +226,7 @@ def misdeclared(pack: Pack) -> list[str]:
 
     found = []
     for override in _overrides(pack):
-        if override.op.partition("::")[0] == _package(pack):
+        if override.op.partition("::")[0] == pack.package:
             continue  # an op of the pack's own: nothing calls it before the pack is active
         if (override.op, override.dispatch_key) not in pack.ops:
             group = f"{discovery.OPS}{override.dispatch_key}"
@@ -322,12 +322,8 @@ def _import_order_hint(pack: Pack) -> str:
     """What to do if a pack failed because it was still being imported: its import of torch
     activated packs, before it had defined what it registers.
     """
-    name = next(_modules_being_imported({_package(pack)}), None)
+    name = next(_modules_being_imported({pack.package}), None)
     return f" ({name} was being imported when torch was: import torch before it)" if name else ""
-
-
-def _package(pack: Pack) -> str:
-    return pack.entry.module.partition(".")[0]
 
 
 def _modules_being_imported(packages: set[str]) -> Iterator[str]:

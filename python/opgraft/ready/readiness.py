@@ -249,12 +249,13 @@ class Readiness:
             self._load_from_bundle(key, kind, where)
             return
         compiling = self._job(kind, asked, failed, where)
-        if key is None or not any(plans.exists(key, place) for place in _places()):
+        places = _places(self.override)
+        if key is None or not any(plans.exists(key, place) for place in places):
             pool.shared().submit(compiling)
             return
 
         def load() -> None:
-            if not any(self._load_plan(key, kind, where, place) for place in _places()):
+            if not any(self._load_plan(key, kind, where, place) for place in places):
                 self._note(kind, "waiting")
                 pool.shared().submit(compiling)
 
@@ -275,8 +276,8 @@ class Readiness:
         self, key: dict[str, Any] | None, kind: Kind, where: torch.device
     ) -> None:
         """Load a plan before the call goes on: on every rank calls after it take the same route."""
-        place = _bundle()
-        if key is None or place is None or not self._load_plan(key, kind, where, place):
+        places = _bundles(self.override)
+        if key is None or not any(self._load_plan(key, kind, where, place) for place in places):
             self._note(kind, "dropped", reason="the bundle has none for it (OPGRAFT_READY=bundle)")
 
     def _load_plan(
@@ -466,25 +467,42 @@ class Readiness:
         )
 
 
-def _places() -> list[entries.Place | None]:
-    """Where plans are looked for: in the bundle, if there is one, and in the user's cache."""
-    bundle = _bundle()
-    return [None] if bundle is None else [bundle, None]
+def _places(override: Override) -> list[entries.Place | None]:
+    """Where an override's plans are looked for: in bundles, and then in the user's cache."""
+    return [*_bundles(override), None]
 
 
-def _bundle() -> entries.Place | None:
+def _bundles(override: Override) -> list[entries.Place]:
+    """The bundle that the environment names, and the one that the override's pack ships."""
     from opgraft.cache import bundles
+    from opgraft.packs import discovery
 
+    found: list[entries.Place | None] = []
     try:
-        return bundles.in_use()
+        found.append(bundles.in_use())
     except bundles.BundleError as error:
         env.warn_once(f"OPGRAFT_KERNELS: {error}")
-        return None
+    package = override.pack and discovery.package_of(override.pack)
+    if package:
+        try:
+            found.append(bundles.of_package(package))
+        except bundles.BundleError as error:
+            env.warn_once(f"the bundle of pack {override.pack!r}: {error}")
+    return [each for each in found if each is not None]
 
 
-def kept_plans() -> list[entries.Entry]:
-    """The entries of the cache whose plans this process has loaded."""
-    return list({name: entry for each in _everyone() for name, entry in each.kept.items()}.values())
+def kept_plans(pack: str | None = None, dsl: str | None = None) -> list[entries.Entry]:
+    """The entries of the cache whose plans this process has loaded.
+
+    Args:
+        pack: only those of overrides of this pack.
+        dsl: only those of overrides of this DSL.
+    """
+    found: dict[str, entries.Entry] = {}
+    for each in _everyone():
+        if pack in (None, each.override.pack) and dsl in (None, each.override.dsl):
+            found |= each.kept
+    return list(found.values())
 
 
 _all: weakref.WeakSet[Readiness] = weakref.WeakSet()
