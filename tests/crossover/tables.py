@@ -20,6 +20,9 @@ CROSSOVER_FEATURES = {
     "dtype": when.dtype_of("self"),
 }
 
+#: The times that a cell does not have if it was measured in graphs alone.
+GRAPHS_ONLY = dict.fromkeys(("native", "override", "native_host", "plan_host", "python_host"))
+
 
 def crossover(**changes: Any) -> opgraft.Crossover:
     """On rows and the dtype, for `aten::_softmax`."""

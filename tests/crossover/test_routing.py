@@ -13,7 +13,7 @@ import opgraft
 from opgraft import packs, when
 from opgraft.crossover import sources
 from tests import python_router
-from tests.crossover.tables import CPU, cell, crossover, entry, table, write
+from tests.crossover.tables import CPU, GRAPHS_ONLY, cell, crossover, entry, table, write
 
 FASTER = dict[str, Any]()
 SLOWER = {"override": 20.0}
@@ -121,6 +121,7 @@ def test_explain_says_what_was_measured(user_tables: Path) -> None:
         ([cell(4, python_host=None)], "not measured from Python here (rows 4"),
         ([cell(16)], "not measured here (rows 5, float32;"),
         ([cell(2), cell(8, **SLOWER)], "not measured here, and not faster in all measured cells"),
+        ([cell(4, **GRAPHS_ONLY)], "not measured here, and not faster in all measured cells"),
     ],
 )
 def test_explain_says_why_a_table_declines(

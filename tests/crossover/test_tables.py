@@ -17,7 +17,7 @@ from opgraft.crossover import rule, tables
 from opgraft.crossover.rule import GRAPH, PLAN, PYTHON
 from opgraft.crossover.tables import BadTable, Entry, entry_of
 from opgraft.when.grid import Grid
-from tests.crossover.tables import cell, crossover, entry, table
+from tests.crossover.tables import GRAPHS_ONLY, cell, crossover, entry, table
 from tests.test_when_properties import relaxed
 
 H200 = Path("tables/nvidia_h200.json")
@@ -240,6 +240,27 @@ def test_a_cell_without_times_of_graphs_follows_its_neighbours_there(
     found = grid(cell(16, **opaque), cell(32, **times), cell(64, **opaque))
     assert [found.takes([rows, torch.float32], GRAPH) for rows in (16, 32, 64)] == [
         *(True, expected, True),
+    ]
+
+
+OPAQUE = {"inductor": 9.0, "opaque": 8.0}
+
+
+@pytest.mark.parametrize("taken_by_neighbours", [True, False])
+def test_a_cell_with_times_of_graphs_alone_follows_its_neighbours_as_to_calls(
+    taken_by_neighbours: bool,
+) -> None:
+    neighbours = {"override": 5.0 if taken_by_neighbours else 20.0}
+    found = grid(cell(16, **neighbours), cell(32, **GRAPHS_ONLY, **OPAQUE), cell(64, **neighbours))
+    decided = [found.takes([32, torch.float32], column) for column in (PLAN, PYTHON, GRAPH)]
+    assert decided == [taken_by_neighbours] * 3
+
+
+def test_a_graph_is_opaque_only_where_calls_are_taken() -> None:
+    slow = {"override": 20.0}
+    found = grid(cell(16, **OPAQUE), cell(32, **slow), cell(64, **OPAQUE))
+    assert [found.takes([rows, torch.float32], GRAPH) for rows in (16, 32, 64)] == [
+        *(True, False, True),
     ]
 
 

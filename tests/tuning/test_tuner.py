@@ -587,6 +587,42 @@ def test_what_is_no_table_is_not_overwritten(tmp_path: Path) -> None:
 ROWS = [1, 16, 64, 256]
 
 
+@pytest.fixture
+def known_in_graphs(tmp_path: Path, clock: Clock) -> Path:
+    """A folder with a table that says of 256 rows what graphs take, and nothing of calls."""
+    unknown = Cell(None, None, None, None, None, 2.0, 1.0)
+    axes = tuner.axes_of(crossover())
+    part = writing.entry(1, {}, axes, {}, others={(256, torch.float32): unknown})
+    writing.write(tmp_path, models.of_device(CPU), {"tuned": part})
+    return tmp_path
+
+
+def test_of_a_cell_with_times_of_graphs_alone_the_calls_are_measured(
+    known_in_graphs: Path, graphs: list[int]
+) -> None:
+    result = tune(known_in_graphs, register(), calls=only(256))
+    (cell,) = cells_in(result.path)
+    assert (cell["native_us"], cell["inductor_us"], cell["opaque_us"]) == (256.0, 2.0, 1.0)
+    assert not graphs and not result.changed
+
+
+def test_of_a_cell_with_times_of_graphs_alone_graphs_are_measured_again(
+    known_in_graphs: Path, clock: Clock, graphs: list[int]
+) -> None:
+    clock.from_rows = 512  # calls of 256 rows are native's
+    result = tune(known_in_graphs, register(), graphs=True, again=True)
+    assert 256 not in graphs and 512 in graphs and result.left == 0
+    assert all(cell["native_us"] is not None for cell in cells_in(result.path))
+
+
+def test_a_cell_with_times_of_graphs_alone_is_no_sample_of_a_check(
+    known_in_graphs: Path, clock: Clock
+) -> None:
+    options = tuner.Options(known_in_graphs)
+    assert tuner.check(register(), CPU, options, 10, seed=0).measured == 0
+    assert not clock.cells
+
+
 def only(*rows: int) -> list[tuple[Any, ...]]:
     """The features of calls of one dtype, to measure the cells of these alone."""
     return [(each, torch.float32) for each in rows]

@@ -51,7 +51,10 @@ class InForce:
             shown = map(_place, self.grid.axes, indices, values)
             place = ", ".join(map(_shown, names, shown))
             cell = entry.cells.get(indices)
-            part = _comparison(cell, column, self.source.margin) if cell else _UNMEASURED
+            if cell is not None and rule.is_measured(cell, column):
+                part = _comparison(cell, column, self.source.margin)
+            else:
+                part = _UNMEASURED
         date = f", measured {entry.measured['date']}" if "date" in entry.measured else ""
         other = "" if self.source.of == "this device" else f" of {self.source.of}"
         return Failure(part, f"{place}; {path.name}{other}{date}")

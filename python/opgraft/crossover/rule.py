@@ -58,8 +58,10 @@ def pays(cell: Cell, column: int, margin: float) -> bool:
     native, way = times(cell, column)
     if native is None or way is None or native < way * (1 + margin):
         return False
+    if column != GRAPH or not is_measured(cell, PLAN):
+        return True
     # A graph's opaque op asks the router again when it runs, which must not send it to native.
-    return column != GRAPH or any(pays(cell, each, margin) for each in (PLAN, PYTHON))
+    return any(pays(cell, each, margin) for each in (PLAN, PYTHON))
 
 
 def grid_of(entry: Entry, margin: float) -> Grid:
@@ -68,22 +70,26 @@ def grid_of(entry: Entry, margin: float) -> Grid:
     A cell that was not measured follows its neighbours: along each axis with steps, the nearest
     decided cells on both sides. It is taken if all of them are, and declined if one is. Where no
     axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
-    the end. Each column has cells of its own: fewer are measured in compiled graphs.
+    the end. Calls and graphs have cells of their own: not every cell is measured in both. A graph
+    is opaque only where calls are taken.
     """
     calls, graphs = (_undecided(entry.axes) for _ in range(2))
     for indices, cell in entry.cells.items():
         flat = _flat(indices, entry.axes)
-        calls[flat] = sum(pays(cell, column, margin) << column for column in (PLAN, PYTHON))
+        if is_measured(cell, PLAN):
+            calls[flat] = sum(pays(cell, column, margin) << column for column in (PLAN, PYTHON))
         if is_measured(cell, GRAPH):
             graphs[flat] = pays(cell, GRAPH, margin) << GRAPH
     for each in (calls, graphs):
         _fill(each, entry.axes, operator.and_)
-    return Grid(entry.axes, bytes(map(operator.or_, _decided(calls), _decided(graphs))))
+    both = zip(_decided(calls), _decided(graphs), strict=True)
+    return Grid(entry.axes, bytes(call and call | graph for call, graph in both))
 
 
 def is_measured(cell: Cell, column: int) -> bool:
-    """Whether a cell says something of a column. One without the times of graphs says nothing."""
-    return column != GRAPH or (cell.inductor, cell.opaque) != (None, None)
+    """Whether a cell says something of a column: it has a time of the device's there."""
+    found = (cell.inductor, cell.opaque) if column == GRAPH else (cell.native, cell.override)
+    return found != (None, None)
 
 
 def bits(cell: Cell, margin: float) -> int:

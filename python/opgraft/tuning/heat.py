@@ -61,6 +61,8 @@ def _planes(axes: Mapping[str, Axis], cells: Mapping[Indices, Cell]) -> Iterator
     places = [list(axes).index(name) for name in names]
     groups: dict[Indices, dict[Indices, Cell]] = {}
     for at, cell in sorted(cells.items()):
+        if not rule.is_measured(cell, rule.PLAN):
+            continue
         rest = tuple(each for which, each in enumerate(at) if which not in places)
         groups.setdefault(rest, {})[tuple(at[which] for which in places)] = cell
     others = [axis for name, axis in axes.items() if name not in names]

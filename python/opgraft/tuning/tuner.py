@@ -263,11 +263,14 @@ class _Tuning:
         """Native, by a plan, and from Python; what is known of compiled graphs stays."""
 
         def decided() -> dict[Indices, int]:
-            return {at: _bits(cell) & ~(1 << rule.GRAPH) for at, cell in self._cells.items()}
+            return {
+                at: _bits(cell) & ~(1 << rule.GRAPH)
+                for at, cell in self._cells.items()
+                if rule.is_measured(cell, rule.PLAN)
+            }
 
         def measure(at: Indices) -> Cell:
-            cell, known = self._cell(at), self._cells.get(at)
-            return cell._replace(inductor=known.inductor, opaque=known.opaque) if known else cell
+            return self._with_ways(at, self._cells.get(at))
 
         return _Pass(rule.PLAN, decided, measure)
 
@@ -282,7 +285,9 @@ class _Tuning:
             }
 
         def measure(at: Indices) -> Cell:
-            cell = self._cells[at] if at in self._cells else self._cell(at)
+            cell = self._cells.get(at)
+            if cell is None or not rule.is_measured(cell, rule.PLAN):
+                cell = self._with_ways(at, cell)
             if not _bits(cell):
                 return cell
             inductor, opaque = self._measuring.graph(cold_calls(lambda: self._call(at)))
@@ -332,7 +337,8 @@ class _Tuning:
     def check(self, count: int, rng: random.Random) -> Checked:
         """Measure some cells again, without writing what was measured."""
         measured, otherwise = 0, []
-        for at in rng.sample(sorted(self._cells), min(count, len(self._cells))):
+        known = sorted(self._known_to(self._passes[0]))
+        for at in rng.sample(known, min(count, len(known))):
             cell = self._cell_or_skip(self._passes[0], at)
             if cell is None:
                 continue
@@ -343,6 +349,11 @@ class _Tuning:
         return Checked(measured, otherwise, self._result.skipped)
 
     # ------------------------------------------------------------------ one cell
+
+    def _with_ways(self, at: Indices, known: Cell | None) -> Cell:
+        """The cell as it is measured now, with what is known of compiled graphs."""
+        cell = self._cell(at)
+        return cell._replace(inductor=known.inductor, opaque=known.opaque) if known else cell
 
     def _cell(self, at: Indices) -> Cell:
         return self._measuring.cell(cold_calls(lambda: self._call(at)))
