@@ -3,10 +3,10 @@
     python benchmarks/compiled_norms.py            # ten minutes; needs a CUDA device
     python benchmarks/compiled_norms.py --smoke    # on the CPU: does this script work?
 
-What an override's `compile=` should be. A norm alone, and one behind a residual connection, whose
-addition Inductor fuses with the norm, as it does the sum of two gradients in the backward: `y, h =
-norm(x + r), x + r`. Forward alone (in inference), and forward with backward (in training), under
-`torch.compile` with static sizes:
+Where a norm should be opaque: `recorded_tables.py` puts it into the pack's tables. A norm alone,
+and one behind a residual connection, whose addition Inductor fuses with the norm, as it does the
+sum of two gradients in the backward: `y, h = norm(x + r), x + r`. Forward alone (in inference), and
+forward with backward (in training), under `torch.compile` with static sizes:
 
 - `inductor`: compiled while no override is on; Inductor generates code.
 - `opaque`: the overrides with `compile="opaque"`: the graph calls them.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,25 @@ def test_smoke(name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
+
+
+def test_recorded_times_of_graphs_are_put_into_tables(tmp_path: Path) -> None:
+    tables = BENCHMARKS.parent / "kernels/opgraft-kernels/src/opgraft_kernels/tables"
+    table = json.loads((tables / "nvidia_h200.json").read_text())
+    parts = {name: part for name, part in table["overrides"].items() if "_norm." in name}
+    for part in parts.values():
+        for cell in part["cells"]:
+            cell.update(inductor_us=None, opaque_us=None)
+    path = tmp_path / "nvidia_h200.json"
+    path.write_text(json.dumps(table))
+    command = [sys.executable, str(BENCHMARKS / "recorded_tables.py"), "--output", str(tmp_path)]
+    texts = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        texts.append(path.read_text())
+    assert texts[0] == texts[1], "what a table has stays"
+    for name in parts:
+        part = json.loads(texts[0])["overrides"][name]
+        assert "compiled_" in part["measured"]["graphs"]
+        assert any(cell["opaque_us"] for cell in part["cells"]), name

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import opgraft
 import opgraft_kernels
 from opgraft.ops.schema import resolve
 from opgraft.router import has_own_kernel
-from opgraft.when import Condition
 from opgraft_kernels.attention import overrides as attention
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
@@ -41,49 +39,6 @@ def test_every_op_is_declared(monkeypatch: pytest.MonkeyPatch, with_flash_attn: 
     ours = {override.op for override in overrides if override.op.startswith("opgraft_kernels::")}
     assert {override.op for override in overrides} - ours == declared()  # which nothing else calls
     assert opgraft.overrides(pack="opgraft-kernels") == []
-
-
-SHAPES = {
-    "one row": (1, 1024),
-    "few": (256, 1024),
-    "some": (1024, 1024),
-    "many": (8192, 4096),
-    "narrow": (8192, 128),
-    "some of 8192": (512, 8192),
-    "many of 8192": (4096, 8192),
-    "very many of 8192": (16384, 8192),
-    "many of 12288": (1024, 12288),
-    "few wide": (256, 16384),
-    "many wide": (2048, 16384),
-    "one widest": (1, 65536),
-    "many widest": (512, 65536),
-}
-FORWARD = {"few wide", "one widest", "many widest"}
-BACKWARD = {"some", "some of 8192", "many of 8192", "many wide", "many widest"}
-
-
-@pytest.mark.parametrize(
-    ("name", "opaque"),
-    [
-        ("rms_norm.forward", FORWARD),
-        ("rms_norm.forward_by_cluster", FORWARD),
-        ("rms_norm.backward", BACKWARD),
-        ("rms_norm.backward_by_cluster", BACKWARD),
-        ("layer_norm.forward", FORWARD),
-        ("layer_norm.forward_by_cluster", FORWARD),
-        ("layer_norm.backward", BACKWARD | {"many"}),
-        ("layer_norm.backward_by_cluster", BACKWARD | {"many"}),
-    ],
-)
-def test_norms_in_graphs_are_opaque_where_that_was_faster(
-    monkeypatch: pytest.MonkeyPatch, name: str, opaque: set[str]
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    overrides = {each.name: each for each in opgraft_kernels.register()}
-    policy = overrides[f"opgraft_kernels.{name}"].compile
-    assert isinstance(policy, Condition)
-    inputs = {size: torch.empty(shape, device="meta") for size, shape in SHAPES.items()}
-    assert {size for size, x in inputs.items() if policy.holds({"input": x})} == opaque
 
 
 def test_every_named_impl_of_the_pack_is_there() -> None:

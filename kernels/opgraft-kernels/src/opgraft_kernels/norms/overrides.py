@@ -17,7 +17,6 @@ import torch
 from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import TABLES, misalignment
-from opgraft_kernels.norms import in_graphs
 
 __all__ = [
     "DIRECTIONS",
@@ -42,8 +41,6 @@ class Op(NamedTuple):
     name: str
     #: The widths of rows that there are kernels over clusters for.
     clusters: tuple[int, ...]
-    #: Which calls are opaque in compiled graphs.
-    compile: Any
     #: Of Triton's kernels: raised when they become faster or slower. A test says when they change.
     version: int = 2
 
@@ -71,10 +68,8 @@ RMS_NORM = Norm(
     statistics=("rstd",),
     # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
     cpu_dtypes=(torch.float32, torch.float16),
-    forward=Op("_fused_rms_norm", (65536, 131072), in_graphs.forward()),
-    backward=Op(
-        "_fused_rms_norm_backward", (32768, 65536, 131072), in_graphs.backward(many_from=8192)
-    ),
+    forward=Op("_fused_rms_norm", (65536, 131072)),
+    backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072)),
 )
 
 LAYER_NORM = Norm(
@@ -83,12 +78,8 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), in_graphs.forward()),
-    backward=Op(
-        "native_layer_norm_backward",
-        (16384, 32768, 65536, 131072),
-        in_graphs.backward(many_from=4096),
-    ),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072)),
+    backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072)),
 )
 
 
@@ -219,6 +210,10 @@ def _loads_by_16_bytes(name: str) -> Any:
 # than a hit takes on the host, a loop of such calls gets slower. How large that is depends on the
 # number of elements, and on the width of the rows, as ATen's kernels are slow at narrow and at very
 # wide ones. Where rows are no multiples of 16 bytes, both load less at a time, at other widths.
+#
+# In compiled graphs Inductor fuses a norm with the addition of the residual before it, as norms
+# stand in models, and the backward with the addition of the two gradients; an opaque op cannot be
+# fused. So a norm is opaque only where it is faster beside such an addition.
 _TRITON_RANGES: dict[str, tuple[int, ...]] = {
     "elements": (2**12, 2**27),
     "hidden": (2**4, 2**17),
@@ -305,7 +300,7 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
         crossover = _crossover(norm, direction, _TRITON_RANGES, ["itemsize", "misalignment"])
-        options = {"launch_plan": True, "crossover": crossover, "compile": op.compile}
+        options = {"launch_plan": True, "crossover": crossover}
     return triton_utils.register_op_override(
         "aten",
         op.name,
@@ -351,6 +346,5 @@ def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
         name=f"opgraft_kernels.{norm.name}.{direction}_by_cluster",
         priority=1,  # before Triton's
         launch_plan=True,
-        compile=op.compile,
         samples=samples if direction == "forward" else None,
     )

@@ -1,0 +1,161 @@
+"""Puts what other benchmarks recorded into the tables that opgraft-kernels ships.
+
+    python benchmarks/recorded_tables.py                    # needs no device
+    python benchmarks/recorded_tables.py --output DIR       # tables elsewhere
+
+`opgraft tune` measures tables. This command fills in what was recorded before there were tables,
+on the same device, and what a table has already stays.
+
+Of the norms in compiled graphs (`compiled_norms.py`), behind a residual connection:
+
+- a forward has the GPU's times in inference, by Inductor and as an opaque op;
+- a backward has those of a step of training with the backward by Inductor and opaque, less the time
+  of Inductor's forward, which both of them contain.
+
+A cell is of the override that takes its calls by the table: that over clusters, or Triton's. The
+widths are powers of two, where the cells begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _common
+
+os.environ.pop("TRITON_INTERPRET", None)  # CUDA's overrides are registered, no interpreter's
+
+import opgraft_kernels
+from opgraft.crossover import rule, tables
+from opgraft.crossover.models import Model
+from opgraft.crossover.tables import Cell, Entry, Table
+from opgraft.registry import Override
+from opgraft.tuning import writing
+from opgraft.when.grid import Feature
+from opgraft_kernels.crossovers import TABLES
+
+DEVICE = "NVIDIA H200"
+MODEL = Model(DEVICE, (9, 0))
+NORMS = ("rms_norm", "layer_norm")
+UNKNOWN = Cell(*[None] * len(Cell._fields))
+
+
+class Found(NamedTuple):
+    """Recorded times of one call.
+
+    Attributes:
+        overrides: names, the first of which that takes the call has it.
+        at: the call's features, by name.
+        times: those fields of a cell that were recorded.
+    """
+
+    overrides: tuple[str, ...]
+    at: Mapping[str, Feature]
+    times: Mapping[str, float]
+
+
+def norms_in_graphs(norm: str) -> Iterator[Found]:
+    """What `compiled_norms.py` recorded of a norm."""
+    steps: dict[tuple[int, int], dict[str, Any]] = {}
+    for record in _common.load(_common.path_of(f"compiled_{norm}", DEVICE)):
+        if record["pattern"] == "behind a residual":
+            size = (record["rows"], record["hidden"])
+            steps.setdefault(size, {})[record["mode"]] = record
+    for (rows, hidden), modes in steps.items():
+        forward, both = modes["inference"], modes["training"]
+        before = _gpu(forward, "inductor")
+        at = {"elements": rows * hidden, "hidden": hidden, "itemsize": 2, "misalignment": 0}
+        for direction, inductor, opaque in (
+            ("forward", before, _gpu(forward, "opaque")),
+            ("backward", _gpu(both, "inductor") - before, _gpu(both, "backward") - before),
+        ):
+            name = f"opgraft_kernels.{norm}.{direction}"
+            yield Found((f"{name}_by_cluster", name), at, {"inductor": inductor, "opaque": opaque})
+
+
+def _gpu(record: Mapping[str, Any], contender: str) -> float:
+    return float(record[f"{contender}_us"]["gpu"])
+
+
+class Part:
+    """An override's part of a table, and what is added to it."""
+
+    def __init__(self, override: Override, entry: Entry) -> None:
+        assert override.crossover is not None
+        self._features = list(override.crossover.features)
+        self._entry = entry
+        self._grid = rule.grid_of(entry, rule.MARGIN)
+        self._cells = {
+            tuple(axis.lower(place) for axis, place in zip(entry.axes, at, strict=True)): cell
+            for at, cell in entry.cells.items()
+        }
+        self._added = False
+
+    def takes(self, found: Found) -> bool:
+        """Whether the table takes such a call by a plan."""
+        return self._grid.takes(self._at(found), rule.PLAN)
+
+    def add(self, found: Found) -> None:
+        cell = self._cells.get(self._at(found), UNKNOWN)
+        known = {name: time for name, time in cell._asdict().items() if time is not None}
+        new = cell._replace(**{**found.times, **known})
+        self._added |= new != cell
+        self._cells[self._at(found)] = new
+
+    def _at(self, found: Found) -> tuple[Feature, ...]:
+        return tuple(found.at[name] for name in self._features)
+
+    def as_json(self, of: str) -> dict[str, Any]:
+        """As a table has it.
+
+        Args:
+            of: what is added, for the table's reader.
+        """
+        axes = dict(zip(self._features, self._entry.axes, strict=True))
+        measured = {**self._entry.measured, **({"graphs": of} if self._added else {})}
+        return writing.entry(self._entry.version, measured, axes, {}, self._cells)
+
+
+def parts(table: Table) -> dict[str, Part]:
+    """The parts of a table by the override's name."""
+    found = {}
+    for override in opgraft_kernels.register():
+        if override.crossover is None:
+            continue
+        entry = tables.entry_of(table, override.name, override.crossover)
+        if entry is not None:
+            found[override.name] = Part(override, entry)
+    return found
+
+
+def with_norms_in_graphs(norm: str, table: Table | None) -> dict[str, dict[str, Any]]:
+    """The parts of a table that recorded times of a norm are added to."""
+    assert table is not None
+    known = parts(table)
+    changed: dict[str, Part] = {}
+    for found in norms_in_graphs(norm):
+        name = next((each for each in found.overrides if known[each].takes(found)), None)
+        if name is not None:  # where none takes it there is nothing to decide
+            known[name].add(found)
+            changed[name] = known[name]
+    path = _common.path_of(f"compiled_{norm}", DEVICE)
+    date = json.loads(path.read_text())["date"]
+    return {name: part.as_json(f"{date}, {path.name}") for name, part in changed.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, default=TABLES, help="the folder with the tables")
+    options = parser.parse_args()
+    for norm in NORMS:
+        changed = functools.partial(with_norms_in_graphs, norm)
+        print("written to", writing.update(options.output, MODEL, changed))
+
+
+if __name__ == "__main__":
+    main()
