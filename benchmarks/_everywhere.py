@@ -96,7 +96,7 @@ def _register_all() -> None:
     kinds = [(op, overrides._MASKED) for op in overrides._MASKED_OPS]
     kinds += [(op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS]
     if overrides._has_flash_attn_4():
-        kinds += [(op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_CUTEDSL_OPS]
+        kinds += [(op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_OPS]
     for contestant, (kernels, priority) in _FORCED.items():
         utils = triton_utils if kernels == "triton_kernels" else cutedsl_utils
         for op, kind in kinds:

@@ -578,7 +578,7 @@ def test_registering_goes_by_priority() -> None:
     cudnn = names["aten::_scaled_dot_product_cudnn_attention"]
     first = [("cutedsl", 1)] if overrides._has_flash_attn_4() else []
     second = [("cutedsl", -1)] if overrides._has_flash_attn_4() else []
-    assert flash == [*first, ("triton", 0), ("triton", -2)]
+    assert flash == [*first, ("triton", 0), *second, ("triton", -2)]
     assert cudnn == [*first, *second, ("triton", -2), ("triton", -2)]
 
 

@@ -614,7 +614,7 @@ def test_float32_is_taken_where_native_s_backward_is_right_after_it(
 BY_TABLE = [
     *((op, overrides._MASKED) for op in overrides._MASKED_OPS),
     *((op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS),
-    *((op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_CUTEDSL_OPS),
+    *((op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_OPS),
 ]
 
 
@@ -628,6 +628,7 @@ def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._ByTab
         (2**10, 2**5, 72),
         (2**9, 2**8, 128),
         (2**8, 2**9, 64),
+        (2**8, 2**5, 192),
     ):
         for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
             features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim}

@@ -262,6 +262,7 @@ def _agrees_with_native_backward() -> Any:
 # --------------------------------------------------------------------------------------------------
 
 # By tables: calls with an additive mask, and those without one that the constants below leave out.
+# What the constants say is to be measured, too: then nothing is left of them.
 
 
 class _ByTable(NamedTuple):
@@ -280,17 +281,14 @@ class _ByTable(NamedTuple):
 
 # The largest head dimension of Triton's kernels, in 16 bits.
 MAX_DIM = 256
-# FlashAttention-4's kernels are compiled and tested up to here, but for those of `_is_faster`.
-_MAX_CUTEDSL_DIM = 128
 # Of the kernels: raised when they become faster or slower.
 VERSION = 1
 _MASKED = _ByTable("triton_kernels", True, (32, 64, 128))
 _UNMASKED = _ByTable("triton_kernels", False, (32, 64, 80, 128))
-# What Stable Diffusion, vision transformers and Phi have.
-_UNMASKED_CUTEDSL = _ByTable("cutedsl_kernels", False, (40, 64, 72, 80, 88))
+# What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have.
+_UNMASKED_CUTEDSL = _ByTable("cutedsl_kernels", False, (40, 64, 72, 80, 88, 96, 128, 192, 256))
 _MASKED_OPS = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 _UNMASKED_OPS = (*_MASKED_OPS, _FLASH, _FLASH_BACKWARD)
-_UNMASKED_CUTEDSL_OPS = (_CUDNN, _CUDNN_BACKWARD)
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
 _FEWEST_QUERIES = 16
 _RANGES: dict[str, tuple[Any, ...]] = {"rows": (2**10, 2**18), "keys": (2**5, 2**12)}
@@ -343,10 +341,10 @@ def _is_broadcast(mask: str, dim: int) -> Any:
 def _condition_by_table(op: _Op, kind: _ByTable) -> Any:
     """The calls that `kind`'s kernels are right for."""
     dims = (when.size("query", -1), when.size("value", -1))
-    # Rows of heads are read 16 bytes at a time.
     if kind.kernels == "cutedsl_kernels":
-        computes = _hopper() & (dims[0] % 8 == 0) & (dims[0] <= _MAX_CUTEDSL_DIM)
+        computes = _hopper() & _cutedsl_dims()
     else:
+        # Rows of heads are read 16 bytes at a time.
         half = when.dtype("query", torch.float16, torch.bfloat16) & _all(
             (dim % 8 == 0) & (dim <= MAX_DIM) for dim in dims
         )
@@ -355,15 +353,24 @@ def _condition_by_table(op: _Op, kind: _ByTable) -> Any:
         )
         if op is _EFFICIENT:
             single &= _agrees_with_native_backward()
-        computes = (when.device_capability("query") >= (8, 0)) & (half | single)
+        # Tables were not measured for values of another dimension.
+        same = dims[0] == dims[1]
+        computes = (when.device_capability("query") >= (8, 0)) & same & (half | single)
     return (
         computes
-        # What tables were not measured for: values of another dimension, and few queries, as in
-        # decoding, which leave the GPU idle, as keys are not split over programs.
-        & (dims[0] == dims[1])
+        # Nor for few queries, as in decoding, which leave the GPU idle, as keys are not split over
+        # programs.
         & (when.size("query", op.length) >= _FEWEST_QUERIES)
         & _dense(op, with_bias=kind.is_masked)
     )
+
+
+def _cutedsl_dims() -> Any:
+    """Head dimensions that FlashAttention-4's kernels are compiled and tested for."""
+    dim, dim_v = when.size("query", -1), when.size("value", -1)
+    # Rows of heads are read 16 bytes at a time.
+    same = (dim == dim_v) & (dim % 8 == 0) & ((dim <= 128) | (dim == 256))
+    return same | ((dim == 192) & (dim_v == 128))
 
 
 # Measured on an H200, bfloat16, torch 2.11, cuDNN 9.19 (`benchmarks/attention.py`, its `--dims` and
@@ -500,7 +507,7 @@ def register(dispatch_key: str) -> list[Override]:
     overrides = []
     if _has_flash_attn_4():
         overrides += [_register(op, "cutedsl_kernels", "CUDA") for op in _CUDA_OPS]
-        overrides += [_register_by_table(op, _UNMASKED_CUTEDSL) for op in _UNMASKED_CUTEDSL_OPS]
+        overrides += [_register_by_table(op, _UNMASKED_CUTEDSL) for op in _UNMASKED_OPS]
     else:
         log.info("no overrides by FlashAttention-4: pip install 'opgraft-kernels[flash-attn-4]'")
     # cuDNN is faster than Triton.

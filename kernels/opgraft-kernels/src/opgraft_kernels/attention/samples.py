@@ -146,7 +146,7 @@ def calls(
         device: where the tensors are to live.
         rows: queries of all heads and batches, at least; less than twice as many.
         keys: of a head, likewise.
-        dim: of a head.
+        dim: of a head; 192 stands for values of 128, as DeepSeek has them.
         itemsize: bytes of an element.
         for_all_queries: whether they share the mask, 1 or 0; None: there is no mask.
         for_all_heads: likewise.
@@ -166,7 +166,9 @@ def calls(
             return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     case = _Case(
-        dtype, heads, heads, queries, keys, dim, dim, is_causal, batch, bias=bias, is_projected=True
+        *(dtype, heads, heads, queries, keys, dim, 128 if dim == 192 else dim, is_causal, batch),
+        bias=bias,
+        is_projected=True,
     )
     named = {**_tensors(case, device, heads_first=True), **_options(case, device)}
     if for_all_heads:
@@ -202,8 +204,9 @@ def _of_backward(op: str, forward: dict[str, Any]) -> dict[str, Any]:
     (layout,) = (
         each for each in (aten.CUDNN, aten.FLASH, aten.EFFICIENT) if each.backward_op == op
     )
-    query, key = forward["query"], forward["key"]
-    out, logsumexp = torch.randn_like(query), layout.logsumexp(query, True)
+    query, key, value = forward["query"], forward["key"], forward["value"]
+    out = torch.randn_like(query[..., : value.shape[-1]])
+    logsumexp = layout.logsumexp(query, True)
     assert logsumexp is not None
     results = layout.results(out, logsumexp.fill_(8.0), query, key)
     seed, offset = results[6:8] or results[2:4]
