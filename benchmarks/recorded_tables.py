@@ -14,6 +14,11 @@ Of the norms in compiled graphs (`compiled_norms.py`), behind a residual connect
 
 A cell is of the override that takes its calls by the table: that over clusters, or Triton's. The
 widths are powers of two, where the cells begin.
+
+Of attention without a mask by FlashAttention-4 (`attention.py` and its `--crossover`), in place of
+cuDNN's op: the GPU's times. Of several calls in one cell it is the one that gains least. What a hit
+takes on the host depends little on the sizes: it is the median of the cells that were tuned.
+Native's time on the host is left out, so that native counts as fast as the GPU.
 """
 
 from __future__ import annotations
@@ -22,26 +27,30 @@ import argparse
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import _common
 
 os.environ.pop("TRITON_INTERPRET", None)  # CUDA's overrides are registered, no interpreter's
 
 import opgraft_kernels
+from opgraft import Crossover
 from opgraft.crossover import rule, tables
 from opgraft.crossover.models import Model
 from opgraft.crossover.tables import Cell, Entry, Table
-from opgraft.registry import Override
 from opgraft.tuning import writing
-from opgraft.when.grid import Feature
+from opgraft.when.grid import Axis, Feature
+from opgraft_kernels.attention import overrides as attention_overrides
 from opgraft_kernels.crossovers import TABLES
 
 DEVICE = "NVIDIA H200"
 MODEL = Model(DEVICE, (9, 0))
 NORMS = ("rms_norm", "layer_norm")
+ATTENTION = ("attention_crossover", "attention")
 UNKNOWN = Cell(*[None] * len(Cell._fields))
 
 
@@ -82,12 +91,35 @@ def _gpu(record: Mapping[str, Any], contender: str) -> float:
     return float(record[f"{contender}_us"]["gpu"])
 
 
+def attention() -> Iterator[Found]:
+    """What `attention.py` recorded of FlashAttention-4 and cuDNN."""
+    calls: dict[tuple[Any, ...], dict[str, float]] = {}
+    for benchmark in ATTENTION:
+        for record in _common.load(_common.path_of(benchmark, DEVICE)):
+            rows = record["batch"] * record["heads"] * record["length"]
+            sizes = (rows, record["length"], record["dim"], int(record["causal"]))
+            times = calls.setdefault((benchmark, record["direction"], *sizes), {})
+            if "name" in record:  # a record for each contestant
+                times[record["name"]] = record["microseconds"]
+            else:
+                times["default"] = _gpu(record, "native")
+                times["flash-attn-4"] = _gpu(record, "cutedsl_plan")
+    for (_, direction, *sizes), times in calls.items():
+        op = "scaled_dot_product_cudnn_attention"
+        name = f"opgraft_kernels.attention.unmasked_cutedsl.{op}"
+        at = dict(zip(("rows", "keys", "dim", "is_causal"), sizes, strict=True))
+        yield Found(
+            (name if direction == "forward" else f"{name}_backward",),
+            at,
+            {"native": times["default"], "override": times["flash-attn-4"]},
+        )
+
+
 class Part:
     """An override's part of a table, and what is added to it."""
 
-    def __init__(self, override: Override, entry: Entry) -> None:
-        assert override.crossover is not None
-        self._features = list(override.crossover.features)
+    def __init__(self, crossover: Crossover, entry: Entry) -> None:
+        self._features = list(crossover.features)
         self._entry = entry
         self._grid = rule.grid_of(entry, rule.MARGIN)
         self._cells = {
@@ -98,38 +130,63 @@ class Part:
 
     def takes(self, found: Found) -> bool:
         """Whether the table takes such a call by a plan."""
-        return self._grid.takes(self._at(found), rule.PLAN)
+        return self._grid.takes(self.at(found), rule.PLAN)
 
-    def add(self, found: Found) -> None:
-        cell = self._cells.get(self._at(found), UNKNOWN)
+    def median(self, field: str) -> float:
+        """Of the cells that the table had."""
+        times = (getattr(cell, field) for cell in self._entry.cells.values())
+        return statistics.median(time for time in times if time is not None)
+
+    def add(self, at: tuple[Feature, ...], times: Mapping[str, float]) -> None:
+        """Add what was recorded of a cell, but for what the table has."""
+        cell = self._cells.get(at, UNKNOWN)
         known = {name: time for name, time in cell._asdict().items() if time is not None}
-        new = cell._replace(**{**found.times, **known})
-        self._added |= new != cell
-        self._cells[self._at(found)] = new
+        self._cells[at] = cell._replace(**{**times, **known})
+        self._added |= self._cells[at] != cell
 
-    def _at(self, found: Found) -> tuple[Feature, ...]:
-        return tuple(found.at[name] for name in self._features)
+    def at(self, found: Found) -> tuple[Feature, ...]:
+        """Where the cell begins that a call falls into."""
+        values = (found.at[name] for name in self._features)
+        return tuple(map(_corner, self._entry.axes, values))
 
-    def as_json(self, of: str) -> dict[str, Any]:
+    def as_json(self, what: str, benchmarks: Sequence[str]) -> dict[str, Any]:
         """As a table has it.
 
         Args:
-            of: what is added, for the table's reader.
+            what: is added, of what was measured.
+            benchmarks: that recorded it.
         """
         axes = dict(zip(self._features, self._entry.axes, strict=True))
-        measured = {**self._entry.measured, **({"graphs": of} if self._added else {})}
+        measured = dict(self._entry.measured)
+        if self._added:
+            paths = [_common.path_of(each, DEVICE) for each in benchmarks]
+            dates = sorted({json.loads(path.read_text())["date"] for path in paths})
+            measured[what] = ", ".join([*dates, *(path.name for path in paths)])
         return writing.entry(self._entry.version, measured, axes, {}, self._cells)
+
+
+def _corner(axis: Axis, value: Feature) -> Feature:
+    place = axis.index_of(value)
+    return value if place is None else axis.lower(place)
 
 
 def parts(table: Table) -> dict[str, Part]:
     """The parts of a table by the override's name."""
     found = {}
-    for override in opgraft_kernels.register():
-        if override.crossover is None:
-            continue
-        entry = tables.entry_of(table, override.name, override.crossover)
+    for name, crossover in crossovers().items():
+        entry = tables.entry_of(table, name, crossover)
         if entry is not None:
-            found[override.name] = Part(override, entry)
+            found[name] = Part(crossover, entry)
+    return found
+
+
+def crossovers() -> dict[str, Crossover]:
+    """Those of the pack by the override's name, be FlashAttention-4 installed or not."""
+    with mock.patch.object(attention_overrides, "_has_flash_attn_4", return_value=True):
+        overrides = opgraft_kernels.register()
+    found = {each.name: each.crossover for each in overrides if each.crossover is not None}
+    for each in overrides:
+        each.remove()
     return found
 
 
@@ -141,20 +198,37 @@ def with_norms_in_graphs(norm: str, table: Table | None) -> dict[str, dict[str, 
     for found in norms_in_graphs(norm):
         name = next((each for each in found.overrides if known[each].takes(found)), None)
         if name is not None:  # where none takes it there is nothing to decide
-            known[name].add(found)
+            known[name].add(known[name].at(found), found.times)
             changed[name] = known[name]
-    path = _common.path_of(f"compiled_{norm}", DEVICE)
-    date = json.loads(path.read_text())["date"]
-    return {name: part.as_json(f"{date}, {path.name}") for name, part in changed.items()}
+    return {name: part.as_json("graphs", [f"compiled_{norm}"]) for name, part in changed.items()}
+
+
+def with_attention(table: Table | None) -> dict[str, dict[str, Any]]:
+    """The parts of a table that recorded times of attention are added to."""
+    assert table is not None
+    known = parts(table)
+    least: dict[tuple[str, tuple[Feature, ...]], Mapping[str, float]] = {}
+    for found in attention():
+        (name,) = found.overrides
+        cell = (name, known[name].at(found))
+        least[cell] = min(least.get(cell, found.times), found.times, key=_gain)
+    for (name, at), times in least.items():
+        host = {field: known[name].median(field) for field in ("plan_host", "python_host")}
+        known[name].add(at, {**times, **host})
+    return {name: known[name].as_json("unmasked", ATTENTION) for name, _ in least}
+
+
+def _gain(times: Mapping[str, float]) -> float:
+    return times["native"] / times["override"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=TABLES, help="the folder with the tables")
     options = parser.parse_args()
-    for norm in NORMS:
-        changed = functools.partial(with_norms_in_graphs, norm)
-        print("written to", writing.update(options.output, MODEL, changed))
+    norms = [functools.partial(with_norms_in_graphs, norm) for norm in NORMS]
+    for entries in (*norms, with_attention):
+        print("written to", writing.update(options.output, MODEL, entries))
 
 
 if __name__ == "__main__":

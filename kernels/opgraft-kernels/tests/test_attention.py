@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ pytest.importorskip("triton")
 
 import opgraft
 from opgraft import triton_utils
+from opgraft.crossover import models, rule
 from opgraft_kernels.attention import aten, overrides, triton_kernels
 
 aten_ops = torch.ops.aten
@@ -568,6 +570,48 @@ def test_forward_goes_to_the_faster_kernel(case: Case, faster: bool) -> None:
     t = _metas(case)
     arguments = _arguments(overrides._CUDNN.name, OPS["cudnn"].forward_arguments(t, case.causal))
     assert overrides._is_faster(overrides._CUDNN, "cutedsl_kernels").holds(arguments) == faster
+
+
+H200 = models.Model("NVIDIA H200", (9, 0))
+
+
+@pytest.mark.crossovers
+@pytest.mark.parametrize(
+    ("op", "rows", "keys", "dim", "causal", "faster"),
+    [
+        ("cudnn_attention_backward", 2**14, 512, 128, False, True),
+        ("cudnn_attention_backward", 2**18, 4096, 128, True, True),
+        ("cudnn_attention_backward", 2**15, 1024, 64, True, True),
+        ("cudnn_attention_backward", 2**13, 512, 128, True, False),
+        ("cudnn_attention", 2**16, 4096, 128, True, True),
+        ("cudnn_attention", 2**18, 2**14, 128, False, True),
+        ("cudnn_attention", 2**17, 2048, 128, False, False),
+        ("cudnn_attention", 2**16, 2048, 64, True, True),
+        ("cudnn_attention", 2**18, 1024, 64, True, False),
+        ("cudnn_attention", 2**11, 128, 128, False, False),
+        # Nothing was measured there.
+        ("cudnn_attention", 2**18, 4096, 256, False, False),
+        ("flash_attention", 2**18, 4096, 128, False, False),
+    ],
+)
+def test_the_h200_s_table_says_where_flash_attention_4_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    op: str,
+    rows: int,
+    keys: int,
+    dim: int,
+    causal: bool,
+    faster: bool,
+) -> None:
+    monkeypatch.setattr(overrides, "_has_flash_attn_4", lambda: True)
+    monkeypatch.setenv("OPGRAFT_TABLES", str(tmp_path))
+    found = {override.name: override for override in overrides.register("CUDA")}
+    override = found[f"opgraft_kernels.attention.unmasked_cutedsl.scaled_dot_product_{op}"]
+    assert override.decisions is not None
+    in_force = override.decisions.in_force(H200)
+    taken = in_force is not None and in_force.grid.takes([rows, keys, dim, causal], rule.PLAN)
+    assert taken == faster
 
 
 def test_registering_goes_by_priority() -> None:

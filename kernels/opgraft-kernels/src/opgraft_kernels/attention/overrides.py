@@ -373,39 +373,21 @@ def _cutedsl_dims() -> Any:
     return same | ((dim == 192) & (dim_v == 128))
 
 
-# Measured on an H200, bfloat16, torch 2.11, cuDNN 9.19 (`benchmarks/attention.py`, its `--dims` and
-# `--crossover`): speed of FlashAttention-4's kernels over cuDNN's, which torch calls by default, at
-# 16384 tokens of width about 2048.
+# By constants, until there are tables in their place. They hold for any Hopper GPU, any number of
+# tokens and eight ops. Measured (`benchmarks/attention.py`, its `--dims` and `--crossover`) are an
+# H200 alone, in cuDNN's place heads of 64 and 128, and the rest with one number of tokens.
 #
-#   dim      causal  direction  keys: 512   1024   2048   4096   8192  16384
-#   64       no      forward         0.84   0.93   1.09   1.13   1.20   1.22
-#   64       yes     forward         0.71   0.79   0.99   1.08   1.19   1.22
-#   64       no      backward        1.22   1.20   1.21   1.22   1.26   1.32
-#   64       yes     backward        1.30   1.31   1.30   1.29   1.29   1.33
-#   96       no      forward         0.88          1.15          1.27
-#   96       yes     forward         0.81          1.11          1.30
-#   96       both    backward        1.26          1.29          1.33
-#   128      no      forward         0.87   0.96   1.03   1.06   1.08   1.09
-#   128      yes     forward         0.81   0.93   1.03   1.09   1.12   1.13
-#   128      no      backward        1.06   1.12   1.11   1.12   1.16   1.20
-#   128      yes     backward        1.15   1.16   1.16   1.16   1.16   1.18
-#   192/128  no      forward         1.01          1.13          1.16
-#   192/128  yes     forward         0.92          1.12          1.22
-#   192/128  both    backward        1.03          1.05          1.06
-#   256      no      forward         0.96          1.06          1.09
-#   256      yes     forward         0.89          1.12          1.21
-#   256      both    backward        1.00          0.94          0.87
-#
-# With fewer tokens the GPU is not full, and the size of the tiles counts: at dim 64, 192 queries.
+# cuDNN is what torch calls by default. FlashAttention-4's backward is faster but at heads of 256,
+# its forward from a number of keys on, which is higher for causal heads of 64. With fewer tokens
+# the GPU is not full, and the size of the tiles counts, which is large at heads of 64.
 _FASTER_FROM_KEYS, _FASTER_FROM_KEYS_64_CAUSAL = 2048, 4096
 _FASTER_FROM_SCORES = 2**29  # queries times keys, over all heads; for heads of 128 at any number
 
 
-# A hit from Python takes the host longer than native does: end to end 35 us forward and 111 us
-# forward to backward against native's 20 and 81, at the least (`--crossover`). Where native takes
-# the GPU less time than that, a loop of calls would get slower. The time goes with queries * keys *
-# dim. By a launch plan a hit takes 12 and 77 us; but before there is one, FlashAttention-4 is
-# imported and compiled, which takes seconds in every process, and only large calls give them back.
+# A hit from Python takes the host longer than native does. Where native takes the GPU less time
+# than that, a loop of calls would get slower. The time goes with queries * keys * dim. By a launch
+# plan a hit takes the host less; but before there is one, FlashAttention-4 is imported and
+# compiled, which takes seconds in every process, and only large calls give them back.
 _WORK = {("cutedsl_kernels", False): 2**31, ("cutedsl_kernels", True): 2**32}
 # Triton launches from Python, three kernels backward.
 _WORK |= {("triton_kernels", False): 2**32, ("triton_kernels", True): 2**33}
