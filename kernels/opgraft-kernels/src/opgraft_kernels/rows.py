@@ -393,17 +393,14 @@ class Tile(NamedTuple):
         return min(255, 65536 // (self.per_sm * self.num_warps * 32) // 8 * 8)
 
 
-# A backward whose programs leave sums to add up takes two launches, and each costs the host some
-# 3.5 us, which is as long as an H200 takes for half of the work. One launch is enough where one
-# program computes all of it, of up to so many elements: at 2**14 that took the GPU 5.1 us, and two
-# launches 5.7; at 2**16 9.9 to 12, and 5.0 to 6.6.
+# How a backward is launched, whichever calls it takes. One whose programs leave sums to add up
+# takes two launches, and each costs the host as long as the GPU takes for half of a small one. One
+# launch is enough where one program computes all of it, of up to so many elements: of more the GPU
+# would take longer than with two.
 ONE_PROGRAM_ELEMENTS = 2**14
 # And where the programs wait for one another and add up the sums themselves, of up to so many
-# elements in rows of up to so many: a loop of such calls takes 6.7 to 7.8 us each up to 2**20
-# elements, where it took 9.2 to 9.8 with two launches. The GPU alone takes as long as with those,
-# or up to 9% longer; at 64 x 4096, of 32 programs, 1.23 times as long (512 x 128 is at fault in
-# that file, see `sum_constexprs`). Each program adds up as many values as a row is long: at 16384
-# the GPU took 1.4 times as long, and more with few rows.
+# elements in rows of up to so many: the host saves more than the GPU loses by waiting. Each program
+# adds up as many values as a row is long, so of longer rows the GPU takes longer.
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
 ONE_LAUNCH_ELEMENTS, ONE_LAUNCH_HIDDEN = 2**22, 4096
@@ -460,8 +457,7 @@ def sum_constexprs(hidden: int, programs: int, one_launch: bool) -> dict[str, in
         rows, parts = 16, 16
     else:
         # Few programs have few partial sums: blocks as wide as fits then. With a sixteenth of a
-        # row each, programs had several: 16 x 4096 took the GPU 6.4 us, and takes 5.0; 64 x 1024
-        # 7.3, and 5.8. One block for narrower rows is worse, 6.6 us against 5.5 at 512 x 128.
+        # row each, programs had several. One block for narrower rows is worse.
         # (results/launch_crossover_narrow_sums_nvidia_h200.json; launch_crossover_nvidia_h200.json)
         rows, parts = max(4, min(power_of_2(programs), 16)), 1
     return {

@@ -1,12 +1,12 @@
 """Attention by FlashAttention-4's CuteDSL kernels for Hopper (the package ``flash-attn-4``).
 
-The kernels are the library's; what is here is their launch. The library's own front takes 88 us of
-host time a call (an H200's host), most of it for features that SDPA does not have. Here the kernel
-classes are compiled once for each kind of call, by `cutedsl_functions`, behind functions that take
-the tensors as ATen has them, ``[batch, heads, length, dim]`` in any strides, so that no view is
-made for a call; and a whole backward, three to five kernels, is one such function. What is left of
-a call is a dictionary lookup and a call through tvm-ffi. Nothing here imports CuteDSL or the
-library: a compiled function is loaded from the disk where it was compiled before.
+The kernels are the library's; what is here is their launch. The library's own front takes the host
+more than twice as long, most of it for features that SDPA does not have. Here the kernel classes
+are compiled once for each kind of call, by `cutedsl_functions`, behind functions that take the
+tensors as ATen has them, ``[batch, heads, length, dim]`` in any strides, so that no view is made
+for a call; and a whole backward, three to five kernels, is one such function. What is left of a
+call is a dictionary lookup and a call through tvm-ffi. Nothing here imports CuteDSL or the library:
+a compiled function is loaded from the disk where it was compiled before.
 
 Causal is aligned at the bottom right, as in the library: with lengths that differ, the last query
 sees every key.
