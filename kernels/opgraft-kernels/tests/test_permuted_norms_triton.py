@@ -152,6 +152,21 @@ def test_a_large_mean_keeps_its_digits(hits: Callable[[], int], device: torch.de
     _check(hits, IMAGES["odd images"](torch.float32, device) + 1000)
 
 
+@pytest.mark.parametrize("layout", ["odd images", "images", "wide"])
+def test_a_large_mean_costs_the_output_no_digits(
+    hits: Callable[[], int], layout: str, device: torch.device
+) -> None:
+    """A mean that is a unit in its last place off would move the output by a thousandth."""
+    x = IMAGES[layout](torch.float32, device) + 30000
+    unit = 2.0**-9  # of the last place of numbers of that size
+    y, mean, _ = layer_norm(x, [x.shape[-1]], None, None, 1e-5)
+    assert hits() == 1
+    with opgraft.disabled():
+        right, right_mean, _ = layer_norm(x.double(), [x.shape[-1]], None, None, 1e-5)
+    assert (mean - right_mean).abs().max() <= 0.6 * unit
+    assert (y - right).abs().max() <= 1e-5
+
+
 def test_not_a_number_stays_in_its_row(hits: Callable[[], int], device: torch.device) -> None:
     x = IMAGES["images"](torch.float32, device).clone(memory_format=torch.preserve_format)
     x[0, 0, 1] = math.nan

@@ -228,7 +228,7 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     "backward": {"elements": (2**12, 2**27), "hidden": (2**4, 2**9), "itemsize": (2, 4)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
-PERMUTED_VERSION = 1
+PERMUTED_VERSION = 2
 # Their condition asks for 16 bits and whole vectors.
 _CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
 

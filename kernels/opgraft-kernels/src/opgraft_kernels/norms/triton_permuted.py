@@ -114,7 +114,13 @@ def _forward_kernel(
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / hidden
         x = _center(x, mean, in_row, MASK_COLS)
-        tl.store(mean_ptr + row, mean, mask=row < rows)
+        # A mean of numbers that are large beside what they differ in is some units in its last
+        # place off, by the sum's roundings and by the division, which the GPU approximates. What
+        # is left after it was subtracted, which is exact there, has all digits, and so has its
+        # mean.
+        rest = tl.sum(x, axis=1) / hidden
+        x = _center(x, rest, in_row, MASK_COLS)
+        tl.store(mean_ptr + row, mean + rest, mask=row < rows)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
