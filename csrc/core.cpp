@@ -321,8 +321,9 @@ py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
 
 void set_plans(Override& self, const RouterHandle& router, py::object override,
                std::shared_ptr<PlanTable> table, py::object record, py::object ask,
-               const std::optional<std::vector<NodeTuple>>& unplanned, bool takes_keyset,
-               bool writes) {
+               const std::optional<std::vector<NodeTuple>>& unplanned,
+               const std::optional<std::vector<NodeTuple>>& without_random_numbers,
+               bool takes_keyset, bool writes) {
   PlannedImpl::Options options;
   options.table = std::move(table);
   options.converter = router.converter;
@@ -332,6 +333,9 @@ void set_plans(Override& self, const RouterHandle& router, py::object override,
   options.is_capturing =
       PythonRef(py::reinterpret_borrow<py::object>(router.hooks->is_capturing.get()));
   if (unplanned) options.unplanned.emplace(to_condition(*unplanned));
+  if (without_random_numbers) {
+    options.without_random_numbers.emplace(to_condition(*without_random_numbers));
+  }
   options.takes_keyset = takes_keyset;
   options.writes = writes;
   self.has_plans = &options.table->has_plans();
@@ -478,8 +482,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
            py::arg("end"), py::arg("rate"),
            "A copy of the override that compares a fraction of its hits with native.")
       .def("set_plans", &set_plans, py::arg("router"), py::arg("override"), py::arg("table"),
-           py::arg("record"), py::arg("ask"), py::arg("unplanned"), py::arg("takes_keyset"),
-           py::arg("writes"), "Record and replay launch plans of its impl.");
+           py::arg("record"), py::arg("ask"), py::arg("unplanned"),
+           py::arg("without_random_numbers"), py::arg("takes_keyset"), py::arg("writes"),
+           "Record and replay launch plans of its impl.");
 
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))

@@ -20,7 +20,7 @@ namespace opgraft {
 namespace {
 
 // In this mode `torch.empty` fills uninitialised memory, which a replay does not, and an impl may
-// compute in another way.
+// compute in another way. Nor may a kernel depend on when a call is made.
 bool is_deterministic_mode() { return at::globalContext().deterministicAlgorithms(); }
 
 // --------------------------------------------------------------------------- Triton's launch hooks
@@ -81,7 +81,8 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
   PlanKey key;
   const auto keyset = options_.takes_keyset ? call.keyset : c10::DispatchKeySet();
   const bool only_loaded = options_.table->only_loaded();
-  if (C10_UNLIKELY(is_deterministic_mode()) || !key.read(call.view(), keyset)) {
+  const auto arguments = call.view();
+  if (C10_UNLIKELY(is_routed_by_itself(arguments.data())) || !key.read(arguments, keyset)) {
     return only_loaded ? miss(override) : run_unplanned(override, call, device, true);
   }
   try {
@@ -123,6 +124,11 @@ bool PlannedImpl::run(const Override& override, Call& call, c10::Device device) 
   return run_unplanned(override, call, device, may_run_in_python(action));
 }
 
+bool PlannedImpl::is_routed_by_itself(const Argument* arguments) const {
+  if (is_deterministic_mode()) return true;
+  return options_.without_random_numbers && !options_.without_random_numbers->holds(arguments);
+}
+
 PlannedImpl::ReplayResult PlannedImpl::replay(const Override& override, Call& call,
                                               const PlanKey& key) {
   const Epochs::Reader reader;
@@ -150,7 +156,7 @@ Impl::UnboxedDecision PlannedImpl::decide_unboxed(const Override& override,
                                                   c10::ArrayRef<Argument> arguments,
                                                   bool condition_holds) {
   PlanKey key;
-  const bool has_key = !is_deterministic_mode() && !options_.takes_keyset &&
+  const bool has_key = !is_routed_by_itself(arguments.data()) && !options_.takes_keyset &&
                        !impl_->has_quarantined() && key.read(arguments);
   if (has_key) {
     if (const PlanEntry* entry = options_.table->find(key)) {

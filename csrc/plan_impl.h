@@ -47,6 +47,10 @@ class PlannedImpl final : public Impl {
     // For which calls without a plan the impl is worth running in Python; nullopt: for all, while
     // recordings are left.
     std::optional<Condition> unplanned;
+    // For which calls no random numbers matter; nullopt: for all. What runs the others depends on
+    // the call alone, not on what was compiled or recorded by then: one may run a second time, and
+    // must draw the same numbers (python/opgraft/router/randomness.py).
+    std::optional<Condition> without_random_numbers;
     bool takes_keyset = false;
     bool writes = false;  // the op writes to its arguments
   };
@@ -66,6 +70,9 @@ class PlannedImpl final : public Impl {
  private:
   enum class ReplayResult { Replayed, NoPlan, HooksSet, Unproven };
 
+  // Whether what runs a call depends on the call alone: it has no plan, and its kernels are not
+  // compiled while native serves.
+  bool is_routed_by_itself(const Argument* arguments) const;
   ReplayResult replay(const Override& override, Call& call, const PlanKey& key);
   bool run_unplanned(const Override& override, Call& call, c10::Device device, bool in_python);
   bool may_run_in_python(PlanTable::Action action) const;

@@ -137,7 +137,7 @@ def test_equal_calls_of_an_op_that_is_not_random_are_one() -> None:
 
 @pytest.mark.parametrize("name", ["quantized_lstm.input", "quantized_gru.input", "rand.generator"])
 def test_random_though_no_tag_says_so(name: str) -> None:
-    assert randomness.is_random(resolve(f"aten::{name}"))
+    assert resolve(f"aten::{name}").is_random
 
 
 def test_a_compiler_that_merges_draws_all_the_same_gets_none(

@@ -170,3 +170,27 @@ def negated_by_where_it_begins(self: torch.Tensor) -> torch.Tensor:
 def negated_by_its_memory(self: torch.Tensor) -> torch.Tensor:
     extra = self.untyped_storage().nbytes() // 4 - self.numel()
     return self * (-1 - extra) + self * extra
+
+
+def dropped_otherwise(
+    input: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws other numbers than native dropout."""
+    if train is False:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    mask = torch.rand_like(input).flip(0) >= p
+    return input * mask / (1 - p), mask
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    logsumexp = scores.logsumexp(-1).mT.contiguous().mT  # with native's strides
+    return scores.softmax(-1) @ value, logsumexp

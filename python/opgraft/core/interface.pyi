@@ -65,6 +65,7 @@ class Override:
         ask: Callable[..., bool],
         *,
         unplanned: Sequence[Node] | None,
+        without_random_numbers: Sequence[Node] | None,
         takes_keyset: bool,
         writes: bool,
     ) -> None: ...

@@ -124,6 +124,10 @@ class Argument:
         return "Tensor]" in self.kind and not self.is_tensor
 
 
+#: They apply dropout between their layers.
+_UNTAGGED = frozenset({"aten::quantized_lstm", "aten::quantized_gru"})
+
+
 class Op:
     """An overload of an operator, with the facts of its schema.
 
@@ -148,7 +152,12 @@ class Op:
             a.alias_info is not None for a in (*schema.arguments, *schema.returns)
         )
         self._returns_tensors = all("Tensor" in str(each.type) for each in self.returns)
-        self.is_random = torch.Tag.nondeterministic_seeded in overload.tags
+        #: Whether it draws random numbers: not each op that does has torch's tag.
+        self.is_random = (
+            torch.Tag.nondeterministic_seeded in overload.tags
+            or any("Generator" in a.kind for a in self.arguments)
+            or schema.name in _UNTAGGED
+        )
         #: The position of each argument, and its kind, by name.
         self.index = {a.name: i for i, a in enumerate(self.arguments)}
         self.kinds = {a.name: a.kind for a in self.arguments}

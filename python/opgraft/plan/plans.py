@@ -18,6 +18,7 @@ from opgraft.plan.proof import Proof
 from opgraft.ready import warm_up
 from opgraft.ready.readiness import Kind, Readiness
 from opgraft.registry import Override
+from opgraft.router.randomness import depends_on_random_numbers
 
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, Plan, PlanKey, Router
@@ -198,7 +199,9 @@ class Plans:
         runs_in_python = unplanned is None or unplanned.holds(call.named)
         only = "" if runs_in_python else self._why_not_python(call)
         reason = self.refusals.get(label)
-        if not has_key:
+        if depends_on_random_numbers(call):
+            reason = "it depends on random numbers"
+        elif not has_key:
             reason = (
                 "an argument is of a kind that a plan's key cannot hold, there are too many, or "
                 "two share memory but no storage"
@@ -226,7 +229,7 @@ class Plans:
 
     def _why_not_ready(self, call: Call) -> str | None:
         """Why native runs a call until its kernels are compiled; None if they are."""
-        if not self.table.gated or torch.are_deterministic_algorithms_enabled():
+        if not self.table.gated or _is_routed_by_itself(call):
             return None
         label = describe_call(call)
         # Below autograd nothing tells whether the call is differentiated.
@@ -259,7 +262,9 @@ class Plans:
             key: the core's `PlanKey` of the call.
         """
         table = self.table
-        if not table.gated or table.runs_all or torch.are_deterministic_algorithms_enabled():
+        if not table.gated or table.runs_all or _is_routed_by_itself(call):
+            return True
+        if _is_saved_by_hooks():  # checkpointing runs it again, and expects as many tensors saved
             return True
         table.set_asked(key)
         label = f"{describe_call(call)}{_DIFFERENTIATED}"
@@ -461,6 +466,17 @@ _DIFFERENTIATED = ", with its derivative"
 
 def _needs(call: Call) -> tuple[bool, ...]:
     return tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in call.values)
+
+
+def _is_routed_by_itself(call: Call) -> bool:
+    """Whether what runs a call depends on the call alone, as the core has it."""
+    return torch.are_deterministic_algorithms_enabled() or depends_on_random_numbers(call)
+
+
+def _is_saved_by_hooks() -> bool:
+    """Whether hooks get what this thread's calls save for their backward, as checkpointing's do."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 def _counted(count: int, noun: str) -> str:

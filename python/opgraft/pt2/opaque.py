@@ -165,7 +165,7 @@ def _tags(op: Op) -> list[torch.Tag]:
     tags["pt2_compliant_tag"] = torch.Tag.pt2_compliant_tag
     # Kernels are written for the strides that they get in eager mode.
     tags["needs_exact_strides"] = torch.Tag.needs_exact_strides
-    if randomness.is_random(op):
+    if op.is_random:
         tags["nondeterministic_seeded"] = torch.Tag.nondeterministic_seeded
     return list(tags.values())
 

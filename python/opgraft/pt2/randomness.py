@@ -32,8 +32,6 @@ _ELIMINATIONS = (
 )
 _PARTITIONERS = "torch._functorch.partitioners"
 
-#: Random ops without torch's tag: they apply dropout between their layers.
-_UNTAGGED = frozenset({"aten::quantized_lstm", "aten::quantized_gru"})
 #: Not random, but each call returns other memory.
 _FRESH_MEMORY = frozenset({"aten::empty"})
 
@@ -45,24 +43,10 @@ _random_op_lists: list[Any] = []
 _attached = False
 
 
-def is_random(op: Op) -> bool:
-    """Whether an op draws random numbers.
-
-    >>> from opgraft.ops.schema import resolve
-    >>> is_random(resolve("aten::bernoulli")), is_random(resolve("aten::mul.Tensor"))
-    (True, False)
-    """
-    return (
-        op.is_random
-        or any("Generator" in argument.kind for argument in op.arguments)
-        or op.overload._schema.name in _UNTAGGED
-    )
-
-
 def forbid_merging(opaque: OpOverload, op: Op) -> None:
     """Tell the compiler not to merge equal calls of an opaque op, if they are different values."""
     packet = opaque._overloadpacket
-    if packet in _never_merged or not (is_random(op) or op.overload._schema.name in _FRESH_MEMORY):
+    if packet in _never_merged or not (op.is_random or op.overload._schema.name in _FRESH_MEMORY):
         return
     _never_merged.add(packet)
     for each in _random_op_lists:
@@ -72,7 +56,7 @@ def forbid_merging(opaque: OpOverload, op: Op) -> None:
 
 def obstacle(op: Op) -> str | None:
     """Why no graph may contain the opaque op of a random op; None where it may."""
-    if is_random(op) and _cse_merges_random_ops():
+    if op.is_random and _cse_merges_random_ops():
         return f"torch {torch.__version__} would merge two random calls of it into one"
     return None
 

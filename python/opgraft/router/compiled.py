@@ -20,21 +20,18 @@ from opgraft.errors import ContractError
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override
 from opgraft.registry.state import CHECKED_HITS
-from opgraft.router import composite, contract, failure, observers, shadow
+from opgraft.router import composite, contract, failure, observers, randomness, shadow
 from opgraft.router.base import Router
 from opgraft.router.call_keys import kind_of
 from opgraft.router.decision import takes
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
-from opgraft.when.compilation import Node, compile_condition, pack_capability
+from opgraft.when.compilation import NEVER_HOLDS, compile_condition, pack_capability
 from opgraft.when.nodes import cuda_capability
 
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, PlanKey
 
 _core: Core = None  # type: ignore[assignment]  # set by `use`, before any router exists
-
-# A condition that no call meets: `any` without parts is false.
-_NEVER_HOLDS: list[Node] = [Node("any")]
 
 
 def use(core: Core) -> None:
@@ -178,6 +175,7 @@ class CompiledRouter(Router):
             self._record_hit,
             self._ask_for_kernels,
             unplanned=unplanned,
+            without_random_numbers=randomness.without_random_numbers(override.operator),
             takes_keyset=override.takes_keyset,
             writes=override.operator.writes,
         )
@@ -329,7 +327,7 @@ class CompiledRouter(Router):
 def _declining_override() -> Any:
     """An override that declines every call."""
     core_override = _core.Override({}, _core.Counter(), _core.Counter(), _core.Counter())
-    core_override.set_condition(_NEVER_HOLDS)
+    core_override.set_condition(NEVER_HOLDS)
     return core_override
 
 

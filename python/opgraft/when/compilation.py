@@ -31,6 +31,9 @@ class Node(NamedTuple):
     argument_refs: Sequence[ArgumentRef] = ()
 
 
+#: A condition that no call meets: `any` without parts is false.
+NEVER_HOLDS: Sequence[Node] = (Node("any"),)
+
 _INT64 = range(-(2**63), 2**63)
 
 
