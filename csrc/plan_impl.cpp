@@ -39,6 +39,9 @@ struct LaunchHooks {
 
 std::atomic<const LaunchHooks*> launch_hooks{nullptr};
 
+// Captures of CUDA graphs that are going on, in whatever thread.
+std::atomic<int> captures{0};
+
 Py_ssize_t size_of(const Py_ssize_t& size) { return __atomic_load_n(&size, __ATOMIC_RELAXED); }
 
 bool launch_hooks_are_set() {
@@ -217,12 +220,15 @@ bool PlannedImpl::needs_kernels(PlanTable::Action action, const Argument* argume
          (may_have_plan || is_worth_python(arguments, may_run_in_python(action)));
 }
 
+// While graphs are captured, each call asks whose kernels are not ready: one of those that are
+// captured is told of. Others need not find out whether they are.
 PlannedImpl::Kernels PlannedImpl::kernels(const PlanKey& key) const noexcept {
   const PlanTable& table = *options_.table;
   if (C10_LIKELY(!table.is_gated()) || table.runs_all() || table.is_ready(key)) {
     return Kernels::Ready;
   }
-  return table.is_asked(key) ? Kernels::NotReady : Kernels::NotAskedFor;
+  const bool must_ask = captures.load(std::memory_order_relaxed) > 0 || !table.is_asked(key);
+  return must_ask ? Kernels::NotAskedFor : Kernels::NotReady;
 }
 
 // Called once for each key. Later calls find that the kernels have been asked for.
@@ -281,7 +287,11 @@ bool PlannedImpl::miss(const Override& override) {
 bool PlannedImpl::prove(const Override& override, Call& call, c10::Device device,
                         const PlanKey& key) {
   const PythonAccess python;
-  if (!python || is_capturing(device)) return miss(override);
+  if (!python) return miss(override);
+  if (is_capturing(device)) {
+    ask_for_kernels(call, key);
+    return miss(override);
+  }
   run_recording(call, key);
   return true;
 }
@@ -565,6 +575,9 @@ void bind_plans(py::module_& core) {
            py::arg("portable") = false,
            "The key of a call with these arguments on this thread; None if it has none. A portable "
            "one is the same on each of a machine's devices.");
+  core.def(
+      "count_captures", [](int more) { captures.fetch_add(more, std::memory_order_relaxed); },
+      py::arg("more"), "Count the captures of CUDA graphs that are going on.");
   core.def("saved_plan", &saved_plan, py::arg("plan"), "A plan as JSON can write it.");
   core.def(
       "load_plan",

@@ -125,6 +125,21 @@ for out in outs:
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 """
 
+CAPTURED = """
+import warnings
+import torch, torch.nn.functional as F, opgraft
+x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+F.rms_norm(x, [4096])  # another process compiles for it
+torch.cuda.synchronize()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        F.rms_norm(x, [4096])
+        F.rms_norm(x, [4096])
+(said,) = [str(each.message) for each in told if "captured" in str(each.message)]
+assert "rms_norm.forward" in said, said
+"""
+
 
 @pytest.mark.parametrize(
     "program",
@@ -133,6 +148,7 @@ for out in outs:
         pytest.param(ATTENTION, id="attention in CuteDSL"),
         pytest.param(CROSS_ENTROPY, id="an op with a derivative of its own"),
         pytest.param(GRAPHED, id="a run of torch.compile before it captures"),
+        pytest.param(CAPTURED, id="a capture before they are ready"),
     ],
 )
 def test_the_packs_ops_become_ready_in_workers(program: str, tmp_path: Path) -> None:

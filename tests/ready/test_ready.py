@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import opgraft
 from opgraft import when
 from opgraft.core import loader
 from opgraft.packs import owning
-from opgraft.ready import pool, readiness, warm_up
+from opgraft.ready import captures, pool, readiness, warm_up
 from opgraft.ready.claims import Claim
 from tests.ready import impls
 
@@ -179,6 +180,125 @@ def test_inductors_run_before_a_capture_is_found() -> None:
 
     warm_up.attach()
     assert hasattr(cudagraph_trees.CUDAWarmupNode.run, "__wrapped__")
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """A capture of a CUDA graph, as far as calls see it."""
+    graphs = type(sys)("torch.cuda.graphs")
+    capturing = []
+
+    class CUDAGraph:
+        def capture_begin(self, pool: Any = None) -> None:
+            capturing.append(self)
+
+        def capture_end(self) -> None:
+            capturing.remove(self)
+
+    graphs.CUDAGraph = CUDAGraph  # type: ignore[attr-defined]
+    captures._patch(loader.in_use(), graphs)
+    monkeypatch.setattr(readiness.device, "is_capturing", lambda device: bool(capturing))
+
+    @contextmanager
+    def capture() -> Iterator[None]:
+        graph = CUDAGraph()
+        graph.capture_begin(pool=None)
+        yield
+        graph.capture_end()
+
+    return capture
+
+
+@pytest.mark.parametrize("is_asked_before", [False, True])
+def test_one_warning_tells_of_calls_that_are_captured_before_they_are_ready(
+    register: Register, capture: Any, recwarn: pytest.WarningsRecorder, is_asked_before: bool
+) -> None:
+    override = register(impls.hangs_when_dry)
+    if is_asked_before:
+        call()
+    assert not told_of_captures(recwarn)
+    with capture():
+        call()
+        call()
+        call(5)
+    assert override.hits == 0
+    (said,) = told_of_captures(recwarn)
+    assert override.name in said and "warmup" in said
+
+
+def told_of_captures(recwarn: pytest.WarningsRecorder) -> list[str]:
+    return [said for each in recwarn.list if "captured" in (said := str(each.message))]
+
+
+def test_a_plan_that_cannot_be_compared_with_native_in_a_capture_is_warned_of(
+    register: Register,
+    capture: Any,
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    override = register(impls.negated)
+    monkeypatch.setattr(type(override.plans), "is_unproven", lambda self, key: True)
+    with capture():
+        call()
+    assert len(told_of_captures(recwarn)) == 1 and states(override) == []
+
+
+def test_while_nothing_is_captured_no_call_looks_whether_it_is(
+    register: Register, capture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(impls.hangs_when_dry)
+    with capture():
+        pass
+    call()  # the one that asks
+    looked: list[Any] = []
+    monkeypatch.setattr(readiness.device, "is_capturing", looked.append)
+    call()
+    assert not looked
+    with capture():
+        call()
+    assert len(looked) == 1
+
+
+def test_a_call_that_can_never_be_ready_is_not_warned_of(
+    register: Register, capture: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    register(impls.never_works)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    with capture():
+        call()
+    assert not told_of_captures(recwarn)
+
+
+def test_a_capture_that_does_not_begin_is_not_counted(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CUDAGraph:
+        def capture_begin(self) -> None:
+            raise RuntimeError("another one is going on")
+
+        def capture_end(self) -> None: ...
+
+    graphs = type(sys)("torch.cuda.graphs")
+    graphs.CUDAGraph = CUDAGraph  # type: ignore[attr-defined]
+    captures._patch(loader.in_use(), graphs)
+    with pytest.raises(RuntimeError):
+        CUDAGraph().capture_begin()
+    register(impls.hangs_when_dry)
+    call()
+    looked: list[Any] = []
+    monkeypatch.setattr(readiness.device, "is_capturing", looked.append)
+    call()
+    assert not looked
+
+
+def test_torchs_captures_are_counted() -> None:
+    """Where they are called what they are called today."""
+    from torch.cuda import graphs
+
+    captures.attach(loader.in_use())
+    assert hasattr(graphs.CUDAGraph.capture_begin, "__wrapped__")
+    assert hasattr(graphs.CUDAGraph.capture_end, "__wrapped__")
 
 
 def test_a_worker_is_another_process_and_gets_metadata(register: Register, notes: Path) -> None:

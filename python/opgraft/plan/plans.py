@@ -15,7 +15,7 @@ from opgraft.core import loader
 from opgraft.ops.describing import accelerator, describe, strides
 from opgraft.ops.schema import Call
 from opgraft.plan.proof import Proof
-from opgraft.ready import warm_up
+from opgraft.ready import captures, warm_up
 from opgraft.ready.readiness import Kind, Readiness
 from opgraft.registry import Override
 from opgraft.router.randomness import depends_on_random_numbers
@@ -109,6 +109,7 @@ class Plans:
         self.readiness = Readiness(override, self.table, core, self._install_loaded)
         #: Plans that others recorded, until they agree with native.
         self._proofs: dict[PlanKey, Proof] = {}
+        captures.attach(core)
         warm_up.attach()
 
     def __len__(self) -> int:
@@ -251,6 +252,9 @@ class Plans:
         Returns:
             Whether the call is to run as it is.
         """
+        if self.is_unproven(key):  # in a capture nothing can be compared with native
+            self.readiness.warn_if_captured(call)
+            return False
         return self.readiness.ask(call, keyset, Kind(key), describe_call(call))
 
     def may_differentiate(self, call: Call, keyset: torch.DispatchKeySet, key: PlanKey) -> bool:

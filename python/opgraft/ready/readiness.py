@@ -204,16 +204,18 @@ class Readiness:
             self._dropped(kind)
             raise
         if known is not None:
-            # Another thread was faster, or the core forgot: its table is bounded.
+            # Another thread was faster, or a CUDA graph is being captured, or the core forgot: its
+            # table is bounded.
             if known.status == "ready":
                 self._table.set_ready(kind.key)
+            elif known.is_pending:
+                self.warn_if_captured(call)
             return known.status == "ready"
         with self._lock:
             state = self._states.get(kind)
         if state is not None and state.by == _THE_CALL and _is_ahead():
             return True  # there may be no later call that compiles them
-        if device.is_capturing(device.of_tensors(call)):
-            self._warn_of_capture()
+        self.warn_if_captured(call)
         return False
 
     def _ask(self, call: Call, keyset: torch.DispatchKeySet, kind: Kind) -> None:
@@ -456,8 +458,9 @@ class Readiness:
         )
         self._note(kind, "failed", reason=reason)
 
-    def _warn_of_capture(self) -> None:
-        if self._warned_of_capture:
+    def warn_if_captured(self, call: Call) -> None:
+        """Warn once of a call that is not ready and is captured in a CUDA graph."""
+        if self._warned_of_capture or not device.is_capturing(device.of_tensors(call)):
             return
         self._warned_of_capture = True
         warn_caller(
