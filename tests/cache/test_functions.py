@@ -260,6 +260,86 @@ def test_threads_compile_once() -> None:
     assert len(compiled) == 1
 
 
+class Slow:
+    """Compiles a kind of one size once it is told to, and others at once."""
+
+    def __init__(self, size: int, first: Callable[[], object] = lambda: None) -> None:
+        self.compiling, self.may_end = threading.Event(), threading.Event()
+        self._size, self._first = size, first
+
+    def __call__(self, kind: Kind) -> Any:
+        if kind.size == self._size:
+            self.compiling.set()
+            assert self.may_end.wait(600)
+            self._first()
+        return compile_kind(kind)
+
+
+def in_threads(*works: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for each in threads:
+        each.start()
+    return threads
+
+
+def test_what_can_be_loaded_does_not_wait_for_what_is_compiled() -> None:
+    call(Functions(compile_kind))  # keeps it
+    slow = Slow(1)
+    (thread,) = in_threads(lambda: call(Functions(slow), Kind(1)))
+    assert slow.compiling.wait(60)
+    loaded: list[str] = []
+    (other,) = in_threads(lambda: loaded.append(call(Functions(compile_kind))))
+    other.join(60)
+    assert loaded == ["loaded"] and thread.is_alive()
+    slow.may_end.set()
+    thread.join(60)
+
+
+def test_who_waits_for_a_function_does_not_wait_for_the_next_that_is_compiled() -> None:
+    slow, next_one = Slow(1), Slow(2)
+    functions, others = Functions(slow), Functions(next_one)
+    in_threads(lambda: call(functions, Kind(1)))
+    assert slow.compiling.wait(60)
+    called: list[str] = []
+    waiting, queued = in_threads(
+        lambda: called.append(call(functions, Kind(1))), lambda: call(others, Kind(2))
+    )
+    slow.may_end.set()
+    assert next_one.compiling.wait(60)
+    waiting.join(60)
+    assert called == ["compiled"] and queued.is_alive()
+    next_one.may_end.set()
+    queued.join(60)
+
+
+def test_two_kinds_are_not_compiled_at_once() -> None:
+    slow = Slow(1)
+    functions = Functions(slow)
+    threads = in_threads(lambda: call(functions, Kind(1)))
+    assert slow.compiling.wait(60)
+    threads += in_threads(lambda: call(functions, Kind(2)))
+    threads[1].join(0.2)
+    assert compiled == [] and threads[1].is_alive()
+    slow.may_end.set()
+    for each in threads:
+        each.join(60)
+    assert compiled == [Kind(1), Kind(2)]
+
+
+def test_what_compiles_may_need_what_another_thread_wants_to_compile() -> None:
+    slow = Slow(1, lambda: call(functions, Kind(2)))
+    functions = Functions(slow)
+    threads = in_threads(lambda: call(functions, Kind(1)))
+    assert slow.compiling.wait(60)
+    threads += in_threads(lambda: call(functions, Kind(2)))
+    threads[1].join(0.2)  # it waits for its turn
+    slow.may_end.set()
+    for each in threads:
+        each.join(60)
+    assert not any(each.is_alive() for each in threads)
+    assert compiled == [Kind(2), Kind(1)]
+
+
 def test_a_child_of_a_fork_does_not_wait_for_a_compiling_thread() -> None:
     compiling, done = threading.Event(), threading.Event()
 
@@ -268,12 +348,15 @@ def test_a_child_of_a_fork_does_not_wait_for_a_compiling_thread() -> None:
         done.wait(60)
         return Compiled(kind)
 
-    thread = threading.Thread(target=call, args=(Functions(slow),))
+    functions = Functions(slow)
+    thread = threading.Thread(target=call, args=(functions,))
     thread.start()
     compiling.wait(60)
     child = os.fork()
     if child == 0:
-        os._exit(0 if call(Functions(compile_kind)) == "compiled" else 1)
+        done.set()
+        has_own = call(functions) == "compiled"
+        os._exit(0 if has_own and call(Functions(compile_kind)) == "compiled" else 1)
     _, status = os.waitpid(child, 0)
     done.set()
     thread.join()

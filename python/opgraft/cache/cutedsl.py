@@ -60,6 +60,8 @@ class Functions:
         self._compile_kind = compile_kind
         #: By kind, as `_exactly` has it, and the index of the device.
         self._made: dict[tuple[Any, int | None], tuple[Callable[..., None], Any]] = {}
+        #: Each held while that function is loaded or compiled, by this process and not its parent.
+        self._locks: dict[tuple[Any, int | None, int], threading.RLock] = {}
 
     def __repr__(self) -> str:
         return f"Functions({self._compile_kind!r})"
@@ -88,15 +90,24 @@ class Functions:
         return (made or self._make(kind, device))[1]
 
     def _make(self, kind: Any, device: torch.device) -> tuple[Callable[..., None], Any]:
-        with _compiling:  # autograd's threads call backwards while others call forwards
-            if _for_others is not None:  # what is made cannot be called here
+        if _for_others is not None:  # what is made cannot be called here
+            with _compiling:
                 return self._make_for_others(_for_others, kind, device)
-            made = self._made.get((_exactly(kind), device.index))
-            if made is None:
-                key = _key(self._compile_kind, kind, device)
-                made = _load(key) or self._compile(kind, key)
-                self._made[_exactly(kind), device.index] = made
-        return made
+        # Autograd's threads call backwards while others call forwards. Who needs a function waits
+        # for that one alone: while another is compiled, this one can be loaded. What must be
+        # compiled waits for its turn, as nobody says that CuteDSL compiles in two threads at once.
+        # No thread waits for its turn while it holds the lock of a function: `compile_kind`, whose
+        # turn it is, may need that function.
+        exactly = _exactly(kind), device.index
+        lock = self._locks.setdefault((*exactly, os.getpid()), threading.RLock())
+        key = _key(self._compile_kind, kind, device)
+        with lock:
+            made = self._made.get(exactly) or _load(key)
+            if made is not None:
+                return self._made.setdefault(exactly, made)
+        with _compiling, lock:  # another thread had its turn before, or another process was faster
+            made = self._made.get(exactly) or _load(key) or self._compile(kind, key)
+            return self._made.setdefault(exactly, made)
 
     def _make_for_others(
         self, others: ForOthers, kind: Any, device: torch.device
@@ -134,7 +145,8 @@ class ForOthers(NamedTuple):
     called: Callable[[entries.Entry, tuple[Any, ...]], None]
 
 
-# Held while compiling, for seconds: a fork must not wait for it, and its child gets another.
+# Held while compiling, for seconds: whose turn it is. A fork must not wait for it, and its child
+# gets another.
 _compiling = threading.RLock()
 #: While functions are compiled for other processes alone.
 _for_others: ForOthers | None = None
