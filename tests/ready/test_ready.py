@@ -740,6 +740,63 @@ def test_scopes_in_scopes_end_in_their_order(register: Register) -> None:
         assert override.hits == 1
 
 
+@pytest.mark.parametrize("is_own", [True, False], ids=["its own", "another thread's"])
+def test_a_child_of_a_fork_has_the_scopes_of_the_thread_that_forked(
+    register: Register, is_own: bool
+) -> None:
+    """Nobody would end another thread's: the child does not have that thread."""
+    override = register(impls.hangs_when_dry)
+
+    def exit_code_of_child() -> int:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                call()
+                code = override.hits
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    if is_own:
+        with opgraft.when_not_ready("wait"):
+            assert exit_code_of_child() == 1
+        return
+    is_open, may_end = threading.Event(), threading.Event()
+
+    def waiting() -> None:
+        with opgraft.when_not_ready("wait"):
+            is_open.set()
+            may_end.wait(LIMIT)
+
+    thread = threading.Thread(target=waiting)
+    thread.start()
+    try:
+        assert is_open.wait(LIMIT)
+        assert exit_code_of_child() == 0
+    finally:
+        may_end.set()
+        thread.join()
+
+
+def test_a_scope_that_a_fork_was_in_ends_in_both_processes(register: Register) -> None:
+    override = register(impls.hangs_when_dry)
+    scope = opgraft.when_not_ready("wait")
+    scope.__enter__()
+    child = os.fork()
+    scope.__exit__(None, None, None)
+    if child == 0:
+        code = 1
+        try:
+            call()
+            code = override.hits
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    call()
+    assert override.hits == 0
+
+
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError("no files")])
 def test_a_call_gets_its_result_whatever_fails_beside_it(
     register: Register, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -521,6 +521,8 @@ class _Scope:
         self.policy = policy
         #: Whether calls are made to have their kernels compiled for other processes.
         self.is_ahead = is_ahead
+        #: The thread that opened it.
+        self.thread = threading.get_ident()
 
 
 @contextmanager
@@ -568,7 +570,8 @@ def _open(scope: _Scope) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _scopes.remove(scope)
+            if scope in _scopes:  # or it was another thread's, and this is the child of a fork
+                _scopes.remove(scope)
             _apply()
 
 
@@ -617,9 +620,13 @@ def progress() -> tuple[int, int]:
 
 
 def _forget_in_child() -> None:
-    """A fork's child has neither the workers nor the threads of its parent."""
+    """A fork's child has neither the workers nor the other threads of its parent."""
     global _changed
     _changed = threading.Condition()
+    with _lock:
+        # Nobody would end those of other threads.
+        _scopes[:] = [each for each in _scopes if each.thread == threading.get_ident()]
+        _apply()
     for each in _everyone():
         each._lock = threading.RLock()
         done = {key: state for key, state in each._states.items() if not state.is_pending}
