@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,49 @@ def test_proofs_go_with_the_plans_that_are_evicted(
     negate(size=5)
     assert opgraft.wait_until_ready(LIMIT)
     assert len(found._proofs) == 1 and key not in found._proofs
+
+
+def after_install(override: opgraft.Override, do: Callable[[], object]) -> None:
+    """Have another thread do something as soon as a plan is installed, before that is noted."""
+    assert override.plans is not None
+    of_override = override.plans.readiness
+    install = of_override._install
+
+    def install_and_do(*arguments: Any) -> None:
+        install(*arguments)
+        thread = threading.Thread(target=do)
+        thread.start()
+        thread.join()
+
+    of_override._install = install_and_do
+
+
+def test_a_plan_that_calls_drop_while_it_is_loaded_is_not_noted_as_ready(
+    register: Register,
+) -> None:
+    override = register(impls.doubled)
+    after_install(override, lambda: negate(calls=proof.REPLAYS + 1))
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    assert state.status == "dropped" and "differs from native" in state.reason
+    negate(calls=3)
+    assert override.hits == 0
+
+
+def test_plans_that_are_dropped_while_one_is_loaded_are_asked_for_again(
+    register: Register,
+) -> None:
+    override = register(impls.negated)
+    assert override.plans is not None
+    after_install(override, override.plans.clear)
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    assert states(override) == []
+    override.plans.readiness._install = override.plans._install_loaded
+    prove(override)
+    negate()
+    assert override.hits == 1
 
 
 def test_a_proof_of_dropped_plans_proves_no_others(register: Register) -> None:

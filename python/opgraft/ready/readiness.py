@@ -310,6 +310,8 @@ class Readiness:
                 plan = plans.load(self._core, entry, self.override.operator, where)
             with self._lock:
                 state = self._states.get(kind)
+                if state is not None:
+                    state.is_loaded = True  # calls may drop it as soon as it is installed
             self._install(plan, kind, "" if state is None else state.call)
         except Exception as error:  # the driver's, or of a file that is damaged
             log.warning("%s: a launch plan is not loaded: %s", self.override.name, error)
@@ -401,7 +403,10 @@ class Readiness:
         is_loaded: bool = False,
     ) -> None:
         with self._lock:
-            before = self._states.pop(kind, None)
+            before = self._states.get(kind)
+            if is_loaded and (before is None or not before.is_loaded):
+                return  # it was dropped since it was installed
+            self._states.pop(kind, None)
             if len(self._states) >= MAX_STATES:
                 over = [each for each, state in self._states.items() if not state.is_pending]
                 for each in over[:1]:
