@@ -73,9 +73,9 @@ COMMANDS = {
     f"new {PACK} --into {{folder}}": [f"/{PACK}"],
     "build": ["nothing to do"],
     "--version": ["opgraft"],
-    "--help": [f"  {name}  " for name in cli._COMMANDS],
+    "--help": [f"  {name}  " for name in cli.opgraft.commands],
     "verify --help": ["--max-samples", "--dispatch-key"],
-    **{f"{name} --help": ["--json", "--help"] for name in cli._COMMANDS if name != "verify"},
+    **{f"{name} --help": ["--json", "--help"] for name in cli.opgraft.commands if name != "verify"},
 }
 
 
@@ -138,8 +138,8 @@ def run_in(lines: list[str], width: int, *, terminal: bool) -> str:
 
 def test_each_command_is_among_those_that_are_looked_at() -> None:
     called = {line.split()[0] for line in COMMANDS if not line.endswith("--help")}
-    assert called - {"--version"} == set(cli._COMMANDS)
-    assert {f"{name} --help" for name in cli._COMMANDS} <= set(COMMANDS)
+    assert called - {"--version"} == set(cli.opgraft.commands)
+    assert {f"{name} --help" for name in cli.opgraft.commands} <= set(COMMANDS)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Where the `opgraft` command begins: outside of the package, so that torch can wait.
 
 Importing opgraft imports torch, which activates the packs and takes seconds. `opgraft --version`,
-`--help` and `opgraft new` need neither. opgraft looks whether this module is imported, and then
-leaves torch to the commands that need it.
+the help of every command, errors in a command line and `opgraft new` need neither. opgraft looks
+whether this module is imported, and then leaves torch to the commands that run.
 """
 
 from __future__ import annotations

@@ -27,15 +27,8 @@ spec.loader.exec_module(module)
 """
 
 
-@click.command("build")
-@click.option("--force", is_flag=True, help="Compile it even if there is one already.")
-@output.json_option
 def command(force: bool, as_json: bool) -> None:
-    """Compile the core for the torch that is installed.
-
-    The core goes into a cache that only this user can write to: OPGRAFT_CACHE, or ~/.cache/opgraft.
-    CXX, CXXFLAGS, LDFLAGS and MAX_JOBS have their usual meaning.
-    """
+    """Compile the core, and print where it is."""
     try:
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             path = build(force=force)

@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import click
 import torch
 
 from opgraft import dsl as dsls
@@ -58,13 +57,8 @@ class Check(NamedTuple):
     mend: str = ""
 
 
-@click.command("doctor")
-@output.json_option
 def command(as_json: bool) -> int:
-    """Check torch, the DSLs, the GPU, cuDNN, the core, the packs, caches and neighbours.
-
-    The exit status is 0 if everything that is installed works, and 1 if something does not.
-    """
+    """Print what was checked; 1 if something that is installed does not work."""
     checks = list(examine())
     healthy = all(check.level != "problem" for check in checks)
     if as_json:

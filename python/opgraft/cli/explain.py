@@ -22,30 +22,6 @@ from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import resolve
 
 
-@click.command("explain")
-@click.argument("op")
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    metavar="8192x4096[:DTYPE]",
-    help="A tensor's shape; repeat it for the op's other tensors, in their order.",
-)
-@click.option(
-    "--arg",
-    "named",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Any argument: a number, a list, a tensor's shape, none.",
-)
-@click.option(
-    "--dtype", default="float32", show_default=True, help="Of tensors whose shape names none."
-)
-@click.option("--device", help="Of the tensors.  [default: cuda where there is one, else cpu]")
-@click.option("--requires-grad", is_flag=True, help="The tensors require grad, as in training.")
-@click.option("--backward", is_flag=True, help="Explain what the backward calls, too.")
-@click.option("--real", is_flag=True, help="Allocate the tensors, for a cond that needs memory.")
-@output.json_option
 def command(
     op: str,
     shapes: tuple[str, ...],
@@ -57,13 +33,7 @@ def command(
     real: bool,
     as_json: bool,
 ) -> None:
-    """Say which override would take a call of OP, and why each other one would not.
-
-    No kernel runs. OP is named as torch prints it, such as aten::_fused_rms_norm. Arguments that
-    are not given get the schema's default, or a value that such a call usually has.
-
-    opgraft explain aten::_fused_rms_norm --shape 8192x4096 --dtype bf16
-    """
+    """Print which override would take a call, and why the others would not."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_device(device, real=real, backward=backward)
     options = Options(shapes, named, dtype, device, requires_grad or backward, real)

@@ -18,16 +18,8 @@ _STATES = {
 }
 
 
-@click.command("list")
-@click.option("--op", help="Only overrides of this op, such as aten::mul.Tensor, all of aten::mul.")
-@click.option("--pack", help="Only this pack and its overrides.")
-@click.option("--dsl", help="Only overrides of this DSL.")
-@output.json_option
 def command(op: str | None, pack: str | None, dsl: str | None, as_json: bool) -> None:
-    """List the installed packs, and the overrides that `import torch` brings here.
-
-    In a pipe each is a line, with its cells separated by tabs: `opgraft list | cut -f 1,3`.
-    """
+    """Print the installed packs and the overrides that are registered."""
     found: dict[str, Any] = {
         "versions": facts.versions(),
         "core": facts.core(),

@@ -9,14 +9,6 @@ from collections.abc import Iterable
 
 import click
 
-option = click.option(
-    "--import",
-    "modules",
-    multiple=True,
-    metavar="MODULE",
-    help="Import a module that registers overrides first; can be repeated.",
-)
-
 
 def import_all(modules: Iterable[str]) -> None:
     """Import the modules that a user names."""

@@ -18,21 +18,8 @@ _TEMPLATES = Path(__file__).parent / "templates" / "pack"
 _NAME, _MODULE = "my-pack", "my_pack"
 
 
-@click.command("new")
-@click.argument("name")
-@click.option(
-    "--into",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path(),
-    help="The folder in which the pack's folder is created.  [default: this one]",
-)
-@output.json_option
 def command(name: str, into: Path, as_json: bool) -> None:
-    """Make a kernel pack called NAME: a Triton kernel with its conditions and tests.
-
-    The pack works without a change: `make test` in it passes. Its override takes no call before
-    `opgraft tune` has measured which calls it makes faster.
-    """
+    """Make a kernel pack."""
     if problem := refuse(name):
         raise click.UsageError(f"{name!r} {problem}")
     folder = into / name

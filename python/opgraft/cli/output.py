@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TextIO, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
 
 import click
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def json_option(command: Command) -> Command:
-    """Add `--json` to a command, as its parameter `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
 def print_json(value: Any) -> None:

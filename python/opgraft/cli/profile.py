@@ -16,33 +16,6 @@ from opgraft.cli import output, scripts
 from opgraft.profiling import profile_report
 
 
-@click.command("profile", context_settings=scripts.CONTEXT)
-@scripts.script_options
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="Leave out everything before the end of an optimizer's Nth step.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Profile N steps of an optimizer.  [default: to the script's end]",
-)
-@click.option(
-    "--rows",
-    type=click.IntRange(min=1),
-    default=30,
-    show_default=True,
-    metavar="N",
-    help="How many kinds of call to print, those with most time.",
-)
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write JSON to a file.")
-@click.option(
-    "--html", "html_path", type=click.Path(dir_okay=False), help="Write a page with a plot."
-)
 def command(
     is_module: bool,
     path: str | None,
@@ -54,14 +27,7 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run SCRIPT and print to stderr what its ops cost, who took them, and the device's limit.
-
-    The whole script is profiled, or with --warmup and --steps some steps of its training: a step
-    ends where an optimizer's step does. A script without an optimizer can mark its steps itself,
-    with opgraft.profile(). Packs are active. The exit status is the script's.
-
-    opgraft profile --warmup 3 --steps 5 --html profile.html train.py
-    """
+    """Run a script, and print what its ops cost; returns the script's status."""
     opgraft.packs.activate()
     script_main = scripts.prepare(script, arguments, is_module=is_module)
     profile = opgraft.profile(warmup=warmup, steps=steps)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 
-import click
-
 import opgraft
 from opgraft.cli import scripts
 
 
-@click.command("run", context_settings=scripts.CONTEXT)
-@scripts.script_and_json_options
 def command(
     is_module: bool, path: str | None, as_json: bool, script: str, arguments: tuple[str, ...]
 ) -> int:
-    """Run SCRIPT with its ARGUMENTS and print to stderr where the calls of its ops went.
-
-    Packs are active, as after `import torch`. The exit status is the script's.
-    """
+    """Run a script, and print where the calls of its ops went; returns the script's status."""
     opgraft.packs.activate()
     script_main = scripts.prepare(script, arguments, is_module=is_module)
     with opgraft.trace() as trace:

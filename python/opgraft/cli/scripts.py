@@ -9,35 +9,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import click
 
-from opgraft.cli import output
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-#: Everything after the script's name belongs to the script, options as well.
-CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 #: The exit status after Ctrl-C.
 INTERRUPTED = 130
-
-
-def script_and_json_options(command: Command) -> Command:
-    """Add `-m`, `-o`, `--json`, SCRIPT and ARGUMENTS to a command."""
-    return script_options(output.json_option(command))
-
-
-def script_options(command: Command) -> Command:
-    """Add `-m`, `-o`, SCRIPT and ARGUMENTS to a command."""
-    command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
-    command = click.argument("script")(command)
-    command = click.option(
-        "-o", "--output", "path", type=click.Path(dir_okay=False), help="Write the table to a file."
-    )(command)
-    return click.option(
-        "-m", "is_module", is_flag=True, help="Run a module by its name, as python -m does."
-    )(command)
 
 
 def output_stream(path: str | None) -> AbstractContextManager[TextIO]:

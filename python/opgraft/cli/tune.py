@@ -25,68 +25,7 @@ from opgraft.tuning import busy, heat, tuner, watching
 from opgraft.verification.runner import device_of, progress_bar
 from opgraft.verification.single_override import is_interpreted
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
-
-class _Duration(click.ParamType[float]):
-    """Seconds, from `90`, `90s`, `10m` or `2h`."""
-
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
-        if match is None:
-            self.fail(f"{value!r} is no duration: write 90s, 10m or 2h", param, ctx)
-        return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-@click.command("tune", context_settings={"allow_interspersed_args": True})
-@click.argument("what", metavar="[PACK | OP | SCRIPT.py]", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--name", help="Only the override of this name.")
-@named_modules.option
-@click.option(
-    "--budget",
-    type=_Duration(),
-    default=float("inf"),
-    help="Begin no cell after so long: 90s, 10m, 2h.  [default: until all is measured]",
-)
-@click.option(
-    "--graphs",
-    is_flag=True,
-    help="Measure compiled graphs too: Inductor's code, and the override as an opaque op in it. "
-    "Each takes seconds to compile.",
-)
-@click.option("--again", is_flag=True, help="Measure anew what the tables have already.")
-@click.option(
-    "--check",
-    "count",
-    type=click.IntRange(min=1),
-    help="Measure so many random cells again, and say how many would be decided otherwise.",
-)
-@click.option("--seed", default=0, show_default=True, help="Of the random cells.")
-@click.option(
-    "--output",
-    "folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Write tables into this folder, such as a pack's own.  [default: the user's tables]",
-)
-@click.option(
-    "--png",
-    "pictures",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Draw a picture for each override into this folder; needs matplotlib.",
-)
-@click.option(
-    "--anyway",
-    is_flag=True,
-    help="Measure even if others use the device, or in Triton's interpreter.",
-)
-@output.json_option
 def command(
     what: str | None,
     arguments: tuple[str, ...],
@@ -102,14 +41,7 @@ def command(
     anyway: bool,
     as_json: bool,
 ) -> int:
-    """Measure from where on overrides are faster than native, and write tables.
-
-    It measures the overrides of a PACK, those of an OP, or all that are registered, of those that
-    declare a crossover=. It begins with the corners of each grid of sizes, and goes on where
-    decisions change. With SCRIPT.py it runs the script first, with the ARGUMENTS behind --, and
-    measures the sizes that the script calls. Each cell is written to the table for this model of
-    device: what is interrupted goes on where it stopped. New processes use the tables.
-    """
+    """Measure overrides, and write and print tables."""
     named_modules.import_all(modules)
     script = what if what is not None and what.endswith(".py") else None
     if script is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,6 @@ from opgraft.verification.subprocesses import verify_in_subprocesses
 from opgraft.verification.verification_report import VerificationReport
 
 
-@click.command("verify")
-@click.argument("what", required=False, metavar="[PACK|OP]")
-@click.option("--dispatch-key", help="Only at this key, such as CUDA.")
-@click.option("--op", help="Only overrides of this op, where PACK is given.")
-@click.option("--name", help="Only the override of this name.")
-@click.option("--dsl", help="Only overrides of this DSL.")
-@named_modules.option
-@click.option("--check", "checks", multiple=True, help="Only this check; can be repeated.")
-@click.option(
-    "--k", default=2.0, show_default=True, help="The allowed error, as a multiple of native's own."
-)
-@click.option("--seed", default=0, show_default=True, help="The seed of all values.")
-@click.option("--max-samples", default=300, show_default=True, help="Samples for each override.")
-@click.option(
-    "--max-seconds", default=math.inf, help="Begin no sample of an override after this time."
-)
-@click.option("--opinfo/--no-opinfo", default=True, help="Use PyTorch's own samples, or not.")
-@click.option("--compile", is_flag=True, help="Also under torch.compile: seconds for each.")
-@click.option(
-    "--jobs", default=1, show_default=True, type=click.IntRange(min=1), help="Processes at a time."
-)
-@click.option("--junit", type=click.Path(dir_okay=False), help="Write JUnit XML to a file.")
-@click.option("--journal", "journal_path", hidden=True, help="Write the sample it is at to a file.")
-@click.option("--leave-out", multiple=True, hidden=True, help="Do not make this sample.")
-@click.option("--only-native", hidden=True, help="Run native on this sample, and nothing else.")
-@output.json_option
 def command(
     what: str | None,
     dispatch_key: str | None,
@@ -65,17 +38,7 @@ def command(
     only_native: str | None,
     as_json: bool,
 ) -> int:
-    """Check overrides against the native kernels that they replace.
-
-    It checks the overrides of a PACK, those of an OP such as aten::_softmax, or all that are
-    registered. The samples are those of PyTorch's own tests, those of the pack, and samples made
-    from each override's condition, on both sides of every boundary. The exit status is 0 if
-    everything passed, 1 if something failed, 3 if something could not be verified here.
-
-    With --jobs above 1 each override has a process of its own. What one override does to the device
-    or to the process then does not affect the others. A sample on which the native kernel itself
-    ends the process is left out.
-    """
+    """Print what was verified of overrides."""
     named_modules.import_all(modules)
     if what is None or "::" in what:
         opgraft.packs.activate()

@@ -24,21 +24,6 @@ from opgraft.ready import plan_keys, readiness
 _STEP_SECONDS = 0.2
 
 
-@click.command("warmup", context_settings=scripts.CONTEXT)
-@click.option(
-    "--wait",
-    is_flag=True,
-    help="Let each call wait for its kernels, which also tunes them and records launch plans.",
-)
-@click.option(
-    "--bundle",
-    metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Leave the launch plans and kernels there, for OPGRAFT_KERNELS=DIR of other processes.",
-)
-@click.option("--pack", metavar="NAME", help="Only the launch plans of this pack, in the bundle.")
-@click.option("--dsl", metavar="NAME", help="Only those of this DSL, such as triton.")
-@scripts.script_and_json_options
 def command(
     is_module: bool,
     path: str | None,
@@ -50,19 +35,7 @@ def command(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run SCRIPT with its ARGUMENTS, to compile the kernels that it needs in advance.
-
-    The caches on disk keep what is compiled for the next process. The script runs once. Where an
-    override has launch_plan=True, the native kernel serves its calls meanwhile, and workers compile
-    for several calls at a time; calls of other overrides wait for their kernels. What became of
-    them is printed to stderr. With --wait all calls wait, and the launch plans that a run of the
-    script records are told, too: they belong to their process. Packs are active, as after `import
-    torch`. The exit status is the script's.
-
-    With --bundle the launch plans that workers recorded are left in a folder, with their kernels.
-    It serves processes on this machine and on others with the same GPU, torch and packs. A pack may
-    ship one, as the folder `bundle` of its package: --pack leaves out the plans of others.
-    """
+    """Run a script, and print what was compiled for it; returns the script's status."""
     if bundle is None and (pack is not None or dsl is not None):
         raise click.UsageError("--pack and --dsl say what is in a bundle: give --bundle, too")
     if bundle is not None and wait:
