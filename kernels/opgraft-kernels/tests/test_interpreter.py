@@ -46,3 +46,31 @@ def test_a_function_that_a_kernel_calls_leaves_triton_s_language_as_it_is(
 def test_what_the_interpreter_put_there_is_gone_afterwards() -> None:
     triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
     assert tl.core.is_builtin(tl.load) and inspect.isfunction(tl.load)
+
+
+def test_no_overflow_is_looked_for_that_nothing_would_tell() -> None:
+    from triton.runtime import interpreter
+
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    options = interpreter.interpreter_builder.options
+    assert not options.debug and not options.sanitize_overflow
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numpys"),
+    [
+        (tl.float16, "float16"),
+        (tl.bfloat16, "uint16"),
+        (tl.int1, "bool"),
+        (tl.block_type(tl.int32, [4]), "int32"),
+        (tl.pointer_type(tl.float32), "uint64"),
+        (tl.block_type(tl.pointer_type(tl.float16), [2, 2]), "uint64"),
+    ],
+    ids=str,
+)
+def test_a_dtype_is_numpys_as_before(dtype: tl.dtype, numpys: str) -> None:
+    from triton.runtime import interpreter
+
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    for _ in range(2):
+        assert interpreter._get_np_dtype(dtype) == numpys

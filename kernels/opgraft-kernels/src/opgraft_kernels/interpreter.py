@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import triton
@@ -20,6 +21,8 @@ def prepare() -> None:
     if interpreter._patch_lang.__module__ == __name__:
         return
     _patch_once_a_launch(interpreter)
+    _compute_no_overflow(interpreter)
+    _look_up_dtypes(interpreter)
     if triton.__version__.startswith("3.6."):
         _let_tensors_bound_loops(interpreter)
 
@@ -45,6 +48,36 @@ def _patch_once_a_launch(interpreter: Any) -> None:
         return interpreter._LangPatchScope()  # nothing to be put back
 
     interpreter._patch_lang = patch_if_needed
+
+
+def _compute_no_overflow(interpreter: Any) -> None:
+    """Leave out what nothing looks at: whether sums and products of integers overflow.
+
+    The interpreter computes each of them again in int64, for an assertion that it then leaves out,
+    `debug` being off. That took a quarter of the time of the pack's kernels.
+    """
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if getattr(options, "debug", True) or not hasattr(options, "sanitize_overflow"):
+        return
+    builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def _look_up_dtypes(interpreter: Any) -> None:
+    """Keep numpy's dtype for each of Triton's, of which the interpreter makes a table each time."""
+    numpy_dtype = getattr(interpreter, "_get_np_dtype", None)
+    if numpy_dtype is None:
+        return
+    of_name: dict[str, Any] = {}
+
+    def known_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        found = of_name.get(name)
+        if found is None:
+            found = of_name[name] = numpy_dtype(dtype)
+        return found
+
+    interpreter._get_np_dtype = known_dtype
 
 
 def _let_tensors_bound_loops(interpreter: Any) -> None:
