@@ -48,8 +48,9 @@ MKDOCS ?= 'mkdocs>=1.6,<2' 'mkdocs-material>=9.8,<10' 'mkdocstrings[python]>=1,<
 quickstart: $(STAMPS)/install
 	@$(PY_KEEPING_BYTECODE) examples/quickstart.py
 
+# Processes share the cores: a thread of OpenMP that spins while it waits takes the core from the one that it waits for.
 test: $(STAMPS)/probes
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check .

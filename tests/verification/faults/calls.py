@@ -127,7 +127,7 @@ def leaves_another_default_dtype() -> Impl:
 @fault("aten::relu", "state")
 def leaves_another_variable_of_the_environment() -> Impl:
     def impl(self: torch.Tensor) -> torch.Tensor:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ["OMP_DYNAMIC"] = "true"
         return kernels.relu(self)
 
     return impl
