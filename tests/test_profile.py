@@ -867,14 +867,16 @@ def test_a_report_can_be_put_into_a_file(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-@pytest.mark.parametrize("width", [60, 200])
-def test_the_command_cuts_no_name(script: Path, width: int, terminal: bool, tmp_path: Path) -> None:
-    out = [] if terminal else ["-o", str(tmp_path / "table")]
-    line = shlex.join(["profile", *out, "--rows", "99", str(script)])
-    printed = run_in([line], width, terminal=terminal)
-    printed = printed if terminal else (tmp_path / "table").read_text()
-    assert "…" not in printed
-    assert "aten::addmm" in printed
+def test_the_command_cuts_no_name(script: Path, terminal: bool, tmp_path: Path) -> None:
+    tables = {width: tmp_path / f"table{width}" for width in (60, 200)}
+    lines = []
+    for width, table in tables.items():
+        out = [] if terminal else ["-o", str(table)]
+        lines.append((width, shlex.join(["profile", *out, "--rows", "99", str(script)])))
+    printed = run_in(lines, terminal=terminal)
+    for text in printed if terminal else [table.read_text() for table in tables.values()]:
+        assert "…" not in text
+        assert "aten::addmm" in text
 
 
 def test_a_script_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
