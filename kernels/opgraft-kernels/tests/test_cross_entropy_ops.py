@@ -14,8 +14,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import opgraft
-from opgraft_kernels.cross_entropy import ops, triton_kernels
-from opgraft_kernels.cross_entropy.overrides import register
+from opgraft_kernels.cross_entropy import loss, ops, triton_kernels
+from opgraft_kernels.cross_entropy.overrides import backward_condition, register
 from opgraft_kernels.cross_entropy.samples import backward_samples, forward_samples
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -98,6 +98,32 @@ def test_the_kernels_agree_with_them(direction: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol, equal_nan=True)
         compared += 1
     assert compared > 20
+
+
+def test_where_native_computed_the_loss_no_scaled_gradient_overflows() -> None:
+    """Autocast's loss is of float32, and so is the gradient that a scaler makes larger."""
+    register("CPU")
+    x, target = torch.randn(4, 8).half(), torch.tensor([0, 1, 2, -100])
+    weight = torch.linspace(0.5, 2, 8).half()
+    found = loss._native(torch.tensor(2.0**17), x, target, weight, 1, -100, 0.1)
+    y = x.float().requires_grad_()
+    F.cross_entropy(y, target, weight.float(), label_smoothing=0.1).mul(2.0**17).backward()
+    assert found.dtype == torch.float16 and y.grad is not None
+    torch.testing.assert_close(found, y.grad.half())
+
+
+@pytest.mark.parametrize("reduction", [ops.MEAN, 2])
+def test_a_gradient_of_a_sum_is_one_number(reduction: int) -> None:
+    """The kernel reads a gradient for each row, of which there would be too few."""
+    x, target = torch.randn(4, 8), torch.arange(4)
+    _, *kept = ops.cross_entropy(x, target, None, reduction, -100, 0.0, dtype=x.dtype)
+    arguments = dict(zip(("statistics", "mass"), kept, strict=True)) | {
+        **{"self": x, "target": target, "weight": None, "reduction": reduction},
+        **{"ignore_index": -100, "label_smoothing": 0.0},
+    }
+    condition = backward_condition("CPU")
+    assert condition.holds({"grad": torch.ones(()), **arguments})
+    assert not condition.holds({"grad": torch.ones(2), **arguments})
 
 
 HIT = """

@@ -63,10 +63,15 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return dx, None, None, None, None, None
 
 
-def _native(grad: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+def _native(
+    grad: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, *numbers: Any
+) -> Tensor:
     """The gradient where the native kernel computed the loss: an override that failed fell back."""
     native = opgraft.native("aten::cross_entropy_loss")
     with torch.enable_grad():
         x = logits.detach().requires_grad_()
-        (dx,) = torch.autograd.grad(native(x, *rest), x, grad)
+        # A gradient of autocast's dtype may be too large for that of the logits.
+        weight = None if weight is None else weight.to(grad.dtype)
+        loss = native(x.to(grad.dtype), target, weight, *numbers)
+        (dx,) = torch.autograd.grad(loss, x, grad)
     return dx

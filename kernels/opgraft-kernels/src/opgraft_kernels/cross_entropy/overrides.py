@@ -71,7 +71,7 @@ def backward_condition(dispatch_key: str) -> Any:
         & when.same_device("self", "mass")
         # Fewer elements would be read out of bounds.
         & ((when.numel("grad") == rows) | (when.value("reduction") != ops.NONE))
-        & (when.numel("grad") >= 1)
+        & ((when.ndim("grad") == 0) | (when.value("reduction") == ops.NONE))
         & (when.ndim("grad") <= 1)
         & when.dtype("statistics", torch.float32)
         & when.is_contiguous("statistics")
