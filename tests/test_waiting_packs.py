@@ -670,10 +670,15 @@ def test_a_declaration_that_cannot_be_meant_is_reported_and_activates_at_once(
     assert said in err
 
 
-def test_an_op_of_the_packs_own_needs_no_declaration(
-    environment: Environment, put_pack: Any
+@pytest.mark.parametrize(
+    ("op", "said"), [("_soft", ""), ("soft", "overrides the_pack::soft and does not declare it")]
+)
+def test_an_op_for_the_pack_alone_needs_no_declaration(
+    environment: Environment, put_pack: Any, op: str, said: str
 ) -> None:
-    """Nothing calls it before the pack is active."""
+    """Nothing calls it before the pack is active. Another may be called as soon as it is defined,
+    which the import of its package may do.
+    """
     code = """
         def register():
             import torch
@@ -690,9 +695,13 @@ def test_an_op_of_the_packs_own_needs_no_declaration(
         torch.softmax(x, -1)
         torch.ops.the_pack.soft(x, -1, False)
     """
+    code, program = (
+        each.replace('"soft', f'"{op}').replace("the_pack.soft", f"the_pack.{op}")
+        for each in (code, program)
+    )
     found, err = run(environment, program, put_pack(code, SOFTMAX))
     assert found["hits"] == {"softmax": 1, "own": 1}
-    assert err == ""
+    assert said in err if said else err == ""
 
 
 def test_torch_looking_for_backends_again_changes_nothing(

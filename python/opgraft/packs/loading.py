@@ -226,8 +226,8 @@ def misdeclared(pack: Pack) -> list[str]:
 
     found = []
     for override in _overrides(pack):
-        if override.op.partition("::")[0] == pack.package:
-            continue  # an op of the pack's own: nothing calls it before the pack is active
+        if override.op.startswith(f"{pack.package}::_"):
+            continue  # an op for the pack alone: nothing calls it before the pack is active
         if (override.op, override.dispatch_key) not in pack.ops:
             group = f"{discovery.OPS}{override.dispatch_key}"
             value = override.op.replace("::", ":", 1)
