@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import pytest
 import torch
 
 import opgraft
-from opgraft import when
+from opgraft import cli, when
 from opgraft.cli import tune
 from opgraft.core import store
-from opgraft.crossover import models
+from opgraft.crossover import models, sources
+from opgraft.registry import registry
 from opgraft.tuning import busy, heat, tuner
 from tests.crossover.test_sources import UNREADABLE
 
 ROOT = Path(__file__).parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 MODULE = """
 import opgraft, torch
@@ -59,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     variables = {"OPGRAFT_PACKS": "none", "OPGRAFT_TABLES": str(folder / "tables")}
     return subprocess.run(
         [sys.executable, "-m", "opgraft", "tune", "--import", "mine", *arguments],
@@ -71,8 +74,30 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """The same in this process: one of its own takes seconds to begin."""
+    monkeypatch.setenv("OPGRAFT_TABLES", str(folder / "tables"))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        registry.reset()
+        sources.forget()
+        sys.modules.pop("mine", None)
+        capsys.readouterr()
+        status = cli.main(["tune", "--import", "mine", *arguments])
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    yield run
+    sources.forget()
+
+
 def test_it_writes_the_users_table_and_goes_on_where_it_stopped(folder: Path) -> None:
-    done = run(folder, "--json")
+    done = run_in_a_process(folder, "--json")
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)
     path = Path(result["path"])
@@ -80,7 +105,7 @@ def test_it_writes_the_users_table_and_goes_on_where_it_stopped(folder: Path) ->
     assert 2 <= result["measured"] <= 3
     assert path.parent == folder / "tables" / "user"
     assert len(json.loads(path.read_text())["overrides"]["tuned"]["cells"]) == result["measured"]
-    again = run(folder)
+    again = run_in_a_process(folder)
     assert again.returncode == 0, again.stderr
     title, _, row = (line.split("\t") for line in again.stdout.splitlines())
     assert title == ["OPGRAFT TUNE"]
@@ -89,7 +114,7 @@ def test_it_writes_the_users_table_and_goes_on_where_it_stopped(folder: Path) ->
 
 def test_a_picture_is_drawn_for_each_override(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = run(folder, "--png", "pictures")
+    done = run_in_a_process(folder, "--png", "pictures")
     assert done.returncode == 0, done.stderr
     assert (folder / "pictures" / "tuned.png").read_bytes().startswith(b"\x89PNG")
 
@@ -139,7 +164,7 @@ def test_overrides_of_one_place_in_a_table_are_refused(folder: Path | None) -> N
             tune._check_names(clashing[chosen], folder)
 
 
-def test_a_scripts_own_sizes_are_measured(folder: Path) -> None:
+def test_a_scripts_own_sizes_are_measured(folder: Path, run: Run) -> None:
     (folder / "script.py").write_text(
         "import sys, threading, torch\n"
         "assert sys.argv[1:] == ['--size', '50']\n"
@@ -151,7 +176,7 @@ def test_a_scripts_own_sizes_are_measured(folder: Path) -> None:
         "other = threading.Thread(target=call, args=(40,))\n"
         "other.start(), other.join()\n"
     )
-    done = run(folder, "--json", "script.py", "--", "--size", "50")
+    done = run("--json", "script.py", "--", "--size", "50")
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(done.stdout)
     cells = json.loads(Path(result["path"]).read_text())["overrides"]["tuned"]["cells"]
@@ -160,9 +185,9 @@ def test_a_scripts_own_sizes_are_measured(folder: Path) -> None:
     assert result["skipped"] == {"outside of ranges=": 1}
 
 
-def test_a_sample_of_the_cells_is_measured_again(folder: Path) -> None:
-    assert run(folder, "--output", "mine").returncode == 0
-    done = run(folder, "--output", "mine", "--check", "2", "--json")
+def test_a_sample_of_the_cells_is_measured_again(folder: Path, run: Run) -> None:
+    assert run("--output", "mine").returncode == 0
+    done = run("--output", "mine", "--check", "2", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     assert row["measured"] == 2 and len(row["otherwise"]) <= 2
@@ -179,9 +204,11 @@ def test_a_sample_of_the_cells_is_measured_again(folder: Path) -> None:
         (["fails.py"], "fails.py ended with 3: nothing was measured"),
     ],
 )
-def test_what_cannot_be_tuned_is_told(folder: Path, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_tuned_is_told(
+    folder: Path, run: Run, arguments: list[str], message: str
+) -> None:
     (folder / "fails.py").write_text("raise SystemExit(3)")
-    done = run(folder, *arguments)
+    done = run(*arguments)
     assert done.returncode in (1, 2)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -193,17 +220,17 @@ def test_what_the_interpreter_takes_is_no_measurement(
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (folder / "interpreted.py").write_text(INTERPRETED)
-    done = run(folder, "--import", "interpreted", "--name", "interpreted")
+    done = run_in_a_process(folder, "--import", "interpreted", "--name", "interpreted")
     assert done.returncode == 1
     assert "interpreted would run in Triton's interpreter" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_that_is_no_table_is_kept(folder: Path) -> None:
-    assert run(folder).returncode == 0
+def test_a_file_that_is_no_table_is_kept(folder: Path, run: Run) -> None:
+    assert run().returncode == 0
     (table,) = (folder / "tables" / "user").iterdir()
     table.write_text("mine")
-    done = run(folder)
+    done = run()
     assert done.returncode == 1 and "damaged" in done.stderr
     assert table.read_text() == "mine"
 
@@ -212,38 +239,42 @@ def test_a_file_that_is_no_table_is_kept(folder: Path) -> None:
     ("what", "arguments"), [("a folder", []), ("a pipe", []), ("no UTF-8", ["--check", "1"])]
 )
 def test_what_cannot_be_read_as_a_table_is_told(
-    what: str, arguments: list[str], folder: Path
+    what: str, arguments: list[str], folder: Path, run: Run
 ) -> None:
     place = folder / "tables" / "user"
     place.mkdir(parents=True)
     path = place / models.file_name(models.of_device(torch.device("cpu")).name)
     UNREADABLE[what](path)
-    done = run(folder, *arguments)
+    done = run(*arguments)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.startswith(f"Error: the table {path} stays as it is: it ")
     assert list(place.iterdir()) == [path]
 
 
-def test_nothing_is_measured_for_a_folder_whose_tables_would_not_be_read(folder: Path) -> None:
+def test_nothing_is_measured_for_a_folder_whose_tables_would_not_be_read(
+    folder: Path, run: Run
+) -> None:
     (folder / "tables").mkdir()
     (folder / "tables").chmod(0o775)
-    done = run(folder)
+    done = run()
     assert done.returncode == 1
     assert "would not be used: others may write to" in done.stderr and "chmod go-w" in done.stderr
-    assert run(folder, "--output", "mine").returncode == 0
+    assert run("--output", "mine").returncode == 0
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(folder: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(
+    folder: Path, run: Run
+) -> None:
     output = "/dev/null/tables"
-    done = run(folder, "--output", output)
+    done = run("--output", output)
     assert done.returncode == 1 and output in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_table_that_is_written_with_a_umask_for_groups_is_trusted(folder: Path) -> None:
+def test_a_table_that_is_written_with_a_umask_for_groups_is_trusted(folder: Path, run: Run) -> None:
     before = os.umask(0o002)
     try:
-        assert run(folder).returncode == 0
+        assert run().returncode == 0
     finally:
         os.umask(before)
     (table,) = (folder / "tables" / "user").iterdir()
