@@ -119,20 +119,23 @@ class Explorer:
 
     def call(self, edits: Edits) -> Call | None:
         """The call after edits; None where the op refuses it, or it is too large."""
+        return self.sample(edits).call() if self.accepts(edits) else None
+
+    def accepts(self, edits: Edits) -> bool:
+        """Whether there is a call after edits: the op takes it, and it is not too large.
+
+        The op is asked once for each sample: that runs its meta function and its native kernel.
+        """
         sample = self.sample(edits)
-        if self._valid.get(sample.id) is False:
-            return None
-        try:
-            self._check_size(edits)
-            call = sample.call()
-            if sample.id not in self._valid:
-                self._run(sample)
-        except Exception as error:  # the native kernel refuses the call
-            self.refusal = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._valid[sample.id] = False
-            return None
-        self._valid[sample.id] = True
-        return call
+        if sample.id not in self._valid:
+            try:
+                self._check_size(edits)
+                self._run(sample.call())
+                self._valid[sample.id] = True
+            except Exception as error:  # the native kernel refuses the call
+                self.refusal = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self._valid[sample.id] = False
+        return self._valid[sample.id]
 
     def _check_size(self, edits: Edits) -> None:
         sizes: dict[tuple[str, int | None], int] = {}
@@ -152,15 +155,15 @@ class Explorer:
                 f"{self._max_bytes / 2**30:.1f} GiB"
             )
 
-    def _run(self, sample: Sample) -> None:
+    def _run(self, call: Call) -> None:
         with torch.no_grad(), threads.scope(threads.EVERYTHING):
             # The meta function runs first: kernels of internal ops trust their callers, and crash
             # on invalid arguments.
             with suppress(NotImplementedError):
-                run(_on_meta(sample.call()))
-            _check_indices(sample.call())
+                run(_on_meta(call))
+            _check_indices(call)
             with suppress(NotImplementedError):  # no native kernel at this backend
-                run_natively(sample.call())
+                run_natively(call)
 
     def resize(self, position: Position, value: int, edits: Edits) -> dict[Position, Any] | None:
         """Edits that give a size a value, and change the other numbers that must be the same.
@@ -176,7 +179,7 @@ class Explorer:
         )
         for group in groups:
             tried = {**edits, **dict.fromkeys(group, value)}
-            if self.call(tried) is not None:
+            if self.accepts(tried):
                 self._groups.setdefault(position, group)
                 return tried
         return None
@@ -239,7 +242,7 @@ class Explorer:
             return
         for value in values:
             tried = {**edits, position: value}
-            if self.call(tried) is not None:
+            if self.accepts(tried):
                 yield tried
 
     def _around(
@@ -306,7 +309,7 @@ class Explorer:
         else:
             tries = []
         for tried in ({**edits, **each} for each in tries):
-            if self.call(tried) is not None:
+            if self.accepts(tried):
                 yield tried
 
     # ------------------------------------------------------------------ a call that hits

@@ -211,7 +211,7 @@ class Candidates:
             sizes = [position for position in explorer.base.positions if position.dim is not None]
             edits = dict.fromkeys(sizes, _SQUARE_SIZE)
             # With only one tensor, no dimension can be taken from another one.
-            if len({(p.argument, p.item) for p in sizes}) > 1 and explorer.call(edits) is not None:
+            if len({(p.argument, p.item) for p in sizes}) > 1 and explorer.accepts(edits):
                 yield explorer.sample(edits)
 
     def _small(self, explorer: Explorer, anchor: Sample) -> Sample:
@@ -237,7 +237,7 @@ class Candidates:
         for explorer, anchor in having_two[:_MAX_VARIED]:
             last, first, *_ = _sizes_of(explorer, anchor)
             along = {p: -1 for p in anchor.base.positions if p.argument == "dim" and p.item is None}
-            if explorer.call({**anchor.edits, **along}) is None:
+            if not explorer.accepts({**anchor.edits, **along}):
                 along = {}
             for rows, columns in _SAME_NUMEL:
                 edits = explorer.resize(first, rows, {**anchor.edits, **along})
@@ -315,7 +315,7 @@ class Candidates:
             for explorer, anchor in _rotated(having, number)[:1]:
                 yield anchor
                 for edits in _other_scalars(explorer, anchor, rank):
-                    if explorer.call(edits) is not None:
+                    if explorer.accepts(edits):
                         yield explorer.sample(edits)
 
 

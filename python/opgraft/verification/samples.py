@@ -11,6 +11,7 @@ So that line and the seed reproduce a failure.
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -512,13 +513,23 @@ def _similar_values(tensor: torch.Tensor, shape: list[int], rng: RandomValues) -
             return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         count = torch.Size(shape).numel()
         return flat[rng.integers(flat.numel(), count, tensor.device)].reshape(shape)
-    finite = tensor.detach().double()
-    finite = finite[finite.isfinite()]
-    low, high = (-1.0, 1.0) if finite.numel() == 0 else map(float, finite.aminmax())
+    low, high = _range(tensor)
     if low < 0 < high or low == high:
         bound = max(abs(low), abs(high)) or 1.0
         low, high = (-bound, bound) if low < 0 or high == 0 else (bound / 2, bound)
     return (rng.uniform(shape, tensor.device) * (high - low) + low).to(tensor.dtype)
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    """The least and the greatest finite value of a tensor; from -1 to 1 where there is none."""
+    values = tensor.detach().double()
+    if values.numel():
+        low, high = map(float, values.aminmax())
+        if math.isfinite(low) and math.isfinite(high):  # as in most tensors
+            return low, high
+        values = values[values.isfinite()]
+    low, high = (-1.0, 1.0) if values.numel() == 0 else map(float, values.aminmax())
+    return low, high
 
 
 # ------------------------------------------------------------------ layouts
