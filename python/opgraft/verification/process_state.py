@@ -33,10 +33,16 @@ def _flushes_denormals() -> bool:
     return _SUBNORMAL[0] * 1.0 == 0.0
 
 
-def _environ(values: dict[str, str]) -> None:
-    for name in os.environ.keys() - values.keys():
-        del os.environ[name]
-    os.environ.update(values)
+def _environ() -> dict[bytes, bytes]:
+    # What os.environ holds itself: as a mapping it encodes and decodes each variable each time, and
+    # a verification looks thousands of times.
+    return dict(getattr(os.environ, "_data", os.environb))
+
+
+def _set_environ(values: dict[bytes, bytes]) -> None:
+    for name in os.environb.keys() - values.keys():
+        del os.environb[name]
+    os.environb.update(values)
 
 
 _ENVIRON = "os.environ"
@@ -67,7 +73,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "the garbage collector": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "the working directory": (os.getcwd, os.chdir),
     "torch.set_flush_denormal": (_flushes_denormals, _flush_denormals),
-    _ENVIRON: (lambda: dict(os.environ), _environ),
+    _ENVIRON: (_environ, _set_environ),
 }
 
 

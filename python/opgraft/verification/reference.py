@@ -359,18 +359,22 @@ def errors(
     if mine.numel() == 0:
         return Error(0.0, 0.0, 0.0), None
     mine, native, exact = (_real(each.detach()) for each in (mine, native, exact.to(mine.device)))
-    problem = next(_misplaced_values(mine, native, exact), None)
     finite = mine.isfinite() & native.isfinite() & exact.isfinite()
-    if not bool(finite.any()):
+    all_finite = bool(finite.all())  # as in most calls, which then take a third of the time
+    problem = None if all_finite else next(_misplaced_values(mine, native, exact), None)
+    if not all_finite and not bool(finite.any()):
         return Error(0.0, 0.0, 0.0), problem
+
+    def largest(values: torch.Tensor) -> float:
+        return float((values if all_finite else values[finite]).abs().max())
+
     eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
     wide = exact.double()
-    size = float(wide[finite].abs().max())
     tiny = torch.finfo(mine.dtype).smallest_normal if mine.is_floating_point() else 0.0
     error = Error(
-        float((mine.double() - wide)[finite].abs().max()),
-        float((native.double() - wide)[finite].abs().max()),
-        eps * max(size, tiny),
+        largest(mine.double() - wide),
+        largest(native.double() - wide),
+        eps * max(largest(wide), tiny),
     )
     return error, problem
 
