@@ -56,8 +56,8 @@ def _compute_no_overflow(interpreter: Any) -> None:
     The interpreter computes each of them again in int64, for an assertion that it then leaves out,
     `debug` being off. That took a quarter of the time of the pack's kernels.
     """
-    builder = getattr(interpreter, "interpreter_builder", None)
-    options = getattr(builder, "options", None)
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    options: Any = getattr(builder, "options", None)
     if getattr(options, "debug", True) or not hasattr(options, "sanitize_overflow"):
         return
     builder.options = dataclasses.replace(options, sanitize_overflow=False)
