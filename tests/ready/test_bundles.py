@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -211,6 +212,79 @@ def test_a_damaged_bundle_of_a_pack_is_not_used(pack: Path, tmp_path: Path) -> N
     assert run(program=PROGRAM_OF_PACK)[:2] == ["3 3 True", "[True] ['ready']"]
 
 
+def bundle_in(package: Path) -> Path:
+    """Put a bundle into a package, of which this process has nothing imported."""
+    folder = package / "bundle"
+    assert bundles.write(folder, [], {}) == 0
+    return folder
+
+
+@pytest.fixture
+def company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package without code of its own, in which distributions have theirs; and its folder."""
+    for name in ("fast", "slow"):
+        package = tmp_path / "site" / "the_company" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "overrides.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    yield tmp_path / "site" / "the_company"
+    for name in [each for each in sys.modules if each.startswith("the_company")]:
+        del sys.modules[name]
+
+
+def test_a_bundle_is_that_of_the_innermost_package(company: Path) -> None:
+    of_fast = bundle_in(company / "fast")
+    importlib.import_module("the_company.fast.overrides")
+    importlib.import_module("the_company.slow")
+    found = bundles.of_module("the_company.fast.overrides")
+    assert found is not None and found.folder == of_fast
+    assert bundles.of_module("the_company.slow") is None
+    of_all = bundle_in(company)
+    found = bundles.of_module("the_company.fast")
+    assert found is not None and found.folder == of_fast
+    found = bundles.of_module("the_company.overrides")
+    assert found is not None and found.folder == of_all
+
+
+def test_a_package_may_be_imported_later(company: Path) -> None:
+    bundle_in(company / "fast")
+    assert bundles.of_module("the_company.fast") is None
+    importlib.import_module("the_company.fast")
+    assert bundles.of_module("the_company.fast") is not None
+
+
+def test_a_bundle_that_this_user_may_not_read_is_said(
+    company: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle_in(company / "fast")
+    importlib.import_module("the_company.fast")
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(bundles.BundleError, match="Permission denied"):
+        bundles.of_module("the_company.fast")
+
+
+def test_a_bundle_names_the_devices_of_all_that_were_added(tmp_path: Path) -> None:
+    """Each model of GPU adds its own: on none of them does `opgraft doctor` call it another's."""
+    for devices in (["B"], ["A"], []):
+        bundles.write(tmp_path / "bundle", [], {"devices": devices, "made": str(devices)})
+    assert bundles.about(tmp_path / "bundle") == {"devices": ["A", "B"], "made": "[]"}
+
+
+def test_warmup_asks_for_a_pack_that_there_is(tmp_path: Path) -> None:
+    """Or it would leave a bundle with nothing in it."""
+    command = ["-m", "opgraft", "warmup", "--bundle", str(tmp_path / "made"), "--pack", "the_pack"]
+    done = subprocess.run(
+        [sys.executable, *command, os.devnull], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 2 and "there is no pack 'the_pack' installed" in done.stderr
+    assert not (tmp_path / "made").exists()
+
+
 def test_an_override_without_plans_is_natives_where_a_bundle_alone_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -257,6 +331,12 @@ def test_nothing_is_compiled_here_where_a_bundle_alone_counts(
         override.remove()
 
 
+def say(folder: Path, **about: object) -> None:
+    """Let a bundle tell something else of itself."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"about": about}))
+
+
 @pytest.mark.parametrize(
     "spoil, why",
     [
@@ -264,10 +344,16 @@ def test_nothing_is_compiled_here_where_a_bundle_alone_counts(
         (lambda folder: (folder / "manifest.json").write_text("{"), "is not used"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "is not used"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 99}'), "another version"),
+        (lambda folder: say(folder, devices="one"), "for which devices"),
+        (lambda folder: say(folder, devices=[1]), "for which devices"),
+        (lambda folder: say(folder, versions=[]), "with which versions"),
         (lambda folder: (folder / "manifest.json").chmod(0o666), "chmod go-w"),
         (lambda folder: folder.chmod(0o777), "chmod go-w"),
     ],
-    ids=["none", "half", "list", "version", "writable", "folder"],
+    ids=[
+        *("none", "half", "list", "version", "devices", "a device", "versions", "writable"),
+        "folder",
+    ],
 )
 def test_a_bundle_that_is_none_is_said(
     bundle: Path, spoil: Callable[[Path], object], why: str

@@ -36,7 +36,7 @@ def write(folder: Path, kept: Iterable[entries.Entry], about: dict[str, Any]) ->
     Args:
         folder: it is created, or holds a bundle, to which this is added.
         kept: entries of the cache. One that was removed meanwhile is left out.
-        about: what is told of it, as JSON has it.
+        about: what is told of it, as JSON has it. Of `"devices"` those before stay.
 
     Returns:
         How many of the entries are in it.
@@ -45,7 +45,8 @@ def write(folder: Path, kept: Iterable[entries.Entry], about: dict[str, Any]) ->
         BundleError: the folder holds something else.
         OSError: it cannot be written to.
     """
-    hashes = dict(_before(folder))
+    before = _before(folder)
+    hashes = dict(before["files"])
     files.make_folder(folder, mode=0o755)
     count = 0
     for entry in kept:
@@ -58,17 +59,19 @@ def write(folder: Path, kept: Iterable[entries.Entry], about: dict[str, Any]) ->
             files.replace(folder / name, content, mode=0o644)
             hashes[name] = entries.hash_of(content)
         count += 1
+    devices = {*before["about"].get("devices", ()), *about.get("devices", ())}
+    about = about | {"devices": sorted(devices)}
     manifest = {"format": FORMAT, "about": about, "files": hashes}
     text = json.dumps(manifest, indent=1, sort_keys=True)
     files.replace(folder / MANIFEST, text + "\n", mode=0o644)
     return count
 
 
-def _before(folder: Path) -> dict[str, str]:
-    """The files of the bundle that a folder holds; none of one that is empty or not there."""
+def _before(folder: Path) -> dict[str, Any]:
+    """The manifest of the bundle that a folder holds; without files if it is empty or not there."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return {}
-    return _manifest(folder)["files"]
+        return {"about": {}, "files": {}}
+    return _manifest(folder)
 
 
 def place(folder: Path) -> entries.Place:
@@ -99,8 +102,13 @@ def _manifest(folder: Path) -> dict[str, Any]:
         names = manifest["files"].items()
         if not all(isinstance(each, str) for pair in names for each in pair):
             raise ValueError("a hash is no text")
-        if not isinstance(manifest["about"], dict):
+        if not isinstance(about := manifest["about"], dict):
             raise ValueError("it does not say what it was made with")
+        devices, versions = about.get("devices", []), about.get("versions", {})
+        if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):
+            raise ValueError("it does not say for which devices it was made")
+        if not isinstance(versions, dict):
+            raise ValueError("it does not say with which versions it was made")
     except FileNotFoundError:
         raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -135,15 +143,29 @@ def in_use() -> entries.Place | None:
     return None if named.lower() in ("", "none") else place(Path(named).expanduser().absolute())
 
 
-@cache
-def of_package(package: str) -> entries.Place | None:
-    """The bundle that a package ships, which has been imported; None if it ships none.
+def of_module(module: str) -> entries.Place | None:
+    """The bundle that a module's package ships, or else one that it is in; None if none does.
+
+    A package that has not been imported ships none yet.
 
     Raises:
         BundleError: as for :func:`place`.
     """
-    for parent in getattr(sys.modules.get(package), "__path__", ()):
-        folder = Path(parent) / FOLDER_OF_PACK
-        if (folder / MANIFEST).is_file():
-            return place(folder)
+    parts = module.split(".")
+    for count in range(len(parts), 0, -1):
+        package = sys.modules.get(".".join(parts[:count]))
+        for parent in getattr(package, "__path__", None) or ():
+            folder = Path(parent).absolute() / FOLDER_OF_PACK
+            if _is_bundle(folder):
+                return _place(folder)
     return None
+
+
+def _is_bundle(folder: Path) -> bool:
+    try:
+        return (folder / MANIFEST).is_file()
+    except OSError as error:  # a folder that this user may not read
+        raise BundleError(f"{folder} is not used: {error}") from error
+
+
+_place = cache(place)

@@ -342,19 +342,16 @@ def _bundles() -> Iterator[Check]:
         yield Check("bundle", "note", text)
     mend = "opgraft warmup SCRIPT --bundle DIR makes one; OPGRAFT_KERNELS=DIR names it"
     found = [*_bundle(bundles.in_use, "problem", mend)]
-    for package in _packages():
-        find = partial(bundles.of_package, package)
-        found += _bundle(find, "note", f"install {package} anew")
-    yield from found
+    for pack in _active_packs():
+        find = partial(bundles.of_module, pack.entry.module)
+        found += _bundle(find, "note", f"install {pack.distribution} anew")
+    yield from dict.fromkeys(found)  # packs of one package share its bundle
     if not found and env.needs_bundle():
         yield Check("bundle", "problem", "OPGRAFT_KERNELS names none, and no pack has one", mend)
 
 
-def _packages() -> Iterator[str]:
-    """The packages of the packs that are active."""
-    for status in packs.statuses():
-        if status.state == "active":
-            yield status.pack.package
+def _active_packs() -> list[packs.Pack]:
+    return [status.pack for status in packs.statuses() if status.state == "active"]
 
 
 def _bundle(find: Callable[[], Place | None], of_others: Level, mend: str) -> Iterator[Check]:

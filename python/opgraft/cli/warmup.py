@@ -14,6 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import opgraft
+from opgraft import packs
 from opgraft.base import env
 from opgraft.cache import bundles
 from opgraft.cli import output, scripts
@@ -38,6 +39,9 @@ def command(
     """Run a script, and print what was compiled for it; returns the script's status."""
     if bundle is None and (pack is not None or dsl is not None):
         raise click.UsageError("--pack and --dsl say what is in a bundle: give --bundle, too")
+    if pack is not None and pack not in packs.installed():
+        there = ", ".join(packs.installed()) or "none"
+        raise click.UsageError(f"--pack: there is no pack {pack!r} installed; there is: {there}")
     if bundle is not None and wait:
         raise click.UsageError("--bundle takes what workers record: leave out --wait")
     if bundle is not None and not env.shares_plans():

@@ -64,13 +64,13 @@ def installed() -> list[str]:
     return sorted({pack.name for pack in scan()})
 
 
-def package_of(name: str) -> str | None:
-    """The package of an installed pack; None if there is none of this name.
+def module_of(name: str) -> str | None:
+    """The module of the function that registers an installed pack; None if there is no such pack.
 
-    >>> package_of("no-such-pack") is None
+    >>> module_of("no-such-pack") is None
     True
     """
-    return next((pack.package for pack in scan() if pack.name == name), None)
+    return next((pack.entry.module for pack in scan() if pack.name == name), None)
 
 
 @cache

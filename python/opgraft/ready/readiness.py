@@ -490,10 +490,10 @@ def _bundles(override: Override) -> list[entries.Place]:
         found.append(bundles.in_use())
     except bundles.BundleError as error:
         env.warn_once(f"OPGRAFT_KERNELS: {error}")
-    package = override.pack and discovery.package_of(override.pack)
-    if package:
+    module = override.pack and discovery.module_of(override.pack)
+    if module:
         try:
-            found.append(bundles.of_package(package))
+            found.append(bundles.of_module(module))
         except bundles.BundleError as error:
             env.warn_once(f"the bundle of pack {override.pack!r}: {error}")
     return [each for each in found if each is not None]
