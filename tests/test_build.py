@@ -753,6 +753,15 @@ def test_what_takes_longest_is_compiled_at_the_same_time(
     assert set().union(*slow) == building._SLOW_SOURCES.keys()  # they have their names still
 
 
+@pytest.mark.parametrize("jobs", [1, 2, 16])
+def test_what_every_call_runs_is_compiled_as_one(
+    jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_JOBS", str(jobs))
+    units = building._units(sorted((ROOT / "csrc").glob("*.cpp")))
+    assert any({each.stem for each in unit} >= building._RUN_BY_EVERY_CALL for unit in units)
+
+
 @has_compiler
 def test_a_source_that_comes_or_goes_is_noticed(project: Path) -> None:
     compile_project(project)

@@ -52,6 +52,9 @@ _MAX_SOURCES_PER_UNIT = 12
 # Sources that take as many times longer to compile than others of their size: the bindings, and the
 # templates that are instantiated for each signature.
 _SLOW_SOURCES = {"core": 3, "typed": 8}
+# What every call runs. It is compiled as one, however many compilers run in parallel, so that a
+# call's way is inlined: across units nothing is.
+_RUN_BY_EVERY_CALL = frozenset({"condition", "lookup", "router", "typed"})
 
 
 class BuildError(Exception):
@@ -271,10 +274,12 @@ def _units(sources: Sequence[Path]) -> list[list[Path]]:
     count = max(_jobs(), -(-len(sources) // _MAX_SOURCES_PER_UNIT))
     units: list[list[Path]] = [[] for _ in range(min(count, len(sources)))]
     costs = {path: path.stat().st_size * _SLOW_SOURCES.get(path.stem, 1) for path in sources}
-    for path in sorted(sources, key=lambda path: (-costs[path], path)):
+    units[0] += (path for path in sources if path.stem in _RUN_BY_EVERY_CALL)
+    rest = (path for path in sources if path.stem not in _RUN_BY_EVERY_CALL)
+    for path in sorted(rest, key=lambda path: (-costs[path], path)):
         room = [unit for unit in units if len(unit) < _MAX_SOURCES_PER_UNIT]
         min(room, key=lambda unit: sum(costs[each] for each in unit)).append(path)
-    return [sorted(unit) for unit in units]
+    return [sorted(unit) for unit in units if unit]
 
 
 def _compile(
