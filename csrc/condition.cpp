@@ -68,25 +68,6 @@ bool compares_as(Code code, T left, T right) {
   }
 }
 
-// As in Python. False where there is no result.
-inline bool floor_divide(int64_t a, int64_t b, int64_t* result) {
-  if (b == 0 || (b == -1 && a == INT64_MIN)) return false;
-  const auto both = static_cast<uint64_t>(a | b);
-  if (C10_LIKELY(both <= UINT32_MAX)) {  // what a processor divides faster
-    *result = static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
-    return true;
-  }
-  *result = a / b - static_cast<int64_t>(a % b != 0 && (a % b < 0) != (b < 0));
-  return true;
-}
-
-inline bool floor_modulo(int64_t a, int64_t b, int64_t* result) {
-  if (b == 0) return false;
-  const int64_t rest = b == -1 ? 0 : a % b;
-  *result = rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
-  return true;
-}
-
 Truth to_truth(bool value) { return value ? Truth::True : Truth::False; }
 
 // --------------------------------------------------------------------------- properties of a
@@ -104,14 +85,6 @@ inline bool is_contiguous(const c10::TensorImpl& tensor, int64_t memory_format) 
   return tensor.is_contiguous(static_cast<c10::MemoryFormat>(memory_format));
 }
 
-// The size or stride of a dimension, counted from the end if negative; null if there is no such
-// dimension.
-inline const int64_t* at_dim(c10::IntArrayRef values, int64_t dim) {
-  const auto dims = static_cast<int64_t>(values.size());
-  if (dim < 0) dim += dims;
-  return dim >= 0 && dim < dims ? &values[static_cast<size_t>(dim)] : nullptr;
-}
-
 }  // namespace
 
 uintptr_t first_address(const c10::TensorImpl& tensor) {
@@ -121,47 +94,6 @@ uintptr_t first_address(const c10::TensorImpl& tensor) {
 }
 
 void set_capability_lookup(CapabilityLookup lookup) { capability_lookup.store(lookup); }
-
-// --------------------------------------------------------------------------- lookups
-
-inline int64_t Grid::Axis::index_of(int64_t number) const {
-  if (is_exact) {
-    // There are a few: for them `std::find`, which is unrolled, takes longer.
-    for (const int64_t& each : numbers) {
-      if (each == number) return &each - numbers.data();
-    }
-    return -1;
-  }
-  if (number < 1) return -1;
-  const int octave = 63 - __builtin_clzll(static_cast<uint64_t>(number));
-  // The number's first `shift + 1` binary digits: the octave's first one, and the part of it.
-  const int64_t digits = octave >= shift ? number >> (octave - shift) : number << (shift - octave);
-  const int64_t index =
-      (static_cast<int64_t>(octave) << shift) + digits - (int64_t{1} << shift) - first;
-  if (is_open_ended) return std::clamp<int64_t>(index, 0, count - 1);
-  return index >= 0 && index < count ? index : -1;
-}
-
-Lookup::~Lookup() {
-  for (auto& each : grids_) delete each.load();
-}
-
-inline const Grid* Lookup::grid(c10::Device device) const {
-  const auto slot = static_cast<size_t>(device.index() + 1);
-  if (C10_UNLIKELY(slot >= kGrids)) return nullptr;
-  const Grid* known = grids_[slot].load(std::memory_order_acquire);
-  if (C10_UNLIKELY(known == nullptr)) known = find(device, grids_[slot]);
-  return known == nullptr || known->cells.empty() ? nullptr : known;
-}
-
-C10_NOINLINE const Grid* Lookup::find(c10::Device device, std::atomic<const Grid*>& known) const {
-  auto found = source_(device);
-  if (found == nullptr) return nullptr;
-  const Grid* expected = nullptr;
-  // Another thread may have found it meanwhile. Then this one's is dropped.
-  if (known.compare_exchange_strong(expected, found.get())) return found.release();
-  return expected;
-}
 
 struct Condition::Number {
   enum Kind : uint8_t { Undefined, Integer, Real, Complex } kind = Undefined;
@@ -220,7 +152,6 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
     for (const int32_t child : node.children) {
       TORCH_CHECK(child >= 0 && child < index, "a condition's nodes come after their children");
     }
-    if (node.code == Code::Lookup) numbers_.push_back(numbers_of(instruction));
     nodes_.push_back(instruction);
   }
   const Instruction& whole = nodes_[static_cast<size_t>(root)];
@@ -235,7 +166,12 @@ Condition::Condition(std::vector<Node> nodes, int32_t root) {
   // Tests have no side effects, and all must pass, so their order does not matter.
   const auto rest = std::stable_partition(
       tests_.begin(), tests_.end(), [](const Test& test) { return test.kind != Test::Kind::Node; });
-  quick_count_ = is_decided_by_key() ? static_cast<size_t>(rest - tests_.begin()) : tests_.size();
+  quick_count_ = static_cast<size_t>(rest - tests_.begin());
+  if (is_decided_by_key()) {
+    make_number_tests();
+  } else {
+    quick_count_ = tests_.size();
+  }
 }
 
 bool Condition::is_decided_by_key() const {
@@ -389,18 +325,12 @@ bool Condition::passes(const Argument* arguments, size_t from, size_t to) const 
 }
 
 inline bool Condition::passes(const Test& test, const Argument* arguments) const {
-  const auto compares = [&test](int64_t value) {
-    const int relation = (value > test.constant) + (value >= test.constant);
-    return (test.relation >> relation & 1) != 0;
-  };
   const Argument& argument = arguments[test.argument];
   if (C10_UNLIKELY(test.kind <= Test::Kind::Value)) {
     if (test.kind == Test::Kind::Value && argument.kind() == Argument::Kind::Integer) {
-      return compares(argument.integer());
+      return test.compares(argument.integer());
     }
-    const Instruction& node = nodes_[static_cast<size_t>(test.node)];
-    if (node.code == Code::Lookup) return look_up(node, arguments) == Truth::True;
-    return truth(node, arguments) == Truth::True;
+    return truth(nodes_[static_cast<size_t>(test.node)], arguments) == Truth::True;
   }
   const c10::TensorImpl* tensor = argument.tensor();
   if (C10_UNLIKELY(tensor == nullptr)) return false;
@@ -410,14 +340,47 @@ inline bool Condition::passes(const Test& test, const Argument* arguments) const
     case Test::Kind::Contiguous:
       return is_contiguous(*tensor, test.integer);
     case Test::Kind::Ndim:
-      return compares(tensor->dim());
+      return test.compares(tensor->dim());
     case Test::Kind::Numel:
-      return compares(tensor->numel());
+      return test.compares(tensor->numel());
     default: {
-      const int64_t* size = at_dim(tensor->sizes(), test.integer);
-      return size != nullptr && compares(*size);
+      int64_t size = 0;
+      return read_dim(tensor->sizes(), test.integer, &size) && test.compares(size);
     }
   }
+}
+
+inline bool Condition::NumberTest::passes(const Argument* arguments,
+                                          const Line::Numbers& numbers) const {
+  if (lookup == nullptr) return test.compares(numbers[places[0]]);
+  const auto* tensor = arguments[test.argument].tensor();
+  if (C10_UNLIKELY(tensor == nullptr)) return false;
+  const Grid* grid = lookup->grid(tensor->device());
+  return grid != nullptr && lookup->takes(grid->cell(numbers.data(), places.data()));
+}
+
+// A number that is undefined fails its test.
+bool Condition::passes_number_tests(const Argument* arguments) const {
+  using Outcome = Line::Outcome;
+  const auto* tensor = arguments[line_.main()].tensor();
+  if (C10_UNLIKELY(tensor == nullptr)) return false;
+  Line::Numbers numbers;  // NOLINT: what is read of them is written first
+  auto outcome = line_.read(*tensor, numbers);
+  size_t done = 0;
+  for (const NumberTest& each : number_tests_) {
+    if (C10_LIKELY(outcome == Outcome::Integers)) {
+      outcome = line_.run(done, each.step_count, arguments, numbers);
+      done = each.step_count;
+    }
+    if (C10_UNLIKELY(outcome == Outcome::Undefined)) return false;
+    if (C10_UNLIKELY(outcome == Outcome::Others)) {
+      const Instruction& node = nodes_[static_cast<size_t>(each.test.node)];
+      if (truth(node, arguments) != Truth::True) return false;
+    } else if (!each.passes(arguments, numbers)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 Truth Condition::truth(const Instruction& node, const Argument* arguments) const {
@@ -491,175 +454,167 @@ Truth Condition::truth(const Instruction& node, const Argument* arguments) const
   }
 }
 
-bool Condition::Numbers::Step::operator==(const Step& other) const {
-  return code == other.code && shift == other.shift && left == other.left && right == other.right &&
-         argument == other.argument && integer == other.integer;
-}
+// --------------------------------------------------------------------------- tests of numbers
 
-Condition::Numbers Condition::numbers_of(const Instruction& lookup) const {
-  Numbers made;
-  for (int32_t which = 0; which < lookup.count; ++which) {
-    const int8_t step = add_step(made, child(lookup, which));
-    if (step < 0) return {};
-    made.features.push_back(step);
+void Condition::make_number_tests() {
+  const auto first = tests_.begin() + static_cast<std::ptrdiff_t>(quick_count_);
+  // Lookups, which take longest, come last.
+  std::stable_partition(first, tests_.end(), [&](const Test& test) {
+    return nodes_[static_cast<size_t>(test.node)].code != Code::Lookup;
+  });
+  std::vector<const Instruction*> all;
+  for (auto test = first; test != tests_.end(); ++test) {
+    const auto numbers = numbers_of(*test);
+    all.insert(all.end(), numbers.begin(), numbers.end());
   }
-  return made;
+  const ArgumentRef* main = nullptr;
+  for (const auto* number : all) {
+    if (main == nullptr) main = tensor_of_number(*number);
+  }
+  if (main == nullptr) return;
+  // If that is no tensor, one of the tests fails, and so does the condition.
+  line_ = Line(static_cast<uint16_t>(main->position));
+  for (const auto* number : all) add_sizes(*number);
+  const auto move = [&](const Test& test) {
+    const auto numbers = numbers_of(test);
+    NumberTest made{test};
+    for (const auto* node : numbers) {
+      const int8_t place = add_number(*node);
+      if (place < 0) return false;
+      made.places.push_back(static_cast<uint8_t>(place));
+    }
+    if (numbers.empty()) return false;
+    const Instruction& node = nodes_[static_cast<size_t>(test.node)];
+    if (node.code == Code::Lookup) made.lookup = lookups_[static_cast<size_t>(node.integer)].get();
+    made.step_count = line_.step_count();
+    number_tests_.push_back(std::move(made));
+    return true;
+  };
+  tests_.erase(std::remove_if(first, tests_.end(), move), tests_.end());
 }
 
-int8_t Condition::add_step(Numbers& numbers, const Instruction& node) const {
-  Numbers::Step step;
-  step.code = node.code;
-  step.integer = node.integer;
+std::vector<const Condition::Instruction*> Condition::numbers_of(const Test& test) const {
+  const Instruction& node = nodes_[static_cast<size_t>(test.node)];
+  std::vector<const Instruction*> found;
+  if (node.code == Code::Lookup) {
+    for (int32_t which = 0; which < node.count; ++which) found.push_back(&child(node, which));
+    return node.argument_ref.is_item ? std::vector<const Instruction*>() : found;
+  }
+  const bool compares = node.code >= Code::Less && node.code <= Code::Greater;
+  if (compares && child(node, 1).code == Code::Integer) found.push_back(&child(node, 0));
+  return found;
+}
+
+const ArgumentRef* Condition::tensor_of_number(const Instruction& node) const {
   switch (node.code) {
-    case Code::Ndim:
     case Code::Numel:
-    case Code::Itemsize:
+    case Code::Ndim:
     case Code::DtypeOf:
-    case Code::Value:
+    case Code::Itemsize:
     case Code::Size:
     case Code::Stride:
-      if (node.argument_ref.is_item) return -1;
-      step.argument = static_cast<uint16_t>(node.argument_ref.position);
-      break;
-    case Code::Integer:
-    case Code::Add:
-    case Code::Subtract:
-    case Code::Multiply:
-    case Code::FloorDivide:
-    case Code::Modulo:
-      break;
+      return node.argument_ref.is_item ? nullptr : &node.argument_ref;
     default:
-      return -1;
+      break;
   }
-  if (node.count > 0 && (step.left = add_step(numbers, child(node, 0))) < 0) return -1;
-  if (node.count > 1) {
-    const Instruction& right = child(node, 1);
-    const bool divides = node.code == Code::FloorDivide || node.code == Code::Modulo;
-    const int64_t by = right.integer;
-    if (divides && right.code == Code::Integer && by > 0 && (by & (by - 1)) == 0) {
-      step.shift = static_cast<int8_t>(__builtin_ctzll(static_cast<uint64_t>(by)));
-    } else if ((step.right = add_step(numbers, right)) < 0) {
-      return -1;
-    }
+  for (int32_t which = 0; which < node.count; ++which) {
+    if (const auto* found = tensor_of_number(child(node, which))) return found;
   }
-  auto& steps = numbers.steps;
-  const auto known = std::find(steps.begin(), steps.end(), step);
-  const auto place = static_cast<int8_t>(known - steps.begin());
-  if (known != steps.end()) return place;
-  if (steps.size() == Numbers::kMost) return -1;
-  steps.push_back(step);
-  return place;
+  return nullptr;
 }
 
-// Overflow and division by zero are undefined.
-Condition::Numbers::Outcome Condition::Numbers::evaluate(const Argument* arguments,
-                                                         int64_t* values) const {
-  int64_t* next = values;
-  for (const Step& step : steps) {
-    int64_t& value = *next++;
-    switch (step.code) {
-      case Code::Ndim:
-      case Code::Numel:
-      case Code::Itemsize:
-      case Code::DtypeOf:
-      case Code::Size:
-      case Code::Stride: {
-        const auto* tensor = arguments[step.argument].tensor();
-        if (C10_UNLIKELY(tensor == nullptr)) return Outcome::Undefined;
-        if (step.code == Code::Size || step.code == Code::Stride) {
-          const auto found = step.code == Code::Size ? tensor->sizes() : tensor->strides();
-          const int64_t* at = at_dim(found, step.left < 0 ? step.integer : values[step.left]);
-          if (C10_UNLIKELY(at == nullptr)) return Outcome::Undefined;
-          value = *at;
-        } else if (step.code == Code::Numel) {
-          value = tensor->numel();
-        } else if (step.code == Code::Ndim) {
-          value = tensor->dim();
-        } else if (step.code == Code::DtypeOf) {
-          value = static_cast<int64_t>(c10::typeMetaToScalarType(tensor->dtype()));
-        } else {
-          value = static_cast<int64_t>(tensor->itemsize());
-        }
-        continue;
+void Condition::add_sizes(const Instruction& node) {
+  const auto& ref = node.argument_ref;
+  if (node.code == Code::Size && node.count == 0 && !ref.is_item && ref.position == line_.main())
+    line_.add_size(node.integer);
+  for (int32_t which = 0; which < node.count; ++which) add_sizes(child(node, which));
+}
+
+int8_t Condition::add_number(const Instruction& node) {
+  using Kind = Line::Step::Kind;
+  Line::Step step;
+  step.argument = static_cast<uint16_t>(node.argument_ref.position);
+  const auto of_tensor = [&](Kind kind, Line::Read read) {
+    step.kind = kind;
+    return step.argument == line_.main() ? int8_t{read} : line_.add(step);
+  };
+  if (node.argument_ref.is_item) return -1;
+  switch (node.code) {
+    case Code::Numel:
+      return of_tensor(Kind::Numel, Line::kNumel);
+    case Code::Ndim:
+      return of_tensor(Kind::Ndim, Line::kNdim);
+    case Code::DtypeOf:
+      return of_tensor(Kind::Dtype, Line::kDtype);
+    case Code::Itemsize:
+      return of_tensor(Kind::Itemsize, Line::kItemsize);
+    case Code::Size:
+    case Code::Stride: {
+      const bool is_size = node.code == Code::Size;
+      step.kind = is_size ? Kind::Size : Kind::Stride;
+      step.right = node.integer;
+      if (node.count == 0) {
+        const bool is_read = is_size && step.argument == line_.main();
+        return is_read ? line_.add_size(node.integer) : line_.add(step);
       }
-      case Code::Value: {
-        const Argument& given = arguments[step.argument];
-        if (given.is_none()) return Outcome::Undefined;
-        if (given.kind() != Argument::Kind::Integer && given.kind() != Argument::Kind::Bool) {
-          return Outcome::Others;
-        }
-        value = given.integer();
-        continue;
-      }
-      case Code::Integer:
-        value = step.integer;
-        continue;
-      default:
-        break;
+      step.kind = is_size ? Kind::SizeAt : Kind::StrideAt;
+      step.right = 0;
+      step.left = add_number(child(node, 0));
+      return step.left < 0 ? int8_t{-1} : line_.add(step);
     }
-    const int64_t left = values[step.left];
-    if (step.shift >= 0) {
-      const bool divides = step.code == Code::FloorDivide;
-      value = divides ? left >> step.shift : left & ((int64_t{1} << step.shift) - 1);
-      continue;
-    }
-    const int64_t right = values[step.right];
-    bool is_undefined = false;
-    switch (step.code) {
-      case Code::Add:
-        is_undefined = __builtin_add_overflow(left, right, &value);
-        break;
-      case Code::Subtract:
-        is_undefined = __builtin_sub_overflow(left, right, &value);
-        break;
-      case Code::Multiply:
-        is_undefined = __builtin_mul_overflow(left, right, &value);
-        break;
-      case Code::FloorDivide:
-        is_undefined = !floor_divide(left, right, &value);
-        break;
-      default:
-        is_undefined = !floor_modulo(left, right, &value);
-    }
-    if (is_undefined) return Outcome::Undefined;
+    case Code::Value:
+      step.kind = Kind::Value;
+      return line_.add(step);
+    case Code::Integer:
+      step.kind = Kind::Constant;
+      step.right = node.integer;
+      return line_.add(step);
+    default:
+      return add_arithmetic(node);
   }
-  return Outcome::Integers;
+}
+
+int8_t Condition::add_arithmetic(const Instruction& node) {
+  using Kind = Line::Step::Kind;
+  const auto kind = [&]() -> std::optional<Kind> {
+    switch (node.code) {
+      case Code::Add:
+        return Kind::Add;
+      case Code::Subtract:
+        return Kind::Subtract;
+      case Code::Multiply:
+        return Kind::Multiply;
+      case Code::FloorDivide:
+        return Kind::FloorDivide;
+      case Code::Modulo:
+        return Kind::Modulo;
+      default:
+        return std::nullopt;
+    }
+  }();
+  if (!kind) return -1;
+  Line::Step step;
+  step.kind = *kind;
+  step.left = add_number(child(node, 0));
+  if (step.left < 0) return -1;
+  const Instruction& right = child(node, 1);
+  if (right.code == Code::Integer && step.take_constant(right.integer)) return line_.add(step);
+  step.right = add_number(right);
+  return step.right < 0 ? int8_t{-1} : line_.add(step);
 }
 
 Truth Condition::look_up(const Instruction& node, const Argument* arguments) const {
   const auto* tensor = tensor_of(node.argument_ref, arguments);
   if (tensor == nullptr) return Truth::Undefined;
   const Lookup& lookup = *lookups_[static_cast<size_t>(node.integer)];
-  const Numbers& numbers = numbers_[static_cast<size_t>(node.integer)];
   const Grid* grid = lookup.grid(tensor->device());
-  size_t cell = 0;
-  if (C10_LIKELY(!numbers.features.empty())) {
-    std::array<int64_t, Numbers::kMost> values;  // NOLINT: what is read of them is written first
-    const auto outcome = numbers.evaluate(arguments, values.data());
-    if (outcome == Numbers::Outcome::Undefined) return Truth::Undefined;
-    if (C10_LIKELY(outcome == Numbers::Outcome::Integers)) {
-      if (grid == nullptr) return Truth::False;
-      const Grid::Axis* axis = grid->axes.data();
-      for (const int8_t step : numbers.features) {
-        const int64_t index = axis->index_of(values[static_cast<size_t>(step)]);
-        if (index < 0) return Truth::False;
-        cell = cell * static_cast<size_t>(axis->count) + static_cast<size_t>(index);
-        ++axis;
-      }
-      return to_truth(lookup.takes(*grid, cell));
-    }
-  }
-  bool is_inside = grid != nullptr;
+  c10::SmallVector<std::optional<int64_t>, 8> features;
   for (int32_t which = 0; which < node.count; ++which) {
     const Number found = number(child(node, which), arguments);
     if (found.kind == Number::Undefined) return Truth::Undefined;
-    if (!is_inside) continue;
-    const Grid::Axis& axis = grid->axes[static_cast<size_t>(which)];
-    const int64_t index = found.kind == Number::Integer ? axis.index_of(found.integer) : -1;
-    is_inside = index >= 0;
-    cell = cell * static_cast<size_t>(axis.count) + static_cast<size_t>(index);
+    features.push_back(found.kind == Number::Integer ? std::optional(found.integer) : std::nullopt);
   }
-  return to_truth(is_inside && lookup.takes(*grid, cell));
+  return to_truth(grid != nullptr && lookup.takes(grid->cell(features.data())));
 }
 
 Truth Condition::compare(const Instruction& node, const Argument* arguments) const {
@@ -701,8 +656,8 @@ Condition::Number Condition::number(const Instruction& node, const Argument* arg
       const Number dim =
           node.count == 0 ? Number::of(node.integer) : number(child(node, 0), arguments);
       if (dim.kind != Number::Integer) return {};
-      const int64_t* value = at_dim(values, dim.integer);
-      return value == nullptr ? Number{} : Number::of(*value);
+      int64_t value = 0;
+      return read_dim(values, dim.integer, &value) ? Number::of(value) : Number{};
     }
     case Code::Capability: {
       const auto* tensor = tensor_of(node.argument_ref, arguments);
@@ -742,9 +697,9 @@ Condition::Number Condition::arithmetic(const Instruction& node, const Argument*
     case Code::Multiply:
       return __builtin_mul_overflow(a, b, &result) ? Number{} : Number::of(result);
     case Code::FloorDivide:
-      return floor_divide(a, b, &result) ? Number::of(result) : Number{};
+      return arithmetic::floor_divide(a, b, &result) ? Number::of(result) : Number{};
     case Code::Modulo:
-      return floor_modulo(a, b, &result) ? Number::of(result) : Number{};
+      return arithmetic::floor_modulo(a, b, &result) ? Number::of(result) : Number{};
     default:
       TORCH_INTERNAL_ASSERT(false, "not a number: ", static_cast<int>(node.code));
   }

@@ -10,14 +10,12 @@
 #include <c10/core/TensorImpl.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
 #include "argument.h"
+#include "lookup.h"
 
 namespace opgraft {
 
@@ -71,53 +69,6 @@ struct ArgumentRef {
   int32_t position = 0;
   int32_t item = 0;
   bool is_item = false;
-};
-
-// What a measured table decides for the calls on one device: a cell for each combination of the
-// buckets that numbers of a call fall into. `python/opgraft/when/grid.py` makes them, and looks up
-// the same cells. Immutable.
-struct Grid {
-  struct Axis {
-    // The index of a number's bucket; -1 if the number is outside.
-    int64_t index_of(int64_t number) const;
-
-    bool is_exact = false;
-    // If exact: each number that has a bucket, in no order.
-    std::vector<int64_t> numbers{};
-    // If not: buckets divide each octave into `1 << shift` parts, and `first` is the lowest one.
-    int shift = 0;
-    int64_t first = 0;
-    int64_t count = 0;
-    bool is_open_ended = false;  // what is beyond the outermost buckets belongs to them
-  };
-  std::vector<Axis> axes{};
-  std::vector<uint8_t> cells{};  // the last axis varies fastest; a bit for each column
-};
-
-// The grids of a lookup, each of which is asked for when the first call on its device arrives: an
-// earlier look at the devices would initialise CUDA.
-class Lookup {
- public:
-  // Returns null if the grid is not known now: the next condition asks again.
-  using Source = std::function<std::unique_ptr<const Grid>(c10::Device)>;
-
-  Lookup(Source source, int column) : source_(std::move(source)), column_(column) {}
-  ~Lookup();
-  Lookup(const Lookup&) = delete;
-  Lookup& operator=(const Lookup&) = delete;
-
-  // The grid for a device; null if it has none.
-  const Grid* grid(c10::Device device) const;
-  bool takes(const Grid& grid, size_t cell) const { return (grid.cells[cell] >> column_ & 1) != 0; }
-
- private:
-  static constexpr size_t kGrids = 65;
-
-  const Grid* find(c10::Device device, std::atomic<const Grid*>& known) const;
-
-  Source source_;
-  int column_;
-  mutable std::array<std::atomic<const Grid*>, kGrids> grids_{};  // by device index + 1
 };
 
 // A node of the expression tree, as it is built. What the fields hold depends on the code:
@@ -227,15 +178,16 @@ class Condition {
     return passes(arguments, 0, quick_count_);
   }
   bool passes_other_tests(const Argument* arguments) const {
-    return passes(arguments, quick_count_, tests_.size());
+    return passes(arguments, quick_count_, tests_.size()) &&
+           (number_tests_.empty() || passes_number_tests(arguments));
   }
 
  private:
   struct Number;
 
   // A node in the form that is evaluated. It has 40 bytes, so that a chain's conditions stay in the
-  // first-level cache. Lists are ranges in the member vectors below, and a constant is an index
-  // into `constants_`.
+  // first-level cache. Lists are ranges in the member vectors below, and a constant or a lookup
+  // is an index into one of them.
   struct Instruction {
     Code code{};
     ArgumentRef argument_ref{};
@@ -260,46 +212,45 @@ class Condition {
     } kind = Kind::Node;
     uint8_t relation = 0;  // bits: the value may be less than, equal to, greater than `constant`
     uint16_t argument = 0;
-    int32_t node = 0;     // the test as a node, for Kind::Node
-    int64_t integer = 0;  // as in `Node`
+    int32_t node = 0;     // the test as a node
+    int64_t integer = 0;  // as in `Instruction`
     int64_t constant = 0;
+
+    bool compares(int64_t value) const {
+      const int compared = (value > constant) + (value >= constant);
+      return (relation >> compared & 1) != 0;
+    }
   };
 
-  // The features of a lookup as a straight line of steps, each of which computes one number from
-  // the arguments or from steps before it. What features have in common is computed once, and
-  // nothing divides by a power of two.
-  struct Numbers {
-    static constexpr size_t kMost = 32;  // steps
+  // A test of numbers on `line_`: a comparison with a constant, or a lookup.
+  struct NumberTest {
+    Test test{};
+    size_t step_count = 0;           // the steps that it needs, from the first one on
+    std::vector<uint8_t> places{};   // of its numbers
+    const Lookup* lookup = nullptr;  // null for a comparison
 
-    struct Step {
-      Code code{};
-      int8_t shift = -1;  // of FloorDivide and Modulo: the right side is `1 << shift`
-      int8_t left = -1;   // the step of the left side, or of a dimension that an argument names
-      int8_t right = -1;
-      uint16_t argument = 0;
-      int64_t integer = 0;  // as in `Node`
-
-      bool operator==(const Step& other) const;
-    };
-    // Whether all have a value, which is an integer.
-    enum class Outcome : uint8_t { Integers, Undefined, Others };
-
-    Outcome evaluate(const Argument* arguments, int64_t* values) const;
-
-    std::vector<Step> steps{};
-    std::vector<int8_t> features{};  // the step of each; none if the nodes are to be evaluated
+    bool passes(const Argument* arguments, const Line::Numbers& numbers) const;
   };
 
   Test test_of(int32_t index) const;
-  Numbers numbers_of(const Instruction& lookup) const;
-  // The step of a node's number, which is added with those that it needs; -1 if it is none.
-  int8_t add_step(Numbers& numbers, const Instruction& node) const;
+  // Moves tests of numbers to `number_tests_`.
+  void make_number_tests();
+  // The nodes of a test's numbers; none if it is no test of numbers.
+  std::vector<const Instruction*> numbers_of(const Test& test) const;
+  // The first tensor of which a number is; null if there is none.
+  const ArgumentRef* tensor_of_number(const Instruction& node) const;
+  // Adds the sizes of the main tensor that a node needs.
+  void add_sizes(const Instruction& node);
+  // The place of a node's number, whose step is added with those that it needs; -1 if it has none.
+  int8_t add_number(const Instruction& node);
+  int8_t add_arithmetic(const Instruction& node);
   // Moves tests of one tensor into `tensor_test_`, as many as it can hold.
   void make_tensor_test();
   // Whether a plan's key contains all that the condition depends on.
   bool is_decided_by_key() const;
   [[gnu::hot]] bool passes(const Argument* arguments, size_t from, size_t to) const;
   bool passes(const Test& test, const Argument* arguments) const;
+  [[gnu::hot]] bool passes_number_tests(const Argument* arguments) const;
   Truth truth(const Instruction& node, const Argument* arguments) const;
   Number number(const Instruction& node, const Argument* arguments) const;
   Truth compare(const Instruction& node, const Argument* arguments) const;
@@ -312,12 +263,13 @@ class Condition {
   TensorTest tensor_test_;
   std::vector<Test> tests_;  // those that `tensor_test_` does not hold
   size_t quick_count_ = 0;   // the number of quick tests, which come first
+  std::vector<NumberTest> number_tests_;
+  Line line_;
   std::vector<Instruction> nodes_;
   std::vector<int32_t> children_;
   std::vector<ArgumentRef> argument_refs_;
   std::vector<c10::IValue> constants_;
   std::vector<std::shared_ptr<const Lookup>> lookups_;
-  std::vector<Numbers> numbers_;  // of each lookup
 };
 
 }  // namespace opgraft

@@ -172,24 +172,21 @@ uint64_t dtype_set(const py::iterable& dtypes) {
 // whether it is open-ended).
 using AxisTuple = std::tuple<std::optional<std::vector<py::object>>, int, int64_t, int64_t, bool>;
 
-std::unique_ptr<const Grid> to_grid(const py::object& compiled) {
-  auto grid = std::make_unique<Grid>();
-  if (compiled.is_none()) return grid;  // no cells: every call is outside
-  const auto [axes, cells] = compiled.cast<std::pair<std::vector<AxisTuple>, std::string>>();
-  size_t count = 1;
-  for (const auto& [numbers, shift, first, buckets, open_ended] : axes) {
-    Grid::Axis axis{numbers.has_value(), {}, shift, first, buckets, open_ended};
+// `features`: how many axes it has.
+std::unique_ptr<const Grid> to_grid(const py::object& compiled, size_t features) {
+  if (compiled.is_none()) return std::make_unique<const Grid>();
+  const auto [tuples, cells] = compiled.cast<std::pair<std::vector<AxisTuple>, std::string>>();
+  TORCH_CHECK(tuples.size() == features, "a grid has an axis for each feature");
+  std::vector<Grid::Axis> axes;
+  for (const auto& [numbers, shift, first, count, open_ended] : tuples) {
+    Grid::Axis axis{std::nullopt, shift, first, count, open_ended};
     if (numbers) {
-      for (const auto& number : *numbers) axis.numbers.push_back(to_constant(number).toInt());
+      axis.numbers.emplace();
+      for (const auto& number : *numbers) axis.numbers->push_back(to_constant(number).toInt());
     }
-    const auto known = numbers ? static_cast<int64_t>(numbers->size()) : buckets;
-    TORCH_CHECK(buckets == known && buckets > 0 && shift >= 0 && shift < 32, "a bad axis");
-    count *= static_cast<size_t>(buckets);
-    grid->axes.push_back(std::move(axis));
+    axes.push_back(std::move(axis));
   }
-  TORCH_CHECK(cells.size() == count, "a grid has a cell for each combination of buckets");
-  grid->cells.assign(cells.begin(), cells.end());
-  return grid;
+  return std::make_unique<const Grid>(axes, cells);
 }
 
 // `constant`: (how many features it has, the column, a function from a device to a compiled grid,
@@ -200,9 +197,7 @@ std::shared_ptr<const Lookup> to_lookup(const py::object& constant) {
   auto source = [held, features](c10::Device device) -> std::unique_ptr<const Grid> {
     const PythonAccess python;
     if (!python) return nullptr;
-    auto grid = to_grid(call_python(held->get(), py::cast(device)));
-    TORCH_CHECK(grid->cells.empty() || grid->axes.size() == features, "an axis for each feature");
-    return grid;
+    return to_grid(call_python(held->get(), py::cast(device)), features);
   };
   return std::make_shared<const Lookup>(std::move(source), column);
 }

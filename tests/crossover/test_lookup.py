@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,13 +51,25 @@ FEATURES: dict[str, tuple[when.Number, str]] = {
     "itemsize": (when.itemsize("input"), "exact"),
     "eps": (when.value("eps"), "exact"),
     "normalized": (when.length("normalized_shape"), "exact"),
+    "of_item": (when.item("normalized_shape", 0), "exact"),
+    "stride": (when.stride("input", -1), "exact"),
+    "other_ndim": (when.ndim("weight"), "exact"),
+    "other_dtype": (when.dtype_of("weight"), "exact"),
+    "other_itemsize": (when.itemsize("weight"), "exact"),
+    "other_numel": (when.numel("weight"), "steps"),
+    # Those in which the core knows a constant.
+    "misaligned": ((when.size("input", -1) % 4 + 3) // 4, "exact"),
+    "rest": ((when.numel("input") - 3) % 5, "exact"),
+    "less_than_zero": ((when.ndim("input") - 3) // 2, "exact"),
+    "modulo": ((when.ndim("input") - 3) % 2, "exact"),
+    "left": (1 // (when.size("weight", -1) - 1), "exact"),
 }
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int32, torch.bool]
 
 
 @st.composite
 def axes(draw: st.DrawFn, kind: str, name: str) -> Axis:
-    if name == "dtype":
+    if name.endswith("dtype"):
         return ExactAxis(draw(st.lists(st.sampled_from(DTYPES), min_size=1, unique=True)))
     if kind == "exact":
         return ExactAxis(draw(st.lists(st.integers(-1, 3), min_size=1, max_size=4, unique=True)))
@@ -120,7 +134,7 @@ def plain_bucket(axis: Axis, value: Any) -> int | None:
     return held[0] if held else None
 
 
-@settings(relaxed, max_examples=250)
+@settings(relaxed, max_examples=400)
 @given(lookups(), st.lists(calls(), min_size=1, max_size=4))
 def test_core_python_and_a_dictionary_agree(lookup: Lookup, some_calls: list[Arguments]) -> None:
     core, schema = loader.load(), OP.overload._schema
@@ -134,6 +148,114 @@ def test_core_python_and_a_dictionary_agree(lookup: Lookup, some_calls: list[Arg
                 continue
             values = tuple(arguments[name] for name in OP.kinds)
             assert core.holds(compiled, values, schema.name, schema.overload_name) is holds
+
+
+@st.composite
+def comparisons(draw: st.DrawFn) -> when.Condition:
+    """Of what may be undefined, huge, zero, negative, no integer."""
+    named = {name: number for name, (number, _) in FEATURES.items() if "dtype" not in name}
+    compare = draw(st.sampled_from([operator.lt, operator.ge, operator.eq, operator.ne]))
+    made: when.Condition = compare(named[draw(st.sampled_from(list(named)))], draw(CONSTANTS))
+    return made
+
+
+CONSTANTS = st.sampled_from([0, 1, 2, 8, 2**58, -1])
+
+
+@settings(relaxed, max_examples=400)
+@given(
+    st.lists(comparisons(), max_size=3),
+    st.lists(lookups(), max_size=2),
+    st.lists(calls(), min_size=1, max_size=4),
+)
+def test_the_core_and_python_agree_on_lookups_and_comparisons_of_common_numbers(
+    compared: list[when.Condition], looked_up: list[Lookup], some_calls: list[Arguments]
+) -> None:
+    core, schema = loader.load(), OP.overload._schema
+    if core is None:
+        pytest.skip("there is no core")
+    whole = functools.reduce(operator.and_, [*compared, *looked_up, when.ndim("input") >= 0])
+    compiled = compile_condition(whole, OP)
+    for arguments in some_calls:
+        values = tuple(arguments[name] for name in OP.kinds)
+        found = core.holds(compiled, values, schema.name, schema.overload_name)
+        assert found is whole.holds(arguments)
+
+
+SOFTMAX = resolve("aten::_softmax")
+
+
+def core_takes(lookup: Lookup, tensor: torch.Tensor, dim: int) -> bool:
+    """What the core decides for a softmax."""
+    core, schema = loader.load(), SOFTMAX.overload._schema
+    if core is None:
+        pytest.skip("there is no core")
+    compiled = compile_condition(lookup, SOFTMAX)
+    holds: bool = core.holds(compiled, (tensor, dim, False), schema.name, schema.overload_name)
+    return holds
+
+
+def by_dim(axis: Axis, cells: bytes) -> Lookup:
+    """Of a softmax, by its dimension, which may be any integer here."""
+    grid = Grid((axis, ExactAxis([1])), cells)
+    features = {"dim": when.value("dim"), "ndim": when.ndim("self")}
+    return Lookup(features, 0, "plan", Tables(grid))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("lowest", "highest"), [(1, 2**63 - 1), (24, 2**20), (2**52, 2**55), (2**62, 2**62)]
+)
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_core_finds_the_bucket_at_each_end_of_one(
+    steps: int, lowest: int, highest: int, is_open: bool
+) -> None:
+    axis = SteppedAxis(steps, lowest, highest, open_ended=is_open)
+    ends = [axis.lower(index) for index in range(axis.count + 1)]
+    values = {end + more for end in ends for more in (-1, 0, 1) if end + more < 2**63}
+    values |= {-(2**63), -(2**53), -1, 0, 1, 2**53 - 1, 2**53, 2**53 + 1, 2**54 - 1, 2**63 - 1}
+    x = torch.ones(1)
+    for odd in (0, 1):
+        lookup = by_dim(axis, bytes(index % 2 == odd for index in range(axis.count)))
+        for value in values:
+            index = axis.index_of(value)
+            expected = index is not None and index % 2 == odd
+            assert core_takes(lookup, x, value) is expected, value
+
+
+def test_the_core_finds_exact_numbers_however_far_apart() -> None:
+    numbers = [2**40, -(2**63), 7, 0, 1023, 1024, 5000, 2**63 - 1]
+    for one in numbers:
+        lookup = by_dim(ExactAxis(numbers), bytes(number == one for number in numbers))
+        for value in (each + more for each in numbers for more in (-1, 0, 1)):
+            if -(2**63) <= value < 2**63:
+                assert core_takes(lookup, torch.ones(1), value) is (value == one), value
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (3, 2), (2, 1, 3)])
+def test_the_core_finds_sizes_of_a_dimension_that_an_argument_names(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    features = {
+        "size": when.size("self", when.value("dim")),
+        "stride": when.stride("self", when.value("dim")),
+    }
+    axes = [ExactAxis(range(4)), ExactAxis(range(7))]
+    for dim in range(-4, 5):
+        for size, stride in itertools.product(range(4), range(7)):
+            cells = [at == (size, stride) for at in itertools.product(range(4), range(7))]
+            lookup = Lookup(features, 0, "plan", Tables(Grid(axes, bytes(cells))))
+            exists = -len(shape) <= dim < len(shape)
+            expected = exists and (x.size(dim), x.stride(dim)) == (size, stride)
+            assert core_takes(lookup, x, dim) is expected
+
+
+@pytest.mark.parametrize("count", [1, 26, 27, 28, 29, 40])
+def test_the_core_computes_however_many_features(count: int) -> None:
+    features = {f"f{each}": when.size("self", 0) + each for each in range(count)}
+    for wanted, expected in ((5, True), (6, False)):
+        axes = [ExactAxis([wanted + each]) for each in range(count)]
+        lookup = Lookup(features, 0, "plan", Tables(Grid(axes, bytes([1]))))
+        assert core_takes(lookup, torch.ones(5), 0) is expected
 
 
 @settings(relaxed, max_examples=60)
