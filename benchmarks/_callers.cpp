@@ -40,6 +40,16 @@ double cpu_ns_per_call(const std::string& op, const at::Tensor& x, const at::Ten
   return (thread_cpu_ns() - start) / static_cast<double>(calls);
 }
 
+// Of calls with each tensor in turn.
+double cpu_ns_per_softmax(const std::vector<at::Tensor>& xs, int64_t turns) {
+  const py::gil_scoped_release release;
+  const double start = thread_cpu_ns();
+  for (int64_t i = 0; i < turns; ++i) {
+    for (const at::Tensor& x : xs) at::_softmax(x, -1, false);
+  }
+  return (thread_cpu_ns() - start) / static_cast<double>(turns) / static_cast<double>(xs.size());
+}
+
 // Of all threads together, each with tensors of its own, over so many seconds.
 double calls_per_second(const std::string& op, const std::vector<at::Tensor>& xs,
                         const std::vector<at::Tensor>& ys, double seconds) {
@@ -94,6 +104,7 @@ void install_constants(at::Tensor mul, at::Tensor softmax, at::Tensor bmm) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, callers) {
   callers.def("cpu_ns_per_call", &cpu_ns_per_call);
+  callers.def("cpu_ns_per_softmax", &cpu_ns_per_softmax);
   callers.def("calls_per_second", &calls_per_second);
   callers.def("install_constants", &install_constants);
 }
