@@ -101,7 +101,7 @@ def register(folder: Path) -> list[str]:
             "version": 1,
             "features": {each: "exact" if each in exact else {"steps": 2} for each in names},
             "measured": {"date": "2026-11-24", "torch": torch.__version__},
-            "cells": [_cell(at) for at in itertools.product(*map(MEASURED.get, names))],
+            "cells": [_cell(at) for at in itertools.product(*(MEASURED[each] for each in names))],
         }
     model = models.of_device(torch.device("cpu")).name
     table = {"format": 1, "device": model, "capability": None, "overrides": content}

@@ -176,6 +176,7 @@ def test_the_core_and_python_agree_on_lookups_and_comparisons_of_common_numbers(
         pytest.skip("there is no core")
     whole = functools.reduce(operator.and_, [*compared, *looked_up, when.ndim("input") >= 0])
     compiled = compile_condition(whole, OP)
+    assert compiled is not None
     for arguments in some_calls:
         values = tuple(arguments[name] for name in OP.kinds)
         found = core.holds(compiled, values, schema.name, schema.overload_name)
@@ -191,6 +192,7 @@ def core_takes(lookup: Lookup, tensor: torch.Tensor, dim: int) -> bool:
     if core is None:
         pytest.skip("there is no core")
     compiled = compile_condition(lookup, SOFTMAX)
+    assert compiled is not None
     holds: bool = core.holds(compiled, (tensor, dim, False), schema.name, schema.overload_name)
     return holds
 

@@ -272,7 +272,7 @@ def _outdated(folder: Path, object_folder: Path) -> tuple[list[Path], list[list[
 def _units(sources: Sequence[Path]) -> list[list[Path]]:
     """Sources in groups that take about as long, one per parallel compiler."""
     count = max(_jobs(), -(-len(sources) // _MAX_SOURCES_PER_UNIT))
-    units: list[list[Path]] = [[] for _ in range(min(count, len(sources)))]
+    units: list[list[Path]] = [[] for _ in range(max(min(count, len(sources)), 1))]
     costs = {path: path.stat().st_size * _SLOW_SOURCES.get(path.stem, 1) for path in sources}
     units[0] += (path for path in sources if path.stem in _RUN_BY_EVERY_CALL)
     rest = (path for path in sources if path.stem not in _RUN_BY_EVERY_CALL)
