@@ -33,9 +33,7 @@ from _gpu import Call, gpu_times, natively
 import opgraft
 from opgraft import lazy, triton_utils
 from opgraft_kernels.copies.overrides import condition as copy_condition
-from opgraft_kernels.cross_entropy import loss
-from opgraft_kernels.cross_entropy.overrides import condition as cross_entropy_condition
-from opgraft_kernels.cross_entropy.overrides import register_parts
+from opgraft_kernels.cross_entropy import overrides as cross_entropy
 from opgraft_kernels.embedding.overrides import condition as embedding_condition
 from opgraft_kernels.softmax.overrides import OPS, condition
 
@@ -104,15 +102,6 @@ ROWS = [
 
 def register(dispatch_key: str) -> list[opgraft.Override]:
     """The overrides without their crossovers."""
-    cross_entropy = triton_utils.register_op_override(
-        "aten",
-        "cross_entropy_loss",
-        dispatch_key,
-        loss.cross_entropy,
-        cond=cross_entropy_condition(dispatch_key),
-        name="cross_entropy",
-        autograd=(loss.setup_context, loss.backward),
-    )
     embedding = triton_utils.register_op_override(
         "aten",
         "embedding_dense_backward",
@@ -143,7 +132,8 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         )
         for op in OPS
     ]
-    return [cross_entropy, *register_parts(dispatch_key), embedding, *softmax, copy]
+    losses = cross_entropy.register(dispatch_key, by_table=False)
+    return [*losses, embedding, *softmax, copy]
 
 
 def _call(row: Row, device: str) -> Call:

@@ -108,13 +108,19 @@ def _crossover() -> Crossover | None:
     return _CROSSOVER
 
 
-def register(dispatch_key: str) -> list[Override]:
-    """Register the three ops at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    return [_register_loss(dispatch_key), *register_parts(dispatch_key)]
+def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
+    """Register the three ops at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
+
+    Args:
+        dispatch_key: where.
+        by_table: whether measured tables say which calls of the loss are taken on CUDA; else all
+            that the kernels are right for, as a benchmark wants them.
+    """
+    crossover = _crossover() if by_table and dispatch_key == "CUDA" else None
+    return [_register_loss(dispatch_key, crossover), *_register_parts(dispatch_key)]
 
 
-def _register_loss(dispatch_key: str) -> Override:
-    on_cuda: dict[str, Any] = {"crossover": _crossover()} if dispatch_key == "CUDA" else {}
+def _register_loss(dispatch_key: str, crossover: Crossover | None) -> Override:
     return triton_utils.register_op_override(
         "aten",
         "cross_entropy_loss",
@@ -126,11 +132,11 @@ def _register_loss(dispatch_key: str) -> Override:
         # Inductor fuses the logits' last operation with both passes over them.
         compile="inductor",
         samples=lazy("opgraft_kernels.cross_entropy.samples:samples"),
-        **on_cuda,
+        crossover=crossover,
     )
 
 
-def register_parts(dispatch_key: str) -> list[Override]:
+def _register_parts(dispatch_key: str) -> list[Override]:
     """Register the two ops that the loss and its gradient are computed by, at `dispatch_key`."""
     parts = (
         (ops.FORWARD, "forward", condition),
