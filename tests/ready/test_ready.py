@@ -740,27 +740,32 @@ def test_scopes_in_scopes_end_in_their_order(register: Register) -> None:
         assert override.hits == 1
 
 
+def hits_in_child(override: opgraft.Override, child: int) -> int:
+    """In the child of a fork: makes a call, and ends. In its parent: how many hits the child had.
+
+    Args:
+        override: whose hits count.
+        child: what `os.fork` returned.
+    """
+    if child == 0:
+        code = 1
+        try:
+            call()
+            code = override.hits
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 @pytest.mark.parametrize("is_own", [True, False], ids=["its own", "another thread's"])
 def test_a_child_of_a_fork_has_the_scopes_of_the_thread_that_forked(
     register: Register, is_own: bool
 ) -> None:
     """Nobody would end another thread's: the child does not have that thread."""
     override = register(impls.hangs_when_dry)
-
-    def exit_code_of_child() -> int:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                call()
-                code = override.hits
-            finally:
-                os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
     if is_own:
         with opgraft.when_not_ready("wait"):
-            assert exit_code_of_child() == 1
+            assert hits_in_child(override, os.fork()) == 1
         return
     is_open, may_end = threading.Event(), threading.Event()
 
@@ -773,7 +778,7 @@ def test_a_child_of_a_fork_has_the_scopes_of_the_thread_that_forked(
     thread.start()
     try:
         assert is_open.wait(LIMIT)
-        assert exit_code_of_child() == 0
+        assert hits_in_child(override, os.fork()) == 0
     finally:
         may_end.set()
         thread.join()
@@ -785,14 +790,7 @@ def test_a_scope_that_a_fork_was_in_ends_in_both_processes(register: Register) -
     scope.__enter__()
     child = os.fork()
     scope.__exit__(None, None, None)
-    if child == 0:
-        code = 1
-        try:
-            call()
-            code = override.hits
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert hits_in_child(override, child) == 0
     call()
     assert override.hits == 0
 
