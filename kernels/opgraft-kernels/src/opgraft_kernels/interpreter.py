@@ -54,7 +54,7 @@ def _compute_no_overflow(interpreter: Any) -> None:
     """Leave out what nothing looks at: whether sums and products of integers overflow.
 
     The interpreter computes each of them again in int64, for an assertion that it then leaves out,
-    `debug` being off. That took a quarter of the time of the pack's kernels.
+    `debug` being off.
     """
     builder: Any = getattr(interpreter, "interpreter_builder", None)
     options: Any = getattr(builder, "options", None)

@@ -150,7 +150,7 @@ def _profiling(function: Callable[[Any, str, Any], None]) -> Iterator[None]:
 def _collecting_only_what_is_new() -> Iterator[None]:
     """A scope in which the garbage collector leaves aside what there was before.
 
-    Looking at all that torch and its tests made takes it tenths of a second each time.
+    Looking at all that torch and its tests made would take most of the time of a check.
     """
     if gc.get_freeze_count():  # somebody else did that, and would find it undone
         yield
