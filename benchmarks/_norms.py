@@ -29,6 +29,12 @@ SIZES = [
     *((32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)),
     *((4096, 32768), (2048, 65536), (1024, 131072)),
 ]
+#: Hidden sizes that models have and that are no powers of two, and other multiples of 128.
+WIDTHS = [
+    *((4096, 3072), (8192, 5120), (16384, 2560), (32768, 1536)),
+    *((8192, 6144), (8192, 7168), (4096, 12288)),
+    *((32768, 1152), (16384, 2688), (8192, 4480), (4096, 11008), (4096, 13824)),
+]
 EPS = 1e-6
 INPUT_SETS = 3
 
@@ -370,6 +376,7 @@ def main(norm: Norm, doc: str | None, arguments: Sequence[str] | None = None) ->
     parser.add_argument("--crossover", action="store_true", help="measure sizes around it")
     parser.add_argument("--clusters", action="store_true", help="Triton against CuteDSL")
     parser.add_argument("--tiles", action="store_true", help="CuteDSL by tile")
+    parser.add_argument("--widths", action="store_true", help="sizes that are no powers of two")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args(arguments)
     if options.smoke:
@@ -385,6 +392,8 @@ def main(norm: Norm, doc: str | None, arguments: Sequence[str] | None = None) ->
     elif options.tiles:
         records = tiles(norm, options.rounds)
         print("written to", save(f"{norm.name}_tiles", records))
+    elif options.widths:
+        print("written to", save(f"{norm.name}_widths", bandwidth(norm, WIDTHS, options.rounds)))
     else:
         records = bandwidth(norm, SIZES, options.rounds)
         path = save(norm.name, records)

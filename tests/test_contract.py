@@ -256,6 +256,39 @@ def test_special_values_are_told_apart(one: float, other: float, dtype: torch.dt
     actual, native = (torch.tensor([1.0, each], dtype=dtype) for each in (one, other))
     same = repr(one) == repr(other) or (dtype.is_complex and {one, other} == {INF, -INF})
     assert (outputs.value_difference(actual, native) is None) == same
+    assert outputs.Difference(actual, native).found() != same
+
+
+LAYOUTS_OF_BOTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda values: values,
+    "permuted": lambda values: values.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "expanded": lambda values: values[:1].expand(values.shape),
+    "complex": lambda values: torch.complex(values, -values),
+    "conjugate": lambda values: torch.complex(values, -values).conj(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_BOTH.values(), ids=LAYOUTS_OF_BOTH)
+@pytest.mark.parametrize("place", [(0, 0, 0), (0, 3, 4), (0, 1, 2)])
+def test_a_difference_is_found_in_whatever_part_it_is(
+    layout: Callable[[torch.Tensor], torch.Tensor],
+    place: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outputs, "_PART", 7)
+    values = torch.randn(3, 4, 5)
+    other = values.clone()
+    other[place] += 1
+    native = layout(values)
+    assert not outputs.Difference(native.clone(), native).found()
+    assert outputs.Difference(layout(other).clone(), native).found()
+
+
+def test_integers_are_compared_exactly() -> None:
+    large = torch.tensor([2**62, 1])
+    assert not outputs.Difference(large, large.clone()).found()
+    assert outputs.Difference(large, large + 1).found()
+    assert not outputs.Difference(large[:0], large[:0]).found()
 
 
 def test_a_view_op_that_returns_its_argument_is_refused() -> None:

@@ -138,19 +138,17 @@ class _Verdict:
     """Whether two results agree: what the device finds out, once it has."""
 
     def __init__(self, pairs: list[tuple[str, Any, Any]]) -> None:
-        self._labels: list[str] = []
-        found: list[torch.Tensor] = []
+        self._found: list[tuple[str, outputs.Difference]] = []
         #: What differs; empty as long as nothing is known to.
         self.difference = ""
         self.agrees = False
         for label, one, other in pairs:
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                self._labels.append(label)
-                found.append(outputs.values_differ(one, other))
+                self._found.append((label, outputs.Difference(one, other)))
             elif one != other and not (one != one and other != other):
                 self.difference = f"{label}: {one!r}, native returns {other!r}"
-        device = next((each.device for each in found if each.device.type != "cpu"), None)
-        self._found = [each.to(device or "cpu", non_blocking=True) for each in found]
+        devices = (found.device for _, found in self._found)
+        device = self._device = next((each for each in devices if each.type != "cpu"), None)
         self._event = None if device is None else torch.cuda.Event()
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
@@ -169,12 +167,11 @@ class _Verdict:
         elif not self._event.query():
             return
         # On a stream with nothing in it: to read a value waits for what its stream has to do.
-        with torch.cuda.stream(torch.cuda.Stream(self._found[0].device)):
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self._read()
 
     def _read(self) -> None:
-        differing = torch.stack(self._found).tolist() if self._found else []
-        labels = [label for label, each in zip(self._labels, differing, strict=True) if each]
+        labels = [label for label, difference in self._found if difference.found()]
         if labels:
             self.difference = f"{', '.join(labels)}: values differ by more than rounding"
         self.agrees = not labels

@@ -37,7 +37,7 @@ TOLERANCES = {
 }
 
 #: Elements that are compared at a time: several temporaries of as many.
-_CHUNK = 2**25
+_PART = 2**22
 
 #: Whether the op promises native's strides of an output. Called with the output's index, the item's
 #: index if the output is a list of tensors (else None), and the tensor.
@@ -447,43 +447,79 @@ def value_difference(actual: torch.Tensor, native: torch.Tensor, factor: float =
     )
 
 
-def values_differ(actual: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
-    """Whether :func:`value_difference` finds one, as a tensor on their device. Nothing waits.
+class Difference:
+    """Whether :func:`value_difference` finds one: what the device finds out, and nothing waits.
 
     Args:
         actual: what an impl computed.
         native: what native computed, of the same dtype and shape.
 
-    >>> values_differ(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]))
-    tensor(False)
-    >>> values_differ(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
-    tensor(True)
+    >>> nan = float("nan")
+    >>> Difference(torch.tensor([1.0, nan]), torch.tensor([1.0, nan])).found()
+    False
+    >>> Difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).found()
+    True
     """
-    found = torch.zeros((), dtype=torch.bool, device=actual.device)
-    if actual.numel() == 0:
-        return found
-    tolerance = TOLERANCES.get(actual.dtype)
-    if tolerance is None:
-        for one, other in _chunks(actual, native):
-            found |= (one != other).any()
-        return found
-    scale = torch.zeros((), dtype=torch.float64, device=actual.device)
-    for _, other in _chunks(actual, native):
-        largest = torch.where(other.isfinite(), other.abs(), 0).amax()
-        scale = torch.maximum(scale, largest.double())
-    for one, other in _chunks(actual, native):
-        # Not a number is no difference to itself, and infinities are equal.
-        is_same = (one == other) | (one.isnan() & other.isnan())
-        is_near = (one - other).abs().double() <= tolerance * scale
-        found |= ~(is_same | (is_near & one.isfinite() & other.isfinite())).all()
-    return found
+
+    # A first call of each op of ATen loads its kernels, and each op goes through memory once more.
+    # So they are few, and parts are small enough to stay in a GPU's cache from one to the next.
+
+    def __init__(self, actual: torch.Tensor, native: torch.Tensor) -> None:
+        self._tolerance = TOLERANCES.get(actual.dtype, 0.0)
+        pairs = list(_in_parts(actual, native)) if actual.numel() else []
+        self.device = actual.device
+        #: Of each part the largest difference, and the largest number of native's.
+        self._found = actual.new_empty((2, len(pairs)), dtype=_computed_in(actual.dtype))
+        for (one, other), largest in zip(pairs, self._found.unbind(1), strict=True):
+            if actual.dtype in TOLERANCES:
+                _largest_difference(one.to(largest.dtype), other.to(largest.dtype), largest)
+            else:
+                largest.copy_((one != other).any())
+
+    def found(self) -> bool:
+        """Whether they differ. Waits for the device."""
+        differences, numbers = self._found.tolist()
+        allowed = self._tolerance * max(numbers, default=0.0)
+        # A difference of NaN is one.
+        return not all(each <= allowed for each in differences)
 
 
-def _chunks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both in parts, along their longest dimension."""
-    if one.numel() <= _CHUNK:
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """What differences are computed in: the kernels of few dtypes are loaded."""
+    if dtype == torch.float64 or dtype == torch.complex128:
+        return torch.float64
+    return torch.float32
+
+
+def _largest_difference(one: torch.Tensor, other: torch.Tensor, into: torch.Tensor) -> None:
+    """Write the largest difference, and the largest finite number of the other, to two elements.
+
+    NaN is no difference to NaN, nor is an infinity to itself. Any other difference of theirs is
+    infinite.
+    """
+    difference = (one - other).nan_to_num_(0.0, math.inf, -math.inf)
+    difference.masked_fill_((one != one) != (other != other), math.inf)
+    for row, each in zip(into, (difference, other.nan_to_num(0.0, 0.0, 0.0)), strict=True):
+        torch.linalg.vector_norm(each, math.inf, out=row)
+
+
+def _in_parts(
+    one: torch.Tensor, other: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in parts, as real numbers."""
+    if one.is_complex():
+        one, other = (torch.view_as_real(_with_one_infinity(each)) for each in (one, other))
+    if one.is_contiguous() and other.is_contiguous():
+        one, other = one.view(-1), other.view(-1)
+    if one.numel() <= _PART:
         yield one, other
         return
     dim = max(range(one.ndim), key=lambda each: one.shape[each])
-    parts = math.ceil(one.numel() / _CHUNK)
+    parts = min(one.shape[dim], math.ceil(one.numel() / _PART))
     yield from zip(one.tensor_split(parts, dim), other.tensor_split(parts, dim), strict=True)
+
+
+def _with_one_infinity(values: torch.Tensor) -> torch.Tensor:
+    """Complex numbers, of which all that are infinite are the same, and all that are NaN."""
+    values = values.resolve_conj().masked_fill(values.isnan(), complex(math.nan, 0))
+    return values.masked_fill_(values.isinf(), complex(math.inf, 0))
