@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -256,7 +257,10 @@ def test_special_values_are_told_apart(one: float, other: float, dtype: torch.dt
     actual, native = (torch.tensor([1.0, each], dtype=dtype) for each in (one, other))
     same = repr(one) == repr(other) or (dtype.is_complex and {one, other} == {INF, -INF})
     assert (outputs.value_difference(actual, native) is None) == same
-    assert outputs.Difference(actual, native).found() != same
+    assert outputs.Difference(actual, native, finite=False).found() != same
+    is_finite = bool((actual.isfinite() & native.isfinite()).all())
+    expected = not same if is_finite else None
+    assert outputs.Difference(actual, native, finite=True).found() == expected
 
 
 LAYOUTS_OF_BOTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -270,25 +274,28 @@ LAYOUTS_OF_BOTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS_OF_BOTH.values(), ids=LAYOUTS_OF_BOTH)
 @pytest.mark.parametrize("place", [(0, 0, 0), (0, 3, 4), (0, 1, 2)])
+@pytest.mark.parametrize("finite", [True, False])
 def test_a_difference_is_found_in_whatever_part_it_is(
     layout: Callable[[torch.Tensor], torch.Tensor],
     place: tuple[int, ...],
+    finite: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outputs, "_PART", 7)
+    differs = partial(outputs.Difference, finite=finite)
     values = torch.randn(3, 4, 5)
     other = values.clone()
     other[place] += 1
     native = layout(values)
-    assert not outputs.Difference(native.clone(), native).found()
-    assert outputs.Difference(layout(other).clone(), native).found()
+    assert differs(native.clone(), native).found() is False
+    assert differs(layout(other).clone(), native).found()
 
 
 def test_integers_are_compared_exactly() -> None:
     large = torch.tensor([2**62, 1])
-    assert not outputs.Difference(large, large.clone()).found()
-    assert outputs.Difference(large, large + 1).found()
-    assert not outputs.Difference(large[:0], large[:0]).found()
+    for one, same in [(large, True), (large + 1, False), (large[:0], True)]:
+        other = large[: len(one)]
+        assert outputs.Difference(one, other, finite=True).found() is not same
 
 
 def test_a_view_op_that_returns_its_argument_is_refused() -> None:

@@ -52,6 +52,9 @@ def register() -> Iterator[Register]:
         each.remove()
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 def states(override: opgraft.Override) -> list[readiness.State]:
     assert override.plans is not None
     return override.plans.readiness.states()
@@ -110,6 +113,28 @@ def test_native_that_raises_proves_nothing() -> None:
     for _ in range(proof.REPLAYS):
         one.run(router, call, lambda each: 0 - each.values[0])
     assert one.is_done, one.difference
+
+
+@pytest.mark.parametrize("returned", [INF, -INF, NAN, 1.0])
+@pytest.mark.parametrize("waits", [False, True])
+def test_numbers_that_are_not_finite_are_compared_by_later_calls(
+    returned: float, waits: bool
+) -> None:
+    call = Call(resolve("aten::neg"), (torch.tensor([1.0, INF]),))
+    one = proof.Proof(mock.Mock(), waits=waits)
+    poisons = []
+
+    def replay(plan: object, values: object, poison: int) -> torch.Tensor:
+        poisons.append(poison)
+        return torch.tensor([-1.0, returned])
+
+    router = mock.Mock(replay=replay)
+    for _ in range(3 * proof.REPLAYS):
+        one.run(router, call, lambda each: 0 - each.values[0])
+    assert one.is_done == (returned == -INF)
+    assert bool(one.difference) == (returned != -INF)
+    # With each of them it is compared once more, where nothing could be said before.
+    assert sorted(poisons) == sorted((1 if waits else 2) * proof._POISONS)
 
 
 def test_proofs_go_with_the_plans_that_are_evicted(

@@ -43,7 +43,10 @@ class Proof:
         self._plan = plan
         self._waits = waits
         self._lock = threading.Lock()
-        self._begun = 0
+        #: What fills the plan's memory in the replays that are left.
+        self._poisons = list(_POISONS)
+        # Between ranks it must not depend on their numbers which calls are native's.
+        self._finite = not waits
         self._skipped = 0
         self._verdicts: list[_Verdict] = []
         #: How the plan differs from native; empty as long as it does not.
@@ -70,8 +73,8 @@ class Proof:
             Exception: native's.
         """
         with self._lock:
-            number, self._begun = self._begun, self._begun + 1
-        if number >= REPLAYS:
+            poison = self._poisons.pop(0) if self._poisons else None
+        if poison is None:
             result = run_native(call)
             self._look()
             return result
@@ -81,18 +84,17 @@ class Proof:
                 with threads.scope(threads.EVERYTHING):
                     ours = copies.copy_call(call)
         except torch.OutOfMemoryError:
-            self._skip()
+            self._skip(poison)
             return run_native(call)
         try:
             result = run_native(call)
         except BaseException:
-            with self._lock:
-                self._begun -= 1  # nothing was compared: a later call is
+            self._leave(poison)  # nothing was compared: a later call is
             raise
         try:
-            self._compare(router, ours, call, result, _POISONS[number])
+            self._compare(router, ours, call, result, poison)
         except torch.OutOfMemoryError:
-            self._skip()
+            self._skip(poison)
         except Exception as error:  # a launch that fails, a dtype that few ops support
             self.difference = f"{type(error).__name__}: {error}"
         return result
@@ -114,13 +116,18 @@ class Proof:
                 *outputs.comparable_outputs(actual, expected),
                 *outputs.comparable_writes(ours, call),
             ]
-            verdict = _Verdict(pairs)
+            verdict = _Verdict(pairs, poison, finite=self._finite)
         with self._lock:
             self._verdicts.append(verdict)
 
-    def _skip(self) -> None:
+    def _leave(self, poison: int) -> None:
+        """Leave a replay to a later call."""
         with self._lock:
-            self._begun -= 1
+            self._poisons.append(poison)
+
+    def _skip(self, poison: int) -> None:
+        self._leave(poison)
+        with self._lock:
             self._skipped += 1
             if self._skipped >= MAX_SKIPPED:
                 self.difference = "there was no memory to compare it"
@@ -132,19 +139,38 @@ class Proof:
             each.look(waits=self._waits)
             if each.difference:
                 self.difference = each.difference
+            elif each.is_open:
+                self._compare_again(each)
+
+    def _compare_again(self, verdict: _Verdict) -> None:
+        """Have a later call compared with whatever numbers there are."""
+        with self._lock:
+            if verdict in self._verdicts:  # else another thread was faster
+                self._verdicts.remove(verdict)
+                self._poisons.append(verdict.poison)
+                self._finite = False
 
 
 class _Verdict:
-    """Whether two results agree: what the device finds out, once it has."""
+    """Whether two results agree: what the device finds out, once it has.
 
-    def __init__(self, pairs: list[tuple[str, Any, Any]]) -> None:
+    Args:
+        pairs: what is compared, with its name.
+        poison: what filled the plan's memory.
+        finite: whether all numbers are expected to be finite.
+    """
+
+    def __init__(self, pairs: list[tuple[str, Any, Any]], poison: int, *, finite: bool) -> None:
+        self.poison = poison
         self._found: list[tuple[str, outputs.Difference]] = []
         #: What differs; empty as long as nothing is known to.
         self.difference = ""
         self.agrees = False
+        #: Whether it is known that nothing can be said, because not all numbers were finite.
+        self.is_open = False
         for label, one, other in pairs:
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-                self._found.append((label, outputs.Difference(one, other)))
+                self._found.append((label, outputs.Difference(one, other, finite=finite)))
             elif one != other and not (one != one and other != other):
                 self.difference = f"{label}: {one!r}, native returns {other!r}"
         devices = (found.device for _, found in self._found)
@@ -157,7 +183,7 @@ class _Verdict:
 
     def look(self, *, waits: bool = False) -> None:
         """Find out, if the device is done."""
-        if self.agrees or self.difference:
+        if self.agrees or self.difference or self.is_open:
             return
         if self._event is None:
             self._read()
@@ -171,8 +197,11 @@ class _Verdict:
             self._read()
 
     def _read(self) -> None:
-        labels = [label for label, difference in self._found if difference.found()]
-        if labels:
+        found = [(label, difference.found()) for label, difference in self._found]
+        if labels := [label for label, differs in found if differs]:
             self.difference = f"{', '.join(labels)}: values differ by more than rounding"
-        self.agrees = not labels
+        elif any(differs is None for _, differs in found):
+            self.is_open = True
+        else:
+            self.agrees = True
         self._found.clear()
