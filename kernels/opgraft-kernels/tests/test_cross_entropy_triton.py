@@ -305,6 +305,74 @@ def test_special_values(
         torch.testing.assert_close(one[finite], exact[finite].float(), rtol=1e-5, atol=1e-5)
 
 
+#: Rows without probabilities, and rows that nearly have none: what all else is, None being random
+#: numbers, and what is where, by the share of the row before it.
+_UNLIKELY: dict[str, tuple[float | None, dict[float, float]]] = {
+    "NaN throughout": (NAN, {}),
+    "NaN first": (None, {0.0: NAN}),
+    "NaN inside": (None, {0.5: NAN}),
+    "NaN last": (None, {1.0: NAN}),
+    "NaN, else -inf": (-INF, {0.5: NAN}),
+    "-inf throughout": (-INF, {}),
+    "inf throughout": (INF, {}),
+    "inf once": (None, {0.5: INF}),
+    "inf twice": (None, {0.1: INF, 0.9: INF}),
+    "inf, else -inf": (-INF, {0.5: INF}),
+    "inf, then NaN": (None, {0.1: INF, 0.9: NAN}),
+    "NaN, then inf": (None, {0.1: NAN, 0.9: INF}),
+}
+_LIKELY: dict[str, tuple[float | None, dict[float, float]]] = {
+    "finite first, else -inf": (-INF, {0.0: 3.0}),
+    "finite last, else -inf": (-INF, {1.0: 3.0}),
+    "as low as can be": (torch.finfo(torch.float32).min, {}),
+}
+_ROWS = {**_UNLIKELY, **_LIKELY}
+
+
+def _unlikely_rows(classes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    rows = torch.randn(len(_ROWS), classes)
+    for row, (throughout, others) in zip(rows, _ROWS.values(), strict=True):
+        if throughout is not None:
+            row.fill_(throughout)
+        for share, value in others.items():
+            row[round(share * (classes - 1))] = value
+    lowest = torch.finfo(dtype).min
+    return torch.where(rows.isinf(), rows, rows.clamp(min=lowest)).to(device, dtype)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [20, 40000], ids=["a tile", "in blocks"])
+def test_the_statistics_of_any_row_are_natives(
+    override: Override,
+    classes: int,
+    weighted: bool,
+    smoothing: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """A launch plan is compared with native in its first calls, whatever rows they have."""
+    x = _unlikely_rows(classes, dtype, device)
+    target = torch.full((len(_ROWS),), classes // 2, device=device)
+    target[::4] = -100
+    weight = _weight(x) if weighted else None
+    (forward,) = (each for each in opgraft.overrides() if each.name.endswith(".forward"))
+    hits = forward.hits
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.ops.opgraft_kernels._cross_entropy(
+            x, target, weight, 0, -100, smoothing, dtype=torch.float32
+        )
+
+    ours = run()
+    assert forward.hits == hits + 1
+    with opgraft.disabled():
+        native = run()
+    torch.testing.assert_close(ours, native, equal_nan=True)
+    lacking = ours[1].isnan()
+    assert lacking[:, : len(_UNLIKELY)].all() and not lacking[:, len(_UNLIKELY) :].any()
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)

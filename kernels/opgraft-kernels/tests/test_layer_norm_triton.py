@@ -142,6 +142,70 @@ def test_a_large_mean_loses_no_digits(shape: tuple[int, ...], device: torch.devi
         assert _error(one, right) < 2e-4
 
 
+# Rows that share a program, with a tail and without, that fit one, and that are read in blocks.
+REGISTERS_AND_BLOCKS = [(70, 16), (9, 130), (9, 1000), (4, 4096), (4, 4097), (4, 8192), (4, 9000)]
+
+
+@pytest.mark.parametrize("offset", [30000.0, 1e6])
+@pytest.mark.parametrize("shape", REGISTERS_AND_BLOCKS, ids=str)
+def test_a_large_mean_costs_the_output_no_digits(
+    shape: tuple[int, ...], offset: float, device: torch.device
+) -> None:
+    """A mean that is a unit in its last place off would move the output by a thousandth or more."""
+    case = _case(shape, torch.float32, device, False, False, offset)
+    y, mean, rstd = layer_norm_forward(case.x, case.shape, None, None, EPS)
+    native, right = _through_op(case), _reference(case)
+    assert (mean - right.mean).abs().max() <= 0.6 * _unit(offset)
+    assert (y - right.y).abs().max() <= 1e-5
+    assert (y - right.y).abs().max() < (native.y - right.y).abs().max()
+    assert _error(rstd, right.rstd) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", [(8, 20000), (8, 65536)], ids=str)
+def test_a_large_mean_costs_split_rows_few_digits(
+    shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Programs exchange their parts' means, each half a unit in its last place off at most."""
+    case = _case(shape, torch.float32, device, False, False, 30000.0)
+    y, mean, rstd = layer_norm_forward(case.x, case.shape, None, None, EPS)
+    right = _reference(case)
+    assert (mean - right.mean).abs().max() <= 0.75 * _unit(30000.0)
+    assert (y - right.y).abs().max() <= 0.25 * _unit(30000.0)
+    assert _error(rstd, right.rstd) <= 1e-5
+
+
+def _unit(number: float) -> float:
+    """Of the last place of float32 numbers of that size."""
+    return 2.0 ** (math.frexp(number)[1] - 24)
+
+
+@pytest.mark.parametrize("value", [0.1, 12345.678])
+@pytest.mark.parametrize("shape", REGISTERS_AND_BLOCKS, ids=str)
+def test_rows_of_equal_elements_are_zeros(
+    shape: tuple[int, ...], value: float, device: torch.device
+) -> None:
+    """Their deviation is 0: whatever the mean is off, rstd makes some hundred times as large."""
+    x = torch.full(shape, value, device=device)
+    y, mean, rstd = layer_norm_forward(x, [shape[-1]], None, None, EPS)
+    assert (y.abs() <= 1e-4).all()
+    torch.testing.assert_close(mean, x[:, :1])
+    torch.testing.assert_close(rstd, torch.full_like(rstd, EPS**-0.5), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("hidden", [40, 9000])
+def test_what_is_not_finite_stays_in_its_row(hidden: int, device: torch.device) -> None:
+    case = _case((64, hidden), torch.float32, device)
+    case.x[1, 2], case.x[3, -1], case.x[5, 0] = math.nan, math.inf, -math.inf
+    ours = layer_norm_forward(case.x, case.shape, case.weight, case.bias, EPS)
+    is_finite = torch.ones(64, dtype=torch.bool, device=device)
+    is_finite[[1, 3, 5]] = False
+    y, _, rstd = ours
+    assert y[~is_finite].isnan().all() and rstd[~is_finite].isnan().all()
+    native = _through_op(case)
+    for one, other in zip(ours, native, strict=False):
+        torch.testing.assert_close(one[is_finite], other[is_finite])
+
+
 @pytest.mark.parametrize("hidden", [24, 9000])
 @pytest.mark.parametrize("mask", [(m >> 2 & 1, m >> 1 & 1, m & 1) for m in range(8)], ids=str)
 def test_output_mask(mask: tuple[int, ...], hidden: int, device: torch.device) -> None:

@@ -9,6 +9,7 @@ who has no memory for all of them has none while a kernel compiles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -36,8 +37,9 @@ _CHUNK = 2**22
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Of the logits: `statistics` has each row's maximum and, below, the logarithm of the sum of what
-# the others are to it, [2, rows]; `mass` the sum of the rows' weights for a mean, else nothing. Of
-# a row without probabilities (-inf throughout, or with NaN) they say anything that gives NaN.
+# the others are to it, [2, rows]; `mass` the sum of the rows' weights for a mean, else nothing.
+# Both statistics are NaN of a row without probabilities (-inf throughout, or with inf or NaN): a
+# launch plan is compared with native in its first calls, whatever their rows are.
 _library.define(
     f"{FORWARD}(Tensor self, Tensor target, Tensor? weight, int reduction, int ignore_index, "
     "float label_smoothing, *, ScalarType dtype) -> (Tensor loss, Tensor statistics, Tensor mass)"
@@ -70,8 +72,9 @@ def cross_entropy(
     for rows in _chunks(x):
         t = indices[rows]
         log_p = torch.log_softmax(x[rows], -1, dtype=statistics.dtype)
-        statistics[0, rows] = x[rows].amax(-1)
         statistics[1, rows] = -log_p.amax(-1)
+        lacks_probabilities = statistics[1, rows].isnan()
+        statistics[0, rows] = x[rows].amax(-1).masked_fill(lacks_probabilities, math.nan)
         # With its assertion that there is such a class.
         part, _ = torch.ops.aten.nll_loss_forward(log_p, t, w, NONE, ignore_index)
         if label_smoothing > 0:

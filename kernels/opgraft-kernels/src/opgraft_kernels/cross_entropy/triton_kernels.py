@@ -144,7 +144,11 @@ def _forward_kernel(
         if SMOOTH:
             all_weights = tl.sum(seen, axis=1)
             below = tl.sum(_lowered(belows, seen, best[:, None] - bests), axis=1)
-    log_total = tl.log(total)
+    # The maximum alone makes it 1, unless the row has no probabilities: what it is then depends on
+    # how the row was read.
+    has_probabilities = total > 0.0
+    best = tl.where(has_probabilities, best, float("nan"))
+    log_total = tl.log(tl.where(has_probabilities, total, float("nan")))
     weight = tl.where(counts, 1.0, 0.0)
     if w_ptr is not None:
         weight = tl.load(w_ptr + target, mask=counts, other=0.0).to(tl.float32)
