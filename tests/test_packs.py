@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -145,6 +146,29 @@ def test_activating_loads_every_pack_and_says_so(
     assert first.on_error == "fallback"
     assert states() == {"attention": ("active", ""), "norms": ("active", "")}
     assert "active: pack 'attention' (attention-dist 1.5), pack 'norms'" in caplog.text
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("ending", ["", "raise ValueError"])
+def test_no_garbage_is_collected_while_packs_register(
+    install: Install, enabled: bool, ending: str
+) -> None:
+    before = gc.isenabled()
+    code = f"""
+        import gc
+        during = []
+        def register():
+            during.append(gc.isenabled())
+            {ending}
+    """
+    module = install("norms", code)
+    try:
+        gc.enable() if enabled else gc.disable()
+        packs.activate()
+        assert sys.modules[module].during == [False]
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
 
 
 def test_order_is_user_then_priority_then_name(install: Install) -> None:

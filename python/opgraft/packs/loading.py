@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -165,13 +166,31 @@ def activate() -> list[Status]:
     if not again:
         _log_obstacles(wanted)
     if wanted and _why_no_core() is None:
-        for pack in wanted:
-            if pack.name not in _statuses:  # an earlier failure has been reported already
-                _load_or_log(pack)
+        with _without_collections():
+            for pack in wanted:
+                if pack.name not in _statuses:  # an earlier failure has been reported already
+                    _load_or_log(pack)
     active = [str(status.pack) for status in statuses() if status.state == "active"]
     if active:
         log.info("opgraft: active: %s", ", ".join(active))
     return statuses()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Put off collections of garbage, as what a pack registers stays.
+
+    A program that has imported torch has so many objects that one full collection takes as long as
+    all that a pack does.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def load(name: str) -> None:

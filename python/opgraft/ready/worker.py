@@ -19,12 +19,17 @@ READY = b'{"ready": true}'
 
 _PR_SET_PDEATHSIG = 1
 
+#: Added to the parent's. Several workers that start at a time would slow the program down, whose
+#: first steps keep the processor as busy.
+_NICENESS = 10
+
 
 def main() -> None:
     """Answer requests until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
     _end_with(int(sys.argv[1]))
     _be_killed_first()
+    os.nice(_NICENESS)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     requests = os.fdopen(os.dup(0), encoding="utf-8")

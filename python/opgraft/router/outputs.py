@@ -489,7 +489,7 @@ class Difference:
             torch.aminmax(other, out=(found[2], found[3]))
 
     def found(self) -> bool | None:
-        """Whether they differ; None where it is open, as not all is finite. Waits for the device."""
+        """Whether they differ; None where that is open: not all is finite. Waits for the device."""
         parts = self._found.tolist()
         if self._finite and not all(math.isfinite(each) for part in parts for each in part):
             return None

@@ -9,7 +9,6 @@ who has no memory for all of them has none while a kernel compiles.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -29,7 +28,7 @@ __all__ = [
 NAMESPACE, FORWARD, BACKWARD = "opgraft_kernels", "_cross_entropy", "_cross_entropy_backward"
 
 #: Values of the argument `reduction`.
-NONE, MEAN = 0, 1
+NONE, MEAN, _SUM = 0, 1, 2
 
 #: Elements whose log-probabilities the native kernels keep at a time. As many stay in a GPU's cache
 #: from one of ATen's ops to the next.
@@ -50,7 +49,9 @@ _library.define(
 )
 
 
-# Neither has a derivative: without `no_grad`, autograd would find one in ATen's ops.
+# Neither has a derivative: without `no_grad`, autograd would find one in ATen's ops. Both compute
+# by what native cross-entropy computes by, as far as that goes: at its first call in a process each
+# kernel of ATen's is loaded, which takes tens of milliseconds. Native's are loaded before.
 
 
 @torch.no_grad()
@@ -67,28 +68,35 @@ def cross_entropy(
     """The loss of one row of logits or a matrix, and class indices; and what its backward needs."""
     loss, statistics, mass = _allocated(self, target, reduction, dtype)
     x, indices = _as_rows(self, target)
-    losses = statistics.new_empty(indices.shape)
+    losses = statistics.new_zeros(indices.shape if reduction == NONE else ())
+    total = statistics.new_zeros(())
     w = None if weight is None else weight.to(statistics.dtype)
     for rows in _chunks(x):
         t = indices[rows]
-        log_p = torch.log_softmax(x[rows], -1, dtype=statistics.dtype)
-        statistics[1, rows] = -log_p.amax(-1)
-        lacks_probabilities = statistics[1, rows].isnan()
-        statistics[0, rows] = x[rows].amax(-1).masked_fill(lacks_probabilities, math.nan)
+        logits = x[rows].to(statistics.dtype)
+        log_p = torch.log_softmax(logits, -1)
+        largest = torch.aminmax(log_p, dim=-1).max
+        # NaN where that is.
+        statistics[0, rows] = torch.aminmax(logits, dim=-1).max + (largest - largest)
+        statistics[1, rows] = torch.zeros_like(largest) - largest
         # With its assertion that there is such a class.
-        part, _ = torch.ops.aten.nll_loss_forward(log_p, t, w, NONE, ignore_index)
+        part, of_rows = torch.ops.aten.nll_loss_forward(
+            log_p, t, w, NONE if reduction == NONE else _SUM, ignore_index
+        )
         if label_smoothing > 0:
             of_all = -(log_p if w is None else log_p * w).sum(-1) / x.shape[1]
             of_all = of_all.masked_fill(t == ignore_index, 0)
+            of_all = of_all if reduction == NONE else of_all.sum()
             part = (1 - label_smoothing) * part + label_smoothing * of_all
-        losses[rows] = part
-    if reduction == NONE:
-        loss.copy_(losses.view(loss.shape))
-    elif reduction == MEAN:
-        mass.copy_(_weights(indices, weight, ignore_index, statistics.dtype).sum())
-        loss.copy_(losses.sum() / mass)
-    else:
-        loss.copy_(losses.sum())
+        if reduction == NONE:
+            losses[rows] = part
+        else:
+            losses += part
+            total += of_rows
+    if reduction == MEAN:
+        mass.copy_(total)
+        losses /= mass
+    loss.copy_(losses.view(loss.shape))
     return loss, statistics, mass
 
 
@@ -114,27 +122,18 @@ def cross_entropy_backward(
     x, indices = _as_rows(self, target)
     out, classes = dx.view(x.shape), x.shape[1]
     w = None if weight is None else weight.to(statistics.dtype)
-    is_ignored = indices == ignore_index
-    g = grad.to(statistics.dtype).expand(target.shape).reshape(-1)
-    g = (g / mass if reduction == MEAN else g).masked_fill(is_ignored, 0)
-    # Of the class of a row, and of each class.
-    of_one = (1 - label_smoothing) * _weights(indices, weight, ignore_index, statistics.dtype)
-    of_all = label_smoothing / classes
-    indices = indices.masked_fill(is_ignored, 0)
+    g = grad.to(statistics.dtype).reshape(indices.shape if reduction == NONE else ())
+    total = mass if reduction == MEAN else statistics.new_zeros(())
     for rows in _chunks(x):
-        t, one = indices[rows, None], of_one[rows, None]
-        into = out[rows] if out.dtype == statistics.dtype else None
-        p = torch.sub(x[rows], statistics[0, rows, None], out=into)
-        p.sub_(statistics[1, rows, None]).exp_()
+        t = indices[rows]
+        log_p = torch.log_softmax(x[rows].to(statistics.dtype), -1)
+        of_rows = g[rows] if reduction == NONE else g
+        d = torch.ops.aten.nll_loss_backward(of_rows, log_p, t, w, reduction, ignore_index, total)
         if label_smoothing > 0:
-            p *= one + of_all * (classes if w is None else w.sum())
-            p -= of_all if w is None else of_all * w
-        elif w is not None:
-            p *= one
-        p.scatter_(1, t, p.gather(1, t) - one)
-        p *= g[rows, None]
-        if into is None:
-            out[rows] = p
+            of_all = (of_rows / total if reduction == MEAN else of_rows).expand(t.shape)
+            of_all = of_all.masked_fill(t == ignore_index, 0)[:, None] * (label_smoothing / classes)
+            d = (1 - label_smoothing) * d - (of_all if w is None else of_all * w)
+        out[rows] = torch._log_softmax_backward_data(d, log_p, -1, log_p.dtype)
     return dx
 
 
@@ -174,17 +173,6 @@ def _chunks(x: Tensor) -> Iterator[slice]:
     rows = max(1, _CHUNK // max(1, x.shape[1]))
     for first in range(0, x.shape[0], rows):
         yield slice(first, first + rows)
-
-
-def _weights(
-    indices: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
-    """The weight of each row's class, 0 where the row is ignored."""
-    is_ignored = indices == ignore_index
-    if weight is None:
-        return (~is_ignored).to(dtype)
-    chosen = weight.to(dtype)[indices.masked_fill(is_ignored, 0)]
-    return chosen.masked_fill(is_ignored, 0)
 
 
 def _forward_metadata(
