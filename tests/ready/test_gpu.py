@@ -184,7 +184,10 @@ assert not pool.shared().workers(), "a worker was started"
 plans = {each.name: list(each.plans) for each in opgraft.overrides() if each.plans}
 hits = {name: sum(plan.hits for plan in found) for name, found in plans.items() if found}
 print(hits)
-assert len(hits) == 6 and all(count >= 6 for count in hits.values()), (hits, plans)
+# An override that is asked while the one before it is not ready has plans, and need not be hit.
+parts = ("rms_norm.", "cross_entropy.", "attention.cutedsl.")
+wanted = [name for name in hits if name.startswith(tuple(f"opgraft_kernels.{p}" for p in parts))]
+assert len(wanted) == 6 and all(hits[name] >= 6 for name in wanted), (hits, plans)
 assert not DSLS & set(sys.modules), DSLS & set(sys.modules)
 """
 
