@@ -28,6 +28,7 @@
 #include "counter.h"
 #include "derivative.h"
 #include "epochs.h"
+#include "filling.h"
 #include "observer.h"
 #include "opaque.h"
 #include "plan_impl.h"
@@ -572,6 +573,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       "register_tracing_mode",
       [](const py::type& mode) { register_tracing_mode(py::type(mode).release().ptr()); },
       "Let dispatch modes of this type see composite ops whole, not decomposed.");
+  core.def(
+      "fill_grid",
+      [](const py::bytes& cells, const std::vector<std::pair<size_t, bool>>& axes) {
+        std::vector<GridAxis> each;
+        for (const auto& [count, has_steps] : axes) each.push_back({count, has_steps});
+        return py::bytes(fill_grid(std::string(cells), each));
+      },
+      py::arg("cells"), py::arg("axes"),
+      "Fill in a grid's undecided cells; an axis is its count, and whether it has steps.");
   core.def("set_capability_lookup", [](py::object function) {
     capability_function = function.release();
     set_capability_lookup(&look_up_capability);

@@ -222,8 +222,10 @@ def _entry(found: Json, crossover: Crossover) -> Entry:
     )
     if math.prod(axis.count for axis in axes) > MAX_CELLS:
         raise BadTable(f"its cells span more than {MAX_CELLS} buckets")
+    known: list[dict[Feature, int]] = [{} for _ in axes]
     measured = {
-        _indices(axes, corner): _cell(cell) for corner, cell in zip(corners, cells, strict=True)
+        _indices(axes, corner, known): _cell(cell)
+        for corner, cell in zip(corners, cells, strict=True)
     }
     if len(measured) != len(cells):
         raise BadTable("two cells are at one place")
@@ -269,18 +271,33 @@ def _axis(name: str, kind: Json, values: list[Feature], crossover: Crossover) ->
     return SteppedAxis(steps, min(numbers), max(numbers), open_ended=is_open)
 
 
-def _indices(axes: tuple[Axis, ...], corner: tuple[Feature, ...]) -> tuple[int, ...]:
+def _indices(
+    axes: tuple[Axis, ...], corner: tuple[Feature, ...], known: list[dict[Feature, int]]
+) -> tuple[int, ...]:
+    """The place of a cell.
+
+    Args:
+        axes: the grid's.
+        corner: what the features are where the cell begins.
+        known: by axis, the buckets of values that were looked up before.
+    """
     found = []
-    for axis, value in zip(axes, corner, strict=True):
-        index = axis.index_of(value)
-        if index is None or axis.lower(index) != value:
-            raise BadTable(f"{value} is not where a bucket begins")
+    for axis, value, indices in zip(axes, corner, known, strict=True):
+        index = indices.get(value)
+        if index is None:
+            index = axis.index_of(value)
+            if index is None or axis.lower(index) != value:
+                raise BadTable(f"{value} is not where a bucket begins")
+            indices[value] = index
         found.append(index)
     return tuple(found)
 
 
+_FIELDS = tuple(f"{field}_us" for field in Cell._fields)
+
+
 def _cell(cell: Mapping[str, Json]) -> Cell:
-    return Cell(*(_microseconds(cell, f"{field}_us") for field in Cell._fields))
+    return Cell(*[_microseconds(cell, field) for field in _FIELDS])
 
 
 def _microseconds(cell: Mapping[str, Json], field: str) -> float | None:
