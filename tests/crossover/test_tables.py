@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import operator
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opgraft import Crossover, when
+from opgraft.core import loader
 from opgraft.crossover import rule, tables
 from opgraft.crossover.rule import GRAPH, PLAN, PYTHON
 from opgraft.crossover.tables import BadTable, Entry, entry_of
-from opgraft.when.grid import Grid
+from opgraft.when.grid import Axis, ExactAxis, Grid, SteppedAxis
 from tests.crossover.tables import GRAPHS_ONLY, cell, crossover, entry, table
 from tests.test_when_properties import relaxed
 
@@ -202,6 +205,26 @@ def test_an_open_ended_feature_goes_on_as_at_its_ends() -> None:
         *(False, False),
     ]
     assert taken(found, [16], torch.float64) == [False]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_core_fills_a_grid_as_python_does(seed: int) -> None:
+    core = loader.in_use()
+    if core is None:
+        pytest.skip("there is no compiled core")
+    rng = random.Random(seed)
+    counts = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
+    axes: list[Axis] = [
+        ExactAxis(range(count)) if rng.random() < 0.3 else SteppedAxis(1, 1, 2 ** (count - 1))
+        for count in counts
+    ]
+    cells = bytearray(
+        rng.choice([0, 1, 3, 7]) if rng.random() < 0.3 else rule._UNDECIDED
+        for _ in range(math.prod(counts))
+    )
+    given = bytes(cells)
+    rule._fill(cells, axes, operator.and_)
+    assert core.fill_grid(given, [rule._described(axis) for axis in axes]) == cells
 
 
 def test_values_of_an_exact_feature_have_nothing_in_between() -> None:

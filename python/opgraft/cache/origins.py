@@ -145,9 +145,13 @@ def relative(path: str) -> str:
 
 def absolute(path: str) -> str:
     """The file that :func:`relative` was given, as this process finds it."""
-    if os.path.isabs(path):
-        return path
-    places = (os.path.join(each, path) for each in sys.path if each)
+    return path if os.path.isabs(path) else _found(path, tuple(each for each in sys.path if each))
+
+
+@cache
+def _found(path: str, folders: tuple[str, ...]) -> str:
+    """Each is looked for once, as each is read once."""
+    places = (os.path.join(each, path) for each in folders)
     return next(filter(os.path.isfile, places), path)
 
 

@@ -297,14 +297,18 @@ def properties(call: Call) -> dict[str, Any] | None:
         return None
     if device.type != "cuda" or torch.version.hip:
         raise CannotAsk(f"workers know of no {device.type} device but NVIDIA's")
+    return {"type": "cuda", "properties": _properties(device)}
+
+
+@functools.cache
+def _properties(device: torch.device) -> dict[str, Any]:
     found = torch.cuda.get_device_properties(device)
-    told = {
+    return {
         name: value
         for name in dir(found)
         if not name.startswith(("_", "pci_"))  # the same for all of a machine's GPUs that are alike
         and isinstance(value := getattr(found, name), (bool, int, float, str))
     }
-    return {"type": "cuda", "properties": told}
 
 
 def call_of(asked: Request, shift: int = 0) -> Call:
