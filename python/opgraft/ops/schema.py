@@ -249,6 +249,15 @@ class Call:
         for value in self.values:
             yield from _tensors(value)
 
+    def changed(self, change: Callable[[Any], Any]) -> Call:
+        """The call with each of its arguments changed, and in a list each of its elements.
+
+        >>> doubled = resolve("aten::cat").bind(([torch.ones(1)], 0), {}).changed(lambda v: 2 * v)
+        >>> doubled.values
+        ([tensor([2.])], 0)
+        """
+        return Call(self.op, tuple(_changed(value, change) for value in self.values))
+
     def named_tensors(self) -> Iterator[tuple[Argument, torch.Tensor]]:
         """Every tensor among the arguments, each with its argument."""
         for argument, value in zip(self.op.arguments, self.values, strict=True):
@@ -369,6 +378,16 @@ def _suggestions(namespace: str, name: str) -> str:
     near = [whole] if whole in known else []
     near += [each for each in difflib.get_close_matches(whole, known, n=3) if each != whole]
     return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+# A function inside `Call.changed` that calls itself would be a reference cycle, and keep what
+# `change` holds until garbage is collected: tensors of gigabytes.
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_changed(each, change) for each in value]
+    return change(value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -177,12 +177,7 @@ def substitutes(call: Call) -> Call:
             else:
                 made.update(_on_another_storage(tensors))
 
-    def substitute(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [substitute(each) for each in value]
-        return made[id(value)] if isinstance(value, torch.Tensor) else value
-
-    return Call(call.op, tuple(map(substitute, call.values)))
+    return call.changed(lambda value: made[id(value)] if isinstance(value, torch.Tensor) else value)
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

@@ -48,8 +48,11 @@ def watching(recording: Recording) -> Iterator[None]:
         if "triton" in sys.modules:
             recording.recorder.refuse("it imported Triton, so its launches were not recorded")
         return
-    with _patches.applied(recording, _replacements):
-        yield
+    try:
+        with _patches.applied(recording, _replacements):
+            yield
+    finally:
+        _local.announced = None  # a launch that was not recorded would keep its arguments alive
 
 
 def _replacements() -> dict[tuple[type, str], Any]:

@@ -296,12 +296,13 @@ def _with_callers_tensors(comparison: Comparison, expected: Any) -> Any:
     pairs = zip(comparison.call.written(), comparison.native_call.written(), strict=True)
     own = {id(native): actual for (_, actual), (_, native) in pairs}
 
-    def swapped(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(swapped(each) for each in value)
-        return own.get(id(value), value)
+    return _swapped(expected, own)
 
-    return swapped(expected)
+
+def _swapped(value: Any, own: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_swapped(each, own) for each in value)
+    return own.get(id(value), value)
 
 
 # ------------------------------------------------------------------ reporting

@@ -109,18 +109,7 @@ def copied(call: Call, *, contiguous: bool = False) -> Call:
             return value.detach().clone(memory_format=layout)
         return value
 
-    return _changed(call, copy)
-
-
-def _changed(call: Call, change: Callable[[Any], Any]) -> Call:
-    """The call with each of its arguments changed, and in a list each of its elements."""
-
-    def each_changed(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [each_changed(each) for each in value]
-        return change(value)
-
-    return Call(call.op, tuple(map(each_changed, call.values)))
+    return call.changed(copy)
 
 
 def widened(call: Call, dtype: torch.dtype) -> Call:
@@ -142,7 +131,7 @@ def widened(call: Call, dtype: torch.dtype) -> Call:
         # `input_dtype` of a backward, `dtype` of a reduction.
         return dtype if isinstance(value, torch.dtype) and value in narrow else value
 
-    return _changed(call, cast)
+    return call.changed(cast)
 
 
 def narrowed(call: Call) -> Call:
@@ -154,7 +143,7 @@ def narrowed(call: Call) -> Call:
             return value.detach().to(narrow.get(value.dtype, value.dtype), copy=True)
         return narrow.get(value, value) if isinstance(value, torch.dtype) else value
 
-    return _changed(call, cast)
+    return call.changed(cast)
 
 
 def on_host(call: Call) -> Call:
@@ -165,7 +154,7 @@ def on_host(call: Call) -> Call:
             return value.detach().to("cpu", copy=True)
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    return _changed(call, moved)
+    return call.changed(moved)
 
 
 def perturbed(call: Call, seed: int) -> Call:
@@ -182,7 +171,7 @@ def perturbed(call: Call, seed: int) -> Call:
         shift = rng.uniform(value.shape, value.device, torch.float64) * 2 - 1
         return value * (1 + eps * shift)
 
-    return _changed(wide, moved)
+    return wide.changed(moved)
 
 
 def _attention(call: Call) -> CallResults:
