@@ -56,7 +56,7 @@ def test_samples_of_permuted_norms_fall_into_their_cells(
     norm: norms.Norm, direction: norms.Direction
 ) -> None:
     ranges = norms._PERMUTED_RANGES[direction]
-    crossover = norms._crossover(norm, direction, ranges, ["itemsize"], "triton_permuted")
+    crossover = norms._crossover(norm, direction, ranges, ["itemsize"], is_permuted=True)
     condition = norms.permuted_condition(norm, direction, "CPU")
     assert crossover.calls is not None
     axis = SteppedAxis(1, 1, 2**31)

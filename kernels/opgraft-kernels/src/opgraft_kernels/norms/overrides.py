@@ -78,7 +78,7 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=3),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072)),
     backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072)),
 )
 
@@ -227,8 +227,8 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     "forward": {"elements": (2**12, 2**27), "hidden": (2**4, 2**10), "itemsize": (2, 4)},
     "backward": {"elements": (2**12, 2**27), "hidden": (2**4, 2**9), "itemsize": (2, 4)},
 }
-#: Of the kernels for permuted inputs and of those over clusters, as `Op.version`.
-PERMUTED_VERSION, CLUSTER_VERSION = 2, 2
+#: Of the kernels for permuted inputs, as `Op.version`.
+PERMUTED_VERSION = 2
 # Their condition asks for 16 bits and whole vectors.
 _CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
 
@@ -249,12 +249,10 @@ def _crossover(
     direction: Direction,
     ranges: Mapping[str, tuple[int, ...]],
     exact: Sequence[str],
-    kernels: Kernels = "triton_kernels",
+    is_permuted: bool = False,
 ) -> Crossover:
     """On what it depends whether a norm's kernels are faster than ATen's."""
     calls = lazy("opgraft_kernels.norms.samples:calls")
-    is_permuted = kernels == "triton_permuted"
-    versions = {"triton_permuted": PERMUTED_VERSION, "cutedsl_kernels": CLUSTER_VERSION}
     return Crossover(
         calls=functools.partial(
             calls, norm.parameters, norm.statistics, direction, is_permuted=is_permuted
@@ -264,7 +262,7 @@ def _crossover(
         # Beyond these ranges nothing changes any more: at one end native and kernel take as long as
         # a launch does, at the other what the memory needs.
         open_ended={"elements", "hidden"} & ranges.keys() - set(exact),
-        version=versions.get(kernels, norm.op(direction).version),
+        version=PERMUTED_VERSION if is_permuted else norm.op(direction).version,
         tables=TABLES,
         **{name: feature for name, feature in _features().items() if name in ranges},
     )
@@ -319,7 +317,7 @@ def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> O
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":
         ranges = _PERMUTED_RANGES[direction]
-        crossover = _crossover(norm, direction, ranges, ["itemsize"], "triton_permuted")
+        crossover = _crossover(norm, direction, ranges, ["itemsize"], is_permuted=True)
         options = {"launch_plan": True, "crossover": crossover}
     return triton_utils.register_op_override(
         "aten",
@@ -344,7 +342,7 @@ def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
         "CUDA",
         impl(norm, direction, "cutedsl_kernels"),
         cond=cluster_condition(norm, direction),
-        crossover=_crossover(norm, direction, ranges, ["hidden"], "cutedsl_kernels"),
+        crossover=_crossover(norm, direction, ranges, ["hidden"]),
         name=f"opgraft_kernels.{norm.name}.{direction}_by_cluster",
         priority=1,  # before Triton's
         launch_plan=True,

@@ -173,22 +173,24 @@ def _forward_rows_kernel(
     col = tl.arange(0, BLOCK)
     mask = _tile_mask(row, rows, col, hidden, MASK_BLOCK)
     x = load_if(_tile(x_ptr, row, x_stride, col), mask, MASK_ROWS or MASK_BLOCK).to(tl.float32)
-    x_tail, in_tail = 0.0, True
     if TAIL:
         tail = BLOCK + tl.arange(0, TAIL)
-        in_tail = tail < hidden
         tail_mask = _tile_mask(row, rows, tail, hidden, MASK_COLS)
         x_tail = load_if(_tile(x_ptr, row, x_stride, tail), tail_mask, MASK_ROWS or MASK_COLS)
         x_tail = x_tail.to(tl.float32)
     if PARAMETERS_FIRST:
         w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
         if TAIL:
-            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, in_tail, MASK_COLS)
+            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, tail < hidden, MASK_COLS)
     if mean_ptr is not None:
-        x, x_tail, mean, rest = _centered(
-            x, hidden, col < hidden, MASK_BLOCK, x_tail, in_tail, MASK_COLS, TAIL
-        )
-        tl.store(mean_ptr + row, mean + rest, mask=row < rows)
+        total = tl.sum(x, axis=1)
+        if TAIL:
+            total += tl.sum(x_tail, axis=1)
+        mean = total / hidden
+        x = _center(x, mean, col < hidden, MASK_BLOCK)
+        if TAIL:
+            x_tail = _center(x_tail, mean, tail < hidden, MASK_COLS)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
     squares = tl.sum(x * x, axis=1)
     if TAIL:
         squares += tl.sum(x_tail * x_tail, axis=1)
@@ -197,7 +199,7 @@ def _forward_rows_kernel(
     if not PARAMETERS_FIRST:
         w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
         if TAIL:
-            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, in_tail, MASK_COLS)
+            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, tail < hidden, MASK_COLS)
     y = _scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
     store_if(_tile(y_ptr, row, hidden, col), y, mask, MASK_ROWS or MASK_BLOCK)
     if TAIL:
@@ -222,49 +224,11 @@ def _tile_mask(row, rows, col, hidden, MASK_COLS: tl.constexpr):
 
 
 @triton.jit
-def _centered(
-    x,
-    size,
-    in_row,
-    MASK_COLS: tl.constexpr,
-    x_tail=0.0,
-    in_tail=True,
-    MASK_TAIL: tl.constexpr = False,
-    TAIL: tl.constexpr = 0,
-):
-    """A row or a tile of rows, of `size` elements each, minus their mean; the same of its tail, if
-    it has one; and two numbers that add up to the mean.
-
-    A mean of numbers that are large beside what they differ in is some units in its last place off,
-    by the sum's roundings and by the division, which the GPU approximates. What is left after it
-    was subtracted, which is exact there, has all digits, and so has its mean.
-    """
-    mean = _mean(x, x_tail, size, TAIL)
-    x = _center(x, mean, in_row, MASK_COLS)
-    if TAIL:
-        x_tail = _center(x_tail, mean, in_tail, MASK_TAIL)
-    rest = _mean(x, x_tail, size, TAIL)
-    x = _center(x, rest, in_row, MASK_COLS)
-    if TAIL:
-        x_tail = _center(x_tail, rest, in_tail, MASK_TAIL)
-    return x, x_tail, mean, rest
-
-
-@triton.jit
-def _mean(x, x_tail, size, TAIL: tl.constexpr):
-    """The mean of a row, or of each row of a tile."""
-    total = tl.sum(x, axis=len(x.shape) - 1)
-    if TAIL:
-        total += tl.sum(x_tail, axis=len(x.shape) - 1)
-    return total / size
-
-
-@triton.jit
 def _center(x, mean, in_row, MASK_COLS: tl.constexpr):
-    """x - mean, of a row or of a tile of rows, and 0 beyond the row's end."""
-    x = x - (mean if len(x.shape) == 1 else mean[:, None])
+    """x - mean, and 0 beyond the row's end."""
+    x = x - mean[:, None]
     if MASK_COLS:
-        x = tl.where(in_row if len(x.shape) == 1 else in_row[None, :], x, 0.0)
+        x = tl.where(in_row[None, :], x, 0.0)
     return x
 
 
@@ -287,10 +251,6 @@ def _forward_chunks_kernel(
 
     Each pass goes the other way than the one before: what was read last is the likeliest to be in
     cache still.
-
-    What the mean leaves over, see `_centered`, is found in the pass of the squares, and its own
-    taken off those afterwards. That cancels a few bits at most: it is some units in the mean's last
-    place, and elements that differ do by such a unit.
     """
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -306,7 +266,6 @@ def _forward_chunks_kernel(
             x = tl.load(x_row + col, mask=col < hidden, other=0.0, eviction_policy="evict_last")
             sums += x.to(tl.float32)
         mean = tl.sum(sums, axis=0) / hidden
-        rests = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for chunk in range(CHUNKS):
         col = (CHUNKS - 1 - chunk if HAS_MEAN else chunk) * BLOCK + block
@@ -315,16 +274,10 @@ def _forward_chunks_kernel(
         x = x.to(tl.float32)
         if HAS_MEAN:
             x = tl.where(mask, x - mean, 0.0)
-            rests += x
         squares += x * x
-    variance = tl.sum(squares, axis=0) / hidden
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / hidden + eps)
     if HAS_MEAN:
-        rest = tl.sum(rests, axis=0) / hidden
-        # Where all elements are the same, rounding may make it less than 0. NaN stays.
-        variance = variance - rest * rest
-        variance = tl.where(variance < 0.0, 0.0, variance)
-        tl.store(mean_ptr + row, mean + rest)
-    rstd = tl.rsqrt(variance + eps)
+        tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
     for chunk in range(CHUNKS):
         col = (chunk if HAS_MEAN else CHUNKS - 1 - chunk) * BLOCK + block
@@ -332,7 +285,7 @@ def _forward_chunks_kernel(
         x = tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_first")
         x = x.to(tl.float32)
         if HAS_MEAN:
-            x = (x - mean) - rest
+            x = x - mean
         y = x * rstd
         if w_ptr is not None:
             w = tl.load(w_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
@@ -367,8 +320,6 @@ def _forward_split_kernel(
 
     LayerNorm's variance is that of the parts' own means, and of the parts around them (Chan, Golub
     and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
-    Each program takes all means as what they differ in from that of its own part: of large ones
-    that is exact, and what is computed of it keeps digits that a mean has no place for.
     """
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -384,15 +335,12 @@ def _forward_split_kernel(
         sizes = tl.maximum(0, tl.minimum(BLOCK, hidden - slot * BLOCK)).to(tl.float32)
     w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASKED=True)
     previous_x = tl.zeros([BLOCK], x_ptr.dtype.element_ty)
-    previous_mean = 0.0
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
         x = tl.load(x_ptr + row * x_stride + col, mask=mask_if(in_row, row < rows), other=0.0)
         if mean_ptr is not None:
-            difference, _, part_mean, rest = _centered(
-                x.to(tl.float32), part_size, in_row, MASK_COLS=True
-            )
-            part_mean += rest
+            part_mean = tl.sum(x.to(tl.float32), axis=0) / part_size
+            difference = tl.where(in_row, x.to(tl.float32) - part_mean, 0.0)
             publish(means_ptr, step, split, part_mean, SLOTS)
             publish(squares_ptr, step, split, tl.sum(difference * difference, axis=0), SLOTS)
         else:
@@ -402,7 +350,6 @@ def _forward_split_kernel(
         if mean_ptr is not None:
             means = collect(means_ptr, step - 1, splits, SLOTS)
             squares = collect(squares_ptr, step - 1, splits, SLOTS)
-            means = means - previous_mean
             mean = tl.sum(sizes * means, axis=0) / hidden
             deviation = means - mean
             rstd = tl.rsqrt(tl.sum(squares + sizes * deviation * deviation, axis=0) / hidden + eps)
@@ -411,15 +358,14 @@ def _forward_split_kernel(
         row -= groups
         y = previous_x.to(tl.float32)
         if mean_ptr is not None:
-            y = (y - previous_mean) - mean
+            y = y - mean
         y = _scale_and_shift(y * rstd, w_ptr, w, b_ptr, b)
         valid = (row >= 0) & (row < rows)
         tl.store(
             y_ptr + row * hidden + col, y.to(y_ptr.dtype.element_ty), mask=mask_if(in_row, valid)
         )
         if mean_ptr is not None:
-            tl.store(mean_ptr + row, previous_mean + mean, mask=valid & (split == 0))
-            previous_mean = part_mean
+            tl.store(mean_ptr + row, mean, mask=valid & (split == 0))
         tl.store(rstd_ptr + row, rstd, mask=valid & (split == 0))
         previous_x = x
 

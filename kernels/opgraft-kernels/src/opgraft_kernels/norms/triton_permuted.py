@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opgraft_kernels.norms import ops, triton_kernels
 from opgraft_kernels.norms.triton_kernels import (
-    _centered,
+    _center,
     _load_parameters,
     _load_statistics,
     _scale_and_shift,
@@ -112,7 +112,14 @@ def _forward_kernel(
     offsets = _offsets(row, col, inner, x_outer, x_inner, x_col, UNIT, True)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if mean_ptr is not None:
-        x, _, mean, rest = _centered(x, hidden, in_row, MASK_COLS)
+        mean = tl.sum(x, axis=1) / hidden
+        x = _center(x, mean, in_row, MASK_COLS)
+        # A mean of numbers that are large beside what they differ in is some units in its last
+        # place off, by the sum's roundings and by the division, which the GPU approximates. What
+        # is left after it was subtracted, which is exact there, has all digits, and so has its
+        # mean.
+        rest = tl.sum(x, axis=1) / hidden
+        x = _center(x, rest, in_row, MASK_COLS)
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
