@@ -26,6 +26,7 @@ from opgraft.cli import facts
 from opgraft.crossover import models, rule, sources
 from opgraft.crossover.tables import BadTable, Cell
 from opgraft.errors import RegistrationError
+from opgraft.ops.schema import Call, resolve
 from opgraft.tuning import measuring, search, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 from tests.crossover.test_sources import UNREADABLE
@@ -778,3 +779,14 @@ def test_a_call_that_waits_for_the_device_is_measured_nevertheless(
     # The next turn does not begin all over.
     _, _, again = timing._cuda_burst([lambda: None], 4, cycles)
     assert again == cycles and slept[-1] == cycles
+
+
+def test_graphs_of_more_calls_than_dynamo_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph.forward
+    )
+    softmax = resolve("aten::_softmax")
+    for columns in range(2, 4 + torch._dynamo.config.recompile_limit):
+        call = Call(softmax, (torch.randn(3, columns), -1, False))
+        for run in measuring._compiled([call]):
+            assert run().shape == (3, columns)

@@ -194,6 +194,8 @@ def _compiled(calls: Sequence[Call]) -> list[Callable[[], object]]:
     """The calls compiled with Inductor, which happens when the first one is made."""
     position, overload = _first_tensor(calls[0]), calls[0].op.overload
     assert position is not None
+    # Graphs of other calls are compiled of the same code, of which Dynamo keeps a few alone.
+    torch._dynamo.reset()
 
     def beside_an_addition(
         other: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
