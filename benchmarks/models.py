@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import gc
 import importlib
 import itertools
@@ -364,6 +365,7 @@ def bench(plan: Plan, modes: Sequence[str], only: Sequence[str], again: bool, de
         if any("error" not in row for row in of_it) and not again:
             continue
         row: dict[str, Any] = {"model": entry.name, "mode": mode, "source": entry.source}
+        row["date"] = datetime.date.today().isoformat()
         try:
             row |= MEASURE[mode](entry, plan)
         except RuntimeError as error:

@@ -30,9 +30,8 @@ NAMESPACE, FORWARD, BACKWARD = "opgraft_kernels", "_cross_entropy", "_cross_entr
 #: Values of the argument `reduction`.
 NONE, MEAN, _SUM = 0, 1, 2
 
-#: Elements whose log-probabilities the native kernels keep at a time. As many stay in a GPU's cache
-#: from one of ATen's ops to the next.
-_CHUNK = 2**22
+#: Elements whose log-probabilities the native kernels keep at a time.
+_CHUNK = 2**24
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Of the logits: `statistics` has each row's maximum and, below, the logarithm of the sum of what
@@ -133,7 +132,10 @@ def cross_entropy_backward(
             of_all = (of_rows / total if reduction == MEAN else of_rows).expand(t.shape)
             of_all = of_all.masked_fill(t == ignore_index, 0)[:, None] * (label_smoothing / classes)
             d = (1 - label_smoothing) * d - (of_all if w is None else of_all * w)
-        out[rows] = torch._log_softmax_backward_data(d, log_p, -1, log_p.dtype)
+        if out.dtype == log_p.dtype:
+            torch._log_softmax_backward_data(d, log_p, -1, log_p.dtype, out=out[rows])
+        else:
+            out[rows] = torch._log_softmax_backward_data(d, log_p, -1, log_p.dtype)
     return dx
 
 
