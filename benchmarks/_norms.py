@@ -103,7 +103,8 @@ def bandwidth(norm: Norm, sizes: Sequence[tuple[int, int]], rounds: int) -> list
             before = _hits(op)
             times = gpu_times(contenders, rounds)
             hits = _hits(op) - before
-            assert hits >= (rounds + 1) * INPUT_SETS, f"{op} {rows}x{hidden}: {hits} hits"
+            # Those of the first turn, which is not timed, may be native's.
+            assert hits >= rounds * INPUT_SETS, f"{op} {rows}x{hidden}: {hits} hits"
             for name, milliseconds in times.items():
                 records.append(
                     {
