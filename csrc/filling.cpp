@@ -52,10 +52,15 @@ std::string found_between(const std::string& cells, const std::vector<GridAxis>&
 }  // namespace
 
 std::string fill_grid(std::string cells, const std::vector<GridAxis>& axes) {
-  size_t count = 1;
-  for (const GridAxis& axis : axes) count *= axis.count;
-  TORCH_CHECK_VALUE(count == cells.size() && count > 0, "a grid of ", count, " cells has ",
-                    cells.size());
+  const size_t count = cells.size();
+  // By division, as a product of absurd counts wraps around.
+  size_t length = count;
+  for (const GridAxis& axis : axes) {
+    TORCH_CHECK_VALUE(axis.count > 0 && length % axis.count == 0, "an axis of ", axis.count,
+                      " buckets does not divide the cells that are left: ", length);
+    length /= axis.count;
+  }
+  TORCH_CHECK_VALUE(length == 1, "a grid has ", count, " cells, which are too few or too many");
   for (bool changed = true; changed;) {
     changed = false;
     const std::string found = found_between(cells, axes);

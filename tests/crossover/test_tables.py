@@ -227,6 +227,22 @@ def test_the_core_fills_a_grid_as_python_does(seed: int) -> None:
     assert core.fill_grid(given, [rule._described(axis) for axis in axes]) == cells
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        *([0], [2], [1, 0], [0, 1], [1, 2]),
+        [3, 0xAAAAAAAAAAAAAAAB],  # whose product is 1 in 64 bits
+        [2**32, 2**32],
+    ],
+)
+def test_the_core_refuses_counts_that_are_not_the_cells(counts: list[int]) -> None:
+    core = loader.in_use()
+    if core is None:
+        pytest.skip("needs the compiled core")
+    with pytest.raises(ValueError, match="cells"):
+        core.fill_grid(b"\xff", [(count, True) for count in counts])
+
+
 def test_values_of_an_exact_feature_have_nothing_in_between() -> None:
     found = grid(cell(16), cell(64), cell(16, "float16"))
     assert taken(found, [16, 32, 64], torch.float16) == [True, False, False]
