@@ -115,6 +115,53 @@ def test_native_that_raises_proves_nothing() -> None:
     assert one.is_done, one.difference
 
 
+def test_an_interrupt_leaves_the_replay_to_a_later_call() -> None:
+    call = Call(resolve("aten::neg"), (torch.ones(2),))
+    one = proof.Proof(mock.Mock())
+    interrupted = mock.Mock()
+    interrupted.replay.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.run(interrupted, call, lambda each: 0 - each.values[0])
+    router = mock.Mock(replay=lambda plan, values, poison: 0 - values[0])
+    for _ in range(proof.REPLAYS):
+        one.run(router, call, lambda each: 0 - each.values[0])
+    assert one.is_done, one.difference
+
+
+def test_arguments_that_cannot_be_copied_are_natives(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(resolve("aten::neg_"), (torch.ones(2),))
+    one = proof.Proof(mock.Mock())
+    monkeypatch.setattr(proof.copies, "copy_call", mock.Mock(side_effect=RuntimeError("no copy")))
+    result = one.run(mock.Mock(), call, lambda each: each.values[0].neg_())
+    assert torch.equal(result, torch.tensor([-1.0, -1.0]))
+    assert "no copy" in one.difference
+
+
+def test_threads_that_look_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = proof._Verdict.__new__(proof._Verdict)
+    others: list[threading.Thread] = []
+
+    class Found:
+        """The first is no difference, and of the second nothing can be said."""
+
+        def __init__(self, one: torch.Tensor, other: torch.Tensor, *, finite: bool) -> None:
+            self.device = one.device
+            self.is_first = bool(one)
+
+        def found(self) -> bool | None:
+            if not others:
+                others.append(threading.Thread(target=verdict.look))
+                others[0].start()
+                others[0].join(0.5)  # as long as it takes it to read all, unless it waits
+            return False if self.is_first else None
+
+    monkeypatch.setattr(proof.outputs, "Difference", Found)
+    pairs = [(str(each), torch.tensor(each), torch.tensor(each)) for each in (True, False)]
+    verdict.__init__(pairs, 0, finite=True)  # type: ignore[misc]
+    others[0].join()
+    assert verdict.is_open and not verdict.agrees
+
+
 @pytest.mark.parametrize("returned", [INF, -INF, NAN, 1.0])
 @pytest.mark.parametrize("waits", [False, True])
 def test_numbers_that_are_not_finite_are_compared_by_later_calls(

@@ -86,6 +86,12 @@ class Proof:
         except torch.OutOfMemoryError:
             self._skip(poison)
             return run_native(call)
+        except Exception as error:  # what cannot be copied is native's, and no error
+            self.difference = f"{type(error).__name__}: {error}"
+            return run_native(call)
+        except BaseException:
+            self._leave(poison)
+            raise
         try:
             result = run_native(call)
         except BaseException:
@@ -97,6 +103,9 @@ class Proof:
             self._skip(poison)
         except Exception as error:  # a launch that fails, a dtype that few ops support
             self.difference = f"{type(error).__name__}: {error}"
+        except BaseException:  # an interrupt, which says nothing of the plan
+            self._leave(poison)
+            raise
         return result
 
     def _compare(self, router: Router, ours: Call, call: Call, native: Any, poison: int) -> None:
@@ -162,6 +171,8 @@ class _Verdict:
 
     def __init__(self, pairs: list[tuple[str, Any, Any]], poison: int, *, finite: bool) -> None:
         self.poison = poison
+        # Without it a thread would see the list that another one clears, and no difference there.
+        self._lock = threading.Lock()
         self._found: list[tuple[str, outputs.Difference]] = []
         #: What differs; empty as long as nothing is known to.
         self.difference = ""
@@ -183,6 +194,10 @@ class _Verdict:
 
     def look(self, *, waits: bool = False) -> None:
         """Find out, if the device is done."""
+        with self._lock:
+            self._look(waits=waits)
+
+    def _look(self, *, waits: bool) -> None:
         if self.agrees or self.difference or self.is_open:
             return
         if self._event is None:
