@@ -50,8 +50,12 @@ MKDOCS ?= 'mkdocs>=1.6,<2' 'mkdocs-material>=9.8,<10' 'mkdocstrings[python]>=1,<
 quickstart: $(STAMPS)/install
 	@$(PY_KEEPING_BYTECODE) examples/quickstart.py
 
+# Programs that tests start import these, hundreds of times: with bytecode, also where the environment keeps none.
+OWN_BYTECODE = $(PY) -m compileall -qq python kernels/opgraft-kernels/src || true
+
 # Processes share the cores: a thread of OpenMP that spins while it waits takes the core from the one that it waits for.
 test: $(STAMPS)/probes
+	@$(OWN_BYTECODE)
 	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # All of a family of kernels is one test.
