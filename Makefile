@@ -2,6 +2,8 @@
 #
 #   make quickstart   set up, then run examples/quickstart.py
 #   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=2
+#   make compile-all  every configuration of the kernels for every architecture, of which the tests compile a sample;
+#                     10 to 30 minutes on two processors
 #   make lint types   ruff and clang-format; mypy
 #   make sanitize     the core under address, undefined-behaviour and thread sanitizers; 5 to 10 minutes
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
@@ -42,15 +44,24 @@ CUTEDSL ?= nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-
 
 MKDOCS ?= 'mkdocs>=1.6,<2' 'mkdocs-material>=9.8,<10' 'mkdocstrings[python]>=1,<2'
 
-.PHONY: quickstart test lint types bench sanitize wheel cutedsl docs clean distclean
+.PHONY: quickstart test compile-all lint types bench sanitize wheel cutedsl docs clean distclean
 .NOTPARALLEL:
 
 quickstart: $(STAMPS)/install
 	@$(PY_KEEPING_BYTECODE) examples/quickstart.py
 
+# Programs that tests start import these, hundreds of times: with bytecode, also where the environment keeps none.
+OWN_BYTECODE = $(PY) -m compileall -qq python kernels/opgraft-kernels/src || true
+
 # Processes share the cores: a thread of OpenMP that spins while it waits takes the core from the one that it waits for.
 test: $(STAMPS)/probes
+	@$(OWN_BYTECODE)
 	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# All of a family of kernels is one test.
+compile-all: $(STAMPS)/bytecode
+	@COMPILE_ALL=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --timeout 3600 $(PYTEST_ARGS) \
+		$(addprefix kernels/opgraft-kernels/tests/,test_compile.py test_rms_norm_compile.py)
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check .

@@ -464,6 +464,7 @@ def _preload() -> None:
 def smoke() -> None:
     """Two tiny models on the CPU, in both modes, with the overrides under Triton's interpreter."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    _preload()
     plan = Plan("cpu", True, warm_up=1, rounds=1, seconds=0.0)
     for name in ("torch transformer encoder train", "dlrm train"):
         for mode, measure in MEASURE.items():

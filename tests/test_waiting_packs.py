@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from benchmarks._environment import Environment
 from opgraft.core import loader
 from tests import probes
+from tests.forked_programs import EnvironmentWithTorch, with_torch_imported
 
 pytestmark = pytest.mark.skipif(
     loader.load() is None, reason="without a compiled core packs are not activated"
@@ -53,6 +55,14 @@ print(json.dumps({
 """
 
 
+@pytest.fixture(scope="module")
+def environment(
+    environment: Environment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EnvironmentWithTorch]:
+    with with_torch_imported(environment, tmp_path_factory.mktemp("programs")) as with_torch:
+        yield with_torch
+
+
 @pytest.fixture
 def put_pack(tmp_path: Path) -> Any:
     """Puts a pack where programs find it; returns the environment variables of these."""
@@ -81,10 +91,11 @@ def put_pack(tmp_path: Path) -> Any:
 
 
 def run(
-    environment: Environment, program: str, variables: dict[str, str], head: str = HEAD
+    environment: EnvironmentWithTorch, program: str, variables: dict[str, str], head: str = HEAD
 ) -> tuple[dict[str, Any], str]:
     """What a program says at its end, and what it wrote to stderr."""
-    done = environment.program(head + textwrap.dedent(program) + TAIL, **variables)
+    runs = environment.after_torch if head == HEAD else environment.program
+    done = runs(head + textwrap.dedent(program) + TAIL, **variables)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     kept = [line for line in done.stderr.splitlines() if "none that is installed" not in line]
@@ -101,7 +112,9 @@ def active(found: dict[str, Any]) -> bool:
 # ------------------------------------------------------------------ the call that activates
 
 
-def test_the_first_call_activates_and_is_a_hit(environment: Environment, put_pack: Any) -> None:
+def test_the_first_call_activates_and_is_a_hit(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     program = """
         ours = ("opgraft.registration", "opgraft.registry", "opgraft.when", "opgraft.router")
         assert not [name for name in sys.modules if name in ours]
@@ -122,7 +135,7 @@ def test_the_first_call_activates_and_is_a_hit(environment: Environment, put_pac
 
 
 def test_a_call_that_the_condition_declines_is_one_miss(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         def register():
@@ -135,7 +148,7 @@ def test_a_call_that_the_condition_declines_is_one_miss(
 
 
 def test_impls_that_decide_for_themselves_and_plans_are_reached(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         def decides(keyset, self, dim, half_to_float):
@@ -153,7 +166,9 @@ def test_impls_that_decide_for_themselves_and_plans_are_reached(
     assert found["hits"] == {"decides": 1}
 
 
-def test_backward_in_the_engines_thread_activates(environment: Environment, put_pack: Any) -> None:
+def test_backward_in_the_engines_thread_activates(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     code = "\ndef register(): put('_softmax_backward_data', softmax_backward)"
     program = """
         x.requires_grad_()
@@ -168,7 +183,9 @@ def test_backward_in_the_engines_thread_activates(environment: Environment, put_
     assert run(environment, program, variables)[0]["hits"] == {"softmax_backward": 1}
 
 
-def test_a_call_of_a_thread_that_python_never_saw(environment: Environment, put_pack: Any) -> None:
+def test_a_call_of_a_thread_that_python_never_saw(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     probes.load()
     program = f"""
         from importlib.util import module_from_spec, spec_from_file_location
@@ -192,7 +209,7 @@ def test_a_call_of_a_thread_that_python_never_saw(environment: Environment, put_
     ],
 )
 def test_a_pack_sees_nothing_of_the_call_that_activates_it(
-    environment: Environment, put_pack: Any, how: str
+    environment: EnvironmentWithTorch, put_pack: Any, how: str
 ) -> None:
     code = """
         import torch
@@ -216,7 +233,7 @@ def test_a_pack_sees_nothing_of_the_call_that_activates_it(
 
 
 def test_a_composite_op_keeps_its_derivative_and_activates(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = "\ndef register(): put('_fused_rms_norm', rms_norm)"
     program = """
@@ -252,7 +269,7 @@ import torch
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_first_call_in_training_is_a_hit_with_a_derivative_of_its_own(
-    environment: Environment, put_pack: Any, threads: int
+    environment: EnvironmentWithTorch, put_pack: Any, threads: int
 ) -> None:
     """For a composite op, whose router is at the autograd key before its pack is imported."""
     program = f"""
@@ -284,7 +301,7 @@ def test_the_first_call_in_training_is_a_hit_with_a_derivative_of_its_own(
 
 
 def test_a_call_in_training_that_native_takes_while_a_pack_is_imported(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     """A pack whose import trains: it cannot be registered then, and is by the next call."""
     code = CROSS_ENTROPY + (
@@ -303,7 +320,7 @@ def test_a_call_in_training_that_native_takes_while_a_pack_is_imported(
 
 
 def test_calls_that_no_override_may_take_activate_nothing(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     program = """
         torch.softmax(torch.empty(4, 8, device="meta"), -1)
@@ -319,7 +336,7 @@ def test_calls_that_no_override_may_take_activate_nothing(
 
 @pytest.mark.gpu
 def test_the_first_call_while_a_cuda_graph_is_captured(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         def register():
@@ -344,7 +361,7 @@ def test_the_first_call_while_a_cuda_graph_is_captured(
 
 
 def test_threads_that_come_at_once_are_all_hits_and_activate_once(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         import time
@@ -372,7 +389,7 @@ def test_threads_that_come_at_once_are_all_hits_and_activate_once(
 
 @pytest.mark.slow
 def test_threads_that_wait_for_each_other_go_on(
-    environment: Environment, put_pack: Any, tmp_path: Path
+    environment: EnvironmentWithTorch, put_pack: Any, tmp_path: Path
 ) -> None:
     """One imports a module that calls an op; the other activates a pack that imports the module."""
     (tmp_path / "shared.py").write_text(
@@ -398,7 +415,7 @@ def test_threads_that_wait_for_each_other_go_on(
 
 
 def test_a_pack_that_calls_its_op_while_it_registers(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         def register():
@@ -412,7 +429,7 @@ def test_a_pack_that_calls_its_op_while_it_registers(
 
 
 def test_a_child_that_is_forked_before_the_first_call(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     program = """
         import os
@@ -432,7 +449,7 @@ def test_a_child_that_is_forked_before_the_first_call(
 
 @pytest.mark.parametrize(("seconds", "hits"), [(0.5, [1]), (30, [])])
 def test_a_child_that_is_forked_while_another_thread_activates(
-    environment: Environment, put_pack: Any, seconds: float, hits: list[int]
+    environment: EnvironmentWithTorch, put_pack: Any, seconds: float, hits: list[int]
 ) -> None:
     code = f"""
         import time
@@ -456,13 +473,13 @@ def test_a_child_that_is_forked_while_another_thread_activates(
         assert os.waitpid(child, 0)[1] >> 8 == 7
         os._exit(0)
     """
-    done = environment.program(HEAD + textwrap.dedent(program), **put_pack(code, SOFTMAX))
+    done = environment.after_torch(HEAD + textwrap.dedent(program), **put_pack(code, SOFTMAX))
     assert done.returncode == 0, done.stderr
     assert ("forked while another thread" in done.stderr) == (not hits)
 
 
 def test_ctrl_c_while_it_activates_ends_the_call_alone(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         def register():
@@ -492,9 +509,9 @@ def test_ctrl_c_while_it_activates_ends_the_call_alone(
     ],
 )
 def test_a_program_that_ends_before_any_call(
-    environment: Environment, put_pack: Any, end: str
+    environment: EnvironmentWithTorch, put_pack: Any, end: str
 ) -> None:
-    done = environment.program(HEAD + end, **put_pack("", SOFTMAX))
+    done = environment.after_torch(HEAD + end, **put_pack("", SOFTMAX))
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
 
@@ -523,13 +540,15 @@ def test_a_program_that_ends_before_any_call(
     ],
 )
 def test_whoever_looks_or_changes_something_finds_them(
-    environment: Environment, put_pack: Any, look: str
+    environment: EnvironmentWithTorch, put_pack: Any, look: str
 ) -> None:
-    done = environment.program(f"{HEAD}{look}\nassert is_active()", **put_pack("", SOFTMAX))
+    done = environment.after_torch(f"{HEAD}{look}\nassert is_active()", **put_pack("", SOFTMAX))
     assert done.returncode == 0, done.stderr
 
 
-def test_the_users_own_come_first_and_rules_hold(environment: Environment, put_pack: Any) -> None:
+def test_the_users_own_come_first_and_rules_hold(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     program = """
         import opgraft
         opgraft.register_op_override("aten", "_softmax", "CPU",
@@ -544,7 +563,7 @@ def test_the_users_own_come_first_and_rules_hold(environment: Environment, put_p
     assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"own": 0, "softmax": 1}
 
 
-def test_compiled_graphs_hold_them(environment: Environment, put_pack: Any) -> None:
+def test_compiled_graphs_hold_them(environment: EnvironmentWithTorch, put_pack: Any) -> None:
     code = "\ndef register(): put('_softmax', softmax, compile='opaque')"
     program = """
         graphs = []
@@ -560,7 +579,7 @@ def test_compiled_graphs_hold_them(environment: Environment, put_pack: Any) -> N
 
 
 def test_the_keys_of_the_compilers_caches_hold_them(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     program = """
         import torch._inductor.codecache
@@ -581,7 +600,7 @@ def test_the_keys_of_the_compilers_caches_hold_them(
     ],
 )
 def test_a_pack_that_a_program_is_importing_waits_until_it_is_whole(
-    environment: Environment, put_pack: Any, early: str
+    environment: EnvironmentWithTorch, put_pack: Any, early: str
 ) -> None:
     variables = put_pack("", SOFTMAX, body=f"import torch\n{early}\n{PACK}")
     program = """
@@ -603,7 +622,7 @@ def test_a_pack_that_a_program_is_importing_waits_until_it_is_whole(
     ids=lambda variables: next(iter(variables)),
 )
 def test_where_packs_are_active_at_once(
-    environment: Environment, put_pack: Any, variables: dict[str, str]
+    environment: EnvironmentWithTorch, put_pack: Any, variables: dict[str, str]
 ) -> None:
     head = HEAD.replace("assert not", "assert")
     variables = put_pack("", SOFTMAX) | variables
@@ -613,7 +632,7 @@ def test_where_packs_are_active_at_once(
 
 @pytest.mark.parametrize("variables", [{"OPGRAFT_DISABLE": "1"}, {"OPGRAFT_PACKS": "none"}])
 def test_every_switch_makes_it_stock(
-    environment: Environment, put_pack: Any, variables: dict[str, str]
+    environment: EnvironmentWithTorch, put_pack: Any, variables: dict[str, str]
 ) -> None:
     variables = put_pack("", SOFTMAX) | variables
     program = """
@@ -625,14 +644,16 @@ def test_every_switch_makes_it_stock(
     assert found["packs"]["the-pack"][0] == "inactive"
 
 
-def test_a_disabled_pack_is_activated_and_not_hit(environment: Environment, put_pack: Any) -> None:
+def test_a_disabled_pack_is_activated_and_not_hit(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     variables = put_pack("", SOFTMAX) | {"OPGRAFT_DISABLE": "pack:the-pack"}
     found, _ = run(environment, "torch.softmax(x, -1)", variables)
     assert (found["hits"], active(found)) == ({"softmax": 0}, True)
 
 
 def test_without_a_core_one_line_says_so(
-    environment: Environment, put_pack: Any, tmp_path: Path
+    environment: EnvironmentWithTorch, put_pack: Any, tmp_path: Path
 ) -> None:
     without = shutil.ignore_patterns("_C_torch*")
     shutil.copytree(environment.packages / "opgraft", tmp_path / "opgraft", ignore=without)
@@ -644,7 +665,7 @@ def test_without_a_core_one_line_says_so(
 
 
 def test_one_pack_that_declares_nothing_activates_all_at_once(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     put_pack("", name="other-pack", body="def register(): pass")
     head = HEAD.replace("assert not", "assert")
@@ -662,7 +683,7 @@ def test_one_pack_that_declares_nothing_activates_all_at_once(
     ],
 )
 def test_a_declaration_that_cannot_be_meant_is_reported_and_activates_at_once(
-    environment: Environment, put_pack: Any, declared: str, key: str, said: str
+    environment: EnvironmentWithTorch, put_pack: Any, declared: str, key: str, said: str
 ) -> None:
     head = HEAD.replace("assert not", "assert")
     found, err = run(environment, "torch.softmax(x, -1)", put_pack("", declared, key=key), head)
@@ -674,7 +695,7 @@ def test_a_declaration_that_cannot_be_meant_is_reported_and_activates_at_once(
     ("op", "said"), [("_soft", ""), ("soft", "overrides the_pack::soft and does not declare it")]
 )
 def test_an_op_for_the_pack_alone_needs_no_declaration(
-    environment: Environment, put_pack: Any, op: str, said: str
+    environment: EnvironmentWithTorch, put_pack: Any, op: str, said: str
 ) -> None:
     """Nothing calls it before the pack is active. Another may be called as soon as it is defined,
     which the import of its package may do.
@@ -705,7 +726,7 @@ def test_an_op_for_the_pack_alone_needs_no_declaration(
 
 
 def test_torch_looking_for_backends_again_changes_nothing(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     program = """
         torch._import_device_backends()
@@ -716,7 +737,9 @@ def test_torch_looking_for_backends_again_changes_nothing(
     assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"softmax": 2}
 
 
-def test_where_a_program_has_registered_before(environment: Environment, put_pack: Any) -> None:
+def test_where_a_program_has_registered_before(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     program = """
         import opgraft
         opgraft.register_op_override("aten", "_softmax", "CPU",
@@ -734,7 +757,7 @@ def test_where_a_program_has_registered_before(environment: Environment, put_pac
 
 
 def test_ops_that_this_torch_does_not_have_are_nothing_to_wait_for(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     variables = put_pack("", SOFTMAX, 'n = "aten:no_such_op"', 'm = "aten:mul.NoSuch"')
     found, err = run(environment, "torch.softmax(x, -1)", variables)
@@ -746,7 +769,7 @@ def test_ops_that_this_torch_does_not_have_are_nothing_to_wait_for(
 
 
 def test_an_op_that_is_declared_and_not_registered_runs_native(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     variables = put_pack("", SOFTMAX, 'r = "aten:relu"', 'm = "aten:mul.Tensor"')
     program = """
@@ -765,7 +788,7 @@ def test_an_op_that_is_declared_and_not_registered_runs_native(
 
 
 def test_what_is_registered_and_not_declared_works_once_active_and_is_reported(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         def relu(self): return self.clamp(min=0)
@@ -791,7 +814,7 @@ def test_what_is_registered_and_not_declared_works_once_active_and_is_reported(
 
 
 def test_an_override_with_a_derivative_of_its_own_cannot_wait(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     code = """
         def setup(ctx, inputs, output): ctx.save_for_backward(output)
@@ -810,7 +833,9 @@ def test_an_override_with_a_derivative_of_its_own_cannot_wait(
     assert "whose override has autograd=" in err
 
 
-def test_a_pack_for_another_torch_is_left_out(environment: Environment, put_pack: Any) -> None:
+def test_a_pack_for_another_torch_is_left_out(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     variables = put_pack("", SOFTMAX, needs="Requires-Dist: torch>=99\n")
     program = """
         torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))
@@ -824,7 +849,7 @@ def test_a_pack_for_another_torch_is_left_out(environment: Environment, put_pack
 
 
 def test_a_pack_that_fails_is_left_out_and_the_other_one_takes_the_call(
-    environment: Environment, put_pack: Any
+    environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:
     put_pack("\ndef register(): put('_softmax', softmax)", SOFTMAX, name="other-pack")
     variables = put_pack("def register(): 1 / 0", SOFTMAX, body="")
@@ -835,7 +860,9 @@ def test_a_pack_that_fails_is_left_out_and_the_other_one_takes_the_call(
     assert "pack 'the-pack' (the-pack 1) is left out: ZeroDivisionError" in line
 
 
-def test_a_dsl_that_is_missing_runs_native(environment: Environment, put_pack: Any) -> None:
+def test_a_dsl_that_is_missing_runs_native(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
     needs = 'Requires-Dist: no-such-dsl; extra == "mine"\n'
     code = "\ndef register(): put('_softmax', softmax, dsl='mine')"
     program = "torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))"

@@ -1,14 +1,18 @@
-"""A rank that compares its tables with another's.
+"""Ranks that compare their tables with each other's.
 
-`python -m tests.crossover.rank RANK WORLD FILE [GROUP] [FAILS]`.
+`python -m tests.crossover.rank FOLDER WORLD [GROUP] [FAILS]`.
 
-The environment says where its tables are. GROUP has the ranks that compare theirs, as "1,2"; on the
-ranks in FAILS it cannot be told what the device is.
+Each rank has its tables in a folder of its number, and writes there what it says. GROUP has the
+ranks that compare theirs, as "1,2"; on the ranks in FAILS it cannot be told what the device is.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -18,17 +22,25 @@ from opgraft.crossover import models
 from tests.crossover.test_routing import register
 
 
-def main(rank: int, world: int, file: str, members: str = "", failing: str = "") -> None:
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+def compare(folder: Path, rank: int, world: int, members: str, failing: str) -> None:
+    os.environ["OPGRAFT_TABLES"] = str(folder / str(rank))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        timeout=timedelta(minutes=1),  # for ranks whose others have failed
+        rank=rank,
+        world_size=world,
+    )
     register()
     group = dist.new_group([int(each) for each in members.split(",")]) if members else None
     if str(rank) in failing.split(","):
         models.of_dispatch_key = fail
     try:
         tuning.require_same(group)
-        print("the same")
+        said = "the same"
     except OpgraftError as error:
-        print(error)
+        said = str(error)
+    (folder / str(rank) / "said").write_text(said)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -37,5 +49,19 @@ def fail(dispatch_key: str) -> NoReturn:
     raise RuntimeError("no driver")
 
 
+def main(folder: Path, world: int, members: str = "", failing: str = "") -> int:
+    """Fork the ranks, since importing torch in each would take most of the time."""
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=compare, args=(folder, rank, world, members, failing))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return max(abs(rank.exitcode or 0) for rank in ranks)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

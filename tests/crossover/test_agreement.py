@@ -26,32 +26,22 @@ def compared(
     folder: Path, tables: list[dict[str, Any] | None], members: str = "", failing: str = ""
 ) -> list[str]:
     """What each rank says of its tables."""
-    processes = []
     for rank, content in enumerate(tables):
+        (folder / str(rank)).mkdir()
         if content is not None:
             write(folder / str(rank) / "user", content)
-        command = [sys.executable, "-m", "tests.crossover.rank", str(rank), str(len(tables))]
-        environment = os.environ | {"OPGRAFT_TABLES": str(folder / str(rank)), "OPGRAFT_PACKS": ""}
-        processes.append(
-            subprocess.Popen(
-                [*command, str(folder / "store"), members, failing],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=120)
-            assert process.returncode == 0, err
-            outputs.append(out.strip().splitlines()[-1])
-    finally:
-        for process in processes:
-            process.kill()
-    return outputs
+    command = [sys.executable, "-m", "tests.crossover.rank", str(folder), str(len(tables))]
+    done = subprocess.run(
+        [*command, members, failing],
+        cwd=ROOT,
+        env=os.environ | {"OPGRAFT_PACKS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(folder / str(rank) / "said").read_text() for rank in range(len(tables))]
 
 
 ONE, OTHER = (table({"fast": entry(cell(4, native=native))}) for native in (10.0, 11.0))

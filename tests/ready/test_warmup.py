@@ -82,9 +82,9 @@ def test_the_json_has_what_became_of_each_kind_of_call(tmp_path: Path) -> None:
 
 
 def test_the_table_tells_what_failed_and_why(tmp_path: Path) -> None:
-    row = cells(warm_up(tmp_path, "script.py", "crashes_when_dry", "2"))
+    row = cells(warm_up(tmp_path, "script.py", "crashes_when_dry", "1"))
     assert row[1:3] == ["0", ""]
-    assert "2 failed: the worker that compiled it ended with" in row[3]
+    assert "1 failed: the worker that compiled it ended with" in row[3]
 
 
 def test_a_call_for_which_no_worker_can_compile_waits(tmp_path: Path) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import opgraft
 from opgraft.verification.checks import CHECKS
+from opgraft.verification.verification_report import VerificationReport
 from tests.verification.faults import FAULTS, RIGHT, Planted
 
+#: As many samples show most faults, in a third of the time. A verification begins with the same
+#: ones, however many it takes.
+FEW = 60
 TRUST = Path(__file__).parent.parent.parent / "docs" / "trust.md"
 
 
@@ -31,16 +36,27 @@ def one_thread_of_torch() -> Iterator[None]:
 
 @pytest.mark.parametrize("planted", FAULTS, ids=by_name)
 def test_a_planted_fault_is_caught(planted: Planted) -> None:
-    override = planted.register()
-    report = opgraft.verify(override)
-    assert override.hits > 0
+    report = verified(planted, max_samples=FEW) if planted.check else verified(planted)
+    if planted.check and planted.check not in failed(report):
+        report = verified(planted)
     assert torch.get_default_dtype() == torch.float32
-    failed = {failure.check for failure in report.failures}
     if planted.check is None:
         assert report.ok, str(report)
     else:
-        assert planted.check in failed, str(report)
+        assert planted.check in failed(report), str(report)
         assert report.exit_code == 1
+
+
+def verified(planted: Planted, **options: Any) -> VerificationReport:
+    override = planted.register()
+    report = opgraft.verify(override, **options)
+    assert override.hits > 0
+    override.remove()
+    return report
+
+
+def failed(report: VerificationReport) -> set[str]:
+    return {failure.check for failure in report.failures}
 
 
 @pytest.mark.parametrize("planted", RIGHT, ids=by_name)

@@ -33,6 +33,8 @@ from tests.verification import broken
 ROOT = Path(__file__).parent.parent.parent
 #: Where DSLs may be.
 PATHS = [path] if (path := os.environ.get("PYTHONPATH")) else []
+#: Samples for what shows in any of them.
+SOME = 60
 #: Without what imports Dynamo: seconds that most tests here do not need.
 QUICK = [name for name in CHECKS if name not in ("opcheck", "compile")]
 
@@ -170,7 +172,9 @@ def test_a_backward_op_is_verified_with_what_its_forward_saved() -> None:
         cond=when.dtype("output", torch.float32) & (when.numel("output") > 1),
     )
     # Each of its ops rounds; native's does once.
-    report = opgraft.verify(override, checks=["hit", "values", "dtype", "gradients"], k=4)
+    report = opgraft.verify(
+        override, checks=["hit", "values", "dtype", "gradients"], max_samples=SOME, k=4
+    )
     assert report.ok, str(report)
     assert report.overrides[0].checks["gradients"].samples > 0
 
@@ -184,7 +188,7 @@ def test_a_wrong_gradient_is_found_through_the_forward() -> None:
     override = opgraft.register_op_override(
         "aten", "_softmax_backward_data", "CPU", backward, cond=when.numel("output") > 1
     )
-    report = opgraft.verify(override, checks=["gradients", "front"])
+    report = opgraft.verify(override, checks=["gradients", "front"], max_samples=SOME)
     assert failed(report) == {"gradients", "front"}
     assert "the gradient of self has error" in str(report)
 
@@ -197,10 +201,11 @@ def test_a_mutating_op_is_compared_by_what_it_writes() -> None:
     override = opgraft.register_op_override(
         "aten", "add_.Tensor", "CPU", add_, cond=when.dtype("self", torch.float32)
     )
-    report = opgraft.verify(override, checks=["hit", "values", "inputs"])
+    checks = ["hit", "values", "inputs"]
+    report = opgraft.verify(override, checks=checks, max_samples=SOME)
     assert report.ok and override.hits > 0, str(report)
     factor[0] = 1.1
-    assert "values" in failed(opgraft.verify(override, checks=["hit", "values", "inputs"]))
+    assert "values" in failed(opgraft.verify(override, checks=checks, max_samples=SOME))
 
 
 def test_an_out_variant_gets_its_arguments_from_the_functional_op() -> None:
@@ -210,7 +215,7 @@ def test_an_out_variant_gets_its_arguments_from_the_functional_op() -> None:
     override = opgraft.register_op_override(
         "aten", "mul.out", "CPU", out, cond=when.dtype("self", torch.float64)
     )
-    report = opgraft.verify(override, checks=["hit", "values"])
+    report = opgraft.verify(override, checks=["hit", "values"], max_samples=SOME)
     assert report.ok, str(report)
     assert report.overrides[0].hits > 0
 
@@ -230,7 +235,8 @@ def test_a_composite_op_is_verified_where_nothing_is_differentiated() -> None:
         rms_norm,
         cond=when.dtype("input", torch.float32) & (when.numel("input") > 0),
     )
-    report = opgraft.verify(override, checks=["hit", "values", "gradients", "front", "fake"])
+    checks = ["hit", "values", "gradients", "front", "fake"]
+    report = opgraft.verify(override, checks=checks, max_samples=SOME)
     assert report.ok, str(report)
     assert {"gradients", "front"} <= report.overrides[0].checks.keys()
 
@@ -437,7 +443,7 @@ def test_what_is_verified_is_selected_as_everywhere() -> None:
     relu = opgraft.register_op_override(
         "aten", "relu", "CPU", lambda self: self.clamp(0), unconditional_override=True, name="clamp"
     )
-    keywords: dict[str, Any] = {"checks": ["hit"], "opinfo": False}
+    keywords: dict[str, Any] = {"checks": ["hit"], "opinfo": False, "max_samples": 10}
     assert [o.name for o in opgraft.verify("aten::relu", **keywords).overrides] == ["clamp"]
     assert [o.name for o in opgraft.verify(name="right", **keywords).overrides] == ["right"]
     assert len(opgraft.verify(**keywords).overrides) == 2
@@ -621,11 +627,11 @@ def test_without_torchs_internal_tests_nothing_is_said_to_have_passed(
 ) -> None:
     monkeypatch.setattr(opinfo, "missing", lambda: "torch.testing._internal cannot be imported")
     override = broken.register("right")
-    report = opgraft.verify(override, checks=["hit", "values"])
+    report = opgraft.verify(override, checks=["hit", "values"], max_samples=SOME)
     assert "none of PyTorch's own samples: torch.testing._internal cannot" in str(report)
     assert (report.ok, report.exit_code, report.failures) == (False, 3, [])
     assert report.overrides[0].verdict == "not run" and report.overrides[0].hits > 0
-    without = opgraft.verify(override, checks=["hit", "values"], opinfo=False)
+    without = opgraft.verify(override, checks=["hit", "values"], opinfo=False, max_samples=SOME)
     assert (without.ok, without.exit_code) == (True, 0), str(without)
 
 
@@ -697,7 +703,7 @@ def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) ->
     )
     done = command(
         *("aten::_softmax", "--import", "mine", "--check", "hit", "--check", "strides"),
-        *("--no-opinfo", "--json"),
+        *("--no-opinfo", "--json", "--max-samples", "60"),
         PYTHONPATH=f"{ROOT}:{tmp_path}",
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -705,7 +711,7 @@ def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) ->
     assert report["ok"] is False
     (failure,) = report["overrides"][0]["failures"]
     assert re.search(r"output 0 (has|with) strides \(1, \d+\)", failure["message"])
-    quick = ("--no-opinfo", "--check", "hit", "--check", "strides")
+    quick = ("--no-opinfo", "--check", "hit", "--check", "strides", "--max-samples", "60")
     table = command(
         "aten::_softmax", "--import", "mine", *quick, PYTHONPATH=f"{ROOT}:{tmp_path}"
     ).stdout
@@ -724,6 +730,7 @@ def test_overrides_verified_in_processes_of_their_own(tmp_path: Path) -> None:
     done = command(
         *("--import", "mine", "--check", "hit", "--check", "strides", "--dispatch-key", "CPU"),
         *("--no-opinfo", "--json", "--jobs", "2", "--junit", str(tmp_path / "report.xml")),
+        *("--max-samples", "60"),
         PYTHONPATH=f"{ROOT}:{tmp_path}",
         OPGRAFT_PACKS="none",
     )
@@ -758,7 +765,7 @@ def test_a_sample_on_which_native_ends_the_process_is_left_out(tmp_path: Path) -
     )
     done = command(
         *("--import", "mine", "--check", "hit", "--check", "values", "--dispatch-key", "CPU"),
-        *("--no-opinfo", "--json", "--jobs", "2"),
+        *("--no-opinfo", "--json", "--jobs", "2", "--max-samples", "60"),
         PYTHONPATH=f"{ROOT}:{tmp_path}",
         OPGRAFT_PACKS="none",
     )

@@ -3,12 +3,14 @@
 A driver stands in for CUDA's, so this has to run in a process of its own, without
 `TRITON_INTERPRET`:
 
-    python compile_only.py FAMILY CAPABILITY
+    python compile_only.py FAMILY
 
-compiles every launch of `configurations.launches(FAMILY, CAPABILITY)` for that compute capability
-(80, 90, 100) and prints one JSON object a line: the kernel's name, its constexprs, its warps, and
-the registers, spilled bytes and shared memory of the machine code, how many bytes its narrowest and
-its widest access to global memory have, and whether it asserts anything.
+compiles a sample of `configurations.launches(FAMILY, CAPABILITY)` for each compute capability, or
+all with `COMPILE_ALL=1`. In the sample each kernel is compiled for each capability, and each value
+of a constexpr, each number of warps and each kind of argument of a kernel for one of them. It
+prints one JSON object a line: the capability, the kernel's name, its constexprs, its warps, and the
+registers, spilled bytes and shared memory of the machine code, how many bytes its narrowest and its
+widest access to global memory have, and whether it asserts anything.
 """
 
 from __future__ import annotations
@@ -26,25 +28,30 @@ from typing import Any
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-def compile_all(family: str, capability: int, timeout: float = 600) -> list[dict[str, Any]]:
-    """What the launches of a family of kernels compile to, from a subprocess."""
-    lines = output_of(sys.executable, __file__, family, str(capability), timeout=timeout)
-    return [json.loads(line) for line in lines.splitlines()]
+def compiled_launches(family: str) -> list[dict[str, Any]]:
+    """What the launches of a family of kernels compile to, from a subprocess.
+
+    Every kernel is among them for every capability.
+    """
+    lines = output_of(sys.executable, __file__, family).splitlines()
+    compiled = [json.loads(line) for line in lines]
+    kernels = {found["kernel"] for found in compiled}
+    for capability in SHARED_MEMORY:
+        assert {f["kernel"] for f in compiled if f["capability"] == capability} == kernels
+    return compiled
 
 
-def output_of(*command: str, timeout: float = 600) -> str:
+def output_of(*command: str) -> str:
     """What a command prints, without `TRITON_INTERPRET`."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
 def use_driver(capability: int) -> None:
-    """Make Triton compile for `capability`, on no device."""
+    """Make Triton compile for `capability` from now on, on no device."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -65,7 +72,7 @@ def use_driver(capability: int) -> None:
             return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self) -> int:
-            return 0
+            return capability  # a kernel keeps what it compiled, and for which target, by device
 
         def get_current_stream(self, device: int | None = None) -> int:
             return 0
@@ -100,11 +107,12 @@ def _accesses(ptx: str) -> list[int]:
     return [int(vector or 1) * int(bits) // 8 for vector, bits in found]
 
 
-def _compile(launch: Any) -> dict[str, Any]:
+def _compile(launch: Any, capability: int) -> dict[str, Any]:
     compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.keywords)
     if hasattr(compiled, "result"):
         compiled = compiled.result()
     return {
+        "capability": capability,
         "kernel": launch.kernel.__name__,
         "constexprs": launch.constexprs,
         "num_warps": launch.num_warps,
@@ -124,9 +132,20 @@ def _specialization(argument: Any) -> object:
     return str(getattr(argument, "dtype", argument))
 
 
-def _distinct(launches: Iterator[Any]) -> Iterator[Any]:
+def _values(launch: Any, capability: int) -> Iterator[tuple[object, ...]]:
+    """What is to be met by a sample of launches."""
+    kernel = launch.kernel.__name__
+    yield kernel, "capability", capability
+    yield kernel, "num_warps", launch.num_warps
+    for name, value in launch.constexprs.items():
+        yield kernel, name, value
+    for position, argument in enumerate(launch.arguments):
+        yield kernel, position, _specialization(argument)
+
+
+def _distinct(launches: Iterator[Any]) -> list[Any]:
     """Launches that differ in what they compile to: not in sizes, but in their divisibility."""
-    seen = set()
+    found: dict[str, Any] = {}
     for launch in launches:
         key = repr(
             (
@@ -136,17 +155,23 @@ def _distinct(launches: Iterator[Any]) -> Iterator[Any]:
                 launch.num_warps,
             )
         )
-        if key not in seen:
-            seen.add(key)
-            yield launch
+        found.setdefault(key, launch)
+    return list(found.values())
 
 
-def main(family: str, capability: str) -> None:
-    use_driver(int(capability))
+def main(family: str) -> None:
+    use_driver(min(SHARED_MEMORY))  # planning asks for one
     import configurations
+    from covering import sample
 
-    for launch in _distinct(configurations.launches(family, int(capability))):
-        print(json.dumps(_compile(launch)), flush=True)
+    there_is = [
+        (launch, capability)
+        for capability in SHARED_MEMORY
+        for launch in _distinct(configurations.launches(family, capability))
+    ]
+    for launch, capability in sample(there_is, lambda each: _values(*each)):
+        use_driver(capability)
+        print(json.dumps(_compile(launch, capability)), flush=True)
 
 
 if __name__ == "__main__":

@@ -193,8 +193,11 @@ def _text(launch: Any) -> str:
 
 
 def _ir(launch: Any) -> str:
+    from triton.runtime.driver import driver
+
     kernel = launch.kernel
-    kernel.device_caches[0]  # makes what a call sets up first, the compiler among it
+    device = driver.active.get_current_device()
+    kernel.device_caches[device]  # makes what a call sets up first, the compiler among it
     kernel.compile = _simplified_ir
     ir = kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.keywords)
     return re.sub(r"(tt\.func public) @\w+", r"\1 @kernel", ir)

@@ -1,19 +1,25 @@
-"""Every configuration of the kernels compiles for every architecture, and fits."""
+"""The kernels' configurations compile for every architecture, and fit.
+
+A sample of them, or with `COMPILE_ALL=1` all: see `covering.py`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compile_only import SHARED_MEMORY, compile_all
+from compile_only import SHARED_MEMORY, compiled_launches
+from covering import covering
 
 pytest.importorskip("triton")
 
@@ -29,15 +35,14 @@ UNALIGNED_SPILL = 320
 STRIDED_SPILL = 16
 
 
-def _check(found: dict[str, Any], capability: int, spill: int) -> None:
+def _check(found: dict[str, Any], spill: int) -> None:
     assert found["spilled"] <= spill, found
-    assert found["shared"] <= SHARED_MEMORY[capability], found
+    assert found["shared"] <= SHARED_MEMORY[found["capability"]], found
     assert found["registers"] * found["num_warps"] * 32 <= 65536, found
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
-def test_attention_fits(capability: int) -> None:
-    compiled = compile_all("attention", capability)
+def test_attention_fits() -> None:
+    compiled = compiled_launches("attention")
     assert {found["kernel"] for found in compiled} == {
         "forward_kernel",
         "delta_kernel",
@@ -49,12 +54,11 @@ def test_attention_fits(capability: int) -> None:
     }
     for found in compiled:
         is_32 = found["constexprs"].get("PRECISION") == "bf16x6"
-        _check(found, capability, ATTENTION_SPILL_32 if is_32 else ATTENTION_SPILL)
+        _check(found, ATTENTION_SPILL_32 if is_32 else ATTENTION_SPILL)
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
-def test_layer_norm_fits(capability: int) -> None:
-    compiled = compile_all("layer_norm", capability)
+def test_layer_norm_fits() -> None:
+    compiled = compiled_launches("layer_norm")
     assert {found["kernel"] for found in compiled} == {
         "_forward_rows_kernel",
         "_forward_chunks_kernel",
@@ -68,32 +72,30 @@ def test_layer_norm_fits(capability: int) -> None:
     for found in compiled:
         sizes = [int(each) for each in found["arguments"] if each.isdigit()]
         unaligned = any(size > 4000 and size % 2 for size in sizes)
-        _check(found, capability, UNALIGNED_SPILL if unaligned else NORM_SPILL)
+        _check(found, UNALIGNED_SPILL if unaligned else NORM_SPILL)
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
-def test_softmax_fits(capability: int) -> None:
-    compiled = compile_all("softmax", capability)
+def test_softmax_fits() -> None:
+    compiled = compiled_launches("softmax")
     assert {found["kernel"] for found in compiled} == {"_forward_kernel", "_backward_kernel"}
     for found in compiled:
         *_, size, inner = map(int, [each for each in found["arguments"] if each.isdigit()][:3])
         unaligned = (size if inner == 1 else inner) % 2
         aligned_spill = STRIDED_SPILL if found["constexprs"]["STRIDED"] else 0
-        _check(found, capability, NORM_SPILL if unaligned else aligned_spill)
+        _check(found, NORM_SPILL if unaligned else aligned_spill)
         itemsize = min(getattr(torch, each).itemsize for each in _dtypes(found))
         assert found["narrowest"] == found["constexprs"]["UNIT"] * itemsize, found
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
-def test_cross_entropy_fits(capability: int) -> None:
-    compiled = compile_all("cross_entropy", capability)
+def test_cross_entropy_fits() -> None:
+    compiled = compiled_launches("cross_entropy")
     assert {found["kernel"] for found in compiled} == {
         "_forward_kernel",
         "_sum_kernel",
         "_backward_kernel",
     }
     for found in compiled:
-        _check(found, capability, NORM_SPILL)
+        _check(found, NORM_SPILL)
         asserts = found["kernel"] == "_forward_kernel"
         assert found["asserts"] == asserts, found
         if not asserts:
@@ -104,30 +106,27 @@ def test_cross_entropy_fits(capability: int) -> None:
         assert found["widest"] >= min(16, math.gcd(classes, block) * itemsize), found
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
-def test_permuted_norms_fit(capability: int) -> None:
-    compiled = compile_all("permuted", capability)
+def test_permuted_norms_fit() -> None:
+    compiled = compiled_launches("permuted")
     assert {found["kernel"] for found in compiled} == {
         *("_forward_kernel", "_backward_kernel", "sum_partials_kernel"),
     }
     for found in compiled:
         # 1024 columns of 16 rows, of the input and of its gradient: as many as registers.
         is_widest = found["kernel"] == "_backward_kernel" and found["constexprs"]["BLOCK"] == 1024
-        _check(found, capability, NORM_SPILL if is_widest else 0)
+        _check(found, NORM_SPILL if is_widest else 0)
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
-def test_copies_fit(capability: int) -> None:
-    compiled = compile_all("copies", capability)
-    assert len(compiled) == 6
+def test_copies_fit() -> None:
+    compiled = compiled_launches("copies")
+    assert {found["kernel"] for found in compiled} == {"_copy_kernel"}
     for found in compiled:
-        _check(found, capability, 0)
+        _check(found, 0)
         assert found["widest"] == 16, found
 
 
-@pytest.mark.parametrize("capability", sorted(SHARED_MEMORY))
-def test_embedding_fits(capability: int) -> None:
-    compiled = compile_all("embedding", capability)
+def test_embedding_fits() -> None:
+    compiled = compiled_launches("embedding")
     assert {found["kernel"] for found in compiled} == {
         "_sort_kernel",
         "_merge_kernel",
@@ -136,13 +135,29 @@ def test_embedding_fits(capability: int) -> None:
         "_gradient_kernel",
     }
     for found in compiled:
-        _check(found, capability, 0)
+        _check(found, 0)
         if found["kernel"] == "_gradient_kernel":
             itemsize = getattr(torch, _dtypes(found)[0]).itemsize
             unit = found["constexprs"]["UNIT"] * itemsize
             assert found["widest"] == max(unit, 4), found
             # Seven programs of a multiprocessor at once, see `_TILE_BYTES`.
             assert found["registers"] <= 72 or unit < 16, found
+
+
+@pytest.mark.parametrize("sizes", [range(4), (8, 1, 2, 4)])
+def test_a_sample_has_each_value(sizes: Iterable[int]) -> None:
+    combinations = list(itertools.product(("sm_80", "sm_90"), sizes, (True, False)))
+    sampled = covering(combinations, enumerate)
+    assert [set(values) for values in zip(*sampled, strict=True)] == [
+        set(values) for values in zip(*combinations, strict=True)
+    ]
+    assert len(sampled) == 4
+    assert sampled == covering(combinations, enumerate)
+
+
+def test_a_value_that_one_combination_has_is_sampled() -> None:
+    combinations = [("forward", 1), ("forward", 2), ("backward", 2), ("backward", 2)]
+    assert covering(combinations, enumerate) == [("forward", 1), ("backward", 2)]
 
 
 def _dtypes(found: dict[str, Any]) -> list[str]:
@@ -155,10 +170,15 @@ def _dtypes(found: dict[str, Any]) -> list[str]:
 # Functions that differ in their tiles alone would overwrite each other's files.
 _COMPILE_CUTEDSL = """
 import os, pathlib
-import configurations
+import configurations, covering
 from opgraft_kernels.{package} import cutedsl_functions
+
+def values(kind):
+    return [(type(kind).__name__, *field) for field in kind._asdict().items()]
+
 folder = pathlib.Path(os.environ["CUTE_DSL_DUMP_DIR"])
-for number, kind in enumerate(configurations.cutedsl_kinds("{family}")):
+kinds = covering.sample(configurations.cutedsl_kinds("{family}"), values)
+for number, kind in enumerate(kinds):
     cutedsl_functions.compile_kind(kind)
     (folder / str(number)).mkdir()
     for file in folder.glob("*.cubin"):

@@ -105,8 +105,9 @@ def values_one_off_in_a_sort_of_integers() -> Impl:
 def one_index_for_all_equal_values() -> Impl:
     def impl(self: torch.Tensor, dim: int, descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = torch.ops.aten.sort.default(self, dim, descending)
-        first = (values.unsqueeze(1) == values).to(torch.int8).argmax(1) if len(values) else indices
-        return values, indices.gather(0, first)
+        _, groups, sizes = values.unique_consecutive(return_inverse=True, return_counts=True)
+        firsts = sizes.cumsum(0) - sizes
+        return values, indices.gather(0, firsts[groups])
 
     return impl
 
