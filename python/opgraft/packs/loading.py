@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -13,7 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
-from opgraft.base import env
+from opgraft.base import env, garbage
 from opgraft.errors import RegistrationError
 from opgraft.packs import discovery
 from opgraft.packs.discovery import Pack
@@ -166,7 +165,7 @@ def activate() -> list[Status]:
     if not again:
         _log_obstacles(wanted)
     if wanted and _why_no_core() is None:
-        with _without_collections():
+        with garbage.collection_paused():
             for pack in wanted:
                 if pack.name not in _statuses:  # an earlier failure has been reported already
                     _load_or_log(pack)
@@ -174,23 +173,6 @@ def activate() -> list[Status]:
     if active:
         log.info("opgraft: active: %s", ", ".join(active))
     return statuses()
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Put off collections of garbage, as what a pack registers stays.
-
-    A program that has imported torch has so many objects that one full collection takes as long as
-    all that a pack does.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def load(name: str) -> None:

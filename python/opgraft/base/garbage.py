@@ -1,0 +1,23 @@
+"""Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the collector while modules are imported or overrides are registered: both stay.
+
+    It would also search everything that `import torch` has created.
+    """
+    if not gc.isenabled():  # the user's own choice
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
