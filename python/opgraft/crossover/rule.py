@@ -81,12 +81,8 @@ def grid_of(entry: Entry, margin: float) -> Grid:
             calls[flat] = sum(pays(cell, column, margin) << column for column in (PLAN, PYTHON))
         if is_measured(cell, GRAPH):
             graphs[flat] = pays(cell, GRAPH, margin) << GRAPH
-    core = loader.in_use()
     for each in (calls, graphs):
-        if core is None:
-            _fill(each, entry.axes, operator.and_)
-        else:  # the same, in a hundredth of the time, which a program's first calls wait for
-            each[:] = core.fill_grid(bytes(each), [_described(axis) for axis in entry.axes])
+        _fill(each, entry.axes, operator.and_)
     return Grid(entry.axes, _joined(_decided(calls), _decided(graphs)))
 
 
@@ -134,11 +130,17 @@ def _joined(calls: bytes, graphs: bytes) -> bytes:
     return both.to_bytes(len(calls), "big")
 
 
-def _described(axis: Axis) -> tuple[int, bool]:
-    return axis.count, not isinstance(axis, ExactAxis)
-
-
 def _fill(cells: bytearray, axes: Sequence[Axis], join: Callable[[int, int], int]) -> None:
+    """Fill in undecided cells: in the core, for which calls wait, or where there is none here."""
+    core = loader.in_use()
+    if core is not None and join is operator.and_:
+        described = [(axis.count, not isinstance(axis, ExactAxis)) for axis in axes]
+        cells[:] = core.fill_grid(bytes(cells), described)
+    else:
+        _fill_here(cells, axes, join)
+
+
+def _fill_here(cells: bytearray, axes: Sequence[Axis], join: Callable[[int, int], int]) -> None:
     lines = list(_lines(axes))
     while found := _between(cells, lines, join):
         for cell, decision in found.items():
