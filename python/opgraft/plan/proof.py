@@ -78,20 +78,9 @@ class Proof:
             result = run_native(call)
             self._look()
             return result
-        ours = call
-        try:
-            if call.op.writes:
-                with threads.scope(threads.EVERYTHING):
-                    ours = copies.copy_call(call)
-        except torch.OutOfMemoryError:
-            self._skip(poison)
+        ours = self._copied(call, poison)
+        if ours is None:
             return run_native(call)
-        except Exception as error:  # what cannot be copied is native's, and no error
-            self.difference = f"{type(error).__name__}: {error}"
-            return run_native(call)
-        except BaseException:
-            self._leave(poison)
-            raise
         try:
             result = run_native(call)
         except BaseException:
@@ -107,6 +96,22 @@ class Proof:
             self._leave(poison)
             raise
         return result
+
+    def _copied(self, call: Call, poison: int) -> Call | None:
+        """The call with copies of what it writes to; None where there are none, which is noted."""
+        if not call.op.writes:
+            return call
+        try:
+            with threads.scope(threads.EVERYTHING):
+                return copies.copy_call(call)
+        except torch.OutOfMemoryError:
+            self._skip(poison)
+        except Exception as error:  # what cannot be copied is native's, and no error
+            self.difference = f"{type(error).__name__}: {error}"
+        except BaseException:
+            self._leave(poison)
+            raise
+        return None
 
     def _compare(self, router: Router, ours: Call, call: Call, native: Any, poison: int) -> None:
         op = call.op
