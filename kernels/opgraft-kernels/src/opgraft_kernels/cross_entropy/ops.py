@@ -49,8 +49,8 @@ _library.define(
 
 
 # Neither has a derivative: without `no_grad`, autograd would find one in ATen's ops. Both compute
-# by what native cross-entropy computes by, as far as that goes: at its first call in a process each
-# kernel of ATen's is loaded, which takes tens of milliseconds. Native's are loaded before.
+# by what native cross-entropy computes by, as far as that goes: each kernel of ATen's is loaded at
+# its first call in a process, which the call waits for, and those of native are loaded before.
 
 
 @torch.no_grad()
@@ -132,10 +132,7 @@ def cross_entropy_backward(
             of_all = (of_rows / total if reduction == MEAN else of_rows).expand(t.shape)
             of_all = of_all.masked_fill(t == ignore_index, 0)[:, None] * (label_smoothing / classes)
             d = (1 - label_smoothing) * d - (of_all if w is None else of_all * w)
-        if out.dtype == log_p.dtype:
-            torch._log_softmax_backward_data(d, log_p, -1, log_p.dtype, out=out[rows])
-        else:
-            out[rows] = torch._log_softmax_backward_data(d, log_p, -1, log_p.dtype)
+        out[rows] = torch._log_softmax_backward_data(d, log_p, -1, log_p.dtype)
     return dx
 
 
