@@ -2,8 +2,7 @@
 #
 #   make quickstart   set up, then run examples/quickstart.py
 #   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=2
-#   make compile-all  every configuration of the kernels for every architecture, of which the tests compile a sample;
-#                     10 to 30 minutes on two processors
+#   make compile-all  every configuration of the kernels for every architecture, of which the tests compile a sample
 #   make lint types   ruff and clang-format; mypy
 #   make sanitize     the core under address, undefined-behaviour and thread sanitizers; 5 to 10 minutes
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py

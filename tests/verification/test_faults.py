@@ -15,8 +15,8 @@ from opgraft.verification.checks import CHECKS
 from opgraft.verification.verification_report import VerificationReport
 from tests.verification.faults import FAULTS, RIGHT, Planted
 
-#: As many samples show most faults, in a third of the time. A verification begins with the same
-#: ones, however many it takes.
+#: As many samples show most faults. A verification begins with the same ones, however many it
+#: takes.
 FEW = 60
 TRUST = Path(__file__).parent.parent.parent / "docs" / "trust.md"
 

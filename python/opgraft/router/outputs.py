@@ -453,7 +453,7 @@ class Difference:
     Args:
         actual: what an impl computed.
         native: what native computed, of the same dtype and shape.
-        finite: whether all numbers are expected to be finite, which takes half of the time.
+        finite: whether all numbers are expected to be finite, which takes fewer kernels.
 
     >>> inf = float("inf")
     >>> Difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), finite=True).found()
@@ -463,9 +463,8 @@ class Difference:
     False
     """
 
-    # At its first call in a process each op of ATen loads its kernels, which takes tens of
-    # milliseconds. So they are few, and parts are small enough to stay in a GPU's cache from one
-    # to the next.
+    # Each kernel of ATen's is loaded at its first call in a process, which the call waits for. So
+    # there are few, and parts are small enough to stay in a GPU's cache from one to the next.
 
     def __init__(self, actual: torch.Tensor, native: torch.Tensor, *, finite: bool) -> None:
         self.device = actual.device
