@@ -808,6 +808,22 @@ def test_commands_that_need_no_torch_do_not_import_it(command: str, tmp_path: Pa
     assert NEED_NO_TORCH[command] in (done.stderr if is_wrong else done.stdout)
 
 
+def test_running_the_module_imports_no_torch_for_its_version() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "opgraft", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "opgraft, version " in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "opgraft.cli" in imported
+    assert "torch" not in imported
+
+
+def test_running_another_module_imports_torch_with_the_package(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("import opgraft, sys; print('torch' in sys.modules)")
+    command = [sys.executable, "-m", "other", "-m", "opgraft"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_takes_what_its_command_line_gives(name: str) -> None:
     module = importlib.import_module(f"opgraft.cli.{'listing' if name == 'list' else name}")

@@ -129,8 +129,16 @@ def _import_torch() -> None:
 def _initialise() -> None:
     env.configure_logging()
     # The `opgraft` command imports torch when one of its commands needs it.
-    if "opgraft_command" not in sys.modules:
+    if "opgraft_command" not in sys.modules and not _is_run_as_module():
         _import_torch()
+
+
+def _is_run_as_module() -> bool:
+    """Whether this is imported to find what `python -m opgraft` runs."""
+    if sys.argv[:1] != ["-m"]:  # which it is until the module is found
+        return False
+    options = iter(sys.orig_argv)
+    return "-m" in options and next(options, None) == "opgraft"
 
 
 # This comes last: torch activates packs at the end of its own import, and packs import opgraft.
