@@ -23,7 +23,7 @@ import opgraft
 from opgraft import when
 from opgraft.core import loader
 from opgraft.packs import owning
-from opgraft.ready import captures, pool, readiness, warm_up
+from opgraft.ready import ahead, captures, pool, readiness, warm_up
 from opgraft.ready.claims import Claim
 from tests.ready import impls
 
@@ -1232,3 +1232,33 @@ def test_ctrl_c_is_the_parents(register: Register) -> None:
     (worker,) = pool.shared().workers()
     assert os.getpgid(worker) != os.getpgid(0)
     assert opgraft.wait_until_ready(LIMIT)
+
+
+def ahead_of(override: opgraft.Override, *sizes: int, is_over: Callable[[], bool]) -> None:
+    tensors = {size: torch.zeros(size) for size in sizes}
+    calls = ((override, override.operator.bind((tensors[size],), {})) for size in sizes)
+    ahead.compile_ahead(calls, lambda done, total: None, is_over)
+
+
+def test_workers_compile_ahead_for_many_calls(register: Register, notes: Path) -> None:
+    """For each kind once, though no call was made, and nothing is taken to be ready by it."""
+    override = register(impls.tells_when_dry)
+    ahead_of(override, 4, 5, 4, is_over=lambda: False)
+    lines = sorted(line.split(" ", 1)[1] for line in notes.read_text().splitlines())
+    assert [line.split(")")[0] for line in lines] == ["(4,", "(5,"]
+    assert states(override) == []
+
+
+@pytest.mark.parametrize("impl", [impls.crashes_when_dry, lambda self: 0 - self])
+def test_what_no_worker_compiles_ahead_is_left_to_the_call(register: Register, impl: Any) -> None:
+    override = register(impl, when_not_ready="wait")
+    ahead_of(override, 4, is_over=lambda: False)
+    call()
+    assert override.hits == 1
+
+
+def test_compiling_ahead_ends_when_the_time_is_over(register: Register) -> None:
+    override = register(impls.hangs_when_dry)
+    deadline = time.monotonic() + 2
+    ahead_of(override, 4, is_over=lambda: time.monotonic() > deadline)
+    assert time.monotonic() < deadline + LIMIT / 4

@@ -63,7 +63,7 @@ def measuring(override: Override, device: torch.device) -> Iterator[Measuring]:
             own["plan"] = twins.enter_context(_twin(override, "plan"))
         others = [twins.enter_context(_twin(each, _best_way(each))) for each in behind]
         named = {each.name: each for each in others}
-        yield Measuring(override, _Twins(own, named), device)
+        yield Measuring(override, behind, _Twins(own, named), device)
 
 
 def _same_op(override: Override) -> Selector:
@@ -96,10 +96,21 @@ def _twin(override: Override, way: str, **declared: Any) -> Iterator[Override]:
 class Measuring:
     """What :func:`measuring` yields."""
 
-    def __init__(self, override: Override, twins: _Twins, device: torch.device) -> None:
+    def __init__(
+        self,
+        override: Override,
+        behind: Sequence[Override],
+        twins: _Twins,
+        device: torch.device,
+    ) -> None:
         self._override = override
+        self._behind = tuple(behind)
         self._twins = twins
         self._device = device
+
+    def taking(self, call: Call) -> list[Override]:
+        """The overrides that are measured and right for a call."""
+        return [each for each in (self._override, *self._behind) if each.cond_holds(call)]
 
     def cell(self, calls: Sequence[Call]) -> Cell:
         """Measure calls of one kind.

@@ -6,7 +6,7 @@ import datetime
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import Cell
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call
+from opgraft.ready import ahead
 from opgraft.registry import Override
 from opgraft.tuning import search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
@@ -235,16 +236,42 @@ class _Tuning:
 
     def _measure_open_cells(self) -> None:
         for each in self._passes:
-            for at in self._known_to(each) if self._options.again else ():
+            again = self._known_to(each) if self._options.again else []
+            self._compile_ahead(again)
+            for at in again:
                 if self._is_late():
                     return
                 self._measure(each, at)
             for stride in search.strides():
                 while groups := self._open_cells(each, stride):
+                    self._compile_ahead(groups[0])
                     for at in groups[0]:
                         if self._is_late():
                             return
                         self._measure(each, at)
+
+    def _compile_ahead(self, cells: Sequence[Indices]) -> None:
+        """Have workers compile for cells at the same time, as each takes longer to compile for than
+        to measure. A cell whose calls cannot be made is left to the measurement, which says why.
+        """
+        if self._device.type != "cuda" or self._override.dsl is None:
+            return
+
+        def calls() -> Iterator[tuple[Override, Call]]:
+            for at in cells:
+                if self._is_late():
+                    return
+                try:
+                    call = self._call(at)
+                    taking = self._measuring.taking(call)
+                except (Exception, SystemExit):
+                    continue
+                yield from ((override, call) for override in taking)
+
+        def tell(done: int, total: int) -> None:
+            self._progress(f"compiling for {total} calls, {done} done")
+
+        ahead.compile_ahead(calls(), tell, self._is_late)
 
     def _open_cells(self, each: _Pass, stride: int) -> list[list[Indices]]:
         decided = each.decided()

@@ -1,0 +1,101 @@
+"""Has the kernels of many calls compiled at the same time, before the calls are made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+from opgraft.ops.schema import Call
+from opgraft.ready import here, pool, request, triton_kernels
+from opgraft.ready.request import Compiled
+from opgraft.registry import Override
+from opgraft.router import device
+
+_STEP_SECONDS = 0.2
+
+
+def compile_ahead(
+    calls: Iterable[tuple[Override, Call]],
+    tell: Callable[[int, int], None],
+    is_over: Callable[[], bool],
+) -> None:
+    """Have workers compile what calls need. Returns when they are done.
+
+    A kernel that none of them can compile, for whatever reason, is compiled by the call itself.
+
+    Args:
+        calls: the overrides that they go to, and the calls. Each is let go before the next one is
+            taken, so a generator needs the memory of one alone.
+        tell: called with how many calls are done, and how many there are.
+        is_over: whether to wait no longer.
+    """
+    waiting = _Waiting(is_over)
+    for override, call in calls:
+        waiting.submit(override, call)
+    while not waiting.wait(_STEP_SECONDS) and not is_over():
+        tell(*waiting.counts())
+
+
+class _Waiting:
+    """What was submitted, and how much of it is done."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._submitted, self._finished = 0, 0
+        self._asked: set[str] = set()
+
+    def submit(self, override: Override, call: Call) -> None:
+        """Have a worker compile for a call, unless one was asked the same before."""
+        keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, override.dispatch_key))
+        try:
+            asked = request.request(override, call, keyset)
+        except request.CannotAsk:
+            return
+        digest = request.digest(asked)
+        if digest in self._asked:
+            return
+        self._asked.add(digest)
+        where = device.of_tensors(call) or torch.device("cpu")
+
+        def compiled(answer: Compiled) -> None:
+            try:
+                here.import_ahead(override)
+                if where.type == "cuda":
+                    triton_kernels.load(answer["triton"], where)
+            finally:
+                self._finish()
+
+        with self._lock:
+            self._submitted += 1
+            self._done.clear()
+        pool.shared().submit(
+            pool.Job(
+                asked,
+                wanted=lambda: int(not self._is_over()),
+                started=lambda by: None,
+                compiled=compiled,
+                failed=lambda reason, may_run_here: self._finish(),
+                dropped=self._finish,
+                is_kept=True,
+            )
+        )
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._finished += 1
+            if self._finished == self._submitted:
+                self._done.set()
+
+    def counts(self) -> tuple[int, int]:
+        """How many are done, and how many there are."""
+        with self._lock:
+            return self._finished, self._submitted
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all are done, which is waited for so long."""
+        finished, submitted = self.counts()
+        return finished == submitted or self._done.wait(seconds)
