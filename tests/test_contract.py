@@ -250,6 +250,20 @@ def test_a_view_of_another_place_is_refused_where_no_schema_says_that_it_is_one(
 NAN, INF = float("nan"), float("inf")
 
 
+@pytest.mark.parametrize("dtype", outputs.TOLERANCES, ids=str)
+def test_numbers_near_the_largest_are_told_apart(dtype: torch.dtype) -> None:
+    """The absolute value of a complex number may be infinite where both parts are finite."""
+    largest = torch.finfo(dtype).max
+    number = complex(largest, largest) if dtype.is_complex else largest
+    native = torch.tensor([number, 1.0], dtype=dtype)
+    for other in (-number, 0.5 * number):
+        actual = torch.tensor([other, 1.0], dtype=dtype)
+        assert outputs.value_difference(actual, native) is not None
+        assert outputs.Difference(actual, native, finite=False).found()
+    assert outputs.value_difference(native.clone(), native) is None
+    assert not outputs.Difference(native.clone(), native, finite=False).found()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("one", [NAN, INF, -INF, 0.0])
 @pytest.mark.parametrize("other", [NAN, INF, -INF, 0.0])

@@ -417,6 +417,14 @@ def _special_values(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), 2, torch.where(values.isinf(), signs, 0))
 
 
+def _magnitude(values: torch.Tensor) -> torch.Tensor:
+    """The absolute values; of a complex number that of its larger part, which is finite where both
+    parts are."""
+    if values.is_complex():
+        return torch.maximum(values.real.abs(), values.imag.abs())
+    return values.abs()
+
+
 def value_difference(actual: torch.Tensor, native: torch.Tensor, factor: float = 1.0) -> str | None:
     """How the values of two tensors differ beyond rounding; None if they do not.
 
@@ -434,8 +442,8 @@ def value_difference(actual: torch.Tensor, native: torch.Tensor, factor: float =
     mismatched = int((_special_values(native) != _special_values(actual)).sum())
     if mismatched:
         return f"{mismatched} of {actual.numel()} elements are NaN, inf or -inf on one side only"
-    difference = torch.where(finite, (actual - native).abs(), 0).double()
-    scale = float(torch.where(finite, native.abs(), 0).max())
+    difference = torch.where(finite, _magnitude(actual - native), 0).double()
+    scale = float(torch.where(finite, _magnitude(native), 0).max())
     allowed = TOLERANCES[actual.dtype] * factor * scale
     largest = float(difference.max())
     if largest <= allowed:
