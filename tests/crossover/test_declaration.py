@@ -71,3 +71,17 @@ def test_a_range_is_an_axis(name: str, values: Any) -> None:
     assert list(declared.ranges[name]) == given
     axis = tuner.axes_of(declared)[name]
     assert axis.index_of(given[0]) == 0 and axis.index_of(given[-1]) == axis.count - 1
+
+
+@pytest.mark.parametrize("name", ["", 5, ["fast"]], ids=str)
+def test_what_it_is_measured_as_is_a_name(name: Any) -> None:
+    with pytest.raises(RegistrationError, match=r"measured_as=.*give the name= of the override"):
+        crossover(measured_as=name)
+
+
+@pytest.mark.parametrize(
+    "more", [{"calls": list}, {"ranges": {NUMBERS: (1, 2), DTYPES: (torch.float32,)}}], ids=str
+)
+def test_what_is_measured_as_another_is_not_measured_itself(more: dict[str, Any]) -> None:
+    with pytest.raises(RegistrationError, match="leave out calls= and ranges="):
+        crossover(measured_as="fast", **more)

@@ -271,3 +271,35 @@ def test_verify_runs_calls_that_no_table_takes() -> None:
     assert override.hits > 0, str(report)
     softmax(4)
     assert override.misses > 0
+
+
+def log_softmax(**keywords: Any) -> opgraft.Override:
+    """An override of another op than the measured one, whose part of the tables decides here."""
+    native = opgraft.native("aten::_log_softmax")
+    return opgraft.register_op_override(
+        *("aten", "_log_softmax", "CPU", lambda self, dim, to_float: native(self, dim, to_float)),
+        name="shared",
+        unconditional_override=True,
+        **{"crossover": crossover(measured_as="fast")} | keywords,
+    )
+
+
+def test_another_override_s_part_of_the_tables_decides(user_tables: Path) -> None:
+    write(user_tables, table({"fast": entry(cell(4), cell(64, **SLOWER))}))
+    measured, shared = register(), log_softmax()
+    for rows in (4, 64):
+        softmax(rows)
+        torch.log_softmax(torch.ones(rows, 4), 1)
+    assert counts(measured) == counts(shared) == (1, 1)
+
+
+def test_another_override_s_part_of_the_tables_must_have_the_same_features(
+    user_tables: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(user_tables, table({"fast": entry(cell(4))}))
+    other = {"columns": when.size("self", -1), "dtype": when.dtype_of("self")}
+    shared = log_softmax(crossover=opgraft.Crossover(measured_as="fast", **other))
+    torch.log_softmax(torch.ones(4, 4), 1)
+    assert counts(shared) == (0, 1)
+    (message,) = {each.getMessage() for each in caplog.records if path.name in each.getMessage()}
+    assert "columns" in message

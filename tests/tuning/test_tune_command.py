@@ -44,6 +44,8 @@ register("tuned", crossover=opgraft.Crossover(
     calls=calls, ranges={"rows": (16, 64), "dtype": [torch.float32]},
     rows=when.size("self", 0), dtype=when.dtype_of("self")))
 register("plain", priority=-1)
+register("shared", priority=-2, crossover=opgraft.Crossover(
+    measured_as="tuned", rows=when.size("self", 0), dtype=when.dtype_of("self")))
 """
 
 INTERPRETED = """
@@ -198,6 +200,7 @@ def test_a_sample_of_the_cells_is_measured_again(folder: Path, run: Run) -> None
     [
         (["--budget", "soon"], "'soon' is no duration: write 90s, 10m or 2h"),
         (["--name", "plain"], "no override here declares a crossover="),
+        (["--name", "shared"], "shared by that of tuned: tune that one"),
         (["aten::relu"], "no override of aten::relu here declares a crossover="),
         (["aten::_softmax", "more"], "only a script has arguments: more"),
         (["absent.py"], "there is no file 'absent.py'"),

@@ -352,6 +352,22 @@ def test_overrides_of_two_ops_with_one_name_are_watched_apart() -> None:
     assert seen.of(relu) == [(5,)]
 
 
+def test_calls_of_what_is_measured_as_another_are_that_one_s() -> None:
+    softmax = register(cond=None, unconditional_override=True)
+    native = opgraft.native("aten::_log_softmax")
+    opgraft.register_op_override(
+        *("aten", "_log_softmax", "CPU", lambda self, dim, to_float: native(self, dim, to_float)),
+        name="shared",
+        unconditional_override=True,
+        crossover=crossover(calls=None, ranges=None, measured_as=softmax.name),
+    )
+    with watching.watching(opgraft.overrides()) as seen:
+        torch.softmax(torch.zeros(3, 4), -1)
+        for _ in range(2):
+            torch.log_softmax(torch.zeros(5, 4), -1)
+    assert seen.of(softmax) == [(5, torch.float32), (3, torch.float32)]
+
+
 def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:
     override = register(crossover(ranges=SMALL), cond=when.size("self", -1) == 5)
     result = tune(tmp_path, override)

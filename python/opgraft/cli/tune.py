@@ -56,7 +56,10 @@ def command(
         )
     except opgraft.RegistrationError as error:
         raise click.UsageError(str(error)) from error
-    found = [each for each in chosen if each.crossover is not None and each.why_off() is None]
+    deciding = [each for each in chosen if each.crossover is not None and each.why_off() is None]
+    found = [each for each in deciding if each.table_name == each.name]
+    if deciding and not found:
+        raise click.ClickException(_measured_as(deciding))
     if not found:
         of = f" of {what}" if what else ""
         raise click.ClickException(
@@ -66,7 +69,7 @@ def command(
     if not anyway:
         _check_fit(found)
     try:
-        seen = None if script is None else _run(script, arguments, found)
+        seen = None if script is None else _run(script, arguments, deciding)
         if count is not None:
             return _check(found, folder, count, seed, as_json)
         _make_folders(found, folder)
@@ -81,6 +84,12 @@ def command(
     else:
         _print(results)
     return status
+
+
+def _measured_as(overrides: list[Override]) -> str:
+    """Where else to look: none of these is measured itself."""
+    pairs = [f"{each.name} by that of {each.table_name}" for each in overrides]
+    return f"decided by another override's part of the tables: {'; '.join(pairs)}: tune that one"
 
 
 def _check_fit(overrides: list[Override]) -> None:
@@ -119,6 +128,8 @@ def _check_names(overrides: list[Override], folder: Path | None) -> None:
         # Not only those that are measured now: the others of its owner were, or will be.
         for other in opgraft.overrides():
             if other is each or other.crossover is None or in_table(other) != in_table(each):
+                continue
+            if other.table_name != other.name:  # it writes nothing
                 continue
             if other in overrides or other.pack == each.pack:
                 raise click.ClickException(

@@ -112,7 +112,8 @@ class Decisions:
     @cached_property
     def found(self) -> Found:
         """What all tables say of it, whatever the device."""
-        return sources.find(self.name, self.owner, self.crossover)
+        name = self.crossover.measured_as or self.name
+        return sources.find(name, self.owner, self.crossover)
 
     @property
     def digest(self) -> str:

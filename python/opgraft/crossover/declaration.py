@@ -38,13 +38,18 @@ class Crossover:
             example, a kernel that is limited by memory at 2**27 elements is so for any more.
             Without it, what lies outside of the measured cells is declined.
         tables: the folder with the tables that the author ships; None: there are none.
+        measured_as: the name of another override of this owner, whose part of the tables decides
+            here, too: for ops that run the same kernel in place of the same native one. The
+            features are its, by name and in order. Then this override is not measured, and gives
+            no `calls` and no `ranges`.
         **features: each an integer, a boolean, or :func:`opgraft.when.dtype_of`, as an expression
             of :mod:`opgraft.when`.
 
     Raises:
         RegistrationError: there is no feature; one is no number; none is about a tensor, whose
             device could be looked up; `exact` or `open_ended` names another one; or a range is
-            none: negative, zero, beyond 64 bits, of another type, or with a value twice.
+            none: negative, zero, beyond 64 bits, of another type, or with a value twice;
+            or `measured_as` is no name, or stands beside `calls` or `ranges`.
 
     >>> import opgraft
     >>> from opgraft import when
@@ -63,6 +68,7 @@ class Crossover:
     ranges: Mapping[str, Sequence[Any]]
     open_ended: frozenset[str]
     tables: Path | None
+    measured_as: str | None
     features: Mapping[str, Number]
 
     def __init__(
@@ -74,11 +80,14 @@ class Crossover:
         ranges: Mapping[str, Sequence[Any]] | None = None,
         open_ended: Iterable[str] = (),
         tables: str | os.PathLike[str] | None = None,
+        measured_as: str | None = None,
         **features: Number,
     ) -> None:
         exact = (exact,) if isinstance(exact, str) else tuple(exact)
         open_ended = (open_ended,) if isinstance(open_ended, str) else tuple(open_ended)
         _check(calls, version, exact, {} if ranges is None else ranges, open_ended, features)
+        if measured_as is not None:
+            _check_measured_as(measured_as, calls, ranges)
         vars(self).update(
             calls=calls,
             version=version,
@@ -86,6 +95,7 @@ class Crossover:
             ranges=MappingProxyType({key: tuple(each) for key, each in (ranges or {}).items()}),
             open_ended=frozenset(open_ended),
             tables=None if tables is None else Path(tables),
+            measured_as=measured_as,
             features=MappingProxyType(dict(features)),
         )
 
@@ -152,6 +162,18 @@ def _check(
         raise RegistrationError(
             f"Crossover(calls={calls!r}): give a function of a device and the features that "
             "yields the op's arguments"
+        )
+
+
+def _check_measured_as(name: object, calls: object, ranges: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise RegistrationError(
+            f"Crossover(measured_as={name!r}): give the name= of the override that is measured"
+        )
+    if calls is not None or ranges:
+        raise RegistrationError(
+            f"Crossover(measured_as={name!r}): it is measured as that override is: leave out "
+            "calls= and ranges="
         )
 
 

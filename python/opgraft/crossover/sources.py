@@ -114,7 +114,7 @@ def find(name: str, owner: str, crossover: Crossover) -> Found:
     """All that tables say of an override, whatever the device.
 
     Args:
-        name: the override's name.
+        name: the override's name in tables.
         owner: its pack, or `"user"`: the user's tables are in a folder for each owner.
         crossover: what it declares.
     """

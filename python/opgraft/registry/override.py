@@ -131,6 +131,12 @@ class Override:
         return self._decisions
 
     @property
+    def table_name(self) -> str:
+        """Whose part of the tables decides: its own, or that of the override it is measured as."""
+        shared = None if self.crossover is None else self.crossover.measured_as
+        return shared or self.name
+
+    @property
     def unplanned(self) -> Condition | None:
         """For which calls without a launch plan the impl is worth running in Python; None: all.
 

@@ -27,8 +27,16 @@ class Seen:
             self._counts.setdefault(override, Counter())[values] += 1
 
     def of(self, override: Override) -> list[tuple[Any, ...]]:
-        """The features of an override's calls, the most frequent first."""
-        return [values for values, _ in self._counts.get(override, Counter()).most_common()]
+        """The features of the calls that an override's part of the tables decides, the most
+        frequent first: of its own, and of those of overrides that are measured as it is."""
+        counts = (each for other, each in self._counts.items() if _is_decided_by(other, override))
+        return [values for values, _ in sum(counts, Counter()).most_common()]
+
+
+def _is_decided_by(other: Override, override: Override) -> bool:
+    """Whether the calls of one override are decided by another's part of the tables, or its own."""
+    is_owned_alike = (other.pack, other.dispatch_key) == (override.pack, override.dispatch_key)
+    return other is override or (is_owned_alike and other.table_name == override.name != other.name)
 
 
 @contextmanager
