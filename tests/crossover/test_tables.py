@@ -257,7 +257,7 @@ def test_steps_divide_octaves() -> None:
 
 
 def test_a_larger_margin_takes_less() -> None:
-    cells = cell(16, override=9), cell(64)
+    cells = cell(16, override=9.3), cell(64)
     assert taken(grid(*cells), [16, 64]) == [True, True]
     assert taken(grid(*cells, margin=rule.OTHER_DEVICE_MARGIN), [16, 64]) == [False, True]
 
