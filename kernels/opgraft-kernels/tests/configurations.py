@@ -76,7 +76,8 @@ def _norms(norm: str) -> Iterator[Launch]:
         yield from some(bfloat16, hidden, needs=(False, True, True))
     # Rows with a tail, of a few lengths between each two powers of two. The last two are multiples
     # of 8 bytes, and of 2.
-    for hidden in (40, 96, 320, 768, 1280, 2560, 4224, 5120, 5496, 12288, 5500, 4225):
+    lengths = (40, 96, 320, 768, 1280, 2560, 4224, 5120, 5496, 6144, 7168, 12288, 13824, 5500, 4225)
+    for hidden in lengths:
         yield from some(bfloat16, hidden)
     for hidden in (96, 1280, 5120):
         yield from some(float32, hidden)
@@ -207,7 +208,7 @@ def cross_entropy_launches(
     sums = [] if all_weights is None else kernels.plan_sums(weight, None, all_weights, None)
     return [
         kernels.plan_forward(x, target, weight, losses, masses, statistics, -100, smoothing),
-        *kernels.plan_sums(losses, masses, loss, mass),
+        *kernels.plan_sums(losses, masses, loss, mass, smoothing),
         *sums,
         kernels.plan_backward(
             *(loss, x, target, weight, all_weights, statistics, mass, x, -100, smoothing)

@@ -19,6 +19,7 @@ from opgraft_kernels.cross_entropy.overrides import backward_condition, register
 from opgraft_kernels.cross_entropy.samples import backward_samples, forward_samples
 
 REDUCTIONS = ("none", "mean", "sum")
+TRITON = (triton_kernels.forward, triton_kernels.backward)
 OPTIONS = list(itertools.product(REDUCTIONS, (0.0, 0.3, 1.0), (False, True), (-100, 2)))
 
 
@@ -98,6 +99,31 @@ def test_the_kernels_agree_with_them(direction: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol, equal_nan=True)
         compared += 1
     assert compared > 20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("kernels", [(ops.cross_entropy, ops.cross_entropy_backward), TRITON])
+@pytest.mark.parametrize("ignored", [0, 1, 6])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("reduction", range(3))
+def test_rows_whose_classes_have_no_weight_are_as_natively(
+    reduction: int, smoothing: float, ignored: int, kernels: Any
+) -> None:
+    """Their mean is 0 / 0, whatever smoothing adds of the other classes."""
+    forward, backward = kernels
+    x = torch.randn(6, 7, requires_grad=True)
+    target = torch.tensor([0, 1, 2, 0, 1, 2])
+    target[:ignored] = -100
+    weight = torch.tensor([0.0, 0, 0, 1, 2, 3, 4])
+    options = (reduction, -100, smoothing)
+    expected = torch.ops.aten.cross_entropy_loss(x, target, weight, *options)
+    grad = torch.rand_like(expected)
+    (expected_dx,) = torch.autograd.grad(expected, x, grad)
+    x = x.detach()
+    loss, *kept = forward(x, target, weight, *options, dtype=x.dtype)
+    dx = backward(grad, x, target, weight, *kept, *options)
+    torch.testing.assert_close((loss, dx), (expected.detach(), expected_dx), equal_nan=True)
 
 
 def test_where_native_computed_the_loss_no_scaled_gradient_overflows() -> None:

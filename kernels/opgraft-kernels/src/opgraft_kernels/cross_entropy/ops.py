@@ -67,7 +67,8 @@ def cross_entropy(
     """The loss of one row of logits or a matrix, and class indices; and what its backward needs."""
     loss, statistics, mass = _allocated(self, target, reduction, dtype)
     x, indices = _as_rows(self, target)
-    losses = statistics.new_zeros(indices.shape if reduction == NONE else ())
+    # Of the classes, and with smoothing of all: divided apart, as each may be 0 / 0.
+    losses = statistics.new_zeros((2, *(indices.shape if reduction == NONE else ())))
     total = statistics.new_zeros(())
     w = None if weight is None else weight.to(statistics.dtype)
     for rows in _chunks(x):
@@ -82,20 +83,20 @@ def cross_entropy(
         part, of_rows = torch.ops.aten.nll_loss_forward(
             log_p, t, w, NONE if reduction == NONE else _SUM, ignore_index
         )
+        where = rows if reduction == NONE else ...
+        losses[0, where] += part
+        total += of_rows if reduction != NONE else 0
         if label_smoothing > 0:
             of_all = -(log_p if w is None else log_p * w).sum(-1) / x.shape[1]
             of_all = of_all.masked_fill(t == ignore_index, 0)
-            of_all = of_all if reduction == NONE else of_all.sum()
-            part = (1 - label_smoothing) * part + label_smoothing * of_all
-        if reduction == NONE:
-            losses[rows] = part
-        else:
-            losses += part
-            total += of_rows
+            losses[1, where] += of_all if reduction == NONE else of_all.sum()
     if reduction == MEAN:
         mass.copy_(total)
         losses /= mass
-    loss.copy_(losses.view(loss.shape))
+    result = losses[0]
+    if label_smoothing > 0:
+        result = (1 - label_smoothing) * result + label_smoothing * losses[1]
+    loss.copy_(result.view(loss.shape))
     return loss, statistics, mass
 
 

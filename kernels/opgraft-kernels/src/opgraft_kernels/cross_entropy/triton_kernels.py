@@ -190,9 +190,14 @@ def _sum_kernel(
     rows,
     steps,
     DIVIDE: tl.constexpr,
+    SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sums of `steps` blocks a program; with DIVIDE of the losses by that of the masses."""
+    """The sums of `steps` blocks a program; with DIVIDE of the losses by that of the masses.
+
+    With SMOOTH a part of the losses is not of the rows' classes: without any mass, that of the
+    classes is 0 / 0 natively, and with it the mean.
+    """
     program = tl.program_id(0)
     losses = tl.zeros([BLOCK], tl.float32)
     masses = tl.zeros([BLOCK], tl.float32)
@@ -207,6 +212,8 @@ def _sum_kernel(
         tl.store(mass_sum_ptr + program, mass)
         if DIVIDE:
             loss = loss / mass
+            if SMOOTH:
+                loss = tl.where(mass == 0.0, float("nan"), loss)
     tl.store(loss_sum_ptr + program, loss.to(loss_sum_ptr.dtype.element_ty))
 
 
@@ -247,7 +254,10 @@ def _backward_kernel(
     counts = in_rows & (target != ignore_index)
     g = tl.load(g_ptr + row * g_stride, mask=in_rows, other=0.0).to(tl.float32)
     if mass_sum_ptr is not None:
-        g = g / tl.load(mass_sum_ptr)
+        mass = tl.load(mass_sum_ptr)
+        g = g / mass
+        if SMOOTH:  # as `_sum_kernel`
+            g = tl.where(mass == 0.0, float("nan"), g)
     g = tl.where(counts, g, 0.0)
     best = tl.load(statistics_ptr + row, mask=in_rows, other=0.0)
     log_total = tl.load(statistics_ptr + rows + row, mask=in_rows, other=0.0)
@@ -329,7 +339,11 @@ def plan_forward(
 
 
 def plan_sums(
-    losses: Tensor, masses: Tensor | None, loss: Tensor, mass: Tensor | None
+    losses: Tensor,
+    masses: Tensor | None,
+    loss: Tensor,
+    mass: Tensor | None,
+    smoothing: float = 0.0,
 ) -> list[Launch]:
     """The launches that fill `loss`, with the mean where there are masses, else with the sum."""
     launches = []
@@ -345,7 +359,7 @@ def plan_sums(
                 _sum_kernel,
                 programs,
                 (losses, masses, partial, partial_mass, rows, ceil_div(blocks, programs)),
-                {"DIVIDE": is_last, "BLOCK": _SUM_BLOCK},
+                {"DIVIDE": is_last, "SMOOTH": smoothing > 0, "BLOCK": _SUM_BLOCK},
                 4,
             )
         )
@@ -415,7 +429,7 @@ def forward(
     if reduction == NONE:
         return losses, statistics, mass
     loss = new((), dtype=dtype)
-    for launch in plan_sums(losses, masses, loss, mass if is_mean else None):
+    for launch in plan_sums(losses, masses, loss, mass if is_mean else None, label_smoothing):
         launch()
     return loss, statistics, mass
 
