@@ -17,6 +17,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import opgraft
+from configurations import norm_launches
 from opgraft_kernels.norms.overrides import LAYER_NORM, condition, register
 from opgraft_kernels.norms.triton_kernels import layer_norm_backward, layer_norm_forward
 
@@ -116,6 +117,23 @@ SHAPES = [(5, 2), (3, 7), (70, 16), (9, 1000), (1, 4096), (2, 4097), (4, 3, 130)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_native(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     _check(_case(shape, dtype, device))
+
+
+# Of a block and a tail, in the order of their blocks.
+WIDTHS = (768, 1152, 1536, 2560, 3072, 4480, 6144, 7168, 11008, 13824)
+
+
+@pytest.mark.parametrize("hidden", WIDTHS)
+def test_rows_with_a_tail(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    _check(_case((3, hidden), dtype, device))
+
+
+def test_some_rows_with_a_tail_are_summed_together() -> None:
+    """By one reduction: what the test above is for."""
+    for hidden in (1152, 2560, 4480):
+        forward, backward, *_ = norm_launches("layer_norm", torch.float16, hidden)
+        assert forward.constexprs["TOGETHER"]
+        assert backward.constexprs["TOGETHER"] == (hidden != 1152)
 
 
 @pytest.mark.parametrize("shape", [(2, 9000), (3, 20000)], ids=str)

@@ -127,6 +127,11 @@ def test_matches_native(
     _check(*_case(shape, 1, dtype, device, has_weight))
 
 
+@pytest.mark.parametrize("hidden", [768, 1152, 2560, 4480, 7168, 12288, 13824])
+def test_rows_with_a_tail(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    _check(*_case((3, hidden), 1, dtype, device))
+
+
 # Rows that the forward reads twice, and the backward in columns or by groups of programs.
 @pytest.mark.parametrize("shape", [(2, 20000), (3, 34000)], ids=str)
 def test_long_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

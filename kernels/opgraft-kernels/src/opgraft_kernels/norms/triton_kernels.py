@@ -155,6 +155,7 @@ def _forward_rows_kernel(
     MASK_ROWS: tl.constexpr,
     MASK_COLS: tl.constexpr,
     PARAMETERS_FIRST: tl.constexpr,
+    TOGETHER: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """A program normalises a tile of ROWS whole rows, which stays in registers: BLOCK columns, and
@@ -163,7 +164,7 @@ def _forward_rows_kernel(
     MASK_ROWS, MASK_COLS: the tile may hold more rows, or columns, than there are. Where it does
     not, masks would cost some percent of the bandwidth. PARAMETERS_FIRST: weight and bias are
     loaded while x is on its way, and take registers from there on; after the reduction they would
-    be waited for once more.
+    be waited for once more. TOGETHER: see `_sum_rows`.
     """
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -182,19 +183,15 @@ def _forward_rows_kernel(
         w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
         if TAIL:
             w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, tail < hidden, MASK_COLS)
+    if not TAIL:
+        x_tail = x  # which nothing reads
     if mean_ptr is not None:
-        total = tl.sum(x, axis=1)
-        if TAIL:
-            total += tl.sum(x_tail, axis=1)
-        mean = total / hidden
+        mean = _sum_rows(x, x_tail, TAIL, TOGETHER) / hidden
         x = _center(x, mean, col < hidden, MASK_BLOCK)
         if TAIL:
             x_tail = _center(x_tail, mean, tail < hidden, MASK_COLS)
         tl.store(mean_ptr + row, mean, mask=row < rows)
-    squares = tl.sum(x * x, axis=1)
-    if TAIL:
-        squares += tl.sum(x_tail * x_tail, axis=1)
-    rstd = tl.rsqrt(squares / hidden + eps)
+    rstd = tl.rsqrt(_sum_rows(x * x, x_tail * x_tail, TAIL, TOGETHER) / hidden + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     if not PARAMETERS_FIRST:
         w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
@@ -206,6 +203,31 @@ def _forward_rows_kernel(
         y = _scale_and_shift(x_tail * rstd[:, None], w_ptr, w_tail, b_ptr, b_tail)
         y = y.to(y_ptr.dtype.element_ty)
         store_if(_tile(y_ptr, row, hidden, tail), y, tail_mask, MASK_ROWS or MASK_COLS)
+
+
+@triton.jit
+def _sum_rows(values, tail, TAIL: tl.constexpr, TOGETHER: tl.constexpr):
+    """The sums of rows of a block and a tail. `tail` is anything where TAIL is 0.
+
+    TOGETHER: by one reduction, where two would make all warps of a program wait twice. A row of the
+    tail must have an element for each thread: else parts of the block move between threads.
+    """
+    if TAIL and TOGETHER:
+        total = tl.sum(_with_tail(values, tail), axis=1)
+    else:
+        total = tl.sum(values, axis=1)
+        if TAIL:
+            total += tl.sum(tail, axis=1)
+    return total
+
+
+@triton.jit
+def _with_tail(values, tail):
+    """The tail of rows, and equal parts of their block added to it, in the same threads."""
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCK: tl.constexpr = values.shape[1]
+    TAIL: tl.constexpr = tail.shape[1]
+    return tl.sum(tl.reshape(values, [ROWS, BLOCK // TAIL, TAIL]), axis=1) + tail
 
 
 @triton.jit
@@ -403,6 +425,7 @@ def _backward_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
+    TOGETHER: tl.constexpr,
     STAGES: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
@@ -451,15 +474,22 @@ def _backward_rows_kernel(
                 dw_tail += g_tail * xhat_tail
         if dx_ptr is not None:
             g = _weigh(g, w_ptr, col, hidden)
-            mean_gx = tl.sum(g * xhat, axis=1)
-            mean_g = 0.0
-            if mean_ptr is not None:
-                mean_g = tl.sum(g, axis=1)
+            gx = g * xhat
             if TAIL:
                 g_tail = _weigh(g_tail, w_ptr, tail, hidden)
-                mean_gx += tl.sum(g_tail * xhat_tail, axis=1)
+                gx_tail = g_tail * xhat_tail
+            else:  # which nothing reads
+                g_tail = g
+                gx_tail = gx
+            mean_g = 0.0
+            if mean_ptr is not None and TOGETHER:
+                mean_gx, mean_g = tl.reduce(
+                    (_with_tail(gx, gx_tail), _with_tail(g, g_tail)), axis=1, combine_fn=_add_pairs
+                )
+            else:
+                mean_gx = _sum_rows(gx, gx_tail, TAIL, TOGETHER)
                 if mean_ptr is not None:
-                    mean_g += tl.sum(g_tail, axis=1)
+                    mean_g = _sum_rows(g, g_tail, TAIL, TOGETHER)
             mean_gx = mean_gx / hidden
             if mean_ptr is not None:
                 mean_g = mean_g / hidden
@@ -487,6 +517,11 @@ def _backward_rows_kernel(
         )
     if sum_ptr is not None:
         sum_after_barrier(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -609,11 +644,6 @@ def _backward_columns_kernel(
     _store_partial_sums(
         partial_ptr, split, row_splits, hidden, col, in_row, dw, db, NEED_DW, NEED_DB
     )
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "g_stride", "x_stride", "splits", "steps"])
@@ -745,11 +775,15 @@ class Tiling(NamedTuple):
     parameters_first_bytes: int
     #: The same for rows with a tail, of which this is the block's part.
     parameters_first_block_bytes: int
+    #: Rows with a block of 16 KB and a tail are read twice, if it is up to so large a part of it.
+    twice_tail: float
     #: So many bytes of the block a warp, in a forward of narrow rows with a tail.
     narrow_warp_bytes: int
     #: Rows of up to this many bytes are not split in the backward: the sums of longer ones take all
     #: of a program's registers, and loading ahead stops.
     whole_backward_bytes: int
+    #: The same for rows with a tail that is shorter than their block.
+    short_tail_backward_bytes: int
     #: Rows with a tail share a program of the backward, up to so many bytes of them.
     backward_bytes: int
     #: A backward of up to this many elements is computed by one program.
@@ -763,8 +797,10 @@ _RMS_NORM = Tiling(
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
     parameters_first_bytes=_WHOLE_ROW_BYTES,
     parameters_first_block_bytes=8 * 1024,
+    twice_tail=1,
     narrow_warp_bytes=512,
     whole_backward_bytes=_WHOLE_ROW_BYTES,
+    short_tail_backward_bytes=_WHOLE_ROW_BYTES,
     backward_bytes=16 * 1024,
     one_program_elements=ONE_PROGRAM_ELEMENTS,
 )
@@ -775,8 +811,10 @@ _LAYER_NORM = Tiling(
     backward_split=lambda itemsize: Tile(1, 4096 // itemsize, 4, per_sm=3, stages=3),
     parameters_first_bytes=8 * 1024,
     parameters_first_block_bytes=2 * 1024,
+    twice_tail=0.5,
     narrow_warp_bytes=2048,
     whole_backward_bytes=16 * 1024,
+    short_tail_backward_bytes=24 * 1024,
     backward_bytes=8 * 1024,  # it sums two gradients
     one_program_elements=0,  # the sums of two gradients are always added up afterwards
 )
@@ -795,6 +833,18 @@ def _blocks(hidden: int) -> tuple[int, int]:
     return block, max(power_of_2(hidden - block), _MIN_BLOCK)
 
 
+def _is_read_twice(hidden: int, itemsize: int, sizes: Tiling) -> bool:
+    """Whether a forward reads a row with a tail twice, though it would fit into registers: few such
+    programs fit into a multiprocessor, so that little is on its way."""
+    block, tail = _blocks(hidden)
+    return block * itemsize >= 16384 and 0 < tail <= sizes.twice_tail * block
+
+
+def _is_tail_for_all_threads(tile: Tile, itemsize: int) -> bool:
+    """Whether each thread has a vector of each row's tail, or more."""
+    return tile.tail * itemsize >= tile.num_warps * 32 * 16
+
+
 @functools.lru_cache(maxsize=1024)
 def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
     sizes = tiling(has_mean)
@@ -803,7 +853,10 @@ def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
     rows = 1 if row > 2048 else sizes.forward_bytes // row
     size = rows * block * itemsize
     if tail:
-        a_warp = sizes.narrow_warp_bytes if row <= _NARROW_ROW_BYTES else 2048
+        is_narrow = row <= _NARROW_ROW_BYTES
+        a_warp = sizes.narrow_warp_bytes if is_narrow else 2048
+        if rows == 1:
+            tail = max(tail, block // 4)  # for all threads
     else:
         a_warp = 1024 if size <= sizes.small_forward_bytes else 2048
     return Tile(rows, block, max(1, size // a_warp), tail=tail)
@@ -815,11 +868,16 @@ def _backward_tile(hidden: int, itemsize: int, has_mean: bool, shared_memory: in
     row = (2 * block if tail else block) * itemsize
     # Fewer registers are needed where the tail leaves lanes out, and elements are loaded together.
     is_short = 0 < tail < block and unit_of(itemsize, hidden) > 1
+    if has_mean and tail and unit_of(itemsize, hidden) > 1:
+        tile = _layer_norm_backward_tile(block, tail, itemsize)
+        if tile is not None and _bytes_ahead(tile, itemsize) <= shared_memory:
+            return tile
     if row > 16384:
         ahead = Tile(1, block, 16, stages=3, tail=tail)
         if is_short and _bytes_ahead(ahead, itemsize) <= shared_memory:
             return ahead
-        return Tile(1, block, row // 1024, tail=tail)  # no registers are left for loading ahead
+        # No registers are left for loading ahead.
+        return Tile(1, 2 * block if tail == block else block, row // 1024, tail=tail % block)
     rows = max(1, 16384 // row)
     if not is_short:
         return Tile(rows, block, 8, stages=3, tail=tail)
@@ -828,6 +886,30 @@ def _backward_tile(hidden: int, itemsize: int, has_mean: bool, shared_memory: in
     # The two parts of a row take turns, so there is time for a second program.
     rows = max(1, tiling(has_mean).backward_bytes // row)
     return Tile(rows, block, 4, per_sm=2, stages=3, tail=tail)
+
+
+def _layer_norm_backward_tile(block: int, tail: int, itemsize: int) -> Tile | None:
+    """That of LayerNorm's rows with a tail, by their bytes; None: as RMSNorm's."""
+    size, is_whole = block * itemsize, tail == block
+    if size == 2048:
+        return Tile(2, 2 * block, 4, per_sm=2, stages=4)
+    if size == 4096 and not is_whole:
+        return Tile(1, block, 4, per_sm=2, stages=4, tail=max(tail, block // 2))
+    if size == 8192 and is_whole:
+        return Tile(1, 2 * block, 8, stages=4)
+    if size == 8192 and tail <= block // 4:
+        return Tile(1, block, 4, per_sm=2, stages=3, tail=block // 4)
+    if size == 8192:
+        return Tile(2, block, 8, stages=3, tail=tail)
+    if size == 16384 and not is_whole:
+        return Tile(1, block, 8, stages=3, tail=tail)
+    return None
+
+
+def _sums_together(tile: Tile, itemsize: int, has_mean: bool) -> bool:
+    """Whether a backward adds up a row's block and tail together, which takes registers."""
+    a_thread = tile.rows * (tile.block + tile.tail) // (tile.num_warps * 32)
+    return has_mean and _is_tail_for_all_threads(tile, itemsize) and a_thread * itemsize <= 80
 
 
 def _bytes_ahead(tile: Tile, itemsize: int) -> int:
@@ -848,7 +930,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     tensors = (x, weight, bias, call.output, call.mean, call.rstd)
     unit = {"UNIT": unit_of(itemsize, hidden, x_stride)}
-    if hidden * itemsize <= _WHOLE_ROW_BYTES:
+    if hidden * itemsize <= _WHOLE_ROW_BYTES and not _is_read_twice(hidden, itemsize, sizes):
         tile = _forward_tile(hidden, itemsize, call.mean is not None)
         first_bytes = sizes.parameters_first_bytes
         if tile.tail:
@@ -864,6 +946,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
                 "MASK_ROWS": tile.rows > 1,
                 "MASK_COLS": hidden < tile.block + tile.tail,
                 "PARAMETERS_FIRST": tile.block * itemsize <= first_bytes,
+                "TOGETHER": _is_tail_for_all_threads(tile, itemsize),
                 **unit,
             },
             tile.num_warps,
@@ -883,6 +966,8 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
             split.options,
         )
     tile = Tile(1, 16384 // itemsize, 32)
+    if hidden * itemsize <= _WHOLE_ROW_BYTES:
+        tile = Tile(1, 8192 // itemsize, 16)
     return Launch(
         _forward_chunks_kernel,
         rows,
@@ -893,8 +978,10 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
 
 
 def _chunks(hidden: int, tile: Tile) -> int:
-    # A power of two, so that there are few to compile; a chunk beyond the row is masked off.
-    return power_of_2(ceil_div(hidden, tile.block))
+    # From a few on a power of two, so that there are few to compile; what is beyond the row is
+    # masked off.
+    chunks = ceil_div(hidden, tile.block)
+    return chunks if chunks <= 4 else power_of_2(chunks)
 
 
 def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
@@ -905,7 +992,10 @@ def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
     x, x_stride = as_rows(call.input, rows, hidden)
     inputs = (g, x, *map(contiguous, (call.weight, call.mean, call.rstd)))
     matrix = (rows, hidden, g_stride, x_stride)
-    if hidden * itemsize <= sizes.whole_backward_bytes:
+    block, tail = _blocks(hidden)
+    is_short = 0 < tail < block and unit_of(itemsize, hidden) > 1
+    whole = sizes.short_tail_backward_bytes if is_short else sizes.whole_backward_bytes
+    if hidden * itemsize <= whole:
         return _plan_backward_rows(call, inputs, matrix, sizes, device)
     tile = sizes.backward_split(itemsize)
     if device.can_wait and call.dx is not None:
@@ -948,6 +1038,7 @@ def _plan_backward_rows(
             "ROWS": tile.rows,
             "BLOCK": tile.block,
             "TAIL": tile.tail,
+            "TOGETHER": _sums_together(tile, itemsize, has_mean),
             "STAGES": tile.stages,
             **sum_constexprs(hidden, programs, one_launch),
             **_unit(call, matrix),
