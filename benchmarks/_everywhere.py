@@ -93,10 +93,7 @@ def _register_all() -> None:
     """The pack's overrides, and before them, by contestant, those of one DSL that take every call
     that they are right for, whatever tables say."""
     overrides.register("CUDA")
-    kinds = [(op, overrides._MASKED) for op in overrides._MASKED_OPS]
-    kinds += [(op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS]
-    if overrides._has_flash_attn_4():
-        kinds += [(op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_OPS]
+    kinds = [(op, kind) for kind in overrides.available_kinds() for op in kind.ops]
     for contestant, (kernels, priority) in _FORCED.items():
         utils = triton_utils if kernels == "triton_kernels" else cutedsl_utils
         for op, kind in kinds:
@@ -106,7 +103,7 @@ def _register_all() -> None:
                     op.name,
                     "CUDA",
                     overrides._impl(op, kernels),
-                    cond=overrides._condition_by_table(op, kind),
+                    cond=overrides._condition(op, kind),
                     name=f"{contestant}, {op.name}, {kind.name}",
                     priority=priority,
                     launch_plan=True,
@@ -127,12 +124,12 @@ def _without(call: Call, *contestants: str) -> Call:
 
 
 # After so many calls of its kind a call is replayed: before, a table may leave it to native.
-_CALLS_TO_A_PLAN = 4
+CALLS_TO_A_PLAN = 4
 
 
 def _hits(call: Call) -> set[str]:
     """The names of the overrides that a call hits, once it has a plan."""
-    for _ in range(_CALLS_TO_A_PLAN):
+    for _ in range(CALLS_TO_A_PLAN):
         before = {each.name: each.hits for each in opgraft.overrides()}
         call()
     return {each.name for each in opgraft.overrides() if each.hits > before[each.name]}

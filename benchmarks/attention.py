@@ -1,9 +1,9 @@
 """Attention through F.scaled_dot_product_attention: torch's own choice, each of torch's backends,
 the overrides, and flash-attn-4's own functions where it is installed.
 
-    python benchmarks/attention.py              # 16384 tokens of width 2048, 512 to 16384 long
+    python benchmarks/attention.py              # 16384 tokens, 512 to 16384 long
+    python benchmarks/attention.py --cells      # the same, without the other backends
     python benchmarks/attention.py --dims       # the other head dimensions, and query groups
-    python benchmarks/attention.py --crossover  # from which size an override pays, host included
     python benchmarks/attention.py --everywhere # with masks, of other heads, in float32
     python benchmarks/attention.py --smoke      # tiny, without a GPU: does this script work?
 
@@ -35,12 +35,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 import _everywhere
-from _gpu import Call, end_to_end_time, gpu_times
+from _gpu import Call, gpu_times
 
 import opgraft
 from opgraft_kernels.attention import overrides as attention_overrides
 
-TOKENS, WIDTH = 16384, 2048
+TOKENS = 16384
+# Heads of queries, heads of keys, dimension.
+HEADS = ((32, 32, 64), (16, 16, 128), (32, 8, 128))
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -68,10 +70,10 @@ class Case(NamedTuple):
 
 
 def table() -> list[Case]:
-    """The rows of the table: 16384 tokens, heads * dim = 2048."""
+    """The rows of the table."""
     return [
-        Case(TOKENS // length, WIDTH // dim, WIDTH // dim, length, dim, dim, causal)
-        for dim in (64, 128)
+        Case(TOKENS // length, heads, heads_k, length, dim, dim, causal)
+        for heads, heads_k, dim in HEADS
         for causal in (False, True)
         for length in LENGTHS
     ]
@@ -133,6 +135,7 @@ def _triton() -> Iterator[None]:
 
 SCOPES: dict[str, Scope] = {
     "default": _native,
+    "default again": _native,  # the control
     "flash": lambda: _native(SDPBackend.FLASH_ATTENTION),
     "efficient": lambda: _native(SDPBackend.EFFICIENT_ATTENTION),
     "opgraft": contextlib.nullcontext,
@@ -188,7 +191,9 @@ def contestants(case: Case, inputs: Inputs, names: Sequence[str]) -> dict[str, C
                 made = _flash_attn_4(case, inputs)
             else:
                 made = _through_sdpa(case, inputs, SCOPES[name])
-            made.backward()
+            for _ in range(_everywhere.CALLS_TO_A_PLAN):
+                made.forward()
+                made.backward()
             torch.cuda.synchronize()
         except (ImportError, RuntimeError) as error:
             print(f"without {name}: {type(error).__name__} {str(error)[:80]}", file=sys.stderr)
@@ -203,6 +208,7 @@ def contestants(case: Case, inputs: Inputs, names: Sequence[str]) -> dict[str, C
 def bench(cases: Sequence[Case], names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """A record for every case, direction and contestant."""
     attention_overrides.register("CUDA")
+    _compile_ahead(cases)
     records: list[dict[str, Any]] = []
     for case in cases:
         first = len(records)
@@ -226,6 +232,15 @@ def bench(cases: Sequence[Case], names: Sequence[str], rounds: int) -> list[dict
         torch.cuda.empty_cache()
     print(_summary(records))
     return records
+
+
+def _compile_ahead(cases: Sequence[Case]) -> None:
+    """Have workers compile what the cases need, several kernels at a time."""
+    with opgraft.when_not_ready("native"):
+        for case in cases:
+            inputs = make_inputs(case, torch.bfloat16, "cuda")
+            _through_sdpa(case, inputs, contextlib.nullcontext).backward()
+        opgraft.wait_until_ready()
 
 
 def _add_ratios(records: list[dict[str, Any]]) -> None:
@@ -259,97 +274,6 @@ def _summary(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"hits: {hits}"])
 
 
-class Way(NamedTuple):
-    """How calls of cuDNN's op are answered, whatever the conditions say."""
-
-    kernels: str
-    launch_plan: bool
-
-
-WAYS = {
-    "cutedsl": Way("cutedsl_kernels", launch_plan=False),
-    "cutedsl plan": Way("cutedsl_kernels", launch_plan=True),
-    "triton plan": Way("triton_kernels", launch_plan=True),
-}
-
-
-def crossover(rounds: int) -> list[dict[str, Any]]:
-    """Native and the kernels, whatever the conditions say, at growing sizes, end to end."""
-    cases = [
-        Case(batch, heads, heads, length, dim, dim, causal)
-        for dim in (64, 128)
-        for causal in (False, True)
-        for length in (128, 512, 1024, 2048, 4096)
-        for batch, heads in ((1, 4), (1, 16), (2, 16), (4, 16), (8, 16))
-        if batch == 1 or length <= 2048
-    ]
-    # One after the other: native first, so that it pays for no router.
-    timings = {"native": _timings(cases, rounds)}
-    for name, way in WAYS.items():
-        overrides = _register_without_crossovers(way)
-        timings[name] = _timings(cases, rounds)
-        assert all(override.hits for override in overrides)
-        for override in overrides:
-            override.remove()
-    records = []
-    for case in cases:
-        for direction in ("forward", "backward"):
-            work = case.batch * case.heads * case.length**2 * case.dim
-            found = {name: timings[name][case, direction] for name in timings}
-            records.append(
-                {
-                    "direction": direction,
-                    **case._asdict(),
-                    "log2_work": math.log2(work),
-                    **{
-                        f"{name.replace(' ', '_')}_us": {"gpu": gpu, "end_to_end": end_to_end}
-                        for name, (gpu, end_to_end) in found.items()
-                    },
-                }
-            )
-            print(
-                f"{case} {direction:8} work 2**{math.log2(work):.1f} | GPU, end to end us"
-                + "".join(f" | {n} {gpu:6.1f} {end:6.1f}" for n, (gpu, end) in found.items())
-            )
-    return records
-
-
-def _timings(cases: Sequence[Case], rounds: int) -> dict[tuple[Case, str], tuple[float, float]]:
-    """Microseconds of the GPU, and end to end in a loop of calls, by case and direction."""
-    timings = {}
-    for case in cases:
-        inputs = make_inputs(case, torch.bfloat16, "cuda")
-        contestant = _through_sdpa(case, inputs, contextlib.nullcontext)
-        for direction, call in contestant._asdict().items():
-            for _ in range(4):  # records a launch plan
-                call()
-            gpu = gpu_times({"": [call] * 4}, rounds)[""]
-            timings[case, direction] = gpu * 1e3, end_to_end_time(call, rounds) * 1e3
-    return timings
-
-
-def _register_without_crossovers(way: Way) -> list[opgraft.Override]:
-    utils = opgraft.cutedsl_utils if "cutedsl" in way.kernels else opgraft.triton_utils
-    return [
-        utils.register_op_override(
-            "aten",
-            op,
-            "CUDA",
-            lambda *args, impl=impl, **kwargs: impl(way.kernels, *args, **kwargs),
-            cond=opgraft.when.numel("query") > 0,
-            name=f"crossover of {op}",
-            launch_plan=way.launch_plan,
-        )
-        for op, impl in (
-            ("_scaled_dot_product_cudnn_attention", attention_overrides.aten.cudnn_forward),
-            (
-                "_scaled_dot_product_cudnn_attention_backward",
-                attention_overrides.aten.cudnn_backward,
-            ),
-        )
-    ]
-
-
 # ------------------------------------------------------------------------------------- results
 
 
@@ -378,7 +302,7 @@ def _save_everywhere(records: list[dict[str, Any]]) -> Path:
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """TFLOP/s over length, a panel a direction, dimension and mask; nothing without matplotlib."""
+    """TFLOP/s over length, a panel a direction, heads and mask; nothing without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -386,22 +310,25 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [(dim, causal) for dim in (64, 128) for causal in (False, True)]
-    figure, axes = pyplot.subplots(2, 4, figsize=(17, 8), sharey="row", layout="constrained")
+    panels = [(*heads, causal) for heads in HEADS for causal in (False, True)]
+    figure, axes = pyplot.subplots(2, 6, figsize=(24, 8), sharey="row", layout="constrained")
     for row, direction in enumerate(("forward", "backward")):
-        for axis, (dim, causal) in zip(axes[row], panels, strict=True):
-            for name in dict.fromkeys(r["name"] for r in records):
-                points = [
-                    (r["length"], r["tflops"])
-                    for r in records
-                    if (r["direction"], r["dim"], r["causal"]) == (direction, dim, causal)
-                    and r["name"] == name
-                ]
-                if points:
+        for axis, panel in zip(axes[row], panels, strict=True):
+            shown = [
+                r
+                for r in records
+                if (r["heads"], r["heads_k"], r["dim"], r["causal"]) == panel
+                and r["direction"] == direction
+            ]
+            for name in dict.fromkeys(r["name"] for r in shown):
+                points = [(r["length"], r["tflops"]) for r in shown if r["name"] == name]
+                if points and name != "default again":
                     style = "k--" if name == "default" else "o-"
                     axis.plot(*zip(*points, strict=True), style, label=name)
+            heads, heads_k, dim, causal = panel
             mask = "causal" if causal else "full"
-            axis.set(title=f"{direction}, dim {dim}, {mask}", xlabel="length")
+            title = f"{direction}, {heads}:{heads_k} heads of {dim}, {mask}"
+            axis.set(title=title, xlabel="length")
             axis.set_xscale("log", base=2)
             axis.grid(alpha=0.3)
         # Last: the panels of a row share it, and limits that are set stay.
@@ -432,8 +359,8 @@ def smoke() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
+    parser.add_argument("--cells", action="store_true", help="torch's choice and opgraft alone")
     parser.add_argument("--dims", action="store_true", help="other head dimensions, and groups")
-    parser.add_argument("--crossover", action="store_true", help="measure sizes around it")
     parser.add_argument("--everywhere", action="store_true", help="masks and other kinds of calls")
     parser.add_argument("--only", default="", help="everywhere: rows of these masks or dtypes")
     parser.add_argument("--rounds", type=int, default=11)
@@ -446,13 +373,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.everywhere:
         records = _everywhere.measure(options.rounds, options.only)
         print("written to", _save_everywhere(records))
-    elif options.crossover:
-        records = crossover(min(options.rounds, 7))
-        print("written to", save("attention_crossover", records))
     elif options.dims:
         names = ["default", "opgraft", "flash-attn-4"]
         records = bench(other_dims(), names, options.rounds)
         print("written to", save("attention_dims", records))
+    elif options.cells:
+        records = bench(table(), ["default", "default again", "opgraft"], options.rounds)
+        print("written to", save("attention_cells", records))
     else:
         records = bench(table(), names, options.rounds)
         path = save("attention", records)

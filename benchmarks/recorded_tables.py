@@ -14,11 +14,6 @@ Of the norms in compiled graphs (`compiled_norms.py`), behind a residual connect
 
 A cell is of the override that takes its calls by the table: that over clusters, or Triton's. The
 widths are powers of two, where the cells begin.
-
-Of attention without a mask by FlashAttention-4 (`attention.py` and its `--crossover`), in place of
-cuDNN's op: the GPU's times. Of several calls in one cell it is the one that gains least. What a hit
-takes on the host depends little on the sizes: it is the median of the cells that were tuned.
-Native's time on the host is left out, so that native counts as fast as the GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +22,9 @@ import argparse
 import functools
 import json
 import os
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import _common
 
@@ -44,13 +37,11 @@ from opgraft.crossover.models import Model
 from opgraft.crossover.tables import Cell, Entry, Table
 from opgraft.tuning import writing
 from opgraft.when.grid import Axis, Feature
-from opgraft_kernels.attention import overrides as attention_overrides
 from opgraft_kernels.crossovers import TABLES
 
 DEVICE = "NVIDIA H200"
 MODEL = Model(DEVICE, (9, 0))
 NORMS = ("rms_norm", "layer_norm")
-ATTENTION = ("attention_crossover", "attention")
 UNKNOWN = Cell(*[None] * len(Cell._fields))
 
 
@@ -91,30 +82,6 @@ def _gpu(record: Mapping[str, Any], contender: str) -> float:
     return float(record[f"{contender}_us"]["gpu"])
 
 
-def attention() -> Iterator[Found]:
-    """What `attention.py` recorded of FlashAttention-4 and cuDNN."""
-    calls: dict[tuple[Any, ...], dict[str, float]] = {}
-    for benchmark in ATTENTION:
-        for record in _common.load(_common.path_of(benchmark, DEVICE)):
-            rows = record["batch"] * record["heads"] * record["length"]
-            sizes = (rows, record["length"], record["dim"], int(record["causal"]))
-            times = calls.setdefault((benchmark, record["direction"], *sizes), {})
-            if "name" in record:  # a record for each contestant
-                times[record["name"]] = record["microseconds"]
-            else:
-                times["default"] = _gpu(record, "native")
-                times["flash-attn-4"] = _gpu(record, "cutedsl_plan")
-    for (_, direction, *sizes), times in calls.items():
-        op = "scaled_dot_product_cudnn_attention"
-        name = f"opgraft_kernels.attention.unmasked_cutedsl.{op}"
-        at = dict(zip(("rows", "keys", "dim", "is_causal"), sizes, strict=True))
-        yield Found(
-            (name if direction == "forward" else f"{name}_backward",),
-            at,
-            {"native": times["default"], "override": times["flash-attn-4"]},
-        )
-
-
 class Part:
     """An override's part of a table, and what is added to it."""
 
@@ -131,11 +98,6 @@ class Part:
     def takes(self, found: Found) -> bool:
         """Whether the table takes such a call by a plan."""
         return self._grid.takes(self.at(found), rule.PLAN)
-
-    def median(self, field: str) -> float:
-        """Of the cells that the table had."""
-        times = (getattr(cell, field) for cell in self._entry.cells.values())
-        return statistics.median(time for time in times if time is not None)
 
     def add(self, at: tuple[Feature, ...], times: Mapping[str, float]) -> None:
         """Add what was recorded of a cell, but for what the table has."""
@@ -181,9 +143,8 @@ def parts(table: Table) -> dict[str, Part]:
 
 
 def crossovers() -> dict[str, Crossover]:
-    """Those of the pack by the override's name, be FlashAttention-4 installed or not."""
-    with mock.patch.object(attention_overrides, "_has_flash_attn_4", return_value=True):
-        overrides = opgraft_kernels.register()
+    """Those of the pack by the override's name."""
+    overrides = opgraft_kernels.register()
     found = {each.name: each.crossover for each in overrides if each.crossover is not None}
     for each in overrides:
         each.remove()
@@ -203,31 +164,12 @@ def with_norms_in_graphs(norm: str, table: Table | None) -> dict[str, dict[str, 
     return {name: part.as_json("graphs", [f"compiled_{norm}"]) for name, part in changed.items()}
 
 
-def with_attention(table: Table | None) -> dict[str, dict[str, Any]]:
-    """The parts of a table that recorded times of attention are added to."""
-    assert table is not None
-    known = parts(table)
-    least: dict[tuple[str, tuple[Feature, ...]], Mapping[str, float]] = {}
-    for found in attention():
-        (name,) = found.overrides
-        cell = (name, known[name].at(found))
-        least[cell] = min(least.get(cell, found.times), found.times, key=_gain)
-    for (name, at), times in least.items():
-        host = {field: known[name].median(field) for field in ("plan_host", "python_host")}
-        known[name].add(at, {**times, **host})
-    return {name: known[name].as_json("unmasked", ATTENTION) for name, _ in least}
-
-
-def _gain(times: Mapping[str, float]) -> float:
-    return times["native"] / times["override"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=TABLES, help="the folder with the tables")
     options = parser.parse_args()
-    norms = [functools.partial(with_norms_in_graphs, norm) for norm in NORMS]
-    for entries in (*norms, with_attention):
+    for norm in NORMS:
+        entries = functools.partial(with_norms_in_graphs, norm)
         print("written to", writing.update(options.output, MODEL, entries))
 
 

@@ -544,54 +544,27 @@ def test_backward_conditions_decline(wrong: dict[str, torch.Tensor]) -> None:
     assert not overrides._dense(op).holds({**arguments, **wrong})
 
 
-def _metas(case: Case) -> Tensors:
-    with torch.device("meta"):
-        shape = (case.batch, case.length_q, case.heads, case.dim)
-        return Tensors(*(torch.empty(shape, dtype=torch.float16).transpose(1, 2),) * 4)
-
-
-@pytest.mark.parametrize(
-    ("case", "faster"),
-    [
-        (Case(8, 16, 16, 2048, 2048, 128, 128, False), True),
-        (Case(8, 16, 16, 1024, 1024, 128, 128, False), False),
-        (Case(8, 32, 32, 2048, 2048, 64, 64, True), False),
-        (Case(8, 32, 32, 4096, 4096, 64, 64, True), True),
-        (Case(1, 4, 4, 4096, 4096, 64, 64, True), False),
-        (Case(1, 16, 16, 4096, 4096, 128, 128, False), True),
-        (Case(8, 21, 21, 2048, 2048, 96, 96, True), True),
-        (Case(8, 16, 16, 2048, 2048, 256, 256, True), True),
-        (Case(1, 1, 1, 2048, 2048, 128, 128, True), False),
-        (Case(8, 16, 16, 4096, 4096, 80, 80, True), False),
-    ],
-    ids=str,
-)
-def test_forward_goes_to_the_faster_kernel(case: Case, faster: bool) -> None:
-    t = _metas(case)
-    arguments = _arguments(overrides._CUDNN.name, OPS["cudnn"].forward_arguments(t, case.causal))
-    assert overrides._is_faster(overrides._CUDNN, "cutedsl_kernels").holds(arguments) == faster
-
-
 H200 = models.Model("NVIDIA H200", (9, 0))
 
 
 @pytest.mark.crossovers
 @pytest.mark.parametrize(
-    ("op", "rows", "keys", "dim", "causal", "faster"),
+    ("op", "rows", "keys", "dim", "causal", "grouped", "faster"),
     [
-        ("cudnn_attention_backward", 2**14, 512, 128, False, True),
-        ("cudnn_attention_backward", 2**18, 4096, 128, True, True),
-        ("cudnn_attention_backward", 2**15, 1024, 64, True, True),
-        ("cudnn_attention_backward", 2**13, 512, 128, True, False),
-        ("cudnn_attention", 2**16, 4096, 128, True, True),
-        ("cudnn_attention", 2**18, 2**14, 128, False, True),
-        ("cudnn_attention", 2**17, 2048, 128, False, False),
-        ("cudnn_attention", 2**16, 2048, 64, True, True),
-        ("cudnn_attention", 2**18, 1024, 64, True, False),
-        ("cudnn_attention", 2**11, 128, 128, False, False),
-        # Nothing was measured there.
-        ("cudnn_attention", 2**18, 4096, 256, False, False),
-        ("flash_attention", 2**18, 4096, 128, False, False),
+        ("cudnn_attention_backward", 2**14, 512, 128, False, False, True),
+        ("cudnn_attention_backward", 2**18, 4096, 128, True, False, True),
+        ("cudnn_attention_backward", 2**15, 1024, 64, True, False, True),
+        ("cudnn_attention_backward", 2**18, 2**14, 128, False, True, True),
+        ("cudnn_attention_backward", 2**18, 512, 128, False, True, False),
+        ("cudnn_attention", 2**16, 4096, 128, True, False, True),
+        ("cudnn_attention", 2**18, 2**14, 128, False, True, True),
+        ("cudnn_attention", 2**18, 1024, 64, True, False, False),
+        ("cudnn_attention", 2**11, 128, 128, False, False, False),
+        ("cudnn_attention", 2**18, 4096, 256, False, False, True),
+        ("flash_attention", 2**18, 4096, 128, False, False, True),
+        ("efficient_attention", 2**18, 4096, 128, True, False, True),
+        # The op repeats keys: nothing was measured of groups.
+        ("efficient_attention", 2**18, 4096, 128, True, True, False),
     ],
 )
 def test_the_h200_s_table_says_where_flash_attention_4_is_faster(
@@ -602,28 +575,69 @@ def test_the_h200_s_table_says_where_flash_attention_4_is_faster(
     keys: int,
     dim: int,
     causal: bool,
+    grouped: bool,
     faster: bool,
 ) -> None:
     monkeypatch.setattr(overrides, "_has_flash_attn_4", lambda: True)
     monkeypatch.setenv("OPGRAFT_TABLES", str(tmp_path))
     found = {override.name: override for override in overrides.register("CUDA")}
-    override = found[f"opgraft_kernels.attention.unmasked_cutedsl.scaled_dot_product_{op}"]
+    override = found[f"opgraft_kernels.attention.cutedsl.scaled_dot_product_{op}"]
     assert override.decisions is not None
     in_force = override.decisions.in_force(H200)
-    taken = in_force is not None and in_force.grid.takes([rows, keys, dim, causal], rule.PLAN)
+    taken = in_force is not None and in_force.grid.takes(
+        [rows, keys, dim, causal, grouped], rule.PLAN
+    )
     assert taken == faster
+
+
+@pytest.mark.crossovers
+@pytest.mark.parametrize("kind", [overrides._CUTEDSL, overrides._TRITON], ids=lambda k: k.name)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_k", [8, 2])
+def test_flash_attention_s_own_op_is_decided_by_what_was_measured_of_the_one_that_calls_it(
+    kind: overrides._Kind, heads_k: int, causal: bool
+) -> None:
+    """Of packed sequences, too."""
+    t = _tensors(Case(2, 8, heads_k, 300, 300, 64, 64, causal), torch.float16, "cpu")
+    flash = _arguments(overrides._FLASH.name, OPS["flash"].forward_arguments(t, causal))
+    raw = _arguments(overrides._RAW_FLASH.name, OPS["raw flash"].forward_arguments(t, causal))
+    names = ("query", "key", "value")
+    packed = {**raw, **{name: raw[name].flatten(0, 1) for name in names}}
+
+    def features(op: overrides._Op, arguments: dict[str, Any]) -> dict[str, Any]:
+        crossover = overrides._crossover(op, kind)
+        assert (crossover.measured_as is None) == (op is overrides._FLASH)
+        return {name: each.evaluate(arguments) for name, each in crossover.features.items()}
+
+    expected = features(overrides._FLASH, flash)
+    assert list(features(overrides._RAW_FLASH, raw).items()) == list(expected.items())
+    assert features(overrides._RAW_FLASH, packed) == expected
+    if kind is overrides._CUTEDSL:
+        assert expected["is_grouped"] == (heads_k != 8)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "taken"),
+    [(8, 8, False), (16, 16, True), (16, 17, False), (127, 4096, False), (128, 4096, True)],
+)
+@pytest.mark.parametrize("name", FORWARD_OPS)
+def test_few_queries_of_many_keys_are_declined(
+    name: str, queries: int, keys: int, taken: bool
+) -> None:
+    t = _tensors(Case(1, 2, 2, queries, keys, 64, 64), torch.float16, "cpu")
+    op = FORWARD_OPS[name]
+    arguments = _arguments(op.name, OPS[name].forward_arguments(t, False))
+    assert overrides._has_enough_queries(op).holds(arguments) == taken
 
 
 def test_registering_goes_by_priority() -> None:
     names = {o.op: [] for o in overrides.register("CUDA")}
     for override in opgraft.overrides():
         names[override.op].append((override.dsl, override.priority))
-    flash = names["aten::_scaled_dot_product_flash_attention"]
-    cudnn = names["aten::_scaled_dot_product_cudnn_attention"]
     first = [("cutedsl", 1)] if overrides._has_flash_attn_4() else []
-    second = [("cutedsl", -1)] if overrides._has_flash_attn_4() else []
-    assert flash == [*first, ("triton", 0), *second, ("triton", -2)]
-    assert cudnn == [*first, *second, ("triton", -2), ("triton", -2)]
+    assert names["aten::_scaled_dot_product_flash_attention"] == [*first, ("triton", 0)]
+    with_masks = [*first, ("triton", 0), ("triton", 0)]
+    assert names["aten::_scaled_dot_product_cudnn_attention"] == with_masks
 
 
 # ------------------------------------------------------------------------------- the GPU alone
@@ -716,13 +730,14 @@ def test_every_forward_gets_a_launch_plan(name: str) -> None:
 @needs_flash_attn_4
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("group", [1, 4])
-def test_sequences_laid_end_to_end(group: int, causal: bool) -> None:
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_sequences_laid_end_to_end(dim: int, group: int, causal: bool) -> None:
     """Some of one token; where keys are fewer than queries, those that see none give zeros."""
     begins_q, begins_k = [0, 1, 301, 429, 506, 536], [0, 5, 305, 433, 510, 530]
     cum_q, cum_k = (torch.tensor(b, dtype=torch.int32, device="cuda") for b in (begins_q, begins_k))
-    shape = (8, 64)
+    shape = (8, dim)
     q, grad = (torch.randn(536, *shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = torch.randn(2, 530, 8 // group, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 530, 8 // group, dim, device="cuda", dtype=torch.bfloat16)
     forward = (q, k, v, cum_q, cum_k, 300, 300, 0.0, causal, False)
 
     def backward(r: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -778,8 +793,6 @@ def test_sdpa_hits(backend: SDPBackend | None, op: str, causal: bool) -> None:
 @gpu
 def test_triton_stands_in_for_flash_attn_4() -> None:
     overrides.register("CUDA")
-    if not HOPPER:
-        pytest.skip("the crossovers were measured on Hopper")
     t = _tensors(Case(2, 16, 16, 4096, 4096, 64, 64, True, True), torch.bfloat16, "cuda")
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), opgraft.disabled(dsl="cutedsl"):
         _sdpa(t, True)

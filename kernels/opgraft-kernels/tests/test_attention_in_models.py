@@ -35,11 +35,10 @@ NONE, FORWARD, BOTH = Hits(0, 0), Hits(1, 0), Hits(1, 1)
 
 
 @pytest.fixture
-def hits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Hits]]:
-    """The overrides at the device's key, whatever tables say, and how often they ran."""
+def hits(device: torch.device) -> Iterator[Callable[[], Hits]]:
+    """The overrides at the device's key, and how often they ran."""
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
-    monkeypatch.setattr(overrides, "_crossover", lambda *_, **__: None)
     ours = overrides.register(device.type.upper())
 
     def count() -> Hits:

@@ -492,10 +492,8 @@ def test_sdpa_with_a_mask_hits_on_a_gpu(
     backend: SDPBackend,
     dtype: torch.dtype,
     dim: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the tables say. A forward by one kernel and a backward by another agree."""
-    monkeypatch.setattr(overrides, "_crossover", lambda *_, **__: None)
+    """A forward by one kernel and a backward by another agree."""
     overrides.register("CUDA")
     device = torch.device("cuda")
     torch.manual_seed(3)
@@ -547,7 +545,7 @@ def _sdpa_by_formula(
 
 # ------------------------------------------------------------------ conditions and crossovers
 
-MASKED = [op.name for op in overrides._MASKED_OPS]
+MASKED = [op.name for op in overrides._MASKED.ops]
 
 
 def _named(op: str, *changes: tuple[str, Any], **features: Any) -> dict[str, Any]:
@@ -559,7 +557,7 @@ def _named(op: str, *changes: tuple[str, Any], **features: Any) -> dict[str, Any
 
 def _holds(op: str, named: dict[str, Any]) -> bool:
     """Without what is about the device."""
-    found = next(each for each in overrides._UNMASKED_OPS if each.name == op)
+    found = next(each for each in overrides._TRITON.ops if each.name == op)
     return overrides._dense(found, with_bias=True).holds(named)
 
 
@@ -612,15 +610,16 @@ def test_float32_is_taken_where_native_s_backward_is_right_after_it(
 
 
 BY_TABLE = [
-    *((op, overrides._MASKED) for op in overrides._MASKED_OPS),
-    *((op, overrides._UNMASKED) for op in overrides._UNMASKED_OPS),
-    *((op, overrides._UNMASKED_CUTEDSL) for op in overrides._UNMASKED_OPS),
+    (op, kind)
+    for kind in (overrides._CUTEDSL, overrides._TRITON, overrides._MASKED)
+    for op in kind.ops
+    if op not in overrides._MEASURED_AS
 ]
 
 
 @pytest.mark.crossovers
 @pytest.mark.parametrize(("op", "kind"), BY_TABLE, ids=lambda each: each.name)
-def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._ByTable) -> None:
+def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._Kind) -> None:
     crossover = overrides._crossover(op, kind)
     made = 0
     for rows, keys, dim in (
@@ -638,6 +637,8 @@ def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._ByTab
                 features |= {"for_all_queries": first, "for_all_heads": second}
             else:
                 features["is_causal"] = bool(first)
+            if kind is overrides._CUTEDSL:
+                features["is_grouped"] = second
             for named in samples.calls(op.name, torch.device("cpu"), **features):
                 made += 1
                 found = {key: each.evaluate(named) for key, each in crossover.features.items()}

@@ -154,18 +154,9 @@ def test_samples_of_copies_fall_into_their_cells() -> None:
     assert made == 6
 
 
-BY_TABLE = (
-    *("_norm.", "softmax.", "cross_entropy", "embedding.", "kernels.copy"),
-    *("attention.masked.", "attention.unmasked"),
-)
-
-
-def test_every_family_but_some_attention_declares_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_override_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for override in opgraft_kernels.register():
         # Those of the pack's own ops are called where the loss's table says so.
         is_own = override.op.startswith("opgraft_kernels::")
-        declares = any(each in override.name for each in BY_TABLE) and not is_own
-        assert (override.crossover is not None) == declares, override
+        assert (override.crossover is None) == is_own, override

@@ -25,7 +25,7 @@ from opgraft_kernels.crossovers import TABLES
 
 from . import aten
 
-__all__ = ["condition", "register"]
+__all__ = ["available_kinds", "register"]
 
 log = logging.getLogger(__name__)
 
@@ -215,13 +215,6 @@ def _dense(op: _Op, *, with_bias: bool | None = False) -> Any:
     return _valid_options(op, with_bias=with_bias) & _valid_sizes(op, 4) & _valid_causal(op)
 
 
-def _dense_only(op: _Op) -> Any:
-    """`_flash_attention_forward` without packed sequences."""
-    if op not in (_RAW_FLASH, _RAW_FLASH_BACKWARD):
-        return _dense(op)
-    return when.is_none("cum_seq_q") & when.is_none("cum_seq_k") & _dense(op)
-
-
 def _varlen(op: _Op) -> Any:
     """Packed sequences: laid end to end, with no padding."""
     cum = [
@@ -261,47 +254,48 @@ def _agrees_with_native_backward() -> Any:
 # Where they are faster
 # --------------------------------------------------------------------------------------------------
 
-# By tables: calls with an additive mask, and those without one that the constants below leave out.
-# What the constants say is to be measured, too: then nothing is left of them.
 
+class _Kind(NamedTuple):
+    """A kind of calls, with the kernels that they go to."""
 
-class _ByTable(NamedTuple):
-    """A kind of calls that tables decide about."""
-
+    name: str
     kernels: str
     is_masked: bool
     # Head dimensions to measure. Others decline.
     dims: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        which = "masked" if self.is_masked else "unmasked"
-        return which if self.kernels == "triton_kernels" else f"{which}_cutedsl"
+    ops: tuple[_Op, ...]
+    priority: int = 0
 
 
 # The largest head dimension of Triton's kernels, in 16 bits.
 MAX_DIM = 256
 # Of the kernels: raised when they become faster or slower.
 VERSION = 1
-_MASKED = _ByTable("triton_kernels", True, (32, 64, 128))
-_UNMASKED = _ByTable("triton_kernels", False, (32, 64, 80, 128))
-# What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have.
-_UNMASKED_CUTEDSL = _ByTable("cutedsl_kernels", False, (40, 64, 72, 80, 88, 96, 128, 192, 256))
-_MASKED_OPS = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
-_UNMASKED_OPS = (*_MASKED_OPS, _FLASH, _FLASH_BACKWARD)
+_WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
+# What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have. It goes before
+# Triton.
+_CUTEDSL = _Kind(
+    *("cutedsl", "cutedsl_kernels", False, (40, 64, 72, 80, 88, 96, 128, 192, 256), _CUDA_OPS),
+    priority=1,
+)
+_TRITON = _Kind("triton", "triton_kernels", False, (32, 64, 80, 128), _CUDA_OPS)
+_MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
+# `_scaled_dot_product_flash_attention` calls this op: native is one kernel, and so are ours. What
+# was measured of the one holds for the other.
+_MEASURED_AS = {_RAW_FLASH: _FLASH, _RAW_FLASH_BACKWARD: _FLASH_BACKWARD}
+# A tile's height. Tables are measured with as many queries as keys. Fewer leave a part of a tile
+# empty, and keys are not split over programs, so that the GPU is idle, as in decoding.
 _FEWEST_QUERIES = 16
+_TILE = 128
 _RANGES: dict[str, tuple[Any, ...]] = {"rows": (2**10, 2**18), "keys": (2**5, 2**12)}
 
 
-def _crossover(op: _Op, kind: _ByTable) -> Crossover:
+def _crossover(op: _Op, kind: _Kind) -> Crossover:
     """On what it depends whether `kind`'s kernels are faster than native's."""
     dim = when.size("query", -1)
-    features: dict[str, Any] = {
-        "rows": when.numel("query") // dim,
-        "keys": when.size("key", op.length),
-        "dim": dim,
-    }
+    keys = when.value("max_k") if op in _MEASURED_AS else when.size("key", op.length)
+    features: dict[str, Any] = {"rows": when.numel("query") // dim, "keys": keys, "dim": dim}
     more: dict[str, Any] = {}
     if kind.kernels == "triton_kernels":
         more["itemsize"] = when.itemsize("query")
@@ -311,26 +305,29 @@ def _crossover(op: _Op, kind: _ByTable) -> Crossover:
         more["for_all_heads"] = _is_broadcast("attn_bias", -3)
     else:
         more["is_causal"] = when.value("is_causal")
-    ranges: dict[str, tuple[Any, ...]] = {
-        **_RANGES,
-        "dim": kind.dims,
-        **dict.fromkeys(more, (0, 1)),
+    if kind is _CUTEDSL:
+        more["is_grouped"] = _is_grouped(op)
+    terms: dict[str, Any] = {
+        "exact": ["dim", *more],
+        "open_ended": ["rows", "keys"],
+        "version": VERSION,
+        "tables": TABLES,
     }
-    if "itemsize" in more:
-        # Calls in 32 bits are the efficient op's, and of those in 16 bits the ones with a mask that
-        # needs a gradient.
-        sizes = ((2, 4) if kind.is_masked else (4,)) if op in _EFFICIENTS else (2,)
-        ranges["itemsize"] = sizes
-    return Crossover(
-        calls=partial(lazy("opgraft_kernels.attention.samples:calls"), op.name),
-        ranges=ranges,
-        exact=["dim", *more],
-        open_ended=["rows", "keys"],
-        version=VERSION,
-        tables=TABLES,
-        **features,
-        **more,
-    )
+    if op in _MEASURED_AS:
+        terms["measured_as"] = _name(_MEASURED_AS[op], kind)
+    else:
+        terms["calls"] = partial(lazy("opgraft_kernels.attention.samples:calls"), op.name)
+        terms["ranges"] = {**_RANGES, "dim": kind.dims, **dict.fromkeys(more, (0, 1))}
+        if "itemsize" in more:
+            # Calls in 32 bits are the efficient op's.
+            terms["ranges"]["itemsize"] = (2, 4) if op in _EFFICIENTS else (2,)
+    return Crossover(**terms, **features, **more)
+
+
+def _is_grouped(op: _Op) -> Any:
+    """1 where several query heads share a key head, else 0."""
+    heads = op.heads - 4  # from behind: packed sequences have no batch dimension
+    return 1 - when.size("key", heads) // when.size("query", heads)
 
 
 def _is_broadcast(mask: str, dim: int) -> Any:
@@ -338,8 +335,19 @@ def _is_broadcast(mask: str, dim: int) -> Any:
     return 1 // (when.stride(mask, dim) * (when.size(mask, dim) - 1) + 1)
 
 
-def _condition_by_table(op: _Op, kind: _ByTable) -> Any:
-    """The calls that `kind`'s kernels are right for."""
+def _is_right(op: _Op, kind: _Kind) -> Any:
+    """The calls that `kind`'s kernels are right for, without what declines for its speed."""
+    if op not in _MEASURED_AS:
+        return _dense(op, with_bias=kind.is_masked)
+    dense = when.is_none("cum_seq_q") & when.is_none("cum_seq_k") & _dense(op)
+    if kind is not _CUTEDSL:  # Triton's kernels know no packed sequences
+        return dense
+    # FlashAttention-4's were tested on them at dimensions that need no padding in registers.
+    return dense | (_varlen(op) & (when.size("query", -1) % 32 == 0))
+
+
+def _condition(op: _Op, kind: _Kind) -> Any:
+    """The calls that `kind`'s kernels are right for, and that tables may say something of."""
     dims = (when.size("query", -1), when.size("value", -1))
     if kind.kernels == "cutedsl_kernels":
         computes = _hopper() & _cutedsl_dims()
@@ -356,13 +364,15 @@ def _condition_by_table(op: _Op, kind: _ByTable) -> Any:
         # Tables were not measured for values of another dimension.
         same = dims[0] == dims[1]
         computes = (when.device_capability("query") >= (8, 0)) & same & (half | single)
-    return (
-        computes
-        # Nor for few queries, as in decoding, which leave the GPU idle, as keys are not split over
-        # programs.
-        & (when.size("query", op.length) >= _FEWEST_QUERIES)
-        & _dense(op, with_bias=kind.is_masked)
-    )
+    return computes & _has_enough_queries(op) & _is_right(op, kind)
+
+
+def _has_enough_queries(op: _Op) -> Any:
+    if op in _MEASURED_AS:
+        queries, keys = when.value("max_q"), when.value("max_k")
+    else:
+        queries, keys = when.size("query", op.length), when.size("key", op.length)
+    return (queries >= _FEWEST_QUERIES) & ((queries >= _TILE) | (queries >= keys))
 
 
 def _cutedsl_dims() -> Any:
@@ -373,68 +383,9 @@ def _cutedsl_dims() -> Any:
     return same | ((dim == 192) & (dim_v == 128))
 
 
-# By constants, until there are tables in their place. They hold for any Hopper GPU, any number of
-# tokens and eight ops. Measured (`benchmarks/attention.py`, its `--dims` and `--crossover`) are an
-# H200 alone, in cuDNN's place heads of 64 and 128, and the rest with one number of tokens.
-#
-# cuDNN is what torch calls by default. FlashAttention-4's backward is faster but at heads of 256,
-# its forward from a number of keys on, which is higher for causal heads of 64. With fewer tokens
-# the GPU is not full, and the size of the tiles counts, which is large at heads of 64.
-_FASTER_FROM_KEYS, _FASTER_FROM_KEYS_64_CAUSAL = 2048, 4096
-_FASTER_FROM_SCORES = 2**29  # queries times keys, over all heads; for heads of 128 at any number
-
-
-# A hit from Python takes the host longer than native does. Where native takes the GPU less time
-# than that, a loop of calls would get slower. The time goes with queries * keys * dim. By a launch
-# plan a hit takes the host less; but before there is one, FlashAttention-4 is imported and
-# compiled, which takes seconds in every process, and only large calls give them back.
-_WORK = {("cutedsl_kernels", False): 2**31, ("cutedsl_kernels", True): 2**32}
-# Triton launches from Python, three kernels backward.
-_WORK |= {("triton_kernels", False): 2**32, ("triton_kernels", True): 2**33}
-# FlashAttention-4 does not split keys over blocks: few queries leave the GPU idle.
-_MIN_QUERIES = 512
-
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
 _CPU_ROWS = 64
-
-
-def _is_faster_at_head_dims(op: _Op, kernels: str) -> Any:
-    """Head dimensions at which the kernels beat native's, cuDNN's aside (`_beats_cudnn`)."""
-    dim, dim_v = when.size("query", -1), when.size("value", -1)
-    if kernels == "triton_kernels":
-        return (dim == dim_v) & ((dim == 64) | (dim == 128))
-    dims = (dim == 64) | (dim == 96) | (dim == 128)
-    if op is not _CUDNN_BACKWARD:  # cuDNN's own is faster at 256
-        dims = dims | (dim == 256)
-    return ((dim == dim_v) & dims) | ((dim == 192) & (dim_v == 128))
-
-
-def _is_faster(op: _Op, kernels: str) -> Any:
-    queries, keys = when.size("query", op.length), when.size("key", op.length)
-    faster = (
-        (when.numel("query") * keys >= _WORK[kernels, op.is_backward])
-        & (queries >= _MIN_QUERIES)
-        & _is_faster_at_head_dims(op, kernels)
-    )
-    return faster & _beats_cudnn() if op is _CUDNN else faster
-
-
-def _beats_cudnn() -> Any:
-    dim, keys = when.size("query", -1), when.size("key", _CUDNN.length)
-    return (
-        (keys >= _FASTER_FROM_KEYS)
-        & ((dim == 128) | (when.numel("query") // dim * keys >= _FASTER_FROM_SCORES))
-        & ((dim != 64) | (when.value("is_causal") == 0) | (keys >= _FASTER_FROM_KEYS_64_CAUSAL))
-    )
-
-
-def _is_faster_varlen(op: _Op, kernels: str) -> Any:
-    return (
-        (when.numel("query") * when.value("max_k") >= _WORK[kernels, op.is_backward])
-        & (when.value("max_q") >= _MIN_QUERIES)
-        & _is_faster_at_head_dims(op, kernels)
-    )
 
 
 def _hopper() -> Any:
@@ -444,36 +395,19 @@ def _hopper() -> Any:
     )
 
 
-def condition(op: str, kernels: str, dispatch_key: str) -> Any:
-    """Which calls of ``aten::{op}`` go to `kernels` at `dispatch_key`.
-
-    Args:
-        op: the op's name.
-        kernels: ``"cutedsl_kernels"`` or ``"triton_kernels"``.
-        dispatch_key: ``"CUDA"``, or ``"CPU"`` (the interpreter).
-    """
-    found = next(each for each in (*_CUDA_OPS, *_CPU_OPS) if each.name == op)
-    return _condition(found, kernels, dispatch_key)
-
-
-def _condition(op: _Op, kernels: str, dispatch_key: str) -> Any:
-    if dispatch_key == "CPU":
-        return (
-            # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
-            # In float32 a backward that recomputes the scores otherwise than the forward did, ours
-            # after native's, was off by up to 8 times native's own error (at scores of 100).
-            when.dtype("query", torch.float16)
-            & (when.numel("query") // when.size("query", -1) >= _CPU_ROWS)
-            & (when.size("query", -1) <= 128)
-            # Native's own kernel assumes it, too.
-            & (when.size("value", -1) == when.size("query", -1))
-            & _dense(op, with_bias=None)
-        )
-    # What declines most calls first, and cheapest.
-    dense = _is_faster(op, kernels) & _dense_only(op)
-    if kernels == "cutedsl_kernels" and op in (_RAW_FLASH, _RAW_FLASH_BACKWARD):
-        dense = dense | (_is_faster_varlen(op, kernels) & _varlen(op))
-    return _hopper() & dense
+def _condition_on_cpu(op: _Op) -> Any:
+    """The calls that the interpreter takes."""
+    return (
+        # The interpreter computes on the bits of bfloat16 and returns garbage without a word. In
+        # float32 a backward that recomputes the scores otherwise than the forward did, ours after
+        # native's, was off by up to 8 times native's own error (at scores of 100).
+        when.dtype("query", torch.float16)
+        & (when.numel("query") // when.size("query", -1) >= _CPU_ROWS)
+        & (when.size("query", -1) <= 128)
+        # Native's own kernel assumes it, too.
+        & (when.size("value", -1) == when.size("query", -1))
+        & _dense(op, with_bias=None)
+    )
 
 
 def register(dispatch_key: str) -> list[Override]:
@@ -485,53 +419,48 @@ def register(dispatch_key: str) -> list[Override]:
         The overrides.
     """
     if dispatch_key == "CPU":
-        return [_register(op, "triton_kernels", "CPU") for op in _CPU_OPS]
-    overrides = []
+        return [_register_on_cpu(op) for op in _CPU_OPS]
+    return [_register(op, kind) for kind in available_kinds() for op in kind.ops]
+
+
+def available_kinds() -> list[_Kind]:
+    """The kinds of calls whose kernels are installed."""
     if _has_flash_attn_4():
-        overrides += [_register(op, "cutedsl_kernels", "CUDA") for op in _CUDA_OPS]
-        overrides += [_register_by_table(op, _UNMASKED_CUTEDSL) for op in _UNMASKED_OPS]
-    else:
-        log.info("no overrides by FlashAttention-4: pip install 'opgraft-kernels[flash-attn-4]'")
-    # cuDNN is faster than Triton.
-    triton_ops = (op for op in _CUDA_OPS if op not in (_CUDNN, _CUDNN_BACKWARD))
-    overrides += [_register(op, "triton_kernels", "CUDA") for op in triton_ops]
-    overrides += [_register_by_table(op, _MASKED) for op in _MASKED_OPS]
-    return [*overrides, *(_register_by_table(op, _UNMASKED) for op in _UNMASKED_OPS)]
+        return [_CUTEDSL, _TRITON, _MASKED]
+    log.info("no overrides by FlashAttention-4: pip install 'opgraft-kernels[flash-attn-4]'")
+    return [_TRITON, _MASKED]
 
 
-def _register_by_table(op: _Op, kind: _ByTable) -> Override:
-    is_cutedsl = kind.kernels == "cutedsl_kernels"
-    utils = cutedsl_utils if is_cutedsl else triton_utils
+def _name(op: _Op, kind: _Kind) -> str:
+    return f"opgraft_kernels.attention.{kind.name}.{op.name.lstrip('_')}"
+
+
+def _register(op: _Op, kind: _Kind) -> Override:
+    utils = cutedsl_utils if kind.kernels == "cutedsl_kernels" else triton_utils
     return utils.register_op_override(
         "aten",
         op.name,
         "CUDA",
         _impl(op, kind.kernels),
-        cond=_condition_by_table(op, kind),
-        name=f"opgraft_kernels.attention.{kind.name}.{op.name.lstrip('_')}",
-        # What was measured for certain sizes goes first.
-        priority=-1 if is_cutedsl else -2,
+        cond=_condition(op, kind),
+        name=_name(op, kind),
+        priority=kind.priority,
         crossover=_crossover(op, kind),
         samples=None if op.is_backward else _samples(op),
+        # Under deterministic algorithms, the one thing besides its arguments that an impl asks
+        # about, nothing is replayed.
         launch_plan=True,
     )
 
 
-def _register(op: _Op, kernels: str, dispatch_key: str) -> Override:
-    is_cutedsl = kernels == "cutedsl_kernels"
-    utils = cutedsl_utils if is_cutedsl else triton_utils
-    return utils.register_op_override(
+def _register_on_cpu(op: _Op) -> Override:
+    return triton_utils.register_op_override(
         "aten",
         op.name,
-        dispatch_key,
-        _impl(op, kernels),
-        cond=_condition(op, kernels, dispatch_key),
-        name=f"opgraft_kernels.attention.{kernels.removesuffix('_kernels')}.{op.name.lstrip('_')}",
-        priority=1 if is_cutedsl else 0,
-        samples=_samples(op) if dispatch_key == "CUDA" and not op.is_backward else None,
-        # The interpreter launches nothing that could be recorded. Under deterministic algorithms,
-        # the one thing besides its arguments that an impl asks about, nothing is replayed.
-        launch_plan=dispatch_key != "CPU",
+        "CPU",
+        _impl(op, "triton_kernels"),
+        cond=_condition_on_cpu(op),
+        name=_name(op, _TRITON),
     )
 
 

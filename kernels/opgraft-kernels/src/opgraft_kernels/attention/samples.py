@@ -125,6 +125,13 @@ def _bias(case: _Case, device: torch.device) -> torch.Tensor:
     return padded[..., :keys].expand(case.batch, case.heads, case.queries, case.keys)
 
 
+# Heads of queries that share one of keys, and the dimensions that models with such heads have.
+_GROUP = 4
+_GROUPED_DIMS = (64, 128, 256)
+# `F.scaled_dot_product_attention` repeats the keys for these ops, which know no groups.
+_UNGROUPED = (aten.EFFICIENT.op, aten.EFFICIENT.backward_op)
+
+
 def calls(
     op: str,
     device: torch.device,
@@ -136,6 +143,7 @@ def calls(
     for_all_queries: int | None = None,
     for_all_heads: int | None = None,
     is_causal: bool = False,
+    is_grouped: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A call of an attention op to measure, as arguments by name; none if there is no such call.
 
@@ -151,6 +159,7 @@ def calls(
         for_all_queries: whether they share the mask, 1 or 0; None: there is no mask.
         for_all_heads: likewise.
         is_causal: whether it is causal; then there are as many queries as keys.
+        is_grouped: whether four heads of queries share one of keys, as in Llama.
     """
     keys += keys // 2
     queries = min(keys, rows + rows // 2)
@@ -158,6 +167,9 @@ def calls(
     if found is None or (is_causal and queries != keys):
         return
     batch, heads = found
+    key_heads = heads // _GROUP if is_grouped else heads
+    if key_heads == 0 or (is_grouped and (dim not in _GROUPED_DIMS or op in _UNGROUPED)):
+        return
     bias = None
     if for_all_queries is not None:
         bias = (batch, 1 if for_all_heads else heads, 1 if for_all_queries else queries, keys)
@@ -166,7 +178,9 @@ def calls(
             return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     case = _Case(
-        *(dtype, heads, heads, queries, keys, dim, 128 if dim == 192 else dim, is_causal, batch),
+        *(dtype, heads, key_heads, queries, keys, dim, 128 if dim == 192 else dim),
+        is_causal=bool(is_causal),
+        batch=batch,
         bias=bias,
         is_projected=True,
     )
