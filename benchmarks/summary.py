@@ -52,7 +52,7 @@ def mean_of(all_records: Sequence[Record], figure: str) -> dict[str, float]:
 
 def lines() -> list[str]:
     """The figures as the README has them."""
-    attention, norm = records("attention"), records("rms_norm")
+    attention, norm = records("attention_cells"), records("rms_norm")
     models = [r for r in records("models") if r["mode"] == "eager" and "error" not in r]
     sdpa = {
         d: geometric_mean(r["speedup"] for r in of(attention, "opgraft", d)) for d in DIRECTIONS
@@ -100,7 +100,7 @@ def _plot_norm(axis: Any) -> None:
 
 
 def _plot_attention(axis: Any) -> None:
-    attention = records("attention")
+    attention = records("attention_cells")
     for direction, style in zip(DIRECTIONS, ("o-", "o--"), strict=True):
         by_length: dict[int, list[float]] = {}
         for record in of(attention, "opgraft", direction):
