@@ -191,7 +191,8 @@ def _forward_rows_kernel(
         if TAIL:
             x_tail = _center(x_tail, mean, tail < hidden, MASK_COLS)
         tl.store(mean_ptr + row, mean, mask=row < rows)
-    rstd = tl.rsqrt(_sum_rows(x * x, x_tail * x_tail, TAIL, TOGETHER) / hidden + eps)
+    squares = _sum_rows(x * x, x_tail * x_tail, TAIL, TOGETHER)
+    rstd = tl.rsqrt(squares / hidden + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     if not PARAMETERS_FIRST:
         w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
