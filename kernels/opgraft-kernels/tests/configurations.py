@@ -98,6 +98,7 @@ def norm_launches(
     has_weight: bool = True,
     has_bias: bool = True,
     needs: tuple[bool, bool, bool] = (True, True, True),
+    shared_memory: int = 228 * 1024,
 ) -> list[Launch]:
     """The launches of a forward and then of a backward."""
     from opgraft_kernels.norms import ops, triton_kernels
@@ -113,7 +114,7 @@ def norm_launches(
     dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
     forward = ops.Forward(x, weight, bias, x, mean, rstd, hidden, 1e-6)
     backward = ops.Backward(x, x, weight, mean, rstd, dx, dw, db, hidden)
-    device = triton_kernels.Device(MULTIPROCESSORS, 228 * 1024, can_wait=True)
+    device = triton_kernels.Device(MULTIPROCESSORS, shared_memory, can_wait=True)
     return [
         triton_kernels.plan_forward(forward, device),
         *triton_kernels.plan_backward(backward, device),

@@ -37,6 +37,27 @@ def test_launches_of_a_backward(norm: str, rows: int, hidden: int, launches: int
     assert found[0].grid <= MULTIPROCESSORS
 
 
+@pytest.mark.parametrize(
+    ("norm", "dtype", "hidden"),
+    [("layer_norm", torch.bfloat16, 2560), ("rms_norm", torch.float32, 2112)],
+)
+def test_programs_that_wait_for_one_another_fit_at_once(
+    norm: str, dtype: torch.dtype, hidden: int
+) -> None:
+    """Each takes a little more than half of the 100 KB, with the weight and what is the system's:
+    two a multiprocessor would be a cooperative launch that fails."""
+    _, launch = norm_launches(norm, dtype, hidden, shared_memory=100 * 1024)
+    assert launch.options["launch_cooperative_grid"]
+    assert launch.grid == MULTIPROCESSORS
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_a_program_that_loads_ahead_fits(norm: str) -> None:
+    """Of 100 KB the system takes one, and three times two rows take 99: none are left for sums."""
+    _, launch, *_ = norm_launches(norm, torch.bfloat16, 8448, shared_memory=100 * 1024)
+    assert launch.constexprs["STAGES"] == 1
+
+
 def test_one_program_makes_all_of_the_smallest() -> None:
     (launch,) = backward_launches("rms_norm", 16, 1024)
     assert launch.grid == 1

@@ -745,6 +745,8 @@ _NARROW_ROW_BYTES = 512
 _WHOLE_ROW_BYTES = 32 * 1024
 # Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
 _L1_ROW_BYTES = 64 * 1024
+# Shared memory that a program takes beside its loads: 1 KB is the system's, the rest for sums.
+_OTHER_BYTES = 2560
 
 
 #: g, x, weight, mean and rstd, as a backward's kernels read them.
@@ -914,8 +916,14 @@ def _sums_together(tile: Tile, itemsize: int, has_mean: bool) -> bool:
 
 
 def _bytes_ahead(tile: Tile, itemsize: int) -> int:
-    """The shared memory that a backward's loads of two tensors take, at most."""
-    return 2 * tile.stages * tile.rows * (tile.block + tile.tail) * itemsize
+    """The shared memory that a program of a backward takes for loading ahead, at most.
+
+    Two tensors' rows are in it. Triton loads the weight's columns ahead as well, and everything in
+    one stage less than it is told, which is more where a tile has one row.
+    """
+    a_line = (tile.block + tile.tail) * itemsize
+    with_weight = (2 * tile.rows + 1) * (tile.stages - 1) * a_line + _OTHER_BYTES
+    return max(2 * tile.rows * tile.stages * a_line, with_weight)
 
 
 def _values(mean: torch.Tensor | None) -> int:
