@@ -51,11 +51,23 @@ def test_programs_that_wait_for_one_another_fit_at_once(
     assert launch.grid == MULTIPROCESSORS
 
 
-@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_a_program_that_loads_ahead_fits(norm: str) -> None:
+def test_a_program_that_loads_ahead_fits() -> None:
     """Of 100 KB the system takes one, and three times two rows take 99: none are left for sums."""
-    _, launch, *_ = norm_launches(norm, torch.bfloat16, 8448, shared_memory=100 * 1024)
+    _, launch, *_ = norm_launches("rms_norm", torch.bfloat16, 8448, shared_memory=100 * 1024)
     assert launch.constexprs["STAGES"] == 1
+
+
+@pytest.mark.parametrize("hidden", [8320, 8448, 10240, 12288])
+@pytest.mark.parametrize(
+    ("kib", "kernel"),
+    [(100, "_backward_split_kernel"), (164, "_backward_rows_kernel")],
+)
+def test_rows_of_layer_norm_with_a_short_tail_are_split_where_they_would_not_load_ahead(
+    kib: int, kernel: str, hidden: int
+) -> None:
+    _, launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden, shared_memory=kib * 1024)
+    assert launch.kernel.__name__ == kernel
+    assert launch.constexprs["STAGES"] == 3
 
 
 def test_one_program_makes_all_of_the_smallest() -> None:

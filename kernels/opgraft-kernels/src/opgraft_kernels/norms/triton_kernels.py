@@ -785,7 +785,8 @@ class Tiling(NamedTuple):
     #: Rows of up to this many bytes are not split in the backward: the sums of longer ones take all
     #: of a program's registers, and loading ahead stops.
     whole_backward_bytes: int
-    #: The same for rows with a tail that is shorter than their block.
+    #: The same for rows with a tail that is shorter than their block, where the longest of them fit
+    #: into shared memory three times.
     short_tail_backward_bytes: int
     #: Rows with a tail share a program of the backward, up to so many bytes of them.
     backward_bytes: int
@@ -1003,7 +1004,10 @@ def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
     matrix = (rows, hidden, g_stride, x_stride)
     block, tail = _blocks(hidden)
     is_short = 0 < tail < block and unit_of(itemsize, hidden) > 1
-    whole = sizes.short_tail_backward_bytes if is_short else sizes.whole_backward_bytes
+    whole = sizes.whole_backward_bytes
+    longest = Tile(1, sizes.short_tail_backward_bytes // itemsize, 8, stages=3)
+    if is_short and _bytes_ahead(longest, itemsize) <= device.shared_memory:
+        whole = sizes.short_tail_backward_bytes
     if hidden * itemsize <= whole:
         return _plan_backward_rows(call, inputs, matrix, sizes, device)
     tile = sizes.backward_split(itemsize)
