@@ -1257,6 +1257,30 @@ def test_what_no_worker_compiles_ahead_is_left_to_the_call(register: Register, i
     assert override.hits == 1
 
 
+def test_compiling_ahead_goes_on_where_nobody_can_compile(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(self: pool.Pool, job: pool.Job) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool.Pool, "submit", no_thread)
+    ahead_of(register(impls.tells_when_dry), 4, is_over=lambda: False)
+
+
+def test_an_error_after_compiling_ahead_ends_no_thread(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot_be_imported(override: opgraft.Override) -> None:
+        raise SystemExit("this module ends the process")
+
+    monkeypatch.setattr("opgraft.ready.here.import_ahead", cannot_be_imported)
+    override = register(impls.tells_when_dry)
+    ahead_of(override, 4, is_over=lambda: False)
+    workers = pool.shared().workers()
+    ahead_of(override, 5, is_over=lambda: False)
+    assert workers and pool.shared().workers() == workers
+
+
 def test_compiling_ahead_ends_when_the_time_is_over(register: Register) -> None:
     override = register(impls.hangs_when_dry)
     deadline = time.monotonic() + 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 
@@ -12,6 +13,8 @@ from opgraft.ready import here, pool, request, triton_kernels
 from opgraft.ready.request import Compiled
 from opgraft.registry import Override
 from opgraft.router import device
+
+log = logging.getLogger(__name__)
 
 _STEP_SECONDS = 0.2
 
@@ -66,25 +69,31 @@ class _Waiting:
                 here.import_ahead(override)
                 if where.type == "cuda":
                     triton_kernels.load(answer["triton"], where)
-            finally:
+            except BaseException as error:  # whatever a module raises while it is imported
+                self._finish(f"{type(error).__name__}: {error}")
+            else:
                 self._finish()
 
+        job = pool.Job(
+            asked,
+            wanted=lambda: int(not self._is_over()),
+            started=lambda by: None,
+            compiled=compiled,
+            failed=lambda reason, may_run_here: self._finish(reason),
+            dropped=self._finish,
+            is_kept=True,
+        )
         with self._lock:
             self._submitted += 1
             self._done.clear()
-        pool.shared().submit(
-            pool.Job(
-                asked,
-                wanted=lambda: int(not self._is_over()),
-                started=lambda by: None,
-                compiled=compiled,
-                failed=lambda reason, may_run_here: self._finish(),
-                dropped=self._finish,
-                is_kept=True,
-            )
-        )
+        try:
+            pool.shared().submit(job)
+        except Exception as error:  # no thread can be started
+            self._finish(str(error))
 
-    def _finish(self) -> None:
+    def _finish(self, reason: str = "") -> None:
+        if reason:
+            log.debug("a call compiles its kernels itself: %s", reason)
         with self._lock:
             self._finished += 1
             if self._finished == self._submitted:
