@@ -808,8 +808,9 @@ def test_commands_that_need_no_torch_do_not_import_it(command: str, tmp_path: Pa
     assert NEED_NO_TORCH[command] in (done.stderr if is_wrong else done.stdout)
 
 
-def test_running_the_module_imports_no_torch_for_its_version() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "opgraft", "--version"]
+@pytest.mark.parametrize("options", [["-m", "opgraft"], ["-mopgraft"], ["-Bm", "opgraft"]], ids=str)
+def test_running_the_module_imports_no_torch_for_its_version(options: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", *options, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "opgraft, version " in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -819,9 +820,13 @@ def test_running_the_module_imports_no_torch_for_its_version() -> None:
 
 def test_running_another_module_imports_torch_with_the_package(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("import opgraft, sys; print('torch' in sys.modules)")
-    command = [sys.executable, "-m", "other", "-m", "opgraft"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside/__init__.py").write_text("import opgraft")
+    (tmp_path / "inside/__main__.py").write_text("import sys; print('torch' in sys.modules)")
+    for options in (["-m", "other"], ["-m", "inside"], ["-minside"], ["-Bm", "inside"]):
+        command = [sys.executable, *options, "-m", "opgraft"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "True", options
 
 
 @pytest.mark.parametrize("name", COMMANDS)

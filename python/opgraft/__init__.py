@@ -135,10 +135,8 @@ def _initialise() -> None:
 
 def _is_run_as_module() -> bool:
     """Whether this is imported to find what `python -m opgraft` runs."""
-    if sys.argv[:1] != ["-m"]:  # which it is until the module is found
-        return False
-    options = iter(sys.orig_argv)
-    return "-m" in options and next(options, None) == "opgraft"
+    # Until the module is found it is "-m" and the module's arguments, which end the whole line.
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("opgraft", "-mopgraft")
 
 
 # This comes last: torch activates packs at the end of its own import, and packs import opgraft.

@@ -368,6 +368,20 @@ def test_calls_of_what_is_measured_as_another_are_that_one_s() -> None:
     assert seen.of(softmax) == [(5, torch.float32), (3, torch.float32)]
 
 
+def test_calls_with_other_features_than_those_measured_are_not_that_one_s() -> None:
+    """Tables refuse such an override, too."""
+    softmax = register(cond=None, unconditional_override=True)
+    opgraft.register_op_override(
+        *("aten", "relu", "CPU", lambda self: torch.zeros_like(self)),
+        name="shared",
+        unconditional_override=True,
+        crossover=opgraft.Crossover(elements=when.numel("self"), measured_as=softmax.name),
+    )
+    with watching.watching(opgraft.overrides()) as seen:
+        torch.relu(torch.zeros(5))
+    assert seen.of(softmax) == []
+
+
 def test_cells_that_the_condition_declines_are_counted(tmp_path: Path) -> None:
     override = register(crossover(ranges=SMALL), cond=when.size("self", -1) == 5)
     result = tune(tmp_path, override)

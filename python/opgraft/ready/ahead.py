@@ -48,8 +48,9 @@ class _Waiting:
         self._is_over = is_over
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._submitted, self._finished = 0, 0
+        #: What workers were asked, and what of it is not done, by digests.
         self._asked: set[str] = set()
+        self._pending: set[str] = set()
 
     def submit(self, override: Override, call: Call) -> None:
         """Have a worker compile for a call, unless one was asked the same before."""
@@ -61,8 +62,10 @@ class _Waiting:
         digest = request.digest(asked)
         if digest in self._asked:
             return
-        self._asked.add(digest)
         where = device.of_tensors(call) or torch.device("cpu")
+
+        def finish(reason: str = "") -> None:
+            self._finish(digest, reason)
 
         def compiled(answer: Compiled) -> None:
             try:
@@ -70,41 +73,42 @@ class _Waiting:
                 if where.type == "cuda":
                     triton_kernels.load(answer["triton"], where)
             except BaseException as error:  # whatever a module raises while it is imported
-                self._finish(f"{type(error).__name__}: {error}")
+                finish(f"{type(error).__name__}: {error}")
             else:
-                self._finish()
+                finish()
 
         job = pool.Job(
             asked,
             wanted=lambda: int(not self._is_over()),
             started=lambda by: None,
             compiled=compiled,
-            failed=lambda reason, may_run_here: self._finish(reason),
-            dropped=self._finish,
+            failed=lambda reason, may_run_here: finish(reason),
+            dropped=finish,
             is_kept=True,
         )
         with self._lock:
-            self._submitted += 1
+            self._asked.add(digest)
+            self._pending.add(digest)
             self._done.clear()
         try:
             pool.shared().submit(job)
         except Exception as error:  # no thread can be started
-            self._finish(str(error))
+            finish(str(error))
 
-    def _finish(self, reason: str = "") -> None:
+    def _finish(self, digest: str, reason: str) -> None:
         if reason:
             log.debug("a call compiles its kernels itself: %s", reason)
         with self._lock:
-            self._finished += 1
-            if self._finished == self._submitted:
+            self._pending.discard(digest)
+            if not self._pending:
                 self._done.set()
 
     def counts(self) -> tuple[int, int]:
         """How many are done, and how many there are."""
         with self._lock:
-            return self._finished, self._submitted
+            return len(self._asked) - len(self._pending), len(self._asked)
 
     def wait(self, seconds: float) -> bool:
         """Whether all are done, which is waited for so long."""
-        finished, submitted = self.counts()
-        return finished == submitted or self._done.wait(seconds)
+        done, asked = self.counts()
+        return done == asked or self._done.wait(seconds)

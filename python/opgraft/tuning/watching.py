@@ -35,8 +35,14 @@ class Seen:
 
 def _is_decided_by(other: Override, override: Override) -> bool:
     """Whether the calls of one override are decided by another's part of the tables, or its own."""
-    is_owned_alike = (other.pack, other.dispatch_key) == (override.pack, override.dispatch_key)
-    return other is override or (is_owned_alike and other.table_name == override.name != other.name)
+    if other is override:
+        return True
+    assert other.crossover is not None and override.crossover is not None
+    return (
+        (other.pack, other.dispatch_key) == (override.pack, override.dispatch_key)
+        and other.table_name == override.name != other.name
+        and list(other.crossover.features) == list(override.crossover.features)
+    )
 
 
 @contextmanager
