@@ -104,8 +104,8 @@ def test_the_kernels_agree_with_them(direction: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("kernels", [(ops.cross_entropy, ops.cross_entropy_backward), TRITON])
-@pytest.mark.parametrize("ignored", [0, 1, 6])
-@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("ignored", [1, 6])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("reduction", range(3))
 def test_rows_whose_classes_have_no_weight_are_as_natively(
     reduction: int, smoothing: float, ignored: int, kernels: Any
