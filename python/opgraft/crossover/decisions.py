@@ -93,7 +93,7 @@ class Decisions:
     """The decisions of all tables for one override. Tables are read when it is first asked.
 
     Args:
-        name: the override's name.
+        name: the override's name in tables.
         owner: its pack, or `"user"`.
         crossover: what it declares.
     """
@@ -112,8 +112,7 @@ class Decisions:
     @cached_property
     def found(self) -> Found:
         """What all tables say of it, whatever the device."""
-        name = self.crossover.measured_as or self.name
-        return sources.find(name, self.owner, self.crossover)
+        return sources.find(self.name, self.owner, self.crossover)
 
     @property
     def digest(self) -> str:

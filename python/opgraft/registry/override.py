@@ -124,10 +124,10 @@ class Override:
         if self.crossover is None:
             return None
         # A name may be made unique when the override is put into its chain.
-        if self._decisions is None or self._decisions.name != self.name:
+        if self._decisions is None or self._decisions.name != self.table_name:
             from opgraft.crossover.decisions import Decisions
 
-            self._decisions = Decisions(self.name, self.pack or "user", self.crossover)
+            self._decisions = Decisions(self.table_name, self.pack or "user", self.crossover)
         return self._decisions
 
     @property
