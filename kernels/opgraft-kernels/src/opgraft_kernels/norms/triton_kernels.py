@@ -837,6 +837,13 @@ def _blocks(hidden: int) -> tuple[int, int]:
     return block, max(power_of_2(hidden - block), _MIN_BLOCK)
 
 
+def _has_short_tail(hidden: int, itemsize: int) -> bool:
+    """Whether a row's tail leaves lanes out, and elements are loaded together, so that fewer
+    registers are needed."""
+    block, tail = _blocks(hidden)
+    return 0 < tail < block and unit_of(itemsize, hidden) > 1
+
+
 def _is_read_twice(hidden: int, itemsize: int, sizes: Tiling) -> bool:
     """Whether a forward reads a row with a tail twice, though it would fit into registers: few such
     programs fit into a multiprocessor, so that little is on its way."""
@@ -857,8 +864,7 @@ def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
     rows = 1 if row > 2048 else sizes.forward_bytes // row
     size = rows * block * itemsize
     if tail:
-        is_narrow = row <= _NARROW_ROW_BYTES
-        a_warp = sizes.narrow_warp_bytes if is_narrow else 2048
+        a_warp = sizes.narrow_warp_bytes if row <= _NARROW_ROW_BYTES else 2048
         if rows == 1:
             tail = max(tail, block // 4)  # for all threads
     else:
@@ -870,8 +876,7 @@ def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
 def _backward_tile(hidden: int, itemsize: int, has_mean: bool, shared_memory: int) -> Tile:
     block, tail = _blocks(hidden)
     row = (2 * block if tail else block) * itemsize
-    # Fewer registers are needed where the tail leaves lanes out, and elements are loaded together.
-    is_short = 0 < tail < block and unit_of(itemsize, hidden) > 1
+    is_short = _has_short_tail(hidden, itemsize)
     if has_mean and tail and unit_of(itemsize, hidden) > 1:
         tile = _layer_norm_backward_tile(block, tail, itemsize)
         if tile is not None and _bytes_ahead(tile, itemsize) <= shared_memory:
@@ -1002,11 +1007,10 @@ def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
     x, x_stride = as_rows(call.input, rows, hidden)
     inputs = (g, x, *map(contiguous, (call.weight, call.mean, call.rstd)))
     matrix = (rows, hidden, g_stride, x_stride)
-    block, tail = _blocks(hidden)
-    is_short = 0 < tail < block and unit_of(itemsize, hidden) > 1
     whole = sizes.whole_backward_bytes
     longest = Tile(1, sizes.short_tail_backward_bytes // itemsize, 8, stages=3)
-    if is_short and _bytes_ahead(longest, itemsize) <= device.shared_memory:
+    fits = _bytes_ahead(longest, itemsize) <= device.shared_memory
+    if fits and _has_short_tail(hidden, itemsize):
         whole = sizes.short_tail_backward_bytes
     if hidden * itemsize <= whole:
         return _plan_backward_rows(call, inputs, matrix, sizes, device)
