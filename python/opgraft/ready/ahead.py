@@ -29,8 +29,8 @@ def compile_ahead(
     A kernel that none of them can compile, for whatever reason, is compiled by the call itself.
 
     Args:
-        calls: the overrides that they go to, and the calls. Each is let go before the next one is
-            taken, so a generator needs the memory of one alone.
+        calls: the overrides that they go to, and the calls. A generator needs no memory for all of
+            them: none is kept.
         tell: called with how many calls are done, and how many there are.
         is_over: whether to wait no longer.
     """
