@@ -284,9 +284,10 @@ _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
 # `_scaled_dot_product_flash_attention` calls this op: native is one kernel, and so are ours. What
 # was measured of the one holds for the other.
 _MEASURED_AS = {_RAW_FLASH: _FLASH, _RAW_FLASH_BACKWARD: _FLASH_BACKWARD}
-# A tile's height. Tables are measured with as many queries as keys. Fewer leave a part of a tile
-# empty, and keys are not split over programs, so that the GPU is idle, as in decoding.
+# Keys are not split over programs: few queries, as in decoding, leave the GPU idle.
 _FEWEST_QUERIES = 16
+# A tile's height. Tables are measured with as many queries as keys. Of fewer a part of the tile is
+# empty, of which tables know nothing.
 _TILE = 128
 _RANGES: dict[str, tuple[Any, ...]] = {"rows": (2**10, 2**18), "keys": (2**5, 2**12)}
 
@@ -368,6 +369,7 @@ def _condition(op: _Op, kind: _Kind) -> Any:
 
 
 def _has_enough_queries(op: _Op) -> Any:
+    """Whether there are so many queries that tables say something of the call."""
     if op in _MEASURED_AS:
         queries, keys = when.value("max_q"), when.value("max_k")
     else:
@@ -389,7 +391,7 @@ _CPU_ROWS = 64
 
 
 def _hopper() -> Any:
-    # The kernels are Hopper's, and the crossovers were measured there.
+    # The kernels are Hopper's.
     return (when.device_capability("query") == (9, 0)) & when.dtype(
         "query", torch.float16, torch.bfloat16
     )

@@ -85,7 +85,8 @@ def cross_entropy(
         )
         where = rows if reduction == NONE else ...
         losses[0, where] += part
-        total += of_rows if reduction != NONE else 0
+        if reduction != NONE:
+            total += of_rows
         if label_smoothing > 0:
             of_all = -(log_p if w is None else log_p * w).sum(-1) / x.shape[1]
             of_all = of_all.masked_fill(t == ignore_index, 0)
