@@ -99,7 +99,10 @@ def test_a_process_with_the_same_number_that_started_later_holds_nothing(tmp_pat
     assert Claim("key", tmp_path).take()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "[null, null]", '"text"', "[-1, -1]"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", "[null, null]", '"text"', "[-1, -1]", "[Infinity, 1]", "[" * 10_000, "\0"],
+)
 def test_a_damaged_claim_is_void(tmp_path: Path, content: str) -> None:
     (tmp_path / "key").write_text(content)
     assert Claim("key", tmp_path).owner() is None

@@ -135,7 +135,7 @@ def _read(path: Path) -> Owner | None:
         return int(thread), int(started)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return 0, 0  # damaged: nobody's, and void
 
 
