@@ -224,6 +224,28 @@ def test_an_impl_without_a_name_is_said(impl: Any, why: str) -> None:
         request.name_of(override)
 
 
+@pytest.mark.parametrize("module", ["__main__", "__mp_main__"])
+def test_an_impl_of_the_program_itself_is_looked_for_by_no_worker(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a worker it would be found in the worker's own program, if that has one of this name."""
+
+    def main(self: torch.Tensor) -> torch.Tensor:
+        return -self
+
+    main.__module__, main.__qualname__ = module, "main"
+    monkeypatch.setattr(sys.modules["__main__"], "main", main, raising=False)
+    monkeypatch.setitem(sys.modules, "__mp_main__", sys.modules["__main__"])
+    override = opgraft.register_op_override(
+        "aten", "neg", "CPU", main, unconditional_override=True, launch_plan=True
+    )
+    try:
+        with pytest.raises(CannotAsk, match=f"defined in {module}"):
+            request.name_of(override)
+    finally:
+        override.remove()
+
+
 def test_an_impl_that_is_not_there_is_said() -> None:
     for name in ("no_such_module:f", "tests.ready.impls:no_such_function"):
         with pytest.raises(CannotAsk, match="cannot be imported"):

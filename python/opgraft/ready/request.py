@@ -145,8 +145,8 @@ def _why_no_name(impl: Any) -> str:
     if not isinstance(impl, (FunctionType, Lazy)):
         return f"{impl!r} is no function of a module"
     module, name = impl.__module__, impl.__qualname__
-    if module == "__main__":
-        return "it is defined in __main__, which other processes do not import"
+    if module in ("__main__", "__mp_main__"):  # which is what a spawned process calls it
+        return f"it is defined in {module}, which other processes do not import"
     if "<" in name:
         return f"{name} is defined inside a function, where no other process finds it"
     if isinstance(impl, FunctionType) and _called(module, name) is not impl:
