@@ -49,6 +49,7 @@ plans = [] if override.plans is None else list(override.plans)
 states = [] if override.plans is None else override.plans.readiness.states()
 print(override.hits, override.misses, pool.shared().workers() != [])
 print([each.is_proven for each in plans], [each.status for each in states])
+print([str(each) for each in states])
 """
 
 
@@ -84,7 +85,9 @@ def kept(first: Path, own_cache: Path) -> Path:
 
 @pytest.mark.usefixtures("kept")
 def test_a_second_process_starts_no_worker() -> None:
-    assert run()[:2] == ["3 3 False", "[True] ['ready']"]
+    counts, found, said = run()
+    assert (counts, found) == ("3 3 False", "[True] ['ready']")
+    assert said == "['its kernels are ready, compiled by another process']"
 
 
 @pytest.mark.usefixtures("kept")
@@ -137,6 +140,7 @@ def test_a_bundle_serves_a_process_with_an_empty_cache(bundle: Path, tmp_path: P
     # From the first call on, with no time in between, on each of two ranks.
     alone = [run(waits=False, OPGRAFT_READY="bundle", **other) for _ in range(2)]
     assert [each[:2] for each in alone] == [["4 2 False", "[True] ['ready']"]] * 2
+    assert "compiled by whoever made the bundle" in alone[0][2]
     assert not list((tmp_path / "other").glob("kernels/*"))
 
 

@@ -62,7 +62,8 @@ class State:
         self.status = status
         #: `time.time()` of the change.
         self.since = time.time()
-        #: Who compiles, or compiled: "worker 1234", or "this process".
+        #: Who compiles, or compiled: "worker 1234", "this process", "another process" whose plan
+        #: was in the cache, or "whoever made the bundle".
         self.by = by
         #: Why it failed, or why it is compiled in this process.
         self.reason = reason
@@ -316,7 +317,9 @@ class Readiness:
         except Exception as error:  # the driver's, or of a file that is damaged
             log.warning("%s: a launch plan is not loaded: %s", self.override.name, error)
             return False
-        self._note(kind, "ready", is_loaded=True)
+        by_others = "another process" if entry.place.is_cache else "whoever made the bundle"
+        by = (state.by if state is not None else "") or by_others
+        self._note(kind, "ready", by=by, is_loaded=True)
         with self._lock:
             if entry.place.is_cache and len(self.kept) < MAX_STATES:
                 self.kept[entry.name] = entry
