@@ -90,6 +90,27 @@ def test_a_second_process_starts_no_worker() -> None:
     assert said == "['its kernels are ready, compiled by another process']"
 
 
+#: Ends as soon as a plan is being loaded, and has it loaded once more at its end.
+ENDS = (
+    PROGRAM[: PROGRAM.index("for number")]
+    + """
+import atexit
+@atexit.register
+def at_the_end():
+    opgraft.disable(name="kept")
+    opgraft.enable(name="kept")  # which drops the plans
+    torch.neg(torch.ones(4))
+    print("the end")
+torch.neg(torch.ones(4))
+"""
+)
+
+
+@pytest.mark.usefixtures("kept")
+def test_calls_go_on_while_the_process_ends() -> None:
+    assert run(program=ENDS) == ["the end"]
+
+
 @pytest.mark.usefixtures("kept")
 def test_what_would_be_compiled_otherwise_is_another_plan() -> None:
     assert run(TRITON_DEBUG="1")[0] == "3 3 True"

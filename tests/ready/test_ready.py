@@ -1223,6 +1223,34 @@ def test_a_process_that_ends_while_it_compiles_ends_as_ever() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+#: Makes its first call at its end, by an impl that this process compiles.
+ENDS_LATE = """
+import atexit, time, torch, opgraft
+running = []
+def local(self):
+    running.append(True)
+    while True:
+        torch.ones(100_000).exp()
+override = opgraft.register_op_override(
+    "aten", "neg", "CPU", local, unconditional_override=True,
+    launch_plan=True, when_not_ready="native",
+)
+@atexit.register
+def at_the_end():
+    torch.neg(torch.ones(4))
+    while not running:
+        pass
+    print("done", flush=True)
+"""
+
+
+def test_a_call_while_the_process_ends_leaves_no_thread_behind() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_LATE], capture_output=True, text=True, timeout=3 * LIMIT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 def test_ctrl_c_is_the_parents(register: Register) -> None:
     """It goes to the whole process group: a worker that is just being started is not of it."""
     end_workers()

@@ -200,6 +200,8 @@ class Pool:
     def close(self) -> None:
         """End the workers; what is waiting is let go."""
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
             waiting, self._waiting = self._waiting, []
             attendants = list(self._attendants)
@@ -272,6 +274,9 @@ class _Attendant(threading.Thread):
 class _Runner(_Attendant):
     """Does jobs itself, in this process."""
 
+    #: Whether it is at a job. Elsewhere an interrupt would leave a lock held, for good.
+    _is_working = False
+
     def run(self) -> None:
         with contextlib.suppress(SystemExit):  # of `interrupt`
             super().run()
@@ -279,20 +284,27 @@ class _Runner(_Attendant):
     def have_done(self, job: Job) -> Compiled:
         assert callable(job.work)
         job.started("this process")
-        job.work()
+        self._is_working = True
+        try:
+            job.work()
+        finally:
+            self._is_working = False
         return {"compiled": [], "triton": [], "no_plan": "it is compiled in this process"}
 
     def interrupt(self) -> None:
         # Note [A thread in C++ when the interpreter ends]
         # Before Python 3.14 a daemon thread that comes back from C++ then is made to exit, and the
         # C++ frames below it abort the process. So it is told to end at its next step in Python.
-        if self.ident is not None:
+        if self.ident is not None and self._is_working:
             end = ctypes.py_object(SystemExit)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), end)
 
 
 class _Loader(_Runner):
     """Loads launch plans, in this process."""
+
+    def interrupt(self) -> None:
+        pass  # it is soon done, and holds locks meanwhile
 
 
 class _Overseer(_Attendant):
@@ -474,6 +486,14 @@ def _shared(attendant: type[_Attendant], most: Callable[[], int]) -> Pool:
             pool = _pools[attendant] = Pool(attendant, most())
             atexit.register(pool.close)
         return _pools[attendant]
+
+
+def close_all() -> None:
+    """End what the pools of this process do."""
+    with _lock:
+        pools = list(_pools.values())
+    for each in pools:
+        each.close()
 
 
 def _forget_in_child() -> None:

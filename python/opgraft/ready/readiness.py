@@ -6,8 +6,11 @@ the first call that has something to compile.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -137,6 +140,7 @@ class Readiness:
         self._said: set[str] = set()
         #: The entries of the cache whose plans were loaded, by their names.
         self.kept: dict[str, entries.Entry] = {}
+        _attach_end()
         with _lock:
             _all.add(self)
             self.apply()
@@ -183,6 +187,9 @@ class Readiness:
         Returns:
             Whether the call is to run as it is.
         """
+        if _is_ending:
+            self._table.forget(kind.key)
+            return False
         try:
             with self._lock:
                 known = self._states.get(kind)
@@ -476,6 +483,27 @@ class Readiness:
             "is captured in a CUDA graph: the graph has the native kernel for good. Make the call "
             "with opgraft.warmup before the capture"
         )
+
+
+@functools.cache
+def _attach_end() -> None:
+    """Have nothing compiled, and no thread run, from when the interpreter ends.
+
+    What is registered for its end after this may make calls before, and what was registered before
+    this makes them after.
+    """
+    atexit.register(_end)
+
+
+def _end() -> None:
+    global _is_ending
+    _is_ending = True
+    # Which is not imported for its end.
+    if pool := sys.modules.get("opgraft.ready.pool"):
+        pool.close_all()
+
+
+_is_ending = False
 
 
 def _places(override: Override) -> list[entries.Place | None]:
