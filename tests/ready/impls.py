@@ -44,6 +44,16 @@ def tells_when_dry(self: torch.Tensor) -> torch.Tensor:
     return 0 - self
 
 
+def must_be_alone_when_dry(self: torch.Tensor) -> torch.Tensor:
+    """Fails where another process is at it, too."""
+    if is_dry(self):
+        inside = f"{os.environ['OPGRAFT_TEST_NOTES']}.inside"
+        os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+        time.sleep(1)
+        os.unlink(inside)
+    return tells_when_dry(self)
+
+
 def crashes_when_dry(self: torch.Tensor) -> torch.Tensor:
     if is_dry(self):
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import json
@@ -657,19 +658,94 @@ def test_a_child_of_a_fork_has_workers_of_its_own(register: Register, own_cache:
     assert all(map(is_alive, pool.shared().workers()))
 
 
-def test_processes_that_need_the_same_compile_it_one_after_the_other(
-    own_cache: Path, notes: Path
+@pytest.mark.parametrize("kernels", ["", "none"], ids=["with plans", "without plans"])
+def test_of_processes_that_need_the_same_one_compiles_at_a_time(
+    own_cache: Path, notes: Path, kernels: str
 ) -> None:
-    program = PROGRAM + "assert opgraft.wait_until_ready(60)\n"
-    command = [sys.executable, "-c", program, "tells_when_dry"]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-    assert [each.wait(2 * LIMIT) for each in running] == [0, 0]
-    for each in running:
-        assert each.stdout is not None
-        each.stdout.close()
-    assert len(notes.read_text().splitlines()) == 2
+    """Where its plan is kept, the others load it."""
+    program = "from opgraft.ready import pool; pool.most_workers = lambda: 4\n" + PROGRAM
+    program = (
+        program[: program.index("torch.neg")]
+        + """
+x = torch.ones(128)
+first = -(x.data_ptr() // 4) % 64  # in every process it begins alike
+torch.neg(x[first : first + 4])
+assert opgraft.wait_until_ready(150)
+((state,),) = [each.plans.readiness.states() for each in opgraft.overrides()]
+print(state.status, state.by.partition(" ")[0], state.reason)
+"""
+    )
+    command = [sys.executable, "-c", program, "must_be_alone_when_dry"]
+    environment = os.environ | {"OPGRAFT_KERNELS": kernels}
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = sorted(each.communicate(timeout=LIMIT)[0].strip() for each in running)
+    assert said == [*["ready worker" if kernels else "ready another"] * 2, "ready worker"]
+    compiled_by = {line.split()[0] for line in notes.read_text().splitlines()}
+    assert len(compiled_by) == (3 if kernels else 1)
     held = [path for path in (own_cache / "claims").rglob("*") if path.is_file()]
     assert not [path for path in held if Claim(path.name, path.parent).owner() is not None]
+
+
+def test_an_idle_worker_ends_when_another_process_has_one_in_its_place(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_workers()
+    monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    override = register(impls.negated)
+    call(4)
+    assert opgraft.wait_until_ready(LIMIT)
+    (worker,) = pool.shared().workers()
+    theirs = Claim("worker-0")
+    assert is_alive(worker) and theirs.take()
+    try:
+        until(lambda: not is_alive(worker))
+        call(5)
+        until(lambda: bool(pool.shared()._attendants))
+        assert pool.shared().workers() == []  # it waits for its turn
+    finally:
+        theirs.release()
+    assert opgraft.wait_until_ready(LIMIT)
+    assert {state.status for state in states(override)} == {"ready"}
+    assert pool.shared().workers() not in ([], [worker])
+
+
+def test_a_worker_whose_next_job_is_another_processs_ends_when_its_place_is_needed(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_workers()
+    monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    monkeypatch.setattr(pool, "LOOK_SECONDS", LIMIT)
+    register(impls.negated)
+    call(4)
+    assert opgraft.wait_until_ready(LIMIT)
+    (worker,) = pool.shared().workers()
+    theirs = Claim("worker-0")
+    assert theirs.take()
+    try:
+        call(5)
+        until(lambda: not is_alive(worker))
+    finally:
+        theirs.release()
+    assert opgraft.wait_until_ready(LIMIT)
+
+
+def test_a_worker_that_has_nothing_to_do_ends(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_workers()
+    monkeypatch.setattr(pool, "IDLE_SECONDS", 0.1)
+    override = register(impls.negated)
+    for size in (4, 5):
+        call(size)
+        until(lambda: bool(pool.shared().workers()))
+        (worker,) = pool.shared().workers()
+        assert opgraft.wait_until_ready(LIMIT)
+        until(functools.partial(lambda worker: not is_alive(worker), worker))
+        until(lambda: not pool.shared()._attendants)
+    assert [state.status for state in states(override)] == ["ready", "ready"]
 
 
 def test_states_are_told_to_machines(register: Register) -> None:

@@ -50,6 +50,7 @@ class Claim:
     """A name that one thread of the machine holds at a time. It releases what it has taken."""
 
     def __init__(self, name: str, place: Path | None = None) -> None:
+        self.name = name
         self._path = (place or folder()) / name
         self._held = False
 

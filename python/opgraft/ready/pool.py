@@ -39,6 +39,8 @@ IDLE_SECONDS = 60.0
 #: Seconds between two looks at whether a claim of another process is gone: at first, and at most.
 POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
+#: Seconds between two looks whether another process's worker is at work in an idle one's place.
+LOOK_SECONDS = 1.0
 #: What a worker runs, with this process's path. It is set before anything is imported: a worker
 #: finds what this process finds, and nothing of the folder that it happens to be started in.
 _PROGRAM = """
@@ -94,10 +96,12 @@ class Job:
     dropped: Callable[[], None]
     #: Whether it is done however many wait, because it may not be asked for again.
     is_kept: bool = False
+    #: Whether another process has done it since it was asked for; then whom to tell has been told.
+    done_elsewhere: Callable[[], bool] = lambda: False
 
 
 def most_workers() -> int:
-    """How many workers of a machine compile at a time, those of all its processes together."""
+    """How many workers a machine has at a time, those of all its processes together."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(8, (cores or 2) // 2))
 
@@ -170,17 +174,24 @@ class Pool:
 
     def _next(self, attendant: _Attendant) -> Job | None:
         deadline = time.monotonic() + IDLE_SECONDS
-        with self._changed:
-            attendant.is_idle = True
-            while not self._waiting and not self._closed and time.monotonic() < deadline:
-                self._changed.wait(max(0.0, deadline - time.monotonic()))
-            attendant.is_idle = False
-            if not self._waiting or self._closed:
-                self._leave(attendant)
-                return None
-            job = max(self._waiting, key=lambda each: each.wanted())
-            self._waiting.remove(job)
-            return job
+        is_superseded = False
+        while True:
+            with self._changed:
+                attendant.is_idle = True
+                left = deadline - time.monotonic()
+                if not (self._waiting or self._closed or is_superseded) and left > 0:
+                    self._changed.wait(min(LOOK_SECONDS, left))
+                    left = deadline - time.monotonic()
+                if self._waiting and not self._closed:
+                    attendant.is_idle = False
+                    job = max(self._waiting, key=lambda each: each.wanted())
+                    self._waiting.remove(job)
+                    return job
+                if self._closed or is_superseded or left <= 0:
+                    attendant.is_idle = False
+                    self._leave(attendant)
+                    return None
+            is_superseded = attendant.is_superseded()  # calls that submit do not wait for this
 
     def left(self, attendant: _Attendant) -> None:
         """An attendant has ended, however it did."""
@@ -245,7 +256,8 @@ class _Attendant(threading.Thread):
         except BaseException as error:  # whatever an impl raises, or its module, SystemExit too
             self._tell(job, error)
         else:
-            job.compiled(compiled)
+            if compiled is not None:
+                job.compiled(compiled)
 
     def _tell(self, job: Job, error: BaseException) -> None:
         if self._pool.is_closed:
@@ -255,14 +267,18 @@ class _Attendant(threading.Thread):
         reason = str(error) if says_it else f"{type(error).__name__}: {error}"
         job.failed(reason, isinstance(error, (CannotStart, ImplFailed)))
 
-    def have_done(self, job: Job) -> Compiled:
-        """Have a job done.
+    def have_done(self, job: Job) -> Compiled | None:
+        """Have a job done. None where another process has done it.
 
         Raises:
             LetGo: not now.
             BaseException: it failed.
         """
         raise NotImplementedError
+
+    def is_superseded(self) -> bool:
+        """Whether this one, which is idle, is to end since another process needs its place."""
+        return False
 
     def interrupt(self) -> None:
         """Have this thread end soon; called by another one."""
@@ -314,15 +330,22 @@ class _Overseer(_Attendant):
         super().__init__(pool)
         self._unread = b""
         self._errors: IO[bytes] = io.BytesIO()
+        #: The worker's place among the machine's. While it is idle, nobody holds it.
+        self._place = ""
 
-    def have_done(self, job: Job) -> Compiled:
+    def have_done(self, job: Job) -> Compiled | None:
         assert not callable(job.work)
         held: list[claims.Claim] = []
         try:
-            # Another rank may be at it: what it compiles is in the DSL's cache then. One that takes
-            # longer than it may is not waited for.
-            held += self._claim([request.digest(job.work)], COMPILE_SECONDS)
-            held += self._claim([f"worker-{n}" for n in range(most_workers())], math.inf)
+            # Another rank may be at it: what it compiles is on disk then. One that takes longer
+            # than it may is not waited for. Calls with one plan may begin elsewhere in memory.
+            digest = request.digest(job.work["plan"] or job.work)
+            held += self._claim([claims.Claim(digest)], COMPILE_SECONDS)
+            if job.done_elsewhere():
+                return None
+            (place,) = self._claim(self._places(), math.inf)
+            held.append(place)
+            self._place = place.name
             try:
                 answer = self._answer(job, job.work)
             except (WorkerEnded, EndedAtStart):
@@ -346,15 +369,26 @@ class _Overseer(_Attendant):
         job.started(f"worker {process.pid}")
         return self._ask(process, asked, COMPILE_SECONDS)
 
-    def _claim(self, names: list[str], seconds: float) -> list[claims.Claim]:
-        """Hold one of these names, as soon as no other process does; none when the time is over."""
-        some = [claims.Claim(name) for name in names]
+    def _places(self) -> list[claims.Claim]:
+        """Those of the machine's workers, this one's first. Processes begin at different ones: else
+        each would end another one's idle worker."""
+        most, first = most_workers(), os.getpid()
+        some = [claims.Claim(f"worker-{(first + n) % most}") for n in range(most)]
+        return sorted(some, key=lambda each: each.name != self._place)
+
+    def is_superseded(self) -> bool:
+        return bool(self._place) and claims.Claim(self._place).owner() is not None
+
+    def _claim(self, some: list[claims.Claim], seconds: float) -> list[claims.Claim]:
+        """Hold one of these, as soon as no other process does; none when the time is over."""
         deadline, pause = time.monotonic() + seconds, POLL_SECONDS
         while (held := next((each for each in some if each.take()), None)) is None:
             if self._pool.is_closed:
                 raise LetGo
             if time.monotonic() > deadline:
                 return []
+            if self.is_superseded():
+                self.end()
             time.sleep(pause)
             pause = min(MAX_POLL_SECONDS, 1.2 * pause)
         return [held]

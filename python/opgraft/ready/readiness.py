@@ -261,6 +261,8 @@ class Readiness:
         compiling = self._job(kind, asked, failed, where)
         places = _places(self.override)
         if key is None or not any(plans.exists(key, place) for place in places):
+            if key is not None:  # another process may record it before it is this one's turn
+                compiling.done_elsewhere = lambda: self._load_plan(key, kind, where)
             pool.shared().submit(compiling)
             return
 
