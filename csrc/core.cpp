@@ -11,6 +11,11 @@
 #include <torch/version.h>
 
 #include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 #include <chrono>
 #include <ctime>
@@ -84,6 +89,19 @@ struct CudaGuardWithoutDevice final : c10::impl::NoOpDeviceGuardImpl<c10::Device
 void guard_cuda_without_device() {
   static const CudaGuardWithoutDevice guard;
   c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, &guard);
+}
+
+// The kernel would kill this process alone, and the compilers that it runs would stay behind. A
+// handler in Python would wait for the interpreter, which may hang.
+void end_group_with_parent() {
+#ifdef __linux__
+  if (getpgrp() != getpid()) return;  // it is another process's group
+  struct sigaction action{};
+  action.sa_handler = [](int) {
+    kill(0, SIGKILL);
+  };
+  if (sigaction(SIGHUP, &action, nullptr) == 0) prctl(PR_SET_PDEATHSIG, SIGHUP);
+#endif
 }
 
 // --------------------------------------------------------------------------- conditions
@@ -591,6 +609,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   core.def("guard_cuda_without_device", &guard_cuda_without_device,
            "Let functions of tensors that guard their device, such as `contiguous`, take fake CUDA "
            "tensors in a process without a GPU; from now on.");
+  core.def(
+      "end_group_with_parent", &end_group_with_parent,
+      "Have this process and those that it starts end when the thread that started it ends, if "
+      "it leads a group of processes.");
   core.attr("ORIGIN") = kOrigin;
 
   py::class_<Reading>(core, "Reading",

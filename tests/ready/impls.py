@@ -160,11 +160,21 @@ def prints_much_when_dry(self: torch.Tensor) -> torch.Tensor:
 def starts_a_process_when_dry(self: torch.Tensor) -> torch.Tensor:
     """As a compiler is one, and may hang."""
     if is_dry(self):
-        with subprocess.Popen(["sleep", "10000"]) as process:
-            with open(os.environ["OPGRAFT_TEST_NOTES"], "a", encoding="utf-8") as notes:
-                notes.write(f"{process.pid}\n")
-            process.wait()
+        _start_a_process().wait()
     return 0 - self
+
+
+def starts_a_process_and_is_killed_when_dry(self: torch.Tensor) -> torch.Tensor:
+    if is_dry(self):
+        _start_a_process()
+    return is_killed_when_dry(self)
+
+
+def _start_a_process() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(["sleep", "10000"])
+    with open(os.environ["OPGRAFT_TEST_NOTES"], "a", encoding="utf-8") as notes:
+        notes.write(f"{process.pid}\n")
+    return process
 
 
 def doubled(self: torch.Tensor) -> torch.Tensor:

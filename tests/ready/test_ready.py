@@ -694,6 +694,7 @@ def test_an_idle_worker_ends_when_another_process_has_one_in_its_place(
 ) -> None:
     end_workers()
     monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    monkeypatch.setattr(pool, "IDLE_SECONDS", 2 * LIMIT)
     override = register(impls.negated)
     call(4)
     assert opgraft.wait_until_ready(LIMIT)
@@ -915,6 +916,30 @@ def test_no_compiler_outlives_its_worker(register: Register, notes: Path) -> Non
     compiler = int(notes.read_text())
     assert is_alive(compiler)
     end_workers()
+    until(lambda: not is_alive(compiler))
+
+
+def test_no_compiler_outlives_a_worker_that_is_killed(register: Register, notes: Path) -> None:
+    override = register(impls.starts_a_process_and_is_killed_when_dry)
+    call()
+    assert opgraft.wait_until_ready(LIMIT)
+    compilers = list(map(int, notes.read_text().split()))
+    assert len(compilers) == 2 and states(override)[0].status == "failed"
+    until(lambda: not any(map(is_alive, compilers)))
+
+
+def test_no_compiler_outlives_a_program_that_is_killed(notes: Path) -> None:
+    program = (
+        PROGRAM[: PROGRAM.index("from opgraft.ready")]
+        + """
+while not os.path.exists(os.environ["OPGRAFT_TEST_NOTES"]):
+    time.sleep(0.01)
+os.kill(os.getpid(), 9)
+"""
+    )
+    subprocess.run([sys.executable, "-c", program, "starts_a_process_when_dry"], timeout=LIMIT)
+    until(lambda: notes.read_text().endswith("\n"))
+    compiler = int(notes.read_text())
     until(lambda: not is_alive(compiler))
 
 

@@ -463,9 +463,12 @@ class _Overseer(_Attendant):
         return line
 
     def _why(self, process: subprocess.Popen[bytes]) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1)
-        why = f"the worker that compiled it ended with {process.returncode}"
+        deadline = time.monotonic() + 1
+        with contextlib.suppress(ChildProcessError):
+            while not _has_ended(process) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        _kill(process)
+        why = f"the worker that compiled it ended with {process.wait()}"
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2000))
         said = self._errors.read().decode(errors="replace").strip().splitlines()
         return f"{why}: {said[-1]}" if said else why
@@ -488,10 +491,26 @@ class _Overseer(_Attendant):
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker, and the compilers that it runs: one that hangs would stay behind."""
-    if process.poll() is None:  # else its number may be another's
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    """Kill a worker, if it has not ended, and the compilers that it runs: else one that hangs would
+    stay behind."""
+    if process.returncode is not None:
+        return  # its number may be another's
+    try:
+        _has_ended(process)
+    except ChildProcessError:
+        return  # the program itself has waited for it
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has ended. Its number stays its own until somebody waits for it.
+
+    Raises:
+        ChildProcessError: somebody has.
+    """
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, options) is not None
 
 
 # Of its own thread's also: a signal's handler may make a call.

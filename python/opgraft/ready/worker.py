@@ -65,9 +65,12 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
+    from opgraft.core import loader
     from opgraft.ready import dry
 
     try:
+        if (core := loader.load()) is not None:
+            core.end_group_with_parent()
         return {**dry.run(asked)}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"[:2000]}
