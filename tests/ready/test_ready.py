@@ -943,6 +943,35 @@ os.kill(os.getpid(), 9)
     until(lambda: not is_alive(compiler))
 
 
+def test_a_worker_that_ends_before_it_is_asked_ends_no_program(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the program lets a write to a closed pipe end it, as filters do."""
+    end_workers()
+    monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    override = register(impls.negated)
+    call(4)
+    assert opgraft.wait_until_ready(LIMIT)
+    asked, ask = [], pool._Overseer._ask
+
+    def ask_late(self: pool._Overseer, process: Any, *arguments: Any) -> Any:
+        asked.append(process.pid)
+        if len(asked) == 1:
+            os.kill(process.pid, signal.SIGKILL)
+            until(lambda: not is_alive(process.pid))
+        return ask(self, process, *arguments)
+
+    monkeypatch.setattr(pool._Overseer, "_ask", ask_late)
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        call(5)
+        assert opgraft.wait_until_ready(LIMIT)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert len(set(asked)) == 2
+    assert [state.status for state in states(override)] == ["ready", "ready"]
+
+
 def test_where_memory_runs_out_a_worker_is_killed_and_not_the_program(
     register: Register,
 ) -> None:

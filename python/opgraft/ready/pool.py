@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -437,7 +437,8 @@ class _Overseer(_Attendant):
         assert process.stdin is not None
         self._forget_errors()
         try:
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            with _without_sigpipe():
+                process.stdin.write(json.dumps(asked).encode() + b"\n")
         except BrokenPipeError:
             raise WorkerEnded(self._why(process)) from None
         return json.loads(self._line(process, time.monotonic() + seconds))
@@ -488,6 +489,19 @@ class _Overseer(_Attendant):
                 if stream is not None:
                     stream.close()
         self._errors.close()
+
+
+@contextlib.contextmanager
+def _without_sigpipe() -> Iterator[None]:
+    """A scope in which a write to a process that has ended raises. A program that lets SIGPIPE end
+    it, as filters do, would end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        yield
+    finally:
+        if signal.SIGPIPE not in before:
+            signal.sigtimedwait({signal.SIGPIPE}, 0)  # this thread's own
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
