@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -81,6 +82,39 @@ for kind in ((0, 0.0, False), (1, 0.0, False), (1, 0.1, True), (2, 0.0, True)):
         print(json.dumps([name, asked | {"plan": {"of": name}}]))
         override.remove()
 """
+#: Prints what a worker is asked for one small call of each override in Triton, but for
+#: cross-entropy's. What a crossover is measured with is a call of it.
+TRITON_REQUESTS = """
+import itertools, json, torch, opgraft
+from opgraft.ready import request
+from test_attention import OPS, Tensors
+
+def calls(override):
+    crossover = override.declaration.crossover
+    if crossover.calls is None:
+        yield by_name[override.op.partition("::")[2].partition(".")[0]]
+        return
+    for features in itertools.product(*crossover.ranges.values()):
+        features = dict(zip(crossover.ranges, features))
+        yield from crossover.calls(torch.device("cpu"), **features)
+
+by_name = {}
+for each in OPS.values():
+    t = Tensors(*[torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)] * 4)
+    seeds = [torch.empty((), dtype=torch.int64)] * 2
+    results = each.view(t.q), torch.empty(1, 2, 64), *seeds, None, None, *seeds
+    by_name[each.forward.__name__] = each.forward_arguments(t, True)
+    by_name[each.backward.__name__] = each.backward_arguments(t, True, results)
+
+for override in opgraft.overrides(dsl="triton", dispatch_key="CUDA"):
+    if "cross_entropy" in override.name:
+        continue
+    values = next(calls(override))
+    args, kwargs = ((), values) if isinstance(values, dict) else (values, {})
+    keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    asked = request.request(override, override.operator.bind(args, kwargs), keyset)
+    print(json.dumps([override.name, asked | {"plan": {"of": override.name}}]))
+"""
 #: Loads each function that is in the cache, and says whether CuteDSL was imported for that.
 LOAD = """
 import json, sys
@@ -104,7 +138,11 @@ print([name for name in ("cutlass", "flash_attn", "quack") if name in sys.module
 @pytest.fixture
 def environment(cutedsl: list[str], tmp_path: Path) -> dict[str, str]:
     """Of processes that find CuteDSL, and keep what is compiled in a folder of the test's."""
-    path = [str(tmp_path), str(Path(__file__).parent), *filter(None, cutedsl)]
+    return _environment(cutedsl, tmp_path)
+
+
+def _environment(found_in: list[str], tmp_path: Path) -> dict[str, str]:
+    path = [str(tmp_path), str(Path(__file__).parent), *filter(None, found_in)]
     return os.environ | {
         "TRITON_INTERPRET": "0",
         "OPGRAFT_CACHE": str(tmp_path / "cache"),
@@ -117,13 +155,14 @@ Run = Callable[..., list[str]]
 
 @pytest.fixture
 def output(environment: dict[str, str]) -> Run:
-    def output(script: str, **more: str) -> list[str]:
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=environment | more, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout.splitlines()
+    return functools.partial(_output, environment)
 
-    return output
+
+def _output(environment: dict[str, str], script: str, **more: str) -> list[str]:
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment | more, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
 
 
 def test_a_worker_compiles_for_every_override_in_cutedsl(
@@ -133,13 +172,18 @@ def test_a_worker_compiles_for_every_override_in_cutedsl(
     assert {name.partition(".")[2].partition(".")[0] for name in asked} == {
         *("attention", "layer_norm", "rms_norm")
     }
-    answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
-    for name, answer in zip(asked, answers, strict=True):
-        assert answer.get("compiled"), (name, answer)
-        assert answer["no_plan"] == "", name
+    _expect_plans(asked, environment)
     *called, imported = output(LOAD, OPGRAFT_PACKS="none")
     assert called and all("parameters when calling" in line for line in called)
     assert imported == "[]"
+
+
+def test_a_worker_compiles_for_every_override_in_triton(tmp_path: Path) -> None:
+    environment = _environment(sys.path, tmp_path)
+    lines = _output(environment, TRITON_REQUESTS, OPGRAFT_PACKS="opgraft-kernels")
+    asked = dict(json.loads(line) for line in lines)
+    assert len(asked) == len(lines) >= 26
+    _expect_plans(asked, environment)
 
 
 def test_a_worker_records_the_plans_of_cross_entropy(
@@ -147,6 +191,11 @@ def test_a_worker_records_the_plans_of_cross_entropy(
 ) -> None:
     asked = dict(json.loads(line) for line in output(CROSS_ENTROPY_REQUESTS, OPGRAFT_PACKS="none"))
     assert len(asked) == 8
+    _expect_plans(asked, environment)
+
+
+def _expect_plans(asked: dict[str, Any], environment: dict[str, str]) -> None:
+    """A worker compiles for each request, and keeps its launch plan."""
     answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
     for name, answer in zip(asked, answers, strict=True):
         assert answer.get("compiled"), (name, answer)
