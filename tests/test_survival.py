@@ -22,6 +22,7 @@ import torch
 
 import opgraft
 from opgraft import when
+from opgraft.base import locks
 from opgraft.core import loader
 from tests import ops, probes
 
@@ -56,6 +57,16 @@ def run(program: str, **environment: str) -> str:
 
 
 # ------------------------------------------------------------------ other processes
+
+
+def test_a_fork_releases_no_lock_that_was_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a module that another thread imports."""
+    monkeypatch.setattr(locks, "_locks", list(locks._locks))
+    locks._acquire_all()
+    other = locks.fork_safe_lock()
+    locks._release_all()
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        other.release()
 
 
 def test_workers_of_a_data_loader_that_were_forked_route() -> None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _locks: list[threading.RLock] = []
+#: Those that a fork holds. Another thread may make more meanwhile, by importing a module.
+_held: list[threading.RLock] = []
 
 
 def fork_safe_lock() -> threading.RLock:
@@ -52,6 +54,7 @@ def file_lock(path: Path, wait: Callable[[], object] = lambda: None) -> Iterator
 
 
 def _acquire_all() -> None:
+    global _held
     # Other threads may acquire the locks in any order, so hold none while waiting for another.
     acquired: list[threading.RLock] = []
     while len(acquired) < len(_locks):
@@ -61,10 +64,11 @@ def _acquire_all() -> None:
         else:
             while acquired:
                 acquired.pop().release()
+    _held = acquired
 
 
 def _release_all() -> None:
-    for lock in _locks:
+    for lock in _held:
         lock.release()
 
 
