@@ -148,6 +148,23 @@ def test_what_could_not_be_claimed_stays_its_owners(
     assert (tmp_path / "key").read_text() == other
 
 
+@pytest.mark.parametrize(
+    "of", ["opgraft.ready.claims._boot", "opgraft.ready.claims._namespace", "socket.gethostname"]
+)
+def test_another_machines_claim_is_none_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """Nor one from before the machine was started anew, nor a container's: numbers of processes
+    say nothing of theirs."""
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(of, lambda: "another")
+        theirs = Claim("key")
+        assert theirs.take() and not Claim("key").take()
+    assert Claim("key").owner() is None
+    assert Claim("key").take()
+
+
 def test_who_waits_for_a_claim_writes_nothing(tmp_path: Path) -> None:
     assert Claim("key", tmp_path).take()
     before = tmp_path.stat().st_mtime_ns

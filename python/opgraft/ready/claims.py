@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Where the claims of this machine, since it was started, lie."""
-    machine = f"{socket.gethostname()}-{_boot()}"
+    """Where the claims of this machine, since it was started, lie.
+
+    Those of a container lie apart, where numbers of processes are others.
+    """
+    machine = f"{socket.gethostname()}-{_boot()}{_namespace()}"
     try:
         root = store.root()
     except (RuntimeError, OSError):  # this user has no home, or this process no folder
@@ -161,3 +164,13 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
+
+
+@cache
+def _namespace() -> str:
+    """By which numbers of processes are known; empty where they are the machine's own."""
+    try:
+        name = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    return "" if name == "pid:[4026531836]" else f"-{name}"  # PROC_PID_INIT_INO of Linux
