@@ -264,6 +264,21 @@ def test_a_proof_of_dropped_plans_proves_no_others(register: Register) -> None:
     assert not next(iter(found)).is_proven
 
 
+def test_where_no_plan_can_be_kept_the_calls_are_recorded_here(
+    register: Register, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_cache.mkdir()
+    (own_cache / "kernels").touch()  # where a folder would be: as on a full disk, nothing is kept
+    override = register(impls.negated)
+    negate()
+    assert opgraft.wait_until_ready(LIMIT)
+    (state,) = states(override)
+    assert state.status == "ready" and state.by.startswith("worker")
+    negate(calls=3)
+    assert override.hits == 3 and override.plans is not None and override.plans.recordings > 0
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("start", range(24))
 def test_a_damaged_entry_is_no_plan(
     own_cache: Path, start: int, caplog: pytest.LogCaptureFixture
