@@ -139,6 +139,23 @@ def test_a_call_that_is_ready_is_recorded_and_replayed(register: Register) -> No
     assert override.plans is not None and len(override.plans) == 1 and override.plans.hits > 0
 
 
+def test_no_call_waits_for_an_import(
+    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, lines = "opgraft_tests_imported_ahead", inspect.getsource(impls.negated)
+    lines = f"import threading, torch\nBY = threading.current_thread()\n{lines}"
+    (tmp_path / f"{name}.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    end_workers()  # one that is there would not find it
+    override = register(opgraft.lazy(f"{name}:negated"))
+    call()
+    assert name not in sys.modules
+    assert opgraft.wait_until_ready(LIMIT)
+    assert sys.modules[name].BY is not threading.main_thread()
+    call()
+    assert override.hits == 1
+
+
 @pytest.mark.parametrize(
     "options, policy",
     [({}, "native"), ({"launch_plan": False}, "wait"), ({"when_not_ready": "wait"}, "wait")],
@@ -175,11 +192,11 @@ def test_a_run_before_a_capture_waits(register: Register, monkeypatch: pytest.Mo
     assert override.hits == 1
 
 
-def test_inductors_run_before_a_capture_is_found() -> None:
+def test_inductors_run_before_a_capture_is_found(register: Register) -> None:
     """Where it is called what it is called today."""
     from torch._inductor import cudagraph_trees
 
-    warm_up.attach()
+    register(impls.negated)
     assert hasattr(cudagraph_trees.CUDAWarmupNode.run, "__wrapped__")
 
 
@@ -293,11 +310,11 @@ def test_a_capture_that_does_not_begin_is_not_counted(
     assert not looked
 
 
-def test_torchs_captures_are_counted() -> None:
+def test_torchs_captures_are_counted(register: Register) -> None:
     """Where they are called what they are called today."""
     from torch.cuda import graphs
 
-    captures.attach(loader.in_use())
+    register(impls.negated)
     assert hasattr(graphs.CUDAGraph.capture_begin, "__wrapped__")
     assert hasattr(graphs.CUDAGraph.capture_end, "__wrapped__")
 
