@@ -173,6 +173,17 @@ def test_what_no_bundle_holds_is_natives(bundle: Path, tmp_path: Path) -> None:
     assert run(TRITON_DEBUG="1", **other)[:2] == ["0 6 False", "[] ['dropped']"]
 
 
+def test_deterministic_programs_are_natives_where_a_bundle_alone_counts(
+    bundle: Path, tmp_path: Path
+) -> None:
+    other = {"OPGRAFT_READY": "bundle", "OPGRAFT_KERNELS": str(bundle)}
+    program = PROGRAM.replace("for number", "torch.use_deterministic_algorithms(True)\nfor number")
+    assert run(program=program, OPGRAFT_CACHE=str(tmp_path / "other"), **other)[:2] == [
+        "0 6 False",
+        "[] []",
+    ]
+
+
 #: A pack, and a program that calls what it overrides; as `PROGRAM`, and prints the same.
 PACK = """
 def register():
