@@ -605,6 +605,27 @@ def test_explain_says_what_becomes_of_it(register: Register) -> None:
     assert "natively so far" in said and "being compiled" in said and "by worker" in said
 
 
+def test_explain_says_why_this_process_compiles(register: Register) -> None:
+    goes_on = threading.Event()
+
+    def local(self: torch.Tensor) -> torch.Tensor:
+        assert goes_on.wait(LIMIT)
+        return 0 - self
+
+    override = register(local)
+    call(4)
+    until(lambda: states(override)[0].status == "compiling")
+    call(5)
+    said = [str(opgraft.explain("aten::neg", torch.ones(size))) for size in (4, 5)]
+    goes_on.set()
+    assert opgraft.wait_until_ready(LIMIT)
+    said.append(str(opgraft.explain("aten::neg", torch.ones(4))))
+    for each, word in zip(said, ("being compiled", "wait to be", "are ready"), strict=True):
+        assert word in each and "by this process, as no worker can: local is defined" in (
+            each.replace("test_explain_says_why_this_process_compiles.<locals>.", "")
+        )
+
+
 def test_a_condition_is_asked_before(register: Register) -> None:
     override = register(impls.negated, cond=when.numel("self") > 100)
     call()

@@ -188,6 +188,13 @@ class Plans:
         Returns:
             Whether the override takes it, and how, or why not, as text.
         """
+        takes, how = self._predict(call)
+        state = self.readiness.state(describe_call(call))
+        if takes and state is not None and state.why_no_worker:
+            return True, f"{how}; {state}"
+        return takes, how
+
+    def _predict(self, call: Call) -> tuple[bool, str]:
         label = describe_call(call)
         if (plan := next((each for each in self if each.key == label), None)) is not None:
             compared = "natively so far: its launch plan is compared with native"

@@ -78,6 +78,12 @@ class State:
         """Whether its kernels wait to be compiled or loaded, or are being so."""
         return self.status in ("waiting", "compiling", "loading")
 
+    @property
+    def why_no_worker(self) -> str:
+        """Why no worker compiles, as the end of a sentence; empty where one does, or did."""
+        reason = self.reason.partition("\n")[0]  # of an error: `as_dict` has all of it
+        return f", as no worker can: {reason}" if reason else ""
+
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict that `json` can write."""
         return {
@@ -91,13 +97,14 @@ class State:
     def __str__(self) -> str:
         seconds = f"for {time.time() - self.since:.0f} s"
         if self.status == "waiting":
-            return f"its kernels wait to be compiled, {seconds}"
+            by = f", by {self.by}" if self.by else ""
+            return f"its kernels wait to be compiled, {seconds}{by}{self.why_no_worker}"
         if self.status == "compiling":
-            return f"its kernels are being compiled, {seconds}, by {self.by}"
+            return f"its kernels are being compiled, {seconds}, by {self.by}{self.why_no_worker}"
         if self.status == "loading":
             return f"its launch plan is being loaded, {seconds}"
         if self.status == "ready":
-            return f"its kernels are ready, compiled by {self.by}"
+            return f"its kernels are ready, compiled by {self.by}{self.why_no_worker}"
         if self.status == "dropped":
             return f"its launch plan is not used: {self.reason}"
         return f"its kernels could not be compiled: {self.reason}"
