@@ -996,7 +996,7 @@ def test_a_worker_that_ends_before_it_is_asked_ends_no_program(
         asked.append(process.pid)
         if len(asked) == 1:
             os.kill(process.pid, signal.SIGKILL)
-            until(lambda: not is_alive(process.pid))
+            until(lambda: pool._has_ended(process))  # with all of its threads
         return ask(self, process, *arguments)
 
     monkeypatch.setattr(pool._Overseer, "_ask", ask_late)
