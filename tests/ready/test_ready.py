@@ -595,6 +595,45 @@ def test_what_most_calls_want_comes_first(
     assert override.hits == 0
 
 
+def test_what_fewest_calls_want_is_let_go(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_workers()
+    monkeypatch.setattr(pool, "MAX_WAITING", 2)
+    monkeypatch.setattr(pool._Attendant, "start", lambda self: None)
+    override = register(impls.negated)
+    for size, times in ((4, 5), (5, 1), (6, 3), (7, 1)):
+        for _ in range(times):
+            call(size)
+    labels = sorted(state.call for state in states(override))
+    assert len(labels) == 2 and "[4]" in labels[0] and "[6]" in labels[1]
+    pool._forget_in_child()
+
+
+@pytest.mark.parametrize("what", ["large", "random"])
+def test_what_must_not_run_on_stand_ins_is_compiled_by_the_next_call(
+    register: Register, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    ran: list[threading.Thread] = []
+
+    def local(input: torch.Tensor, *_: Any) -> Any:
+        ran.append(threading.current_thread())
+        return impls.negated(input) if what == "large" else impls.dropped_otherwise(input, 0, False)
+
+    def make_call() -> None:
+        x = torch.ones(4)
+        torch.neg(x) if what == "large" else torch.native_dropout(x, 0.5, False)
+
+    if what == "large":
+        monkeypatch.setattr("opgraft.ready.here.MAX_BYTES", 15)
+    override = register(local, "neg" if what == "large" else "native_dropout")
+    make_call()
+    (state,) = states(override)
+    assert ran == [] and (state.status, state.by) == ("ready", readiness.A_LATER_CALL)
+    make_call()
+    assert override.hits == 1 and set(ran) == {threading.current_thread()}
+
+
 def test_explain_says_what_becomes_of_it(register: Register) -> None:
     override = register(impls.hangs_when_dry)
     x = torch.ones(4)
