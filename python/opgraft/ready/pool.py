@@ -37,8 +37,9 @@ END_SECONDS = 5.0
 #: Seconds without a request after which a worker ends.
 IDLE_SECONDS = 60.0
 #: Seconds between two looks at whether a claim of another process is gone: at first, and at most.
+#: What that one has compiled is loaded so much later.
 POLL_SECONDS = 0.05
-MAX_POLL_SECONDS = 1.0
+MAX_POLL_SECONDS = 0.2
 #: Seconds between two looks whether another process's worker is at work in an idle one's place.
 LOOK_SECONDS = 1.0
 #: What a worker runs, with this process's path. It is set before anything is imported: a worker
