@@ -386,6 +386,35 @@ def test_a_call_whose_workers_end_is_tried_twice_and_no_more(
     assert len(started) == 2 and states(override)[0].status == "failed"
 
 
+def test_a_worker_compiles_with_cutedsl_for_one_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CuteDSL reads it once: for a GPU of another one, another worker does."""
+    end_workers()
+    monkeypatch.setattr(pool, "most_workers", lambda: 1)
+    asked: list[int] = []
+
+    def ask(self: pool._Overseer, process: Any, *_: Any) -> Any:
+        asked.append(process.pid)
+        return {"compiled": [], "triton": [], "no_plan": ""}
+
+    monkeypatch.setattr(pool._Overseer, "_ask", ask)
+    for dsl, major in (("cutedsl", 9), ("triton", 8), ("cutedsl", 9), ("cutedsl", 10)):
+        done = threading.Event()
+        job = pool.Job(
+            {"dsl": dsl, "device": {"properties": {"major": major, "minor": 0}}, "plan": None},
+            wanted=lambda: 1,
+            started=lambda by: None,
+            compiled=lambda compiled, done=done: done.set(),
+            failed=lambda reason, may_run_here: pytest.fail(reason),
+            dropped=lambda: None,
+        )
+        pool.shared().submit(job)
+        assert done.wait(LIMIT)
+    first, second, third, fourth = asked
+    assert first == second == third != fourth
+
+
 def test_what_a_worker_prints_does_not_pile_up(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -333,6 +333,8 @@ class _Overseer(_Attendant):
         self._errors: IO[bytes] = io.BytesIO()
         #: The worker's place among the machine's. While it is idle, nobody holds it.
         self._place = ""
+        #: The compute capability for which it compiles with CuteDSL, which can be one alone.
+        self._capability: tuple[int, int] | None = None
 
     def have_done(self, job: Job) -> Compiled | None:
         assert not callable(job.work)
@@ -366,6 +368,12 @@ class _Overseer(_Attendant):
         return {name: answer[name] for name in Compiled.__required_keys__}  # type: ignore[return-value]
 
     def _answer(self, job: Job, asked: Request) -> Any:
+        if asked["dsl"] == "cutedsl" and asked["device"] is not None:
+            properties = asked["device"]["properties"]
+            capability = properties["major"], properties["minor"]
+            if self._capability not in (None, capability):
+                self.end()
+            self._capability = capability
         process = self._start()
         job.started(f"worker {process.pid}")
         return self._ask(process, asked, COMPILE_SECONDS)
