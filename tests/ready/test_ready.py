@@ -855,6 +855,18 @@ def test_a_worker_that_has_nothing_to_do_ends(
     assert [state.status for state in states(override)] == ["ready", "ready"]
 
 
+def test_what_another_process_compiles_for_too_long_is_not_waited_for() -> None:
+    overseer = pool._Overseer(pool.Pool(pool._Overseer, 1))
+    theirs, ours = Claim("tests"), Claim("tests")
+    assert theirs.take()
+    try:
+        assert overseer._claim([ours], 0.1) == []
+    finally:
+        theirs.release()
+    assert overseer._claim([ours], 0.1) == [ours]
+    ours.release()
+
+
 def test_states_are_told_to_machines(register: Register) -> None:
     override = register(impls.negated)
     call()
@@ -1485,6 +1497,18 @@ def test_a_call_while_the_process_ends_leaves_no_thread_behind() -> None:
         [sys.executable, "-c", ENDS_LATE], capture_output=True, text=True, timeout=3 * LIMIT
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_nothing_is_asked_for_once_the_process_ends(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[pool.Job] = []
+    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
+    monkeypatch.setattr(readiness, "_is_ending", True)
+    override = register(impls.negated)
+    call()
+    call()
+    assert (override.misses, states(override), submitted) == (2, [], [])
 
 
 def test_ctrl_c_is_the_parents(register: Register) -> None:
