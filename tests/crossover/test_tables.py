@@ -103,13 +103,13 @@ DAMAGED = {
         h200(cells=["1 float32 : 1 1 1 1 1 1 1", "01 float32 : 1 1 1 1 1 1 1"]),
         "two cells are at one place",
     ),
-    "negative": (h200(cell(1, override=-1)), "'1 float32 : .* has '-1', which no time is"),
-    "no time": (h200(cell(1, override=0)), "has '0', which no time is"),
-    "huge": (h200(cell(1, native=1e30)), "has '1e[+]30', which no time is"),
-    "NaN": (h200(cell(1, native=math.nan)), "has 'nan', which no time is"),
-    "endless": (h200(cell(1, native=math.inf)), "has 'inf', which no time is"),
-    "a word": (h200(cell(1, python_host="fast")), "has 'fast', which no time is"),
-    "true": (h200(cell(1, native=True)), "has 'True', which no time is"),
+    "negative": (h200(cell(1, override=-1)), "override_us is -1.0, which no time is"),
+    "no time": (h200(cell(1, override=0)), "override_us is 0.0, which no time is"),
+    "huge": (h200(cell(1, native=1e30)), "native_us is 1e[+]30, which no time is"),
+    "NaN": (h200(cell(1, native=math.nan)), "native_us is nan, which no time is"),
+    "endless": (h200(cell(1, native=math.inf)), "native_us is inf, which no time is"),
+    "a word": (h200(cell(1, python_host="fast")), "python_host_us: .*'fast'"),
+    "true": (h200(cell(1, native=True)), "native_us: .*'True'"),
 }
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the collector while modules are imported or overrides are registered: both stay.
+    """Pause the collector while much is made that stays: modules, overrides, tables.
 
     It would also search everything that `import torch` has created.
     """
