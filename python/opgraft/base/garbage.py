@@ -20,4 +20,9 @@ def collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # the user's own, which must stay frozen
+            # Together they put all objects into the oldest generation: the next collection, which
+            # follows at once, does not search what stays.
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
