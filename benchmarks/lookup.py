@@ -34,7 +34,7 @@ import torch
 
 import opgraft
 from opgraft import when
-from opgraft.crossover import models
+from opgraft.crossover import models, tables
 
 NAMES = ("rows", "hidden", "dtype", "ndim", "itemsize", "first")
 COUNTS = (1, 2, 3, 4, 5, 6)
@@ -101,10 +101,11 @@ def register(folder: Path) -> list[str]:
             "version": 1,
             "features": {each: "exact" if each in exact else {"steps": 2} for each in names},
             "measured": {"date": "2026-11-24", "torch": torch.__version__},
+            "columns": tables.columns_of(names),
             "cells": [_cell(at) for at in itertools.product(*(MEASURED[each] for each in names))],
         }
     model = models.of_device(torch.device("cpu")).name
-    table = {"format": 1, "device": model, "capability": None, "overrides": content}
+    table = {"format": tables.FORMAT, "device": model, "capability": None, "overrides": content}
     (folder / models.file_name(model)).write_text(json.dumps(table))
     # The router turns a call away by sizes alone where all overrides want others; not by these.
     declines, holds = (when.size("self", -1) % 16 == rest for rest in (1, 0))
@@ -122,11 +123,9 @@ def register(folder: Path) -> list[str]:
     return ["four tests", "four tests, again", *content]
 
 
-def _cell(at: tuple[Any, ...]) -> dict[str, Any]:
+def _cell(at: tuple[Any, ...]) -> str:
     ours = 0.5 if at[0] > 128 else 2.0
-    times = {"native_us": 1.0, "override_us": ours, "native_host_us": 1.0, "plan_host_us": ours}
-    graphs = {"inductor_us": None, "opaque_us": None}
-    return {"at": at, **times, "python_host_us": ours, **graphs}
+    return tables.line_of(at, tables.Cell(1.0, ours, 1.0, ours, ours, None, None))
 
 
 def _register(name: str, cond: Any, **options: Any) -> opgraft.Override:

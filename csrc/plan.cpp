@@ -534,16 +534,33 @@ struct PlanTable::KeyHistory {
   KeyTable<4096> asked;
 };
 
+// It takes 160 KB, and most overrides get no call in most processes.
+const PlanTable::KeyHistory& PlanTable::history() const noexcept {
+  static constinit const KeyHistory empty{};
+  const KeyHistory* history = history_.load(std::memory_order_acquire);
+  return history == nullptr ? empty : *history;
+}
+
+PlanTable::KeyHistory* PlanTable::writable_history() noexcept {
+  KeyHistory* history = history_.load(std::memory_order_acquire);
+  if (C10_LIKELY(history != nullptr)) return history;
+  std::unique_ptr<KeyHistory> created(new (std::nothrow) KeyHistory());
+  // If another thread was faster, this sets `history` to what that one has created.
+  if (!history_.compare_exchange_strong(history, created.get(), std::memory_order_acq_rel))
+    return history;
+  return created.release();
+}
+
 PlanTable::PlanTable(PlanLimits limits)
     : limits_(limits),
       snapshot_(new Snapshot{1, {{0, nullptr}, {0, nullptr}}}),
-      history_(std::make_unique<KeyHistory>()),
       update_every_(std::clamp<uint64_t>(limits.replays_per_recording / 4, 1, 256)),
       given_up_(limits.refusals == 0) {}
 
 PlanTable::~PlanTable() {
   // Every possible reader holds a reference to the table.
   delete snapshot_.load(std::memory_order_relaxed);
+  delete history_.load(std::memory_order_relaxed);
 }
 
 const PlanEntry* PlanTable::find(const PlanKey& key) const noexcept {
@@ -558,34 +575,45 @@ const PlanEntry* PlanTable::find(const PlanKey& key) const noexcept {
 }
 
 PlanTable::Action PlanTable::action_for(const PlanKey& key) const noexcept {
-  if (given_up() || history_->refused.count(key.hash()) > 0) return Action::Refused;
+  if (given_up() || history().refused.count(key.hash()) > 0) return Action::Refused;
   if (stopped()) return Action::Stopped;
-  return history_->seen.count(key.hash()) > 0 ? Action::Record : Action::Wait;
+  return history().seen.count(key.hash()) > 0 ? Action::Record : Action::Wait;
 }
 
-void PlanTable::note_seen(const PlanKey& key) noexcept { history_->seen.add(key.hash()); }
+void PlanTable::note_seen(const PlanKey& key) noexcept {
+  if (KeyHistory* history = writable_history()) history->seen.add(key.hash());
+}
 
 bool PlanTable::is_ready(const PlanKey& key) const noexcept {
-  return history_->ready.count(key.hash()) > 0;
+  return history().ready.count(key.hash()) > 0;
 }
 
 void PlanTable::set_ready(const PlanKey& key) noexcept {
-  history_->ready.add(key.hash());
+  KeyHistory* history = writable_history();
+  if (history == nullptr) return;
+  history->ready.add(key.hash());
   // If the key is forgotten later, it must be asked for again, and not be waited for.
-  history_->asked.forget(key.hash());
+  history->asked.forget(key.hash());
 }
 
 bool PlanTable::is_asked(const PlanKey& key) const noexcept { return times_asked(key) > 0; }
 
 uint32_t PlanTable::times_asked(const PlanKey& key) const noexcept {
-  return history_->asked.count(key.hash());
+  return history().asked.count(key.hash());
 }
 
-void PlanTable::forget(const PlanKey& key) noexcept { history_->asked.forget(key.hash()); }
+void PlanTable::forget(const PlanKey& key) noexcept {
+  if (KeyHistory* history = history_.load(std::memory_order_acquire))
+    history->asked.forget(key.hash());
+}
 
-void PlanTable::set_asked(const PlanKey& key) noexcept { history_->asked.add(key.hash()); }
+void PlanTable::set_asked(const PlanKey& key) noexcept {
+  if (KeyHistory* history = writable_history()) history->asked.add(key.hash());
+}
 
-void PlanTable::forget_asked() noexcept { history_->asked.clear(); }
+void PlanTable::forget_asked() noexcept {
+  if (KeyHistory* history = history_.load(std::memory_order_acquire)) history->asked.clear();
+}
 
 void PlanTable::update_stopped() noexcept {
   const uint64_t recordings = this->recordings();
@@ -632,7 +660,7 @@ bool PlanTable::prove(const PlanKey& key) const noexcept {
 }
 
 void PlanTable::refuse(const PlanKey& key) {
-  history_->refused.add(key.hash());
+  if (KeyHistory* history = writable_history()) history->refused.add(key.hash());
   const uint32_t refusals = refusals_.fetch_add(1, std::memory_order_relaxed) + 1;
   if (refusals >= limits_.refusals && !ever_installed_.load(std::memory_order_relaxed)) {
     given_up_.store(true, std::memory_order_relaxed);
@@ -640,7 +668,7 @@ void PlanTable::refuse(const PlanKey& key) {
 }
 
 void PlanTable::drop(const PlanKey& key) {
-  history_->refused.add(key.hash());
+  if (KeyHistory* history = writable_history()) history->refused.add(key.hash());
   Garbage garbage;
   {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -713,7 +741,8 @@ std::shared_ptr<const PlanEntry> PlanTable::evict() {
   auto evicted = std::move(*least);
   entries_.erase(least);
   // The next call asks for it again: it was loaded, and nothing need be recorded.
-  history_->asked.forget(evicted->hash);
+  if (KeyHistory* history = history_.load(std::memory_order_acquire))
+    history->asked.forget(evicted->hash);
   return evicted;
 }
 

@@ -417,6 +417,10 @@ class PlanTable {
     std::vector<std::pair<uint64_t, const PlanEntry*>> slots;
   };
   struct KeyHistory;  // the keys that were seen, and that were refused
+  // The history as it is; empty before the first key.
+  const KeyHistory& history() const noexcept;
+  // The history to add to. Null if there is no memory for it: a key that is not remembered is new.
+  KeyHistory* writable_history() noexcept;
 
   // What was removed, to be freed once no reader can hold it. Not freed under the lock, because
   // freeing a plan may run Python.
@@ -435,7 +439,7 @@ class PlanTable {
 
   PlanLimits limits_;
   std::atomic<const Snapshot*> snapshot_;
-  std::unique_ptr<KeyHistory> history_;
+  std::atomic<KeyHistory*> history_{nullptr};  // created for the first key, and then it stays
   mutable Counter replays_;
   std::atomic<uint64_t> recordings_{0};
   std::atomic<uint64_t> generation_{0};

@@ -43,8 +43,7 @@ def test_recorded_times_of_graphs_are_put_into_tables(tmp_path: Path) -> None:
     }
     assert parts
     for part in parts.values():
-        for cell in part["cells"]:
-            cell.update(inductor_us=None, opaque_us=None)
+        part["cells"] = [" ".join([*cell.split()[:-2], "-", "-"]) for cell in part["cells"]]
     path = tmp_path / "nvidia_h200.json"
     path.write_text(json.dumps(table))
     command = [sys.executable, str(BENCHMARKS / "recorded_tables.py"), "--output", str(tmp_path)]
@@ -57,4 +56,4 @@ def test_recorded_times_of_graphs_are_put_into_tables(tmp_path: Path) -> None:
     for name in parts:
         part = json.loads(texts[0])["overrides"][name]
         assert "compiled_" in part["measured"]["graphs"]
-        assert any(cell["opaque_us"] for cell in part["cells"]), name
+        assert any(not cell.endswith(" -") for cell in part["cells"]), name

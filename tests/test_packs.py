@@ -171,6 +171,22 @@ def test_no_garbage_is_collected_while_packs_register(
         gc.enable() if before else gc.disable()
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_next_collection_does_not_search_what_packs_make(
+    install: Install, frozen: bool
+) -> None:
+    module = install("norms", "made = []\ndef register(): made.append([made])")
+    gc.freeze() if frozen else gc.unfreeze()
+    try:
+        packs.activate()
+        # What the program has frozen stays frozen.
+        assert (gc.get_freeze_count() > 0) == frozen
+        young = gc.get_objects(generation=0)
+        assert any(each is sys.modules[module].made for each in young) == frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_order_is_user_then_priority_then_name(install: Install) -> None:
     urgent = GOOD + "\n    def urgent(): register(priority=5)"
     install("zulu", urgent, function="urgent")

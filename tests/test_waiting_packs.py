@@ -357,6 +357,107 @@ def test_the_first_call_while_a_cuda_graph_is_captured(
     assert run(environment, program, variables)[0]["hits"] == {"softmax": 1}
 
 
+# ------------------------------------------------------------------ the first call of each op
+
+TWO_OPS = """
+def register():
+    put("_softmax", softmax)
+    put("_softmax_backward_data", softmax_backward)
+"""
+BOTH = (SOFTMAX, 'backward = "aten:_softmax_backward_data"')
+
+
+def test_what_an_op_needs_is_compiled_by_its_first_call(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = """
+        from opgraft import router
+        def compiled():
+            return [op for (op, _), each in router._routers.items() if each._core_overrides]
+        torch.softmax(x, -1)
+        assert compiled() == ["aten::_softmax"]
+        torch.softmax(x.requires_grad_(), -1).sum().backward()
+        assert len(compiled()) == 2
+    """
+    found, _ = run(environment, program, put_pack(TWO_OPS, *BOTH))
+    assert found["hits"] == {"softmax": 2, "softmax_backward": 1}
+
+
+@pytest.mark.parametrize("before", ["", "import opgraft; opgraft.overrides()"])
+def test_threads_that_make_the_first_calls_of_two_ops_are_hits(
+    environment: EnvironmentWithTorch, put_pack: Any, before: str
+) -> None:
+    program = """
+        import threading
+        calls = [
+            lambda: torch.softmax(x, -1),
+            lambda: torch._softmax_backward_data(x, x, -1, torch.float32),
+        ] * 4
+        start = threading.Barrier(len(calls))
+        def call(function):
+            start.wait()
+            for _ in range(3):
+                function()
+        threads = [threading.Thread(target=call, args=(each,)) for each in calls]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """
+    variables = put_pack(TWO_OPS, *BOTH)
+    found, err = run(environment, f"{before}\n{textwrap.dedent(program)}", variables)
+    assert (found["hits"], err) == ({"softmax": 12, "softmax_backward": 12}, "")
+
+
+def test_what_is_off_at_the_first_call_is_native_and_a_hit_later(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = """
+        import opgraft
+        (override,) = opgraft.overrides()
+        with opgraft.disabled():
+            torch.softmax(x, -1)
+        with opgraft.disabled(name="softmax"):
+            torch.softmax(x, -1)
+        opgraft.disable(name="softmax")
+        torch.softmax(x, -1)
+        assert (override.hits, override.misses) == (0, 0)
+        opgraft.enable(name="softmax")
+        torch.softmax(x, -1)
+    """
+    found, _ = run(environment, program, put_pack("", SOFTMAX))
+    assert (found["hits"], found["misses"]) == ({"softmax": 1}, {"softmax": 0})
+
+
+def test_what_is_registered_before_the_first_call_goes_before_the_packs(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = """
+        import opgraft
+        assert [o.name for o in opgraft.overrides()] == ["softmax"]
+        opgraft.register_op_override("aten", "_softmax", "CPU",
+            lambda self, dim, half: torch.zeros_like(self).fill_(1 / 8),
+            cond=lambda self, dim, half: self.shape[0] == 1, name="own")
+        torch.softmax(x[:1], -1)
+        torch.softmax(x, -1)
+    """
+    assert run(environment, program, put_pack("", SOFTMAX))[0]["hits"] == {"own": 1, "softmax": 1}
+
+
+def test_what_cannot_be_compiled_is_native_and_one_line_says_so(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = """
+        from opgraft.router import compiled
+        import opgraft; opgraft.overrides()
+        def fail(*_): raise MemoryError("no room")
+        compiled.CompiledRouter._compile = fail
+        for _ in range(2):
+            torch.testing.assert_close(torch.softmax(x, -1).sum(-1), torch.ones(4))
+    """
+    found, err = run(environment, program, put_pack("", SOFTMAX))
+    assert found["hits"] == {"softmax": 0}
+    assert err.count("\n") == 0 and "no override of aten::_softmax at CPU is used" in err
+
+
 # ------------------------------------------------------------------ threads, forks, the end
 
 

@@ -14,7 +14,8 @@ import torch
 from benchmarks import _environment
 from benchmarks._environment import Environment
 from opgraft.core import loader
-from opgraft.crossover import models
+from opgraft.crossover import models, tables
+from opgraft.crossover.tables import Cell
 
 pytestmark = pytest.mark.skipif(
     loader.load() is None, reason="without a compiled core packs are not activated"
@@ -315,12 +316,12 @@ for rows in (16, 32):
 def put_table(folder: Path) -> None:
     """A table for this CPU, by which the scaffold's kernel is faster on [32, 64] alone."""
     features = {"rows": {"steps": 1}, "columns": {"steps": 1}, "dtype": "exact"}
-    times = {"native_us": 10, "override_us": 5, "native_host_us": 1, "python_host_us": 1}
     entry = {"version": 1, "features": features, "measured": {"date": "2026-11-24"}}
-    cells = [{"at": [32, 64, "float32"], **times}]
+    cell = tables.line_of([32, 64, "float32"], Cell(10, 5, 1, None, 1, None, None))
+    cells = {"columns": tables.columns_of(features), "cells": [cell]}
     model = models.of_device(torch.device("cpu"))
-    table = {"format": 1, "device": model.name, "capability": model.capability}
-    content = table | {"overrides": {"fast_softmax.softmax": entry | {"cells": cells}}}
+    table = {"format": tables.FORMAT, "device": model.name, "capability": model.capability}
+    content = table | {"overrides": {"fast_softmax.softmax": entry | cells}}
     (folder / models.file_name(model.name)).write_text(json.dumps(content))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opgraft import dsl_utils
-from opgraft.cache.cutedsl import Functions
 from opgraft.dsl import CUTEDSL
 from opgraft.registry import Override
+
+if TYPE_CHECKING:
+    from opgraft.cache.cutedsl import Functions
 
 __all__ = [
     "Functions",
@@ -16,6 +18,15 @@ __all__ = [
     "runtime_available",
     "runtime_version",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Registering overrides needs nothing of the cache of compiled functions; kernels do.
+    if name == "Functions":
+        from opgraft.cache.cutedsl import Functions
+
+        return Functions
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register_op_override(

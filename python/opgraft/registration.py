@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 
 from opgraft import dsl as dsls
-from opgraft import packs, router, spelling
+from opgraft import packs, router
 from opgraft.base import env, events
 from opgraft.core import loader
 from opgraft.crossover import Crossover
@@ -376,7 +376,10 @@ def _unavailable(dsl: str | None, owner: packs.Owner | None) -> str | None:
     if dsl is None:
         return None
     known = dsls.find(dsl)
-    if known is None and (hint := spelling.hint(dsl, [each.name for each in dsls.KNOWN])):
-        log.warning("dsl=%r is a label that opgraft knows nothing about%s", dsl, hint)
+    if known is None:
+        from opgraft import spelling  # few need it
+
+        if hint := spelling.hint(dsl, [each.name for each in dsls.KNOWN]):
+            log.warning("dsl=%r is a label that opgraft knows nothing about%s", dsl, hint)
     missing = known.missing() if known else None
     return missing or (owner.missing(dsl) if owner else None)

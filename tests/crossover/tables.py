@@ -11,6 +11,7 @@ import torch
 import opgraft
 from opgraft import when
 from opgraft.crossover import models
+from opgraft.crossover.tables import FORMAT, Cell, columns_of, line_of
 
 #: What this machine's CPU is called in tables.
 CPU = models.of_device(torch.device("cpu")).name
@@ -44,17 +45,43 @@ def cell(rows: int, dtype: str = "float32", **times: Any) -> dict[str, Any]:
     return found | {f"{name}_us": value for name, value in times.items()}
 
 
+def line(cell: dict[str, Any]) -> str:
+    """A cell as a table has it."""
+    return line_of(cell["at"], [cell[f"{field}_us"] for field in Cell._fields])
+
+
+def cells_of(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells of an override's part of a table, as `cell` makes them."""
+    names = list(part["features"])
+    columns = columns_of(names).split()
+    found = []
+    for each in part["cells"]:
+        values = {name: _value(text) for name, text in zip(columns, each.split(), strict=True)}
+        times = {name: values[name] for name in columns[len(names) + 1 :]}
+        found.append({"at": [values[name] for name in names]} | times)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return None if text == "-" else json.loads(text)
+    except ValueError:  # a dtype
+        return text
+
+
 def entry(*cells: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    features = changes.get("features", {"rows": {"steps": 1}, "dtype": "exact"})
     return {
         "version": 1,
-        "features": {"rows": {"steps": 1}, "dtype": "exact"},
+        "features": features,
         "measured": {"date": "2026-11-24", "torch": "2.11.0", "triton": "3.6.0"},
-        "cells": list(cells),
+        "columns": columns_of(features),
+        "cells": [*map(line, cells)],
     } | changes
 
 
 def table(overrides: dict[str, Any], device: str = CPU, **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"format": 1, "device": device, "capability": None}
+    found: dict[str, Any] = {"format": FORMAT, "device": device, "capability": None}
     return found | {"overrides": overrides} | changes
 
 

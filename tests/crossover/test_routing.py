@@ -61,7 +61,7 @@ def test_calls_are_taken_where_the_table_says_so(user_tables: Path) -> None:
 
 def test_booleans_and_exact_integers_are_features(user_tables: Path) -> None:
     features = {"dim": "exact", "half": "exact", "width": "exact"}
-    cells = [cell(4) | {"at": [1, False, 4]}, cell(4) | {"at": [-1, False, 8]}]
+    cells = [cell(4) | {"at": [1, 0, 4]}, cell(4) | {"at": [-1, 0, 8]}]
     write(user_tables, table({"fast": entry(*cells, features=features)}))
     declared = opgraft.Crossover(
         dim=when.value("dim"),
@@ -174,7 +174,7 @@ def test_the_user_has_a_folder_for_each_pack(user_tables: Path) -> None:
 
 REFUSED = {
     "damaged": "{",
-    "another version": table({"fast": entry(cell(4))}, format=2),
+    "another version": table({"fast": entry(cell(4))}, format=1),
     "another device": table({"fast": entry(cell(4))}, "NVIDIA H200"),
     "absurd": table({"fast": entry(cell(4, native=-1))}),
     "another kernel": table({"fast": entry(cell(4), version=2)}),

@@ -18,7 +18,7 @@ from opgraft.crossover.models import Model
 from opgraft.crossover.rule import PLAN
 from opgraft.crossover.sources import Source
 from opgraft.crossover.tables import BadTable
-from tests.crossover.tables import cell, crossover, entry, table, write
+from tests.crossover.tables import cell, crossover, entry, line, table, write
 
 H200, H100 = Model("NVIDIA H200", (9, 0)), Model("NVIDIA H100 80GB HBM3", (9, 0))
 A100, B200, L40 = Model("NVIDIA A100", (8, 0)), Model("NVIDIA B200", (10, 0)), Model("L40", (8, 9))
@@ -154,16 +154,17 @@ UNREADABLE: dict[str, Callable[[Path], object]] = {
     "deep in the table": with_text('{"format": ' + DEEP + "}"),
     "deep in the entry": in_fast("version", DEEP),
     "deep in a key that nobody reads": in_fast("more", "[" * 200_000 + "]" * 200_000),
-    "deep in at": in_fast("cells", '[{"at": ' + DEEP + "}]"),
+    "deep in the cells": in_fast("cells", "[" + DEEP + "]"),
     "a huge format": with_text('{"format": ' + HUGE + "}"),
     "a huge version": in_fast("version", HUGE),
-    "a huge at": in_fast("cells", '[{"at": [' + HUGE + ', "float32"]}]'),
-    "4000 digits": in_fast("cells", '[{"at": [' + HUGE[:4000] + ', "float32"]}]'),
+    "a huge at": in_fast("cells", json.dumps([line(cell(4) | {"at": [HUGE, "float32"]})])),
+    "a huge cell": in_fast("cells", "[" + HUGE + "]"),
+    "4000 digits": in_fast("cells", json.dumps([line(cell(4) | {"at": [HUGE[:4000], "half"]})])),
     "NaN": in_fast("cells", "[NaN]"),
-    "an overflow": in_fast("cells", '[{"at": [4, "float32"], "native_us": 1e999}]'),
-    "a surrogate": in_fast("cells", '[{"at": [4, "\\ud800"]}]'),
+    "an overflow": in_fast("cells", json.dumps([line(cell(4, native="1e999"))])),
+    "a surrogate": in_fast("cells", json.dumps([line(cell(4, "HERE"))]).replace("HERE", "\\ud800")),
     "a key twice": in_fast("version", '1, "version": 1'),
-    "a cell twice": in_fast("cells", json.dumps([cell(4), cell(4)])),
+    "a cell twice": in_fast("cells", json.dumps([line(cell(4)), line(cell(4))])),
     "a long format": with_text(json.dumps(of_h200(format="x" * 10**6))),
     "a format of lines": with_text(json.dumps(of_h200(format="\n\x1b[31mopgraft: all is well"))),
     "a device of lines": with_text(json.dumps(of_h200(device="NVIDIA\nH200"))),
@@ -171,11 +172,11 @@ UNREADABLE: dict[str, Callable[[Path], object]] = {
     "another device of lines": with_text(json.dumps(of_h200(device="A\n\x1b[31m100"))),
     "a date of lines": in_fast("measured", json.dumps({"date": "\n\x1b[31m2026"})),
     "a long date": in_fast("measured", json.dumps({"date": "2" * 10**6})),
-    "a long dtype": in_fast("cells", json.dumps([cell(4, "x" * 10**6)])),
-    "a dtype of lines": in_fast("cells", json.dumps([cell(4, "\u2028\x9b31m\u202e")])),
-    "a module as a dtype": in_fast("cells", json.dumps([cell(4, "_inductor")])),
-    "a long place": in_fast("cells", json.dumps([cell(4) | {"at": [4] * 10**5}])),
-    "a long time": in_fast("cells", json.dumps([cell(4, native="1" * 10**6)])),
+    "a long dtype": in_fast("cells", json.dumps([line(cell(4, "x" * 10**6))])),
+    "a dtype of lines": in_fast("cells", json.dumps([line(cell(4, "\u202e\x9b31m\u202e"))])),
+    "a module as a dtype": in_fast("cells", json.dumps([line(cell(4, "_inductor"))])),
+    "a long place": in_fast("cells", json.dumps([line(cell(4) | {"at": [4] * 10**5})])),
+    "a long time": in_fast("cells", json.dumps([line(cell(4, native="1" * 10**6))])),
 }
 
 

@@ -64,9 +64,9 @@ DAMAGED = {
     "a list": ("[]", "no table"),
     "no format": (json.dumps(without(h200(cell(1)), "format")), "no table"),
     "a name twice": ('{"format": 1, "format": 1}', "stands twice"),
-    "not a number": (json.dumps(h200(cell(1, native=math.nan))), "NaN is no number"),
-    "infinity": (json.dumps(h200(cell(1, native=math.inf))), "Infinity is no number"),
-    "a later format": (h200(cell(1)) | {"format": 2}, "its format is 2"),
+    "not a number": (json.dumps(h200(cell(1), version=math.nan)), "NaN is no number"),
+    "infinity": (json.dumps(h200(cell(1), version=math.inf)), "Infinity is no number"),
+    "an earlier format": (h200(cell(1)) | {"format": 1}, "its format is 1"),
     "another device": (h200(cell(1)) | {"device": "NVIDIA A100"}, "another device.*NVIDIA A100"),
     "no device": (h200(cell(1)) | {"device": 5}, "device"),
     "capability": (h200(cell(1)) | {"capability": "9.0"}, "capability"),
@@ -79,10 +79,16 @@ DAMAGED = {
     "measured": (h200(cell(1), measured={"date": 5}), "measured"),
     "no cells": (h200(), "no cells"),
     "cells": (h200(cells={}), "cells"),
-    "at": (h200(cell(1) | {"at": [1]}), "there are 2 features"),
+    "objects": (h200(cells=[cell(1)]), "no list of lines"),
+    "columns": (h200(cell(1), columns="dtype rows"), "columns.* is not 'rows dtype : native_us"),
+    "at": (h200(cell(1) | {"at": [1]}), "the cell .* has not what .*columns"),
+    "a time too few": (h200(cells=["1 float32 : 1 1 1 1 1 1"]), "the cell .* has not what"),
+    "no colon": (h200(cells=["1 float32 - 1 1 1 1 1 1 1"]), "the cell .* has not what"),
+    "an empty line": (h200(cells=[""]), "the cell .* has not what"),
     "corner": (h200(cell(1000)), "1000 is not where a bucket begins"),
     "zero": (h200(cell(0)), "from 1 on"),
     "many bits": (h200(cell(2**63)), "is never"),
+    "other digits": (h200(cells=["\u0661 float32 : 1 1 1 1 1 1 1"]), "is never"),
     "dtype": (h200(cell(1, "float33")), "'float33'"),
     "a function": (h200(cell(1, "load")), "'load'"),
     "a dtype as a number": (
@@ -93,11 +99,17 @@ DAMAGED = {
     ),
     "dtype number": (h200(cell(1) | {"at": [1, 6]}), "is never"),
     "twice": (h200(cell(1), cell(1)), "two cells are at one place"),
-    "negative": (h200(cell(1, override=-1)), "override_us at .* is -1"),
-    "no time": (h200(cell(1, override=0)), "override_us"),
-    "huge": (h200(cell(1, native=1e30)), "native_us"),
-    "a word": (h200(cell(1, python_host="fast")), "python_host_us"),
-    "true": (h200(cell(1, native=True)), "native_us"),
+    "twice in other words": (
+        h200(cells=["1 float32 : 1 1 1 1 1 1 1", "01 float32 : 1 1 1 1 1 1 1"]),
+        "two cells are at one place",
+    ),
+    "negative": (h200(cell(1, override=-1)), "override_us is -1.0, which no time is"),
+    "no time": (h200(cell(1, override=0)), "override_us is 0.0, which no time is"),
+    "huge": (h200(cell(1, native=1e30)), "native_us is 1e[+]30, which no time is"),
+    "NaN": (h200(cell(1, native=math.nan)), "native_us is nan, which no time is"),
+    "endless": (h200(cell(1, native=math.inf)), "native_us is inf, which no time is"),
+    "a word": (h200(cell(1, python_host="fast")), "python_host_us: .*'fast'"),
+    "true": (h200(cell(1, native=True)), "native_us: .*'True'"),
 }
 
 
@@ -134,7 +146,7 @@ ANY_JSON = st.recursive(
 @given(ANY_JSON)
 def test_whatever_json_says_is_read_or_refused(content: Any) -> None:
     in_place = {"fast": content} if content is not None else {"fast": 1}  # null: it has no entry
-    for found in (content, table(in_place, "NVIDIA H200"), h200({"at": content})):
+    for found in (content, table(in_place, "NVIDIA H200"), h200(cells=[content])):
         with pytest.raises(BadTable):
             read(json.dumps(found))
 

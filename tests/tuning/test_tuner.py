@@ -24,11 +24,12 @@ from opgraft import dsl as dsls
 from opgraft import packs, when
 from opgraft.cli import facts
 from opgraft.crossover import models, rule, sources
-from opgraft.crossover.tables import BadTable, Cell
+from opgraft.crossover.tables import FORMAT, BadTable, Cell
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, resolve
 from opgraft.tuning import measuring, search, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
+from tests.crossover import tables
 from tests.crossover.test_sources import UNREADABLE
 
 CPU = torch.device("cpu")
@@ -93,8 +94,7 @@ def tune(folder: Path, override: opgraft.Override, **options: Any) -> tuner.Resu
 
 def cells_in(path: Path | None) -> list[dict[str, Any]]:
     assert path is not None
-    found: list[dict[str, Any]] = json.loads(path.read_text())["overrides"]["tuned"]["cells"]
-    return found
+    return tables.cells_of(json.loads(path.read_text())["overrides"]["tuned"])
 
 
 def test_the_border_is_found_and_most_cells_are_not_measured(tmp_path: Path, clock: Clock) -> None:
@@ -570,14 +570,14 @@ def test_a_table_keeps_what_others_have_in_it(tmp_path: Path) -> None:
         path = writing.write(tmp_path, model, {name: entry})
     text = path.read_text()
     assert list(json.loads(text)["overrides"]) == ["a", "b"]
-    assert sum('"native_us": 43.12' in line for line in text.splitlines()) == 4
+    assert sum(" float32 : 43.12 39.0 " in line for line in text.splitlines()) == 4
     assert [each.name for each in tmp_path.iterdir()] == ["some_gpu.json"]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"cells": [{"at": [1]}], "comment": "cells first"},
+        {"cells": [{"at": [1]}, "1 :"], "comment": "cells first"},
         {"version": 1, "nested": {"cells": "cells of other"}, "cells": []},
         {"cells": "cells of other"},
         {"version": 1},
@@ -587,7 +587,7 @@ def test_a_table_keeps_what_others_have_in_it(tmp_path: Path) -> None:
 )
 def test_what_others_have_in_a_table_stays_whatever_it_is(tmp_path: Path, other: object) -> None:
     model = models.Model("Some GPU")
-    content = {"format": 1, "device": "Some GPU", "overrides": {"other": other}}
+    content = {"format": FORMAT, "device": "Some GPU", "overrides": {"other": other}}
     (tmp_path / "some_gpu.json").write_text(json.dumps(content))
     mine = writing.entry(1, {}, AXES, {(0, 0): CELL})
     path = writing.write(tmp_path, model, {"mine": mine})

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the collector while modules are imported or overrides are registered: both stay.
+    """Pause the collector while much is made that stays: modules, overrides, tables.
 
     It would also search everything that `import torch` has created.
     """
@@ -20,4 +20,9 @@ def collection_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # the user's own, which must stay frozen
+            # Together they put all objects into the oldest generation: the next collection, which
+            # follows at once, does not search what stays.
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

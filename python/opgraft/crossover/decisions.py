@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opgraft.base import garbage
 from opgraft.crossover import models, rule, sources
 from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.models import Model
@@ -112,7 +113,8 @@ class Decisions:
     @cached_property
     def found(self) -> Found:
         """What all tables say of it, whatever the device."""
-        return sources.find(self.name, self.owner, self.crossover)
+        with garbage.collection_paused():  # thousands of cells, which stay
+            return sources.find(self.name, self.owner, self.crossover)
 
     @property
     def digest(self) -> str:

@@ -76,8 +76,9 @@ def grid_of(entry: Entry, margin: float) -> Grid:
     is opaque only where calls are taken.
     """
     calls, graphs = (_undecided(entry.axes) for _ in range(2))
+    strides = _strides(entry.axes)
     for indices, cell in entry.cells.items():
-        flat = _flat(indices, entry.axes)
+        flat = sum(map(operator.mul, indices, strides))
         if is_measured(cell, PLAN):
             calls[flat] = sum(pays(cell, column, margin) << column for column in (PLAN, PYTHON))
         if is_measured(cell, GRAPH):
@@ -103,8 +104,9 @@ def filled(
 ) -> dict[Indices, int]:
     """Decisions, and for the cells between them what their neighbours' decisions join to."""
     cells = _undecided(axes)
+    strides = _strides(axes)
     for indices, decision in decided.items():
-        cells[_flat(indices, axes)] = decision
+        cells[sum(map(operator.mul, indices, strides))] = decision
     _fill(cells, axes, join)
     everywhere = itertools.product(*(range(axis.count) for axis in axes))
     pairs = zip(everywhere, cells, strict=True)
@@ -178,8 +180,6 @@ def _lines(axes: Sequence[Axis]) -> Iterator[slice]:
             yield from (slice(start, start + length, step) for start in starts)
 
 
-def _flat(indices: Indices, axes: Sequence[Axis]) -> int:
-    cell = 0
-    for axis, index in zip(axes, indices, strict=True):
-        cell = cell * axis.count + index
-    return cell
+def _strides(axes: Sequence[Axis]) -> list[int]:
+    """By how many cells an index of each axis goes on; the last axis varies fastest."""
+    return [math.prod(axis.count for axis in axes[after:]) for after in range(1, len(axes) + 1)]

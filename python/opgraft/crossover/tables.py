@@ -10,8 +10,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +22,7 @@ from opgraft.crossover.declaration import Crossover, is_dtype
 from opgraft.crossover.models import Model, file_name
 from opgraft.when.grid import MAX_CELLS, STEPS, Axis, ExactAxis, Feature, SteppedAxis
 
-FORMAT = 1
+FORMAT = 2
 #: A longer file is no table: at 100 bytes a cell, this is more cells than a grid can have.
 MAX_BYTES = 32 * 2**20
 #: No call takes longer, in microseconds.
@@ -68,6 +69,40 @@ class Cell(NamedTuple):
     python_host: float | None
     inductor: float | None
     opaque: float | None
+
+
+_FIELDS = tuple(f"{field}_us" for field in Cell._fields)
+#: In a cell's line, a time that was not measured.
+_UNKNOWN = "-"
+#: In a cell's line, between where it begins and its times.
+_THEN = ":"
+
+
+# A cell is a line of text, and not an object: JSON's reader would take twenty times as long for
+# thousands of them, for which the first call of an override waits.
+
+
+def columns_of(features: Iterable[str]) -> str:
+    """What the lines of cells have, by the features of a crossover.
+
+    >>> columns_of(["rows", "dtype"])[:33]
+    'rows dtype : native_us override_u'
+    """
+    return " ".join([*features, _THEN, *_FIELDS])
+
+
+def line_of(at: Iterable[object], times: Iterable[float | None]) -> str:
+    """A cell as a table has it.
+
+    Args:
+        at: where its buckets begin; a dtype by its name.
+        times: those of a `Cell`.
+
+    >>> line_of([1024, "float32"], Cell(43.1, 39.0, 8.0, 6.0, 40.0, None, None))
+    '1024 float32 : 43.1 39.0 8.0 6.0 40.0 - -'
+    """
+    shown = (_UNKNOWN if time is None else str(time) for time in times)
+    return " ".join([*map(str, at), _THEN, *shown])
 
 
 class Entry(NamedTuple):
@@ -210,23 +245,33 @@ def _entry(found: Json, crossover: Crossover) -> Entry:
     if not isinstance(features, dict) or list(features) != list(crossover.features):
         declared = ", ".join(crossover.features)
         raise BadTable(f'"features" are not those that it declares, in their order: {declared}')
+    if found.get("columns") != (columns := columns_of(crossover.features)):
+        raise BadTable(f'"columns" is not {columns!r}')
     cells = found.get("cells")
-    if not isinstance(cells, list) or not all(isinstance(each, dict) for each in cells):
-        raise BadTable('"cells" is no list of objects')
+    if not isinstance(cells, list) or not all(isinstance(each, str) for each in cells):
+        raise BadTable('"cells" is no list of lines')
     if not cells:
         raise BadTable("it has no cells")
-    corners = [_corner(cell, crossover) for cell in cells]
+    count = len(crossover.features)
+    columns_at, columns_of_times = _columns(cells, count)
+    # What each feature is where cells begin, by its text.
+    places = [
+        {text: _feature(text, feature) for text in dict.fromkeys(column)}
+        for feature, column in zip(crossover.features.values(), columns_at, strict=True)
+    ]
     axes = tuple(
-        _axis(name, features[name], [corner[which] for corner in corners], crossover)
-        for which, name in enumerate(crossover.features)
+        _axis(name, features[name], [*values.values()], crossover)
+        for name, values in zip(crossover.features, places, strict=True)
     )
     if math.prod(axis.count for axis in axes) > MAX_CELLS:
         raise BadTable(f"its cells span more than {MAX_CELLS} buckets")
-    known: list[dict[Feature, int]] = [{} for _ in axes]
-    measured = {
-        _indices(axes, corner, known): _cell(cell)
-        for corner, cell in zip(corners, cells, strict=True)
-    }
+    indices = [
+        {text: _index(axis, value) for text, value in values.items()}
+        for axis, values in zip(axes, places, strict=True)
+    ]
+    corners = zip(*map(_each_in, indices, columns_at), strict=True)
+    times = zip(*map(_times, _FIELDS, columns_of_times), strict=True)
+    measured = dict(zip(corners, map(Cell._make, times), strict=True))
     if len(measured) != len(cells):
         raise BadTable("two cells are at one place")
     return Entry(crossover.version, _measured(found.get("measured")), axes, measured, _hash(found))
@@ -236,24 +281,37 @@ def _hash(found: Json) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _corner(cell: Mapping[str, Json], crossover: Crossover) -> tuple[Feature, ...]:
-    at = cell.get("at")
-    if not isinstance(at, list) or len(at) != len(crossover.features):
-        raise BadTable(f'"at" is {at!r}, and there are {len(crossover.features)} features')
-    return tuple(
-        _feature(value, feature)
-        for value, feature in zip(at, crossover.features.values(), strict=True)
-    )
+Columns: TypeAlias = Sequence[Sequence[str]]
 
 
-def _feature(value: Json, feature: object) -> Feature:
-    if isinstance(value, str) and is_dtype(feature):
-        dtype = vars(torch).get(value)  # getattr would import the modules that torch has lazily
+def _columns(lines: Sequence[str], count: int) -> tuple[Columns, Columns]:
+    """The texts of all cells by column: where cells begin, by each of `count` features, and times.
+
+    By column is faster: a table has thousands of cells and a dozen columns.
+    """
+    cells = [line.split() for line in lines]
+    for line, cell in zip(lines, cells, strict=True):
+        if len(cell) != count + 1 + len(_FIELDS) or cell[count] != _THEN:
+            raise BadTable(f'the cell {line!r} has not what "columns" names')
+    columns = [*zip(*cells, strict=True)]
+    return columns[:count], columns[count + 1 :]
+
+
+def _each_in(found: Mapping[str, int], texts: Iterable[str]) -> list[int]:
+    return [found[text] for text in texts]
+
+
+_INTEGER = re.compile("-?[0-9]{1,19}")
+
+
+def _feature(text: str, feature: object) -> Feature:
+    if is_dtype(feature):
+        dtype = vars(torch).get(text)  # getattr would import the modules that torch has lazily
         if isinstance(dtype, torch.dtype):
             return dtype
-    elif isinstance(value, int) and not is_dtype(feature) and -(2**63) <= value < 2**63:
+    elif _INTEGER.fullmatch(text) and -(2**63) <= (value := int(text)) < 2**63:
         return value
-    raise BadTable(f'"at" has {value!r}, which {feature!r} is never')
+    raise BadTable(f"a cell is at {text!r}, which {feature!r} is never")
 
 
 def _axis(name: str, kind: Json, values: list[Feature], crossover: Crossover) -> Axis:
@@ -271,42 +329,24 @@ def _axis(name: str, kind: Json, values: list[Feature], crossover: Crossover) ->
     return SteppedAxis(steps, min(numbers), max(numbers), open_ended=is_open)
 
 
-def _indices(
-    axes: tuple[Axis, ...], corner: tuple[Feature, ...], known: list[dict[Feature, int]]
-) -> tuple[int, ...]:
-    """The place of a cell.
-
-    Args:
-        axes: the grid's.
-        corner: what the features are where the cell begins.
-        known: by axis, the buckets of values that were looked up before.
-    """
-    found = []
-    for axis, value, indices in zip(axes, corner, known, strict=True):
-        index = indices.get(value)
-        if index is None:
-            index = axis.index_of(value)
-            if index is None or axis.lower(index) != value:
-                raise BadTable(f"{value} is not where a bucket begins")
-            indices[value] = index
-        found.append(index)
-    return tuple(found)
+def _index(axis: Axis, value: Feature) -> int:
+    """The bucket that begins at a value."""
+    index = axis.index_of(value)
+    if index is None or axis.lower(index) != value:
+        raise BadTable(f"{value} is not where a bucket begins")
+    return index
 
 
-_FIELDS = tuple(f"{field}_us" for field in Cell._fields)
-
-
-def _cell(cell: Mapping[str, Json]) -> Cell:
-    return Cell(*[_microseconds(cell, field) for field in _FIELDS])
-
-
-def _microseconds(cell: Mapping[str, Json], field: str) -> float | None:
-    value = cell.get(field)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 < value <= MAX_MICROSECONDS:
-        raise BadTable(f"{field} at {cell['at']} is {str(value)[:40]}, which no time is")
-    return float(value)
+def _times(field: str, texts: Iterable[str]) -> list[float | None]:
+    """The times of all cells in a column."""
+    try:
+        times = [None if text == _UNKNOWN else float(text) for text in texts]
+    except ValueError as error:
+        raise BadTable(f"{field}: {error}") from None
+    for time in times:
+        if time is not None and not 0 < time <= MAX_MICROSECONDS:
+            raise BadTable(f"{field} is {time}, which no time is")
+    return times
 
 
 def _measured(found: Json) -> Mapping[str, str]:

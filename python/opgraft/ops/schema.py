@@ -334,9 +334,9 @@ def resolve_symbol(namespace: str, symbol: str) -> Op:
 
 
 def _overload(packet: OpOverloadPacket, overload: str) -> OpOverload:
-    names = _overloads(packet)
-    if overload in names:
+    if overload in packet.overloads() and _is_dispatched(packet, overload):
         return getattr(packet, overload)
+    names = _overloads(packet)
     listed = ", ".join(
         packet._qualified_op_name + (f".{name}" if name != "default" else "") for name in names
     )

@@ -4,7 +4,8 @@ Most of the time that opgraft adds to `import torch` is for importing packs and 
 overrides. A pack that declares its ops in its metadata needs neither before one of them is called.
 Until then each of these ops has a router, whose chain holds a placeholder. The first call that
 reaches a placeholder registers all packs, and is then routed again. So does the import of a
-compiler, and everything that reads or changes what is registered (:func:`register_waiting`).
+compiler, and everything that reads or changes what is registered (:func:`register_waiting`). Each
+op's own first call then compiles what its overrides need (:mod:`opgraft.router.compiled`).
 
 Then `import torch` imports only this module, the core, and the code that reads metadata.
 """

@@ -142,6 +142,11 @@ class Registry:
                 self.remove(override)
             self._rules = ()
 
+    def publish(self, chain: Chain) -> None:
+        """Publish a chain again, because something that its router depends on has changed."""
+        with self._lock:
+            self._publish(chain, chain.members)
+
     def republish(self) -> None:
         """Publish every chain again, because something else that routers depend on has changed."""
         deferred.register_now()

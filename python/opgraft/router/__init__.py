@@ -15,7 +15,6 @@ from opgraft.registry import Chain
 from opgraft.router import composite, dispatcher
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter, use
-from opgraft.router.python import PythonRouter
 
 _routers: dict[tuple[str, str], Router] = {}
 
@@ -39,6 +38,8 @@ def install(chain: Chain) -> Router:
 def _make(chain: Chain) -> Router:
     core = loader.in_use()
     if core is None:
+        from opgraft.router.python import PythonRouter  # few need it
+
         return PythonRouter(chain)
     use(core)
     return CompiledRouter(chain)

@@ -8,6 +8,7 @@ those callbacks. They call the functions that the Python router calls.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from opgraft.core import deferred
 from opgraft.core.loader import shut_down_at_exit
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Call
-from opgraft.registry import Chain, Override
+from opgraft.registry import Chain, Override, registry
 from opgraft.registry.state import CHECKED_HITS
 from opgraft.router import composite, contract, failure, observers, randomness, shadow
 from opgraft.router.base import Router
@@ -30,6 +31,8 @@ from opgraft.when.nodes import cuda_capability
 
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, PlanKey
+
+log = logging.getLogger(__name__)
 
 _core: Core = None  # type: ignore[assignment]  # set by `use`, before any router exists
 
@@ -58,7 +61,10 @@ class CompiledRouter(Router):
         chain = self.chain
         schema = chain.op.overload._schema
         claimed = deferred.claim_router(chain.op.name, chain.dispatch_key)
-        self._was_deferred = claimed is not None
+        # Packs that wait for a call have ops that a program never calls, or later: nothing is
+        # compiled for an op before its first call.
+        self._was_deferred = self._awaits_first_call = claimed is not None
+        self._placeholder = _core.Override.placeholder(self._on_placeholder_call)
         self._router = claimed or _core.Router(
             schema.name, schema.overload_name, chain.dispatch_key
         )
@@ -112,6 +118,9 @@ class CompiledRouter(Router):
             if override not in chain.active:
                 _drop_plans(override)
         self._shadowed = {}
+        if self._awaits_first_call and (chain.active or deferred.placeholder() is not None):
+            self._router.publish([self._placeholder])
+            return
         published = [self._core_override(override) for override in chain.active]
         if (settings := shadow.current()) is not None:
             published = [self._shadow(override, settings.rate) for override in chain.active]
@@ -119,8 +128,8 @@ class CompiledRouter(Router):
             # For an empty chain the core calls no observer. Observers are told of calls that find
             # every override switched off, so such a chain gets an override that declines.
             published = [_declining_override()]
-        if self._was_deferred and (placeholder := deferred.placeholder()) is not None:
-            published.insert(0, placeholder)  # calls wait until all packs are registered
+        if self._was_deferred and deferred.placeholder() is not None:
+            published.insert(0, self._placeholder)  # calls wait until all packs are registered
         self._router.publish(published)
 
     def _core_override(self, override: Override) -> Any:
@@ -194,6 +203,22 @@ class CompiledRouter(Router):
                 shadowed.decide_in_python()
 
     # What the core calls.
+
+    def _on_placeholder_call(self) -> bool:
+        """A call reached the placeholder. Returns whether to route it again."""
+        if not self._awaits_first_call:
+            deferred.register_now()
+            if deferred.placeholder() is not None:
+                return False  # a pack is still being imported: what is in the chain may take it
+        # No lock: if several threads come at once, each publishes the same, one after another.
+        self._awaits_first_call = False
+        try:
+            registry.publish(self.chain)
+        except Exception as error:  # it must not become the error of whoever made the call
+            where = f"{self.chain.op.name} at {self.chain.dispatch_key}"
+            log.warning("opgraft: no override of %s is used: %r", where, error)
+            self._router.publish([])
+        return True
 
     def _decompose_values(self, values: tuple[Any, ...]) -> Any:
         return composite.decompose(Call(self.chain.op, values))

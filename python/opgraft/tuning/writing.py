@@ -16,7 +16,16 @@ from opgraft.base import env, files, locks
 from opgraft.crossover import sources
 from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
-from opgraft.crossover.tables import FORMAT, BadTable, Cell, Table, parse, read
+from opgraft.crossover.tables import (
+    FORMAT,
+    BadTable,
+    Cell,
+    Table,
+    columns_of,
+    line_of,
+    parse,
+    read,
+)
 from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, ExactAxis, Feature
 
@@ -49,9 +58,9 @@ def entry(
         "version": version,
         "features": {name: _kind(axis) for name, axis in axes.items()},
         "measured": dict(measured),
+        "columns": columns_of(axes),
         "cells": [
-            {"at": at, **{f"{field}_us": _rounded(time) for field, time in cell._asdict().items()}}
-            for at, cell in sorted(lines, key=lambda line: line[0])
+            line_of(at, map(_rounded, cell)) for at, cell in sorted(lines, key=lambda line: line[0])
         ],
     }
 

@@ -211,6 +211,7 @@ def _valid_causal(op: _Op) -> Any:
     return (when.value("is_causal") == 0) | fits
 
 
+@cache  # the overrides of one op share it
 def _dense(op: _Op, *, with_bias: bool | None = False) -> Any:
     return _valid_options(op, with_bias=with_bias) & _valid_sizes(op, 4) & _valid_causal(op)
 

@@ -136,6 +136,7 @@ def permuted_condition(norm: Norm, direction: Direction, dispatch_key: str) -> A
     )
 
 
+@functools.cache  # the overrides of one op share it
 def _valid(norm: Norm, direction: Direction) -> Any:
     """The shapes, dtypes and devices that the kernels trust; native answers elsewhere."""
     hidden = when.size("input", -1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import opgraft
 import pytest
@@ -14,6 +13,12 @@ from opgraft.crossover import models
 
 import my_pack
 from my_pack import overrides
+
+#: What a table says of each cell; "-": it was not measured.
+TIMES = (
+    *("native_us", "override_us", "native_host_us", "plan_host_us", "python_host_us"),
+    *("inductor_us", "opaque_us"),
+)
 
 
 @pytest.fixture
@@ -29,12 +34,13 @@ def tables(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A table for this device, by which the kernel is faster from 64 rows on."""
     native_us = {32: 5, 64: 20, 128: 40}
     cells = [cell(rows, native_us=time, override_us=10) for rows, time in native_us.items()]
+    columns = f"rows columns dtype : {' '.join(TIMES)}"
     features = {"rows": {"steps": 1}, "columns": {"steps": 1}, "dtype": "exact"}
     version = overrides.CROSSOVER.version
-    entry = {"version": version, "features": features, "measured": {}, "cells": cells}
+    entry = {"version": version, "features": features, "columns": columns, "cells": cells}
     model = models.of_device(torch.device(device))
     table = {
-        "format": 1,
+        "format": 2,
         "device": model.name,
         "capability": model.capability,
         "overrides": {"my_pack.softmax": entry},
@@ -49,9 +55,9 @@ def tables(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("OPGRAFT_TABLES", str(tmp_path))
 
 
-def cell(rows: int, **microseconds: float) -> dict[str, Any]:
-    host = {"native_host_us": 1, "python_host_us": 1}
-    return {"at": [rows, 64, "float32"], **microseconds, **host}
+def cell(rows: int, **microseconds: float) -> str:
+    times = {"native_host_us": 1, "python_host_us": 1, **microseconds}
+    return f"{rows} 64 float32 : {' '.join(str(times.get(name, '-')) for name in TIMES)}"
 
 
 @pytest.mark.usefixtures("tables")
