@@ -778,6 +778,9 @@ class Tiling(NamedTuple):
     parameters_first_bytes: int
     #: The same for rows with a tail, of which this is the block's part.
     parameters_first_block_bytes: int
+    #: And for those that a block and a tail hold exactly, so that no registers go to masks. They
+    #: have twice the warps where the tail has a vector for each thread.
+    exact_block_bytes: int
     #: Rows with a block of 16 KB and a tail are read twice, if it is up to so large a part of it.
     twice_tail: float
     #: So many bytes of the block a warp, in a forward of narrow rows with a tail.
@@ -801,6 +804,7 @@ _RMS_NORM = Tiling(
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
     parameters_first_bytes=_WHOLE_ROW_BYTES,
     parameters_first_block_bytes=8 * 1024,
+    exact_block_bytes=0,
     twice_tail=1,
     narrow_warp_bytes=512,
     whole_backward_bytes=_WHOLE_ROW_BYTES,
@@ -815,6 +819,7 @@ _LAYER_NORM = Tiling(
     backward_split=lambda itemsize: Tile(1, 4096 // itemsize, 4, per_sm=3, stages=3),
     parameters_first_bytes=8 * 1024,
     parameters_first_block_bytes=2 * 1024,
+    exact_block_bytes=4 * 1024,
     twice_tail=0.5,
     narrow_warp_bytes=2048,
     whole_backward_bytes=16 * 1024,
@@ -869,7 +874,17 @@ def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
             tail = max(tail, block // 4)  # for all threads
     else:
         a_warp = 1024 if size <= sizes.small_forward_bytes else 2048
-    return Tile(rows, block, max(1, size // a_warp), tail=tail)
+    tile = Tile(rows, block, max(1, size // a_warp), tail=tail)
+    if _has_parameters_first(tile, hidden, itemsize, sizes):
+        wider = tile._replace(num_warps=2 * tile.num_warps)
+        return wider if _is_tail_for_all_threads(wider, itemsize) else tile
+    return tile
+
+
+def _has_parameters_first(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
+    """Whether a row without masks has room for weight and bias before its reduction."""
+    most = sizes.exact_block_bytes if hidden == tile.block + tile.tail else 0
+    return tile.rows == 1 and tile.tail > 0 and tile.block * itemsize <= most
 
 
 @functools.lru_cache(maxsize=1024)
@@ -960,7 +975,8 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
                 "TAIL": tile.tail,
                 "MASK_ROWS": tile.rows > 1,
                 "MASK_COLS": hidden < tile.block + tile.tail,
-                "PARAMETERS_FIRST": tile.block * itemsize <= first_bytes,
+                "PARAMETERS_FIRST": tile.block * itemsize <= first_bytes
+                or _has_parameters_first(tile, hidden, itemsize, sizes),
                 "TOGETHER": _is_tail_for_all_threads(tile, itemsize),
                 **unit,
             },
