@@ -8,6 +8,10 @@ turns. `cold` ones have an empty Triton cache; `warm` ones have what the cold on
 left. A call is timed with its work on the GPU. `beyond native` sums what all calls took above those
 of the native process: its first call of a kind, and the median of the later ones; `largest` is
 the call that took most above it, but for the first of all; `stalls` are those that took 10 ms more.
+
+`--what hits`: how long after its first call a kind of call first hits, in a process that goes on
+calling; beside another that calls once and waits until its kernels are ready, which takes as long
+as a worker needs to start and to compile.
 """
 
 from __future__ import annotations
@@ -91,10 +95,40 @@ def train():
         if time.perf_counter() - begun > seconds and "ready_ms" in found:
             break
 
+def until_hit(call, waits):
+    timed("first", call)
+    begun = time.perf_counter()
+    if waits:
+        opgraft.wait_until_ready()
+    else:
+        while not any(each.hits for each in opgraft.overrides()):
+            if time.perf_counter() - begun > seconds:
+                if is_gpu:
+                    sys.exit("it never hit")
+                break  # nothing is overridden there
+            time.sleep(0.001)
+            timed("later", call)
+    found["until_ms"] = (time.perf_counter() - begun) * 1e3
+
+def norm_until_hit(waits):
+    x, weight = (tensor(16384, 4096), tensor(4096)) if is_gpu else (tensor(64, 64), tensor(64))
+    until_hit(lambda: F.rms_norm(x, weight.shape, weight, 1e-6), waits)
+
+def attention_until_hit(waits):
+    q, k, v = (tensor(1, 8, 4096 if is_gpu else 64, 128) for _ in range(3))
+    until_hit(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), waits)
+
 if is_gpu:
     torch.zeros(1, device="cuda")
 begun = time.perf_counter()
-{"calls": calls, "llama": train}[sys.argv[4]]()
+{
+    "calls": calls,
+    "llama": train,
+    "norm hits": lambda: norm_until_hit(False),
+    "norm ready": lambda: norm_until_hit(True),
+    "attention hits": lambda: attention_until_hit(False),
+    "attention ready": lambda: attention_until_hit(True),
+}[sys.argv[4]]()
 found["script_ms"] = (time.perf_counter() - begun) * 1e3
 found["hits"] = {o.name: o.hits for o in opgraft.overrides() if o.hits}
 found["dsls"] = sorted({"triton", "cutlass", "flash_attn", "quack"} & set(sys.modules))
@@ -161,18 +195,42 @@ def records(runs: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict
     return rows
 
 
+def first_hits(count: int, device: str, seconds: float) -> list[dict[str, Any]]:
+    """A record for each kind of call, from processes with empty caches that take turns."""
+    found: dict[tuple[str, str], list[float]] = {}
+    calls = ("norm", "attention")
+    for _ in range(count):
+        for call in calls:
+            for until in ("ready", "hits"):
+                with tempfile.TemporaryDirectory() as place:
+                    run = measure("background", f"{call} {until}", device, seconds, Path(place))
+                found.setdefault((call, until), []).append(run["until_ms"])
+    rows = []
+    for call in calls:
+        ready, hit = (statistics.median(found[call, until]) for until in ("ready", "hits"))
+        print(f"{call}: ready after {ready:.0f} ms, first hit after {hit:.0f} ms")
+        rows.append({"call": call, "processes": count, "ready_ms": ready, "first_hit_ms": hit})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one process each, tiny calls")
     parser.add_argument("--processes", type=int, default=3, help="of each kind")
     parser.add_argument("--seconds", type=float, default=15, help="of training, in each")
-    parser.add_argument("--what", nargs="+", choices=("calls", "llama"), default=["calls", "llama"])
+    parser.add_argument("--what", nargs="+", choices=("calls", "llama", "hits"))
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     options = parser.parse_args()
+    options.what = options.what or ["calls", "llama", "hits"]
     if not options.smoke and not torch.cuda.is_available():
         raise SystemExit("this measures a GPU's first calls: --smoke runs without one")
     device = "cpu" if options.smoke else "cuda"
     count, seconds = (1, 0.0) if options.smoke else (options.processes, options.seconds)
+    if "hits" in options.what:
+        hits = first_hits(count, device, 0.0 if options.smoke else 120.0)
+        if not options.smoke:
+            print(_common.save("first_hits", torch.cuda.get_device_name(), hits))
+        options.what.remove("hits")
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for _ in range(count):
         for what in options.what:
@@ -182,6 +240,8 @@ def main() -> None:
                         run = measure(kind, what, device, seconds, Path(place))
                         runs.setdefault((what, kind, cache), []).append(run)
     rows = records(runs)
+    if not rows:
+        return
     columns = ("script_ms", "first_ms", "beyond_native_ms", "largest_ms", "ready_ms")
     print(f"{'what':8} {'process':12} {'cache':6}" + "".join(f"{each:>18}" for each in columns))
     for row in rows:
