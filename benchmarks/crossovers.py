@@ -3,6 +3,7 @@
     python benchmarks/crossovers.py                          # every override with a table, on a GPU
     python benchmarks/crossovers.py --only rms_norm --calls 100
     python benchmarks/crossovers.py --smoke                  # on the CPU: does this script work?
+    python benchmarks/crossovers.py --least TABLE            # the least work that a table takes
 
 For each override that declares a crossover it draws calls, log-uniformly over 2**10 to 2**30
 elements and over the whole range of each other feature, sizes between powers of two among them. It
@@ -17,11 +18,13 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import _common
@@ -31,6 +34,7 @@ import opgraft
 from opgraft import when
 from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import models, rule
+from opgraft.crossover.tables import Cell
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
@@ -183,13 +187,40 @@ def smoke() -> None:
     print("overrides were hit; nothing was measured")
 
 
+def least_work(path: Path) -> None:
+    """Prints the smallest measured cells that a table's overrides take: by a plan, from Python.
+
+    Work is the elements, or else the product of the features that are sizes.
+    """
+    for override, part in json.loads(path.read_text())["overrides"].items():
+        kinds = part["features"].items()
+        sizes = [n for n, (name, _) in enumerate(kinds) if name == "elements"]
+        sizes = sizes or [
+            n for n, (name, kind) in enumerate(kinds) if name == "dim" or kind != "exact"
+        ]
+        least: dict[int, int] = {}
+        for line in part["cells"]:
+            at, figures = (each.split() for each in line.split(":"))
+            cell = Cell(*(None if each == "-" else float(each) for each in figures))
+            work = math.prod(int(at[n]) for n in sizes)
+            for column in (rule.PLAN, rule.PYTHON):
+                if rule.is_measured(cell, column) and rule.pays(cell, column, rule.MARGIN):
+                    least[column] = min(work, least.get(column, work))
+        shown = [f"{rule.COLUMNS[c]} 2^{math.log2(work):.0f}" for c, work in least.items()]
+        print(f"{override}: {', '.join(shown) or 'none'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
     parser.add_argument("--only", nargs="+", default=[""], help="overrides whose name holds one")
     parser.add_argument("--calls", type=int, default=400, help="for each override")
     parser.add_argument("--seconds", type=float, default=600.0, help="for each override")
+    parser.add_argument("--least", type=Path, metavar="TABLE", help="of a table; no GPU is needed")
     options = parser.parse_args()
+    if options.least:
+        least_work(options.least)
+        return
     if options.smoke:
         smoke()
         return
