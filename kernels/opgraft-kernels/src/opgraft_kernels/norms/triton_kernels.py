@@ -875,16 +875,22 @@ def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
     else:
         a_warp = 1024 if size <= sizes.small_forward_bytes else 2048
     tile = Tile(rows, block, max(1, size // a_warp), tail=tail)
-    if _has_parameters_first(tile, hidden, itemsize, sizes):
+    if _is_exact(tile, hidden, itemsize, sizes):
         wider = tile._replace(num_warps=2 * tile.num_warps)
         return wider if _is_tail_for_all_threads(wider, itemsize) else tile
     return tile
 
 
+def _is_exact(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
+    """Whether a block and a tail hold a row exactly, and leave registers for weight and bias."""
+    is_small = tile.block * itemsize <= sizes.exact_block_bytes
+    return is_small and tile.rows == 1 and tile.tail > 0 and hidden == tile.block + tile.tail
+
+
 def _has_parameters_first(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
-    """Whether a row without masks has room for weight and bias before its reduction."""
-    most = sizes.exact_block_bytes if hidden == tile.block + tile.tail else 0
-    return tile.rows == 1 and tile.tail > 0 and tile.block * itemsize <= most
+    """Whether a forward loads weight and bias before the reduction."""
+    most = sizes.parameters_first_block_bytes if tile.tail else sizes.parameters_first_bytes
+    return tile.block * itemsize <= most or _is_exact(tile, hidden, itemsize, sizes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -962,9 +968,6 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
     unit = {"UNIT": unit_of(itemsize, hidden, x_stride)}
     if hidden * itemsize <= _WHOLE_ROW_BYTES and not _is_read_twice(hidden, itemsize, sizes):
         tile = _forward_tile(hidden, itemsize, call.mean is not None)
-        first_bytes = sizes.parameters_first_bytes
-        if tile.tail:
-            first_bytes = sizes.parameters_first_block_bytes
         return Launch(
             _forward_rows_kernel,
             ceil_div(rows, tile.rows),
@@ -975,8 +978,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
                 "TAIL": tile.tail,
                 "MASK_ROWS": tile.rows > 1,
                 "MASK_COLS": hidden < tile.block + tile.tail,
-                "PARAMETERS_FIRST": tile.block * itemsize <= first_bytes
-                or _has_parameters_first(tile, hidden, itemsize, sizes),
+                "PARAMETERS_FIRST": _has_parameters_first(tile, hidden, itemsize, sizes),
                 "TOGETHER": _is_tail_for_all_threads(tile, itemsize),
                 **unit,
             },
