@@ -1445,9 +1445,9 @@ def test_where_no_worker_can_be_started_this_process_compiles(
     assert "no worker can be started" in state.reason
 
 
-#: Ends while its thread is at what it compiles in this process.
-ENDS = """
-import torch, opgraft
+#: A program that has to compile by itself, and goes on doing so.
+COMPILES_FOR_EVER = """
+import atexit, torch, opgraft
 running = []
 def local(self):
     running.append(True)
@@ -1457,34 +1457,7 @@ opgraft.register_op_override(
     "aten", "neg", "CPU", local, unconditional_override=True,
     launch_plan=True, when_not_ready="native",
 )
-torch.neg(torch.ones(4))
-while not running:
-    pass
-print("done", flush=True)
-"""
-
-
-def test_a_process_that_ends_while_it_compiles_ends_as_ever() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=3 * LIMIT
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
-
-
-#: Makes its first call at its end, by an impl that this process compiles.
-ENDS_LATE = """
-import atexit, time, torch, opgraft
-running = []
-def local(self):
-    running.append(True)
-    while True:
-        torch.ones(100_000).exp()
-override = opgraft.register_op_override(
-    "aten", "neg", "CPU", local, unconditional_override=True,
-    launch_plan=True, when_not_ready="native",
-)
-@atexit.register
-def at_the_end():
+def until_it_compiles():
     torch.neg(torch.ones(4))
     while not running:
         pass
@@ -1492,9 +1465,14 @@ def at_the_end():
 """
 
 
-def test_a_call_while_the_process_ends_leaves_no_thread_behind() -> None:
+@pytest.mark.parametrize("when", ["until_it_compiles()", "atexit.register(until_it_compiles)"])
+def test_a_process_that_ends_while_it_compiles_ends_as_ever(when: str) -> None:
+    """Also where its first call is one of its end: no thread stays behind."""
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_LATE], capture_output=True, text=True, timeout=3 * LIMIT
+        [sys.executable, "-c", COMPILES_FOR_EVER + when],
+        capture_output=True,
+        text=True,
+        timeout=3 * LIMIT,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
