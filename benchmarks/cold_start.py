@@ -10,8 +10,7 @@ of the native process: its first call of a kind, and the median of the later one
 the call that took most above it, but for the first of all; `stalls` are those that took 10 ms more.
 
 `--what hits`: how long after its first call a kind of call first hits, in a process that goes on
-calling; beside another that calls once and waits until its kernels are ready, which takes as long
-as a worker needs to start and to compile.
+calling, and when a worker had started and compiled its kernels.
 """
 
 from __future__ import annotations
@@ -95,28 +94,32 @@ def train():
         if time.perf_counter() - begun > seconds and "ready_ms" in found:
             break
 
-def until_hit(call, waits):
+def is_compiled():
+    plans = [each.plans for each in opgraft.overrides() if each.plans]
+    states = [state.status for each in plans for state in each.readiness.states()]
+    return bool(states) and not {"waiting", "compiling"} & {*states}
+
+def until_hit(call):
     timed("first", call)
     begun = time.perf_counter()
-    if waits:
-        opgraft.wait_until_ready()
-    else:
-        while not any(each.hits for each in opgraft.overrides()):
-            if time.perf_counter() - begun > seconds:
-                if is_gpu:
-                    sys.exit("it never hit")
-                break  # nothing is overridden there
-            time.sleep(0.001)
-            timed("later", call)
-    found["until_ms"] = (time.perf_counter() - begun) * 1e3
+    while not any(each.hits for each in opgraft.overrides()):
+        if time.perf_counter() - begun > seconds:
+            if is_gpu:
+                sys.exit("it never hit")
+            break  # nothing is overridden there
+        time.sleep(0.001)
+        timed("later", call)
+        if "compiled_ms" not in found and is_compiled():
+            found["compiled_ms"] = (time.perf_counter() - begun) * 1e3
+    found["hit_ms"] = (time.perf_counter() - begun) * 1e3
 
-def norm_until_hit(waits):
+def norm_until_hit():
     x, weight = (tensor(16384, 4096), tensor(4096)) if is_gpu else (tensor(64, 64), tensor(64))
-    until_hit(lambda: F.rms_norm(x, weight.shape, weight, 1e-6), waits)
+    until_hit(lambda: F.rms_norm(x, weight.shape, weight, 1e-6))
 
-def attention_until_hit(waits):
+def attention_until_hit():
     q, k, v = (tensor(1, 8, 4096 if is_gpu else 64, 128) for _ in range(3))
-    until_hit(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), waits)
+    until_hit(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 if is_gpu:
     torch.zeros(1, device="cuda")
@@ -124,10 +127,8 @@ begun = time.perf_counter()
 {
     "calls": calls,
     "llama": train,
-    "norm hits": lambda: norm_until_hit(False),
-    "norm ready": lambda: norm_until_hit(True),
-    "attention hits": lambda: attention_until_hit(False),
-    "attention ready": lambda: attention_until_hit(True),
+    "norm": norm_until_hit,
+    "attention": attention_until_hit,
 }[sys.argv[4]]()
 found["script_ms"] = (time.perf_counter() - begun) * 1e3
 found["hits"] = {o.name: o.hits for o in opgraft.overrides() if o.hits}
@@ -197,19 +198,22 @@ def records(runs: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict
 
 def first_hits(count: int, device: str, seconds: float) -> list[dict[str, Any]]:
     """A record for each kind of call, from processes with empty caches that take turns."""
-    found: dict[tuple[str, str], list[float]] = {}
-    calls = ("norm", "attention")
+    found: dict[str, list[dict[str, Any]]] = {"norm": [], "attention": []}
     for _ in range(count):
-        for call in calls:
-            for until in ("ready", "hits"):
-                with tempfile.TemporaryDirectory() as place:
-                    run = measure("background", f"{call} {until}", device, seconds, Path(place))
-                found.setdefault((call, until), []).append(run["until_ms"])
+        for call, runs in found.items():
+            with tempfile.TemporaryDirectory() as place:
+                runs.append(measure("background", call, device, seconds, Path(place)))
     rows = []
-    for call in calls:
-        ready, hit = (statistics.median(found[call, until]) for until in ("ready", "hits"))
-        print(f"{call}: ready after {ready:.0f} ms, first hit after {hit:.0f} ms")
-        rows.append({"call": call, "processes": count, "ready_ms": ready, "first_hit_ms": hit})
+    for call, runs in found.items():
+        hit = [run["hit_ms"] for run in runs]
+        after = [run["hit_ms"] - run.get("compiled_ms", run["hit_ms"]) for run in runs]
+        row = {
+            **{"call": call, "processes": count, "first_hit_ms": round(statistics.median(hit), 1)},
+            "after_compiled_ms": round(statistics.median(after), 1),
+            "longest_after_compiled_ms": round(max(after), 1),
+        }
+        print(row)
+        rows.append(row)
     return rows
 
 
