@@ -2,8 +2,8 @@
 
 Registering packs may be deferred to the first call of one of their ops
 (:mod:`opgraft.packs.waiting`). The registry and the routers are below packs, and know only what is
-here: a function that registers the deferred packs, the core's routers that have no chain yet, and
-the placeholder in their chains.
+here: a function that registers the deferred packs, the core's routers that have no chain yet, the
+placeholder in their chains, and what a thread may prepare for calls.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ _registrar: Callable[[], bool] | None = None
 _placeholder: Any = None
 #: The core's routers that have no chain yet, by op and dispatch key.
 _unclaimed: dict[tuple[str, str], Any] = {}
+#: What to do once packs are registered, where that is on a thread for which no call waits.
+_preparations: list[Callable[[], object]] = []
 
 
 def set_registrar(register: Callable[[], bool] | None) -> None:
@@ -69,3 +71,20 @@ def claim_router(op: str, dispatch_key: str) -> Any | None:
 def unclaimed_routers() -> dict[tuple[str, str], Any]:
     """The routers that have no chain, by op and dispatch key."""
     return dict(_unclaimed)
+
+
+def add_preparation(prepare: Callable[[], object]) -> None:
+    """Add what first calls need, to be made ready where no call waits for it.
+
+    Args:
+        prepare: called once, on any thread, after deferred packs were registered; never where a
+            call registers them.
+    """
+    _preparations.append(prepare)
+
+
+def take_preparations() -> list[Callable[[], object]]:
+    """The functions of :func:`add_preparation`, which are the caller's to call from now on."""
+    taken = _preparations[:]
+    _preparations.clear()
+    return taken

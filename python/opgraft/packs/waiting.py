@@ -7,6 +7,9 @@ reaches a placeholder registers all packs, and is then routed again. So does the
 compiler, and everything that reads or changes what is registered (:func:`register_waiting`). Each
 op's own first call then compiles what its overrides need (:mod:`opgraft.router.compiled`).
 
+When a program starts CUDA, a thread registers the packs that wait for a call on a GPU. Making a CUDA
+context takes longer than that and needs no GIL, so the first call finds them registered.
+
 Then `import torch` imports only this module, the core, and the code that reads metadata.
 """
 
@@ -16,6 +19,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -35,6 +39,8 @@ _COMPILERS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor
 #: Seconds that a thread waits while another one registers the packs. The other one may itself wait
 #: for an import that this thread has begun. Then the native kernel runs, which is right as well.
 _MAX_WAIT_SECONDS = 5.0
+#: Seconds after which the thread looks again whether a module of a pack is still being imported.
+_RETRY_SECONDS = 0.01
 
 _lock = fork_safe_lock()
 #: Whether packs are waiting to be registered.
@@ -79,6 +85,8 @@ def install_placeholders(ops: Iterable[tuple[str, str]], register: Callable[[], 
         register_waiting()
     for name in _COMPILERS:
         imports.after(name, _before_compiling)
+    if any(key == "CUDA" for _, key in ops):
+        _call_when_cuda_starts(_start_registering)
 
 
 def op_exists(op: str) -> bool:
@@ -143,6 +151,38 @@ def _on_placeholder_call() -> bool:
 
 def _before_compiling(_: ModuleType) -> None:
     register_waiting()
+
+
+def _call_when_cuda_starts(function: Callable[[], None]) -> None:
+    """Call a function while `torch.cuda` initialises itself; never, where that cannot be had."""
+    try:
+        if not torch.cuda.is_initialized():  # else its context is there, and hides nothing
+            torch.cuda._lazy_call(function)
+    except Exception as error:  # the first call registers the packs
+        log.debug("nothing is called when CUDA starts: %r", error)
+
+
+def _start_registering() -> None:
+    """Register the packs on a thread. It never raises: CUDA's initialisation would fail."""
+    if not _are_waiting:
+        return
+    try:
+        threading.Thread(target=_register_beside_program, name="opgraft activation").start()
+    except RuntimeError as error:  # the interpreter is ending, or there are too many threads
+        log.debug("no thread registers the packs, so the first call does: %r", error)
+
+
+def _register_beside_program() -> None:
+    end = time.monotonic() + _MAX_WAIT_SECONDS
+    while not register_waiting():  # the program is importing a module of a pack
+        if time.monotonic() > end or sys.is_finalizing():
+            return
+        time.sleep(_RETRY_SECONDS)
+    for prepare in deferred.take_preparations():
+        try:
+            prepare()
+        except Exception as error:  # what is missing is made by the call that needs it
+            log.debug("%r failed: %r", prepare, error)
 
 
 def _register_now() -> None:

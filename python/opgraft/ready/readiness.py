@@ -23,6 +23,7 @@ import torch
 
 from opgraft.base import env
 from opgraft.base.locks import fork_safe_lock
+from opgraft.core import deferred
 from opgraft.errors import RegistrationError, warn_caller
 from opgraft.ops.schema import Call
 from opgraft.registry import Override, WhenNotReady
@@ -147,7 +148,7 @@ class Readiness:
         self._said: set[str] = set()
         #: The entries of the cache whose plans were loaded, by their names.
         self.kept: dict[str, entries.Entry] = {}
-        _attach_end()
+        _attach_to_process()
         with _lock:
             _all.add(self)
             self.apply()
@@ -495,13 +496,23 @@ class Readiness:
 
 
 @functools.cache
-def _attach_end() -> None:
+def _attach_to_process() -> None:
     """Have nothing compiled, and no thread run, from when the interpreter ends.
 
     What is registered for its end after this may make calls before, and what was registered before
     this makes them after.
     """
     atexit.register(_end)
+    deferred.add_preparation(_prepare_asking)
+
+
+def _prepare_asking() -> None:
+    """Import, and look up, what the first call needs whose kernels are asked for."""
+    from opgraft.cache import plans  # noqa: F401
+    from opgraft.ready import here, pool, request  # noqa: F401
+    from opgraft.ready.plan_keys import versions
+
+    versions()
 
 
 def _end() -> None:
