@@ -81,9 +81,9 @@ def put_pack(tmp_path: Path) -> Any:
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {name}\nVersion: 1\n{needs}")
         entries = f"[opgraft.packs]\n{name} = {module}:register\n"
-        if declared:
+        for each in key.split() if declared else ():
             lines = "\n".join(line.replace('"', "") for line in declared)
-            entries += f"\n[opgraft.ops.{key}]\n{lines}\n"
+            entries += f"\n[opgraft.ops.{each}]\n{lines}\n"
         (info / "entry_points.txt").write_text(entries)
         return {"PYTHONPATH": str(tmp_path), "OPGRAFT_PACKS": "the-pack,other-pack"}
 
@@ -615,6 +615,165 @@ def test_a_program_that_ends_before_any_call(
     done = environment.after_torch(HEAD + end, **put_pack("", SOFTMAX))
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
+
+
+# ------------------------------------------------------------------ the thread beside CUDA's start
+
+# What `torch.cuda` calls while it initialises itself, without a GPU.
+START_CUDA = """
+import threading
+def start_cuda():
+    for call, _ in torch.cuda._queued_calls[2:]:
+        call()
+def wait():
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join()
+"""
+
+
+def run_beside_cuda(
+    environment: EnvironmentWithTorch, program: str, variables: dict[str, str]
+) -> tuple[dict[str, Any], str]:
+    return run(environment, START_CUDA + textwrap.dedent(program), variables)
+
+
+def test_packs_are_activated_while_cuda_starts(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = """
+        start_cuda()
+        wait()
+        assert is_active()
+        routed = sys.modules["opgraft.router"]._routers["aten::_softmax", "CPU"]
+        assert not routed._awaits_first_call  # what its overrides need is compiled
+        torch.softmax(x, -1)
+    """
+    found, err = run_beside_cuda(environment, program, put_pack("", SOFTMAX, key="CPU CUDA"))
+    assert (found["hits"], err) == ({"softmax": 1}, "")
+    assert active(found)
+
+
+def test_packs_for_the_cpu_alone_do_not_care_whether_cuda_starts(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = "start_cuda(); wait(); assert not is_active(); torch.softmax(x, -1)"
+    found, _ = run_beside_cuda(environment, program, put_pack("", SOFTMAX))
+    assert found["hits"] == {"softmax": 1}
+
+
+def test_calls_while_the_thread_activates_wait_for_it_and_are_hits(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    code = """
+        times = 0
+        def register():
+            import time
+            global times
+            times += 1
+            time.sleep(0.3)
+            put("_softmax", softmax)
+    """
+    program = """
+        start_cuda()
+        torch.softmax(x, -1)
+        assert sys.modules["the_pack"].times == 1
+    """
+    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    assert (found["hits"], err) == ({"softmax": 1}, "")
+
+
+def test_a_pack_that_starts_cuda_while_it_is_imported_is_activated_when_it_is_whole(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    code = """
+        import time, torch
+        torch.cuda._queued_calls[-1][0]()
+        time.sleep(0.3)
+        is_whole = True
+        def register():
+            assert is_whole
+            put("_softmax", softmax)
+    """
+    program = "import the_pack; wait(); assert [o.hits for o in __import__('opgraft').overrides()]"
+    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    assert (found["hits"], err) == ({"softmax": 0}, "")
+
+
+def test_where_no_thread_can_be_started_the_first_call_activates(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = """
+        def start(self): raise RuntimeError("can't start new thread")
+        threading.Thread.start = start
+        start_cuda()
+        assert not is_active()
+        torch.softmax(x, -1)
+    """
+    found, err = run_beside_cuda(environment, program, put_pack("", SOFTMAX, key="CPU CUDA"))
+    assert (found["hits"], err) == ({"softmax": 1}, "")
+
+
+def test_a_pack_that_fails_on_the_thread_is_left_out_with_one_line(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    code = """
+        def register():
+            raise ValueError("no")
+    """
+    program = "start_cuda(); wait(); torch.softmax(x, -1)"
+    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    assert found["packs"]["the-pack"] == ["failed", "ValueError: no"]
+    assert err.count("\n") == 0 and "is left out" in err
+
+
+def test_a_child_that_is_forked_while_the_thread_prepares_has_all(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    code = """
+        def prepare():
+            import time
+            time.sleep(0.3)
+            import wave  # which nothing else imports
+        def register():
+            import time
+            from opgraft.core import deferred
+            put("_softmax", softmax)
+            deferred.add_preparation(prepare)
+    """
+    program = """
+        import os
+        start_cuda()
+        while not hasattr(sys.modules.get("the_pack"), "register"): pass
+        child = os.fork()
+        if child == 0:
+            import wave
+            torch.softmax(x, -1)
+            import opgraft
+            os._exit([o.hits for o in opgraft.overrides()] != [1])
+        assert os.waitpid(child, 0)[1] == 0
+        torch.softmax(x, -1)
+    """
+    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    assert (found["hits"], err) == ({"softmax": 1}, "")
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "torch.softmax(x, -1)"])
+def test_a_program_that_ends_as_soon_as_cuda_has_started(
+    environment: EnvironmentWithTorch, put_pack: Any, end: str
+) -> None:
+    program = HEAD + START_CUDA + "start_cuda()\n" + end
+    done = environment.after_torch(program, **put_pack("", SOFTMAX, key="CPU CUDA"))
+    assert (done.returncode, done.stderr.count("Error")) == (0, 0), done.stderr
+
+
+@pytest.mark.gpu
+def test_packs_are_activated_when_cuda_starts(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    program = START_CUDA + "torch.zeros(1, device='cuda'); wait(); assert is_active()"
+    found, err = run(environment, program, put_pack("", SOFTMAX, key="CPU CUDA"))
+    assert (found["hits"], err) == ({"softmax": 0}, "")
 
 
 # ------------------------------------------------------------------ who looks at what is registered

@@ -20,7 +20,7 @@ _registrar: Callable[[], bool] | None = None
 _placeholder: Any = None
 #: The core's routers that have no chain yet, by op and dispatch key.
 _unclaimed: dict[tuple[str, str], Any] = {}
-#: What to do once packs are registered, where that is on a thread for which no call waits.
+#: What first calls would have to wait for, unless a thread does it before.
 _preparations: list[Callable[[], object]] = []
 
 
@@ -74,17 +74,21 @@ def unclaimed_routers() -> dict[tuple[str, str], Any]:
 
 
 def add_preparation(prepare: Callable[[], object]) -> None:
-    """Add what first calls need, to be made ready where no call waits for it.
+    """Add what first calls would have to wait for.
 
     Args:
-        prepare: called once, on any thread, after deferred packs were registered; never where a
-            call registers them.
+        prepare: called once at the most, on any thread, after the deferred packs were registered. A
+            call that needs what it does makes it by itself, at the same time if it comes so.
     """
     _preparations.append(prepare)
 
 
 def take_preparations() -> list[Callable[[], object]]:
-    """The functions of :func:`add_preparation`, which are the caller's to call from now on."""
+    """The functions of :func:`add_preparation`, which the caller is to call.
+
+    >>> take_preparations()
+    []
+    """
     taken = _preparations[:]
     _preparations.clear()
     return taken

@@ -7,8 +7,9 @@ reaches a placeholder registers all packs, and is then routed again. So does the
 compiler, and everything that reads or changes what is registered (:func:`register_waiting`). Each
 op's own first call then compiles what its overrides need (:mod:`opgraft.router.compiled`).
 
-When a program starts CUDA, a thread registers the packs that wait for a call on a GPU. Making a CUDA
-context takes longer than that and needs no GIL, so the first call finds them registered.
+When a program starts CUDA, and ops on a GPU are among them, a thread registers the packs and does
+what the first call of each op would wait for. Making a CUDA context takes longer than all of that,
+and does not hold the GIL.
 
 Then `import torch` imports only this module, the core, and the code that reads metadata.
 """
@@ -49,6 +50,8 @@ _are_waiting = False
 _registering_thread: int | None = None
 _registration_ended = threading.Event()
 _register: Callable[[], bool] | None = None
+#: The thread that was started with CUDA.
+_preparing_thread: threading.Thread | None = None
 #: Whether all placeholders are removed.
 _are_placeholders_gone = False
 #: The included and the excluded dispatch keys at `import torch`.
@@ -86,7 +89,7 @@ def install_placeholders(ops: Iterable[tuple[str, str]], register: Callable[[], 
     for name in _COMPILERS:
         imports.after(name, _before_compiling)
     if any(key == "CUDA" for _, key in ops):
-        _call_when_cuda_starts(_start_registering)
+        _call_when_cuda_starts(_start_preparing)
 
 
 def op_exists(op: str) -> bool:
@@ -162,17 +165,20 @@ def _call_when_cuda_starts(function: Callable[[], None]) -> None:
         log.debug("nothing is called when CUDA starts: %r", error)
 
 
-def _start_registering() -> None:
-    """Register the packs on a thread. It never raises: CUDA's initialisation would fail."""
-    if not _are_waiting:
-        return
+def _start_preparing() -> None:
+    """Register and prepare on a thread. It never raises: CUDA's initialisation would fail."""
+    global _preparing_thread
+    thread = threading.Thread(target=_prepare, name="opgraft: preparing for calls")
     try:
-        threading.Thread(target=_register_beside_program, name="opgraft activation").start()
+        thread.start()
     except RuntimeError as error:  # the interpreter is ending, or there are too many threads
         log.debug("no thread registers the packs, so the first call does: %r", error)
+    else:
+        _preparing_thread = thread
 
 
-def _register_beside_program() -> None:
+def _prepare() -> None:
+    """Register the packs, and do what first calls would have to wait for."""
     end = time.monotonic() + _MAX_WAIT_SECONDS
     while not register_waiting():  # the program is importing a module of a pack
         if time.monotonic() > end or sys.is_finalizing():
@@ -181,7 +187,7 @@ def _register_beside_program() -> None:
     for prepare in deferred.take_preparations():
         try:
             prepare()
-        except Exception as error:  # what is missing is made by the call that needs it
+        except Exception as error:  # the call that needs it makes it, and says what is wrong
             log.debug("%r failed: %r", prepare, error)
 
 
@@ -251,8 +257,11 @@ def _drop_waiting_packs() -> None:
 
 
 def _before_fork() -> None:
+    end = time.monotonic() + _MAX_WAIT_SECONDS
+    if (thread := _preparing_thread) is not None and thread is not threading.current_thread():
+        thread.join(_MAX_WAIT_SECONDS)
     if _registering_thread not in (None, threading.get_ident()):
-        _registration_ended.wait(_MAX_WAIT_SECONDS)
+        _registration_ended.wait(max(0.0, end - time.monotonic()))
 
 
 def _after_fork_in_child() -> None:

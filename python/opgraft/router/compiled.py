@@ -64,6 +64,8 @@ class CompiledRouter(Router):
         # Packs that wait for a call have ops that a program never calls, or later: nothing is
         # compiled for an op before its first call.
         self._was_deferred = self._awaits_first_call = claimed is not None
+        if self._awaits_first_call:
+            deferred.add_preparation(self._prepare_first_call)
         self._placeholder = _core.Override.placeholder(self._on_placeholder_call)
         self._router = claimed or _core.Router(
             schema.name, schema.overload_name, chain.dispatch_key
@@ -201,6 +203,14 @@ class CompiledRouter(Router):
             core_override.decide_in_python()
             if (shadowed := self._shadowed.get(override)) is not None:
                 shadowed.decide_in_python()
+
+    def _prepare_first_call(self) -> None:
+        """Do what the op's first call would have to wait for."""
+        if self._awaits_first_call:
+            self._on_placeholder_call()
+        for override in self.chain.active:
+            if override.decisions is not None:
+                override.decisions.by_model(self.chain.dispatch_key)
 
     # What the core calls.
 

@@ -236,7 +236,7 @@ class Check:
         changed = [
             argument
             for argument, tensor, before in self._unwritten
-            if not torch.equal(_bytes(tensor), before)
+            if not _are_equal(_bytes(tensor), before)
         ]
         if changed and self._writes_again(rerun):
             names = ", ".join(repr(argument.name) for argument in changed)
@@ -258,7 +258,7 @@ class Check:
             rerun(again)
         except Exception:
             return True
-        return any(not torch.equal(_bytes(copied), contents) for copied, contents in pairs)
+        return any(not _are_equal(_bytes(copied), contents) for copied, contents in pairs)
 
     def _check_reuse(self, actual: OpResult) -> None:
         """The results of two calls must not share memory, since both may be alive."""
@@ -297,6 +297,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the bytes of a tensor's elements."""
     copied = tensor.detach().clone(memory_format=torch.contiguous_format)
     return copied.view(-1).view(torch.uint8)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two copies of bytes are equal.
+
+    They are compared on the CPU: a process's first comparison on a GPU waits until its kernels are
+    loaded, for longer than it takes to read so few bytes.
+    """
+    return torch.equal(one.cpu(), other.cpu())
 
 
 def _missing_or_extra_writes(
