@@ -23,12 +23,15 @@ import opgraft
 from opgraft import dsl as dsls
 from opgraft import packs, when
 from opgraft.cli import facts
+from opgraft.core import loader
 from opgraft.crossover import models, rule, sources
 from opgraft.crossover.tables import FORMAT, BadTable, Cell
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, resolve
+from opgraft.plan import plans
 from opgraft.tuning import measuring, search, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
+from tests import probes
 from tests.crossover import tables
 from tests.crossover.test_sources import UNREADABLE
 
@@ -115,6 +118,36 @@ def test_the_table_decides_as_it_was_measured(
         before = override.hits
         torch.softmax(torch.zeros(rows, 4), -1)
         assert override.hits - before == (rows >= 64), rows
+
+
+@pytest.mark.skipif(loader.load() is None, reason="launch plans need the compiled core")
+def test_more_kinds_are_measured_than_an_override_may_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without recordings an override runs native, and its cells would count as declined."""
+    monkeypatch.setattr(plans, "FREE_RECORDINGS", 8)
+    monkeypatch.setattr(measuring, "_KINDS_OF_A_TWIN", 2)
+
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        out = torch.empty_like(self)
+        probes.scale(self, out, 0.25)
+        return out
+
+    declared = crossover(ranges={"rows": (1, 1024), "dtype": (torch.float32,)})
+    override = opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", impl),
+        name="tuned",
+        crossover=declared,
+        cond=when.size("self", -1) == 4,
+        launch_plan=True,
+    )
+    values = [(2**exponent, torch.float32) for exponent in range(11)]
+    result = tune(tmp_path, override, calls=values)
+    assert (result.measured, result.skipped) == (11, {})
+
+
+def test_an_override_may_record_what_one_of_its_twins_measures() -> None:
+    assert measuring._KINDS_OF_A_TWIN * plans.MAX_ATTEMPTS <= plans.FREE_RECORDINGS
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, clock: Clock) -> None:
@@ -467,7 +500,7 @@ def endless() -> Iterator[Any]:
         (lambda: [(torch.zeros(16, 4),)], "misses dim, half_to_float"),
         (lambda: [{"input": 1}], "has no argument 'input'"),
         (lambda: [], "calls= makes none"),
-        (lambda: [(torch.zeros(16, 4, device="meta"), -1, False)], "the condition declines"),
+        (lambda: [(torch.zeros(16, 4, device="meta"), -1, False)], "the override does not run"),
     ],
 )
 def test_what_calls_makes_wrong_is_one_reason_for_all_cells(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,19 +28,53 @@ _COLD_BYTES, _MOST_CALLS = 2**27, 16
 _UNTIL_PLANNED = 4
 #: From so many times as fast or as slow on, two rounds are clear.
 _FAR = 2.0
+#: What stands in for an override measures so many kinds of calls at the most, and another one does
+#: the next: each records two launch plans or more of a kind, and recordings are limited.
+_KINDS_OF_A_TWIN = 100
 
 
 class Skip(Exception):
     """Calls that cannot be measured, with the reason."""
 
 
-class _Twins(NamedTuple):
-    """What is measured in place of overrides: the same without their crossovers."""
+class _Twins:
+    """What is measured in place of overrides: the same without their crossovers.
 
-    #: The override's own: "python", and "plan" if it has launch plans.
+    Args:
+        override: what is measured.
+        behind: the overrides behind it in the chain, which get its calls without it.
+
+    Attributes:
+        own: the override's own, `"python"`, and `"plan"` if it has launch plans.
+        others: of those behind it, by name.
+    """
+
     own: Mapping[str, Override]
-    #: Of the overrides behind it in the chain, which get its calls without it, by name.
     others: Mapping[str, Override]
+
+    def __init__(self, override: Override, behind: Sequence[Override]) -> None:
+        self._override = override
+        self._behind = behind
+        self._scopes = ExitStack()
+        self._kinds = 0
+        self._register()
+
+    def _register(self) -> None:
+        enter = self._scopes.enter_context
+        ways = ["python", "plan"] if self._override.launch_plan else ["python"]
+        self.own = {way: enter(_twin(self._override, way)) for way in ways}
+        self.others = {each.name: enter(_twin(each, _best_way(each))) for each in self._behind}
+
+    def begin_kind(self) -> None:
+        """Get ready for calls of another kind."""
+        self._kinds += 1
+        if self._kinds > _KINDS_OF_A_TWIN:
+            self.remove()
+            self._register()
+            self._kinds = 1
+
+    def remove(self) -> None:
+        self._scopes.close()
 
 
 @contextmanager
@@ -56,14 +90,12 @@ def measuring(override: Override, device: torch.device) -> Iterator[Measuring]:
         for each in registry.overrides(_same_op(override))
         if each.order > override.order and each.why_off() is None and each.autograd is None
     ]
-    with ExitStack() as twins:
-        twins.enter_context(when_not_ready("wait"))  # native's time would count as theirs
-        own = {"python": twins.enter_context(_twin(override, "python"))}
-        if override.launch_plan:
-            own["plan"] = twins.enter_context(_twin(override, "plan"))
-        others = [twins.enter_context(_twin(each, _best_way(each))) for each in behind]
-        named = {each.name: each for each in others}
-        yield Measuring(override, behind, _Twins(own, named), device)
+    with when_not_ready("wait"):  # native's time would count as theirs
+        twins = _Twins(override, behind)
+        try:
+            yield Measuring(override, behind, twins, device)
+        finally:
+            twins.remove()
 
 
 def _same_op(override: Override) -> Selector:
@@ -119,7 +151,7 @@ class Measuring:
             calls: as `cold_calls` makes them.
 
         Raises:
-            Skip: the condition declines them.
+            Skip: the override does not run.
         """
         turns, without, way = self.turns(calls)
         native, native_host = turns.median(without)
@@ -135,8 +167,9 @@ class Measuring:
             without the override, native or an override behind it; and that of the override's own.
 
         Raises:
-            Skip: the condition declines them.
+            Skip: the override does not run.
         """
+        self._twins.begin_kind()
         functions = [partial(call.op.overload, *call.args, **call.kwargs) for call in calls]
         ways = {name: Way(_natively, functions) for name in ("native", "native again")}
         twins = {**self._twins.own, **self._twins.others}
@@ -147,8 +180,8 @@ class Measuring:
         hits = {name: twin.hits for name, twin in twins.items()}
         turns = Turns(ways, self._device)
         declining = {name for name, twin in twins.items() if twin.hits == hits[name]}
-        if declining & self._twins.own.keys():
-            raise Skip("the condition declines the calls")
+        if found := sorted(declining & self._twins.own.keys()):
+            raise Skip(f"the override does not run ({', '.join(found)})")
         for name in declining:
             turns.drop(name)
         others = [name for name in self._twins.others if name not in declining]
