@@ -126,6 +126,7 @@ def test_more_kinds_are_measured_than_an_override_may_record(
 ) -> None:
     """Without recordings an override runs native, and its cells would count as declined."""
     monkeypatch.setattr(plans, "FREE_RECORDINGS", 8)
+    monkeypatch.setattr(plans, "REPLAYS_PER_RECORDING", 10**9)
     monkeypatch.setattr(measuring, "_KINDS_OF_A_TWIN", 2)
 
     def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
