@@ -88,7 +88,7 @@ class Part:
     def __init__(self, crossover: Crossover, entry: Entry) -> None:
         self._features = list(crossover.features)
         self._entry = entry
-        self._grid = rule.grid_of(entry, rule.MARGIN)
+        self._grid = rule.grid_of([(entry, rule.MARGIN)])
         self._cells = {
             tuple(axis.lower(place) for axis, place in zip(entry.axes, at, strict=True)): cell
             for at, cell in entry.cells.items()

@@ -35,7 +35,7 @@ def chosen(
             content = table({"fast": entry(cell(4))}, each.name, capability=capability)
             write(folder, content, each.name)
     found = sources.find("fast", "user", crossover(tables=tmp_path / "shipped"))
-    return sources.choose(found, model, "user")
+    return next(iter(sources.choose(found, model, "user")), None)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,30 @@ def test_the_nearest_counts(
     source = chosen(user_tables, tmp_path, users, authors, H200)
     assert source is not None
     assert (source.owner, source.table.model, source.margin) == (owner, measured_on, margin)
+
+
+def test_tables_behind_the_first_count_where_it_decides_nothing(
+    user_tables: Path, tmp_path: Path
+) -> None:
+    chosen(user_tables, tmp_path, [H200, A100], [H200, H100, B200], H200)
+    found = sources.find("fast", "user", crossover(tables=tmp_path / "shipped"))
+    kept = sources.choose(found, H200, "user")
+    assert [(each.owner, each.table.model, each.margin) for each in kept] == [
+        ("user", H200, rule.MARGIN),
+        ("author", H200, rule.MARGIN),
+        ("author", H100, rule.OTHER_DEVICE_MARGIN),
+    ]
+
+
+def test_a_table_with_other_buckets_than_the_first_does_not_count(
+    user_tables: Path, tmp_path: Path
+) -> None:
+    halves = {"rows": {"steps": 2}, "dtype": "exact"}
+    content = table({"fast": entry(cell(4), features=halves)}, H200.name, capability=[9, 0])
+    write(user_tables, content, H200.name)
+    chosen(user_tables, tmp_path, [], [H200], H200)
+    found = sources.find("fast", "user", crossover(tables=tmp_path / "shipped"))
+    assert [each.owner for each in sources.choose(found, H200, "user")] == ["user"]
 
 
 @pytest.mark.parametrize(
@@ -196,8 +220,8 @@ def test_what_cannot_be_read_is_told_in_a_short_line_and_the_next_source_counts(
     assert found.refused == (line,)
     assert line.startswith(f"the table {bad / 'nvidia_h200.json'} is not used: ")
     assert line.isprintable() and len(line) < len(str(bad)) + 800
-    source = sources.choose(found, H200, "user")
-    assert source is not None and source.table.model == H100
+    (source,) = sources.choose(found, H200, "user")
+    assert source.table.model == H100
 
 
 @pytest.mark.parametrize(
@@ -261,7 +285,7 @@ def test_a_damaged_byte_is_an_error_or_changes_one_cell(tmp_path: Path) -> None:
             return None
         if found is None:  # its name is damaged
             return None
-        grid = rule.grid_of(found, rule.MARGIN)
+        grid = rule.grid_of([(found, rule.MARGIN)])
         return [grid.takes([rows, torch.float32], PLAN) for rows in ROWS]
 
     expected = taken(content)

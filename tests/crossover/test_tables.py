@@ -188,7 +188,7 @@ def grid(
 ) -> Grid:
     features = {"rows": {"steps": steps}, "dtype": "exact"}
     found = read(h200(*cells, features=features), crossover(**declared))
-    return rule.grid_of(found, margin)
+    return rule.grid_of([(found, margin)])
 
 
 def taken(found: Grid, rows: list[int], dtype: torch.dtype = torch.float32) -> list[bool]:
@@ -253,6 +253,64 @@ def test_the_core_refuses_counts_that_are_not_the_cells(counts: list[int]) -> No
         pytest.skip("needs the compiled core")
     with pytest.raises(ValueError, match="cells"):
         core.fill_grid(b"\xff", [(count, True) for count in counts])
+
+
+def layered(*layers: tuple[list[dict[str, Any]], float], **declared: Any) -> Grid:
+    return rule.grid_of(
+        [(read(h200(*cells), crossover(**declared)), margin) for cells, margin in layers]
+    )
+
+
+def test_a_table_for_a_few_calls_leaves_the_rest_to_the_next() -> None:
+    of_a_script = [cell(64, override=20), cell(8, "float16")]
+    shipped = [cell(16), cell(64), cell(256), cell(1024, override=20)]
+    found = layered((of_a_script, rule.MARGIN), (shipped, rule.MARGIN))
+    # It says that 64 rows are slower, so that 32 and 128 have neighbours that disagree.
+    assert taken(found, [16, 32, 64, 128, 256, 512, 1024]) == [
+        True,
+        *[False] * 3,
+        True,
+        *[False] * 2,
+    ]
+    assert taken(found, [8], torch.float16) == [True]
+
+
+def test_another_device_s_table_decides_where_this_one_s_cells_disagree() -> None:
+    ours = [cell(16, override=20), cell(256), cell(1024)]
+    others = [cell(32, override=20), cell(64), cell(4096, override=9.3)]
+    found = layered((ours, rule.MARGIN), (others, rule.OTHER_DEVICE_MARGIN))
+    rows = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    # 128 rows: the other device's lie between 64, which it takes, and 4096, which it does not.
+    assert taken(found, rows) == [False, False, True, False, True, True, True, False, False]
+
+
+def test_an_open_end_is_that_of_the_table_that_goes_further() -> None:
+    few, more = [cell(64)], [cell(16), cell(1024, override=20)]
+    alone = layered((few, rule.MARGIN), open_ended=["rows"])
+    assert taken(alone, [1, 64, 2**20]) == [True, True, True]
+    found = layered((few, rule.MARGIN), (more, rule.MARGIN), open_ended=["rows"])
+    assert taken(found, [1, 64, 2**20]) == [True, True, False]
+
+
+@relaxed
+@given(
+    st.dictionaries(st.integers(0, 8), st.booleans(), min_size=1),
+    st.dictionaries(st.integers(0, 8), st.booleans(), min_size=1),
+    st.sampled_from([rule.MARGIN, rule.OTHER_DEVICE_MARGIN]),
+)
+def test_what_the_first_table_measured_is_decided_by_it(
+    first: dict[int, bool], second: dict[int, bool], margin: float
+) -> None:
+    def cells(takes: dict[int, bool]) -> list[dict[str, Any]]:
+        return [cell(2**at, override=5 if each else 20) for at, each in takes.items()]
+
+    found = layered((cells(first), rule.MARGIN), (cells(second), margin))
+    for at, takes in first.items():
+        assert taken(found, [2**at]) == [takes]
+    # Between two of its own that agree the first one decides, whatever the second one measured.
+    beyond = {at: each for at, each in second.items() if not min(first) <= at <= max(first)}
+    for at, takes in beyond.items():
+        assert taken(found, [2**at]) == [takes]
 
 
 def test_values_of_an_exact_feature_have_nothing_in_between() -> None:
@@ -334,7 +392,7 @@ def test_in_two_dimensions_a_filled_cell_has_a_taken_one_on_two_sides(
     content = json.dumps(table({"fast": entry(*cells, features=features)}, "NVIDIA H200"))
     found = entry_of(tables.parse(H200, content), "fast", declared)
     assert found is not None
-    filled = rule.grid_of(found, rule.MARGIN)
+    filled = rule.grid_of([(found, rule.MARGIN)])
     # The same rule with the features in the other order.
     swapped = Crossover(b=when.size("self", 0), a=when.numel("self"))
     turned = [each | {"at": each["at"][::-1]} for each in cells]
@@ -342,7 +400,7 @@ def test_in_two_dimensions_a_filled_cell_has_a_taken_one_on_two_sides(
     content = json.dumps(table({"fast": entry(*turned, features=features)}, "NVIDIA H200"))
     other = entry_of(tables.parse(H200, content), "fast", swapped)
     assert other is not None
-    refilled = rule.grid_of(other, rule.MARGIN)
+    refilled = rule.grid_of([(other, rule.MARGIN)])
 
     def takes(a: int, b: int) -> bool:
         return filled.takes([2**a, 2**b], PLAN)

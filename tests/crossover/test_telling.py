@@ -15,7 +15,7 @@ import opgraft
 from opgraft import cli, tuning
 from opgraft.cli import doctor
 from opgraft.crossover import sources
-from tests.crossover.tables import CPU, cell, entry, table, write
+from tests.crossover.tables import CPU, cell, crossover, entry, table, write
 from tests.crossover.test_routing import register
 
 
@@ -46,6 +46,18 @@ def test_list_says_which_table_is_in_force_and_how_old(user_tables: Path) -> Non
     assert found["tables"] == tuning.digest() != ""
     text = click.testing.CliRunner().invoke(cli.opgraft, ["list"]).output
     assert f"{path.name} (your own, 3 days old)" in " ".join(text.split())
+
+
+def test_list_and_explain_name_a_table_behind_the_first(user_tables: Path, tmp_path: Path) -> None:
+    own = write(user_tables, table({"fast": entry(cell(4))}))
+    shipped = write(tmp_path / "shipped", table({"fast": entry(cell(64, override=20), cell(4096))}))
+    register(crossover=crossover(tables=tmp_path / "shipped"))
+    (row,) = listed()["overrides"][0]["tables"]
+    assert (row["file"], row["behind"]) == (str(own), [str(shipped)])
+    text = str(opgraft.explain("aten::_softmax", torch.ones(64, 4), 1, False))
+    assert "slower from Python here: 20 us against native's 10 (rows 64" in text
+    open_cell = str(opgraft.explain("aten::_softmax", torch.ones(512, 4), 1, False))
+    assert f"{own.name}, measured 2026-11-24 and {shipped.name}" in open_cell
 
 
 def test_list_has_a_hash_of_what_is_in_force(user_tables: Path) -> None:

@@ -76,7 +76,7 @@ def override_rows() -> list[dict[str, Any]]:
 
 
 def table_rows(override: Override) -> Iterator[dict[str, Any]]:
-    """The crossover table in force on each model of device here; none for one without crossover."""
+    """The crossover tables in force on each model of device here; none without a crossover."""
     if override.decisions is None:
         return
     for model, in_force in override.decisions.by_model(override.dispatch_key).items():
@@ -94,6 +94,8 @@ def table_rows(override: Override) -> Iterator[dict[str, Any]]:
             "measured": dict(entry.measured),
             "days_old": _days_since(entry.measured.get("date", "")),
             "digest": in_force.digest,
+            # Which count where the first one decides nothing.
+            "behind": [str(source.table.path) for source in in_force.sources[1:]],
         }
 
 
@@ -111,7 +113,8 @@ def table_text(row: dict[str, Any]) -> str:
     owner = "your own" if row["owner"] == "user" else "its author's"
     days = "" if row["days_old"] is None else f", {row['days_old']} days old"
     other = "" if row["of"] == "this device" else f", of {row['measured_on']}"
-    return f"{row['file'].rpartition('/')[2]} ({owner}{other}{days})"
+    behind = "".join(f", then {path.rpartition('/')[2]}" for path in row["behind"])
+    return f"{row['file'].rpartition('/')[2]} ({owner}{other}{days}){behind}"
 
 
 def when_not_ready(override: Override) -> WhenNotReady:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,49 +16,62 @@ from opgraft.crossover.models import Model
 from opgraft.crossover.sources import Found, Source
 from opgraft.crossover.tables import Cell
 from opgraft.ops.describing import dtype_name
-from opgraft.when.grid import Axis, Feature, Grid, SteppedAxis
+from opgraft.when.grid import Axis, Feature, Grid, SteppedAxis, places_in
 from opgraft.when.nodes import Failure, Lookup
 
 
 class InForce:
-    """The table that is in force on one model of device, and its grid.
+    """The tables that are in force on one model of device, and their grid.
 
     Attributes:
         model: the model.
-        source: the table.
-        grid: what it decides.
+        sources: the tables; those behind the first count where it decides nothing.
+        grid: what they decide.
     """
 
-    def __init__(self, model: Model, source: Source) -> None:
+    def __init__(self, model: Model, sources: tuple[Source, ...]) -> None:
         self.model = model
-        self.source = source
-        self.grid = rule.grid_of(source.entry, source.margin)
+        self.sources = sources
+        self.grid = rule.grid_of([(source.entry, source.margin) for source in sources])
+
+    @property
+    def source(self) -> Source:
+        """The first table."""
+        return self.sources[0]
 
     @property
     def digest(self) -> str:
         """A hash of everything that a decision depends on."""
-        entry, margin = self.source.entry, self.source.margin
-        ends = [isinstance(axis, SteppedAxis) and axis.open_ended for axis in entry.axes]
-        return hashlib.sha256(f"{entry.digest} {margin} {ends}".encode()).hexdigest()
+        ends = [isinstance(axis, SteppedAxis) and axis.open_ended for axis in self.grid.axes]
+        parts = [f"{source.entry.digest} {source.margin}" for source in self.sources]
+        return hashlib.sha256(f"{' '.join(parts)} {ends}".encode()).hexdigest()
 
     def failure(self, names: list[str], values: tuple[Any, ...], column: int) -> Failure:
         """Why the column declines a call's features."""
-        entry, path = self.source.entry, self.source.table.path
         indices = self.grid.indices_of(values)
         if indices is None:
             place = ", ".join(map(_shown, names, values))
-            part = "not measured here"
-        else:
-            shown = map(_place, self.grid.axes, indices, values)
-            place = ", ".join(map(_shown, names, shown))
-            cell = entry.cells.get(indices)
+            return Failure("not measured here", f"{place}; {_described(self.sources)}")
+        place = ", ".join(map(_shown, names, map(_place, self.grid.axes, indices, values)))
+        corner = [axis.lower(index) for axis, index in zip(self.grid.axes, indices, strict=True)]
+        for source in self.sources:
+            at = places_in(source.entry.axes, corner)
+            cell = None if at is None else source.entry.cells.get(at)
             if cell is not None and rule.is_measured(cell, column):
-                part = _comparison(cell, column, self.source.margin)
-            else:
-                part = _UNMEASURED
-        date = f", measured {entry.measured['date']}" if "date" in entry.measured else ""
-        other = "" if self.source.of == "this device" else f" of {self.source.of}"
-        return Failure(part, f"{place}; {path.name}{other}{date}")
+                part = _comparison(cell, column, source.margin)
+                return Failure(part, f"{place}; {_described([source])}")
+        return Failure(_UNMEASURED, f"{place}; {_described(self.sources)}")
+
+
+def _described(sources: Iterable[Source]) -> str:
+    return " and ".join(map(_described_source, sources))
+
+
+def _described_source(source: Source) -> str:
+    measured = source.entry.measured
+    date = f", measured {measured['date']}" if "date" in measured else ""
+    other = "" if source.of == "this device" else f" of {source.of}"
+    return f"{source.table.path.name}{other}{date}"
 
 
 _UNMEASURED = "not measured here, and not faster in all measured cells around it"
@@ -129,10 +142,10 @@ class Decisions:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def in_force(self, model: Model) -> InForce | None:
-        """The table that is in force on a model of device; None if there is none."""
+        """The tables that are in force on a model of device; None if there are none."""
         if model not in self._in_force:
-            source = sources.choose(self.found, model, self.owner)
-            made = None if source is None else InForce(model, source)
+            chosen = sources.choose(self.found, model, self.owner)
+            made = InForce(model, chosen) if chosen else None
             self._in_force.setdefault(model, made)
         return self._in_force[model]
 

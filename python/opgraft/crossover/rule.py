@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from opgraft.core import loader
 from opgraft.crossover.tables import Cell, Entry
-from opgraft.when.grid import Axis, ExactAxis, Grid
+from opgraft.when.grid import Axis, ExactAxis, Grid, joined
 
 #: How much faster than native a way must be to be taken, as a share of its own time. Two
 #: measurements of the same call on the same device differ by less.
@@ -66,26 +66,70 @@ def pays(cell: Cell, column: int, margin: float) -> bool:
     return any(pays(cell, each, margin) for each in (PLAN, PYTHON))
 
 
-def grid_of(entry: Entry, margin: float) -> Grid:
-    """The decision for each cell of a table.
+def grid_of(layers: Sequence[tuple[Entry, float]]) -> Grid:
+    """The decision for each cell of one table, or of several.
 
     A cell that was not measured follows its neighbours: along each axis with steps, the nearest
     decided cells on both sides. It is taken if all of them are, and declined if one is. Where no
     axis has neighbours on both sides, it waits until other cells were filled in, and is declined in
     the end. Calls and graphs have cells of their own: not every cell is measured in both. A graph
     is opaque only where calls are taken.
+
+    Of several tables the first one counts where it decides: where a cell was measured, or its
+    neighbours agree. Tables with one margin are of one device, and are filled in together.
+
+    Args:
+        layers: the tables, with the margin of each. Their axes can be joined.
     """
-    calls, graphs = (_undecided(entry.axes) for _ in range(2))
-    strides = _strides(entry.axes)
-    for indices, cell in entry.cells.items():
-        flat = sum(map(operator.mul, indices, strides))
-        if is_measured(cell, PLAN):
-            calls[flat] = sum(pays(cell, column, margin) << column for column in (PLAN, PYTHON))
-        if is_measured(cell, GRAPH):
-            graphs[flat] = pays(cell, GRAPH, margin) << GRAPH
-    for each in (calls, graphs):
-        _fill(each, entry.axes, operator.and_)
-    return Grid(entry.axes, _joined(_decided(calls), _decided(graphs)))
+    axes = layers[0][0].axes
+    for entry, _ in layers[1:]:
+        axes = joined(axes, entry.axes) or axes
+    decided = [_undecided(axes) for _ in range(2)]
+    devices = [(margin, list(each)) for margin, each in itertools.groupby(layers, lambda it: it[1])]
+    for margin, tables in devices:
+        found = _measured_cells([entry for entry, _ in tables], axes, margin)
+        for so_far, cells in zip(decided, found, strict=True):
+            if margin == devices[-1][0]:
+                _fill(cells, axes, operator.and_)
+            else:
+                _fill_where_agreed(cells, axes)
+            _take_decisions(so_far, cells)
+    calls, graphs = decided
+    return Grid(axes, _joined(_decided(calls), _decided(graphs)))
+
+
+def _measured_cells(
+    entries: Sequence[Entry], axes: Sequence[Axis], margin: float
+) -> tuple[bytearray, bytearray]:
+    """What tables measured, of calls and of graphs; where several did, the first counts."""
+    calls, graphs = (_undecided(axes) for _ in range(2))
+    for entry in reversed(entries):
+        starts = _places(entry.axes, axes)
+        for indices, cell in entry.cells.items():
+            flat = sum(places[index] for places, index in zip(starts, indices, strict=True))
+            if is_measured(cell, PLAN):
+                calls[flat] = sum(pays(cell, column, margin) << column for column in (PLAN, PYTHON))
+            if is_measured(cell, GRAPH):
+                graphs[flat] = pays(cell, GRAPH, margin) << GRAPH
+    return calls, graphs
+
+
+def _places(own: Sequence[Axis], axes: Sequence[Axis]) -> list[list[int]]:
+    """By how many cells of joined axes each bucket of a table's own goes on, for each axis."""
+    return [
+        [stride * index for index in map(axis.index_of, map(of_table.lower, range(of_table.count)))]  # type: ignore[operator]
+        for of_table, axis, stride in zip(own, axes, _strides(axes), strict=True)
+    ]
+
+
+def _take_decisions(cells: bytearray, others: bytearray) -> None:
+    """Take what others decide for the cells that are undecided."""
+    if cells.count(_UNDECIDED) == len(cells):
+        cells[:] = others
+        return
+    for place, (own, other) in enumerate(zip(cells, others, strict=True)):
+        if own == _UNDECIDED:
+            cells[place] = other
 
 
 def is_measured(cell: Cell, column: int) -> bool:
@@ -141,6 +185,20 @@ def _fill(cells: bytearray, axes: Sequence[Axis], join: Callable[[int, int], int
         cells[:] = core.fill_grid(bytes(cells), described)
     else:
         _fill_here(cells, axes, join)
+
+
+#: Decisions with each bit turned over, by which the least of them becomes the most.
+_TURNED_OVER = bytes([*(7 - value for value in range(8)), *range(8, 256)])
+
+
+def _fill_where_agreed(cells: bytearray, axes: Sequence[Axis]) -> None:
+    """Fill in the undecided cells whose neighbours are decided alike."""
+    most = cells.translate(_TURNED_OVER)
+    _fill(cells, axes, operator.and_)
+    _fill(most, axes, operator.and_)
+    for place, (one, other) in enumerate(zip(cells, most.translate(_TURNED_OVER), strict=True)):
+        if one != other:
+            cells[place] = _UNDECIDED
 
 
 def _fill_here(cells: bytearray, axes: Sequence[Axis], join: Callable[[int, int], int]) -> None:

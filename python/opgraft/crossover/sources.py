@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,6 +16,7 @@ from opgraft.crossover import rule, tables
 from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.models import Model
 from opgraft.crossover.tables import BadTable, Entry, Table
+from opgraft.when.grid import Axis, joined
 
 #: Whose table it is.
 Owner = Literal["user", "author"]
@@ -152,11 +153,13 @@ def _entries(
             yield table, entry
 
 
-def choose(found: Found, model: Model, label: str) -> Source | None:
-    """The table that counts on a model of device; None if there is none.
+def choose(found: Found, model: Model, label: str) -> tuple[Source, ...]:
+    """The tables that count on a model of device, where the ones before them decide nothing.
 
     First the user's own for exactly this model, then the author's, then that of the nearest device
-    of the same architecture, then that of the nearest architecture.
+    of the same architecture, or else of the nearest architecture. A table that says little, such as
+    one for the calls of a script, leaves the rest to those behind it. One whose buckets are others
+    than those of the first does not count.
 
     Args:
         found: the tables.
@@ -166,31 +169,47 @@ def choose(found: Found, model: Model, label: str) -> Source | None:
     mine = [("user", *each) for each in found.user], [("author", *each) for each in found.author]
     every: list[tuple[Owner, Table, Entry]] = [*mine[0], *mine[1]]  # type: ignore[list-item]
     exact = [each for each in every if each[1].model.name == model.name]
-    if exact:
-        owner, table, entry = exact[0]
-        return Source(table, entry, owner, rule.MARGIN, "this device")
-    near = [each for each in every if model.capability and each[1].model.capability]
-    if not near:
+    sources = [
+        Source(table, entry, owner, rule.MARGIN, "this device") for owner, table, entry in exact
+    ]
+    others = [
+        each
+        for each in every
+        if model.capability and each[1].model.capability and each[1].model.name != model.name
+    ]
+    if others:
+        sources.append(
+            _of_other_device(min(others, key=lambda it: _distance(it[1].model, model)), model)
+        )
+    if not sources and model.name not in found.devices:
         # Where there is one, whoever measured the device left this override out.
-        if model.name not in found.devices:
-            env.warn_once(
-                f"no crossover table for {model.name}: overrides of {label} that need one decline; "
-                f"{_MEND}"
-            )
-        return None
-    owner, table, entry = min(near, key=lambda each: _distance(each[1].model, model))
-    same = table.model.capability == model.capability
-    env.warn_once(
-        f"no crossover table of {label} for {model.name}, and that of {table.model.name} is used, "
-        f"with a larger margin; {_MEND}"
-    )
-    return Source(
-        table,
-        entry,
-        owner,
-        rule.OTHER_DEVICE_MARGIN if same else rule.OTHER_ARCHITECTURE_MARGIN,
-        "another device" if same else "another architecture",
-    )
+        env.warn_once(
+            f"no crossover table for {model.name}: overrides of {label} that need one decline; "
+            f"{_MEND}"
+        )
+    elif sources and not exact:
+        env.warn_once(
+            f"no crossover table of {label} for {model.name}, and that of "
+            f"{sources[0].table.model.name} is used, with a larger margin; {_MEND}"
+        )
+    return tuple(_joinable(sources))
+
+
+def _of_other_device(chosen: tuple[Owner, Table, Entry], model: Model) -> Source:
+    owner, table, entry = chosen
+    if table.model.capability == model.capability:
+        return Source(table, entry, owner, rule.OTHER_DEVICE_MARGIN, "another device")
+    return Source(table, entry, owner, rule.OTHER_ARCHITECTURE_MARGIN, "another architecture")
+
+
+def _joinable(sources: Iterable[Source]) -> Iterator[Source]:
+    """Those whose buckets are like the first one's, and all of them no more than a grid holds."""
+    axes: tuple[Axis, ...] | None = None
+    for source in sources:
+        both = source.entry.axes if axes is None else joined(axes, source.entry.axes)
+        if both is not None:
+            axes = both
+            yield source
 
 
 def _distance(one: Model, other: Model) -> tuple[int, int, str]:

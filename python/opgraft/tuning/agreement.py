@@ -32,7 +32,10 @@ def _in_force() -> dict[str, _InForce]:
             found[f"{key} on {model.name}"] = (
                 _NOTHING
                 if in_force is None
-                else _InForce(in_force.digest, str(in_force.source.table.path))
+                else _InForce(
+                    in_force.digest,
+                    " and ".join(str(source.table.path) for source in in_force.sources),
+                )
             )
     return found
 

@@ -105,6 +105,44 @@ class SteppedAxis:
 Axis: TypeAlias = "ExactAxis | SteppedAxis"
 
 
+def joined(one: Sequence[Axis], other: Sequence[Axis]) -> tuple[Axis, ...] | None:
+    """The axes that have the buckets of both; None where buckets of both are not alike.
+
+    >>> (axis,) = joined([SteppedAxis(1, 4, 8)], [SteppedAxis(1, 32, 64)]) or ()
+    >>> axis.lower(0), axis.count
+    (4, 5)
+    >>> joined([SteppedAxis(1, 4, 8)], [SteppedAxis(2, 4, 8)])
+    """
+    found = [_joined_axis(*each) for each in zip(one, other, strict=True)]
+    axes = tuple(axis for axis in found if axis is not None)
+    is_whole = len(axes) == len(found)
+    return axes if is_whole and math.prod(axis.count for axis in axes) <= MAX_CELLS else None
+
+
+def _joined_axis(one: Axis, other: Axis) -> Axis | None:
+    if isinstance(one, ExactAxis) and isinstance(other, ExactAxis):
+        return ExactAxis(dict.fromkeys((*one.values, *other.values)))
+    if isinstance(one, SteppedAxis) and isinstance(other, SteppedAxis) and one.steps == other.steps:
+        ends = [axis.lower(index) for axis in (one, other) for index in (0, axis.count - 1)]
+        return SteppedAxis(one.steps, min(ends), max(ends), open_ended=one.open_ended)
+    return None
+
+
+def places_in(axes: Sequence[Axis], corner: Sequence[Feature]) -> tuple[int, ...] | None:
+    """The buckets that begin at these values; None where one does not begin there, or is outside.
+
+    >>> places_in([SteppedAxis(1, 4, 64, open_ended=True)], [8])
+    (1,)
+    >>> places_in([SteppedAxis(1, 4, 64, open_ended=True)], [128])
+    """
+    found = [axis.index_of(value) for axis, value in zip(axes, corner, strict=True)]
+    indices = tuple(index for index in found if index is not None)
+    if len(indices) != len(found):
+        return None
+    begin = [axis.lower(index) for axis, index in zip(axes, indices, strict=True)]
+    return indices if begin == [*corner] else None
+
+
 def _feature(value: object) -> Feature | None:
     """The value of a feature; None of what no bucket holds, such as a float."""
     if isinstance(value, (int, torch.SymInt)):
