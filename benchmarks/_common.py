@@ -70,5 +70,26 @@ def load(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["records"] if path.exists() else []
 
 
+def with_others(
+    name: str, device: str, records: Sequence[Mapping[str, Any]], *by: str
+) -> list[dict[str, Any]]:
+    """The records with today's date, and those of earlier runs that this one did not measure.
+
+    Args:
+        name: as in `save`, like `device` and `records`.
+        by: the keys that say which record is of the same.
+    """
+    path = path_of(name, device)
+    before = json.loads(path.read_text()) if path.exists() else {"records": []}
+    measured = [{key: record[key] for key in by} for record in records]
+    kept = [
+        {"date": before.get("date"), **record}
+        for record in before["records"]
+        if {key: record.get(key) for key in by} not in measured
+    ]
+    today = datetime.date.today().isoformat()
+    return [*kept, *({"date": today, **record} for record in records)]
+
+
 def cpu_name() -> str:
     return processor.name().replace("(R)", "").replace("(TM)", "").replace("@", "at")

@@ -8,6 +8,7 @@ turns. `cold` ones have an empty Triton cache; `warm` ones have what the cold on
 left. A call is timed with its work on the GPU. `beyond native` sums what all calls took above those
 of the native process: its first call of a kind, and the median of the later ones; `largest` is
 the call that took most above it, but for the first of all; `stalls` are those that took 10 ms more.
+`until first` is the time from before CUDA starts until the first call has ended.
 
 `--what hits`: how long after its first call a kind of call first hits, in a process that goes on
 calling, and when a worker had started and compiled its kernels.
@@ -48,7 +49,9 @@ def timed(name, function):
     result = function()
     if is_gpu:
         torch.cuda.synchronize()
-    found["calls"].append([name, (time.perf_counter() - begun) * 1e3])
+    ended = time.perf_counter()
+    found["calls"].append([name, (ended - begun) * 1e3])
+    found.setdefault("until_first_ms", (ended - started) * 1e3)
     return result
 
 def tensor(*size, grad=False):
@@ -121,6 +124,7 @@ def attention_until_hit():
     q, k, v = (tensor(1, 8, 4096 if is_gpu else 64, 128) for _ in range(3))
     until_hit(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
+started = time.perf_counter()
 if is_gpu:
     torch.zeros(1, device="cuda")
 begun = time.perf_counter()
@@ -184,6 +188,7 @@ def records(runs: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict
                 **{"what": what, "kind": kind, "cache": cache, "processes": len(found)},
                 "script_ms": round(statistics.median(run["script_ms"] for run in found), 1),
                 "first_ms": round(statistics.median(firsts), 1),
+                "until_first_ms": round(statistics.median(r["until_first_ms"] for r in found), 1),
                 "beyond_native_ms": round(statistics.median(sums), 1),
                 "worst_beyond_ms": round(max(sums), 1),
                 "largest_ms": round(statistics.median(largest), 1),
@@ -252,7 +257,9 @@ def main() -> None:
         figures = "".join(f"{row[each]:18.1f}" for each in columns)
         print(f"{row['what']:8} {row['kind']:12} {row['cache']:6}{figures}")
     if not options.smoke:
-        print(_common.save("cold_start", torch.cuda.get_device_name(), rows))
+        name = torch.cuda.get_device_name()
+        rows = _common.with_others("cold_start", name, rows, "what", "kind", "cache")
+        print(_common.save("cold_start", name, rows))
 
 
 if __name__ == "__main__":

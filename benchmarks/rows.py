@@ -246,7 +246,9 @@ def main() -> None:
     import triton
 
     versions = {"triton": triton.__version__}
-    path = _common.save("rows", torch.cuda.get_device_name(), records, versions=versions)
+    name = torch.cuda.get_device_name()
+    records = _common.with_others("rows", name, records, "op", "shape", "dim", "dtype")
+    path = _common.save("rows", name, records, versions=versions)
     print("written to", path)
 
 
