@@ -8,8 +8,8 @@ compiler, and everything that reads or changes what is registered (:func:`regist
 op's own first call then compiles what its overrides need (:mod:`opgraft.router.compiled`).
 
 When a program starts CUDA, and ops on a GPU are among them, a thread registers the packs and does
-what the first call of each op would wait for. Making a CUDA context takes longer than all of that,
-and does not hold the GIL.
+what the first call of each op would wait for, beside what the program does before it: making the
+CUDA context, building a model.
 
 Then `import torch` imports only this module, the core, and the code that reads metadata.
 """
