@@ -159,7 +159,7 @@ def _holds(tree: Tree, op: Op, arguments: Arguments) -> tuple[bool, bool, bool]:
     return compiled, cond.holds(arguments), plain(tree, arguments) is True
 
 
-@settings(relaxed, max_examples=1500)
+@settings(relaxed, max_examples=800)
 @given(st.one_of([conditions_on_calls(name) for name in OPS]))
 def test_core_python_and_plain_evaluation_agree(case: tuple[str, Tree, list[Arguments]]) -> None:
     name, tree, calls = case
@@ -173,7 +173,7 @@ def test_core_python_and_plain_evaluation_agree(case: tuple[str, Tree, list[Argu
 NUMBERS = st.sampled_from([*EDGES, 2, 3, 7, 8, -2, -3, -7, -8])
 
 
-@settings(relaxed, max_examples=1000)
+@settings(relaxed, max_examples=500)
 @given(
     st.tuples(st.sampled_from(["+", "-", "*", "//", "%"]), NUMBERS, NUMBERS),
     st.sampled_from(["<", "==", ">="]),
@@ -632,7 +632,7 @@ def oracle() -> Iterator[Callable[[list[Step]], Trace]]:
     process.join(10)
 
 
-@settings(relaxed, max_examples=400)
+@settings(relaxed, max_examples=250)
 @given(program=programs())
 def test_a_program_does_the_same_under_both_routers(
     oracle: Callable[[list[Step]], Trace], program: list[Step]
