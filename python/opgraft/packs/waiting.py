@@ -159,8 +159,7 @@ def _before_compiling(_: ModuleType) -> None:
 def _call_when_cuda_starts(function: Callable[[], None]) -> None:
     """Call a function while `torch.cuda` initialises itself; never, where that cannot be had."""
     try:
-        if not torch.cuda.is_initialized():  # else its context is there, and hides nothing
-            torch.cuda._lazy_call(function)
+        torch.cuda._lazy_call(function)
     except Exception as error:  # the first call registers the packs
         log.debug("nothing is called when CUDA starts: %r", error)
 
