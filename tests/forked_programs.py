@@ -1,7 +1,7 @@
 """Programs in processes that are forked from one that has imported torch, and nothing of ours.
 
-The import takes most of what a short program takes. What is about an interpreter's start, its options
-or what comes before the import has a process of its own.
+The import takes most of what a short program takes. What is about an interpreter's start, its
+options or what comes before the import has a process of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,9 +73,13 @@ class Programs:
             "folder": str(cwd),
             "files": [(os.devnull, os.O_RDONLY), *((str(file), flags) for file in self._written)],
         }
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        status = int(self._server.stdout.readline())
+        try:
+            self._server.stdin.write(json.dumps(request) + "\n")
+            self._server.stdin.flush()
+            status = int(self._server.stdout.readline())
+        except BaseException:  # such as the end of a test's time
+            os.killpg(self._server.pid, signal.SIGKILL)
+            raise
         return subprocess.CompletedProcess(text, status, *(f.read_text() for f in self._written))
 
 
@@ -94,6 +99,7 @@ def programs(python: Path | str, env: Mapping[str, str], written: Path) -> Itera
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # its programs end with it
     ) as server:
         yield Programs(server, written)
 
@@ -116,7 +122,11 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program with this interpreter, as `subprocess.run` would `python -c`."""
     given = os.environ if env is None else env
-    return _of_this_interpreter().run(text, *arguments, env=given, cwd=cwd or Path.cwd())
+    try:
+        return _of_this_interpreter().run(text, *arguments, env=given, cwd=cwd or Path.cwd())
+    except BaseException:
+        _of_this_interpreter.cache_clear()  # the next test has another
+        raise
 
 
 def run_module(
