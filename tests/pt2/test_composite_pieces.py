@@ -172,6 +172,7 @@ def test_pieces_stay_the_same() -> None:
 
 def main() -> int:
     """Prints the differences under each router, in processes that have seen ops without it."""
+    torch.set_num_threads(1)  # a process that was forked has none of OpenMP's
     torch._dynamo.config.allow_rnn = True
     stock = pieces()
     assert all(stock.values())
