@@ -1,15 +1,21 @@
 """Programs in processes that are forked from one that has imported torch, and nothing of ours.
 
-The import takes most of what a short program takes.
+The import takes most of what a short program takes. What is about an interpreter's start, its
+options or what comes before the import has a process of its own.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks._environment import Environment
@@ -31,9 +37,11 @@ def requests():
 request = requests()
 for number, (path, flags) in enumerate(request["files"]):
     os.dup2(os.open(path, flags), number)
+os.chdir(request["folder"])
 os.environ.clear()
 os.environ.update(request["variables"])
 sys.path[1:1] = request["paths"]
+sys.argv[1:] = request["arguments"]
 program = request["program"]
 del request, requests, number, path, flags
 if torch._is_device_backend_autoload_enabled():
@@ -41,30 +49,106 @@ if torch._is_device_backend_autoload_enabled():
 exec(compile(program, "<string>", "exec"))
 """
 
+_MODULE = "import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+
+
+class Programs:
+    """Programs of one interpreter, one after the other."""
+
+    def __init__(self, server: subprocess.Popen[str], written: Path) -> None:
+        self._server = server
+        self._written = [written / "stdout", written / "stderr"]
+
+    def run(
+        self, text: str, *arguments: object, env: Mapping[str, str], cwd: Path
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program as `python -c` does, in a process that has just imported torch."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        request = {
+            "program": text,
+            "arguments": list(map(str, arguments)),
+            "variables": dict(env),
+            "paths": [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each],
+            "folder": str(cwd),
+            "files": [(os.devnull, os.O_RDONLY), *((str(file), flags) for file in self._written)],
+        }
+        try:
+            self._server.stdin.write(json.dumps(request) + "\n")
+            self._server.stdin.flush()
+            status = int(self._server.stdout.readline())
+        except BaseException:  # such as the end of a test's time
+            os.killpg(self._server.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(text, status, *(f.read_text() for f in self._written))
+
+
+@contextmanager
+def programs(python: Path | str, env: Mapping[str, str], written: Path) -> Iterator[Programs]:
+    """Programs of an interpreter while this lasts.
+
+    Args:
+        python: the interpreter.
+        env: with what torch is imported; a program has variables of its own.
+        written: a folder for what they write.
+    """
+    with subprocess.Popen(
+        [python, "-c", _SERVER],
+        env={**env, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        cwd=written,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # its programs end with it
+    ) as server:
+        yield Programs(server, written)
+
+
+@functools.cache
+def _of_this_interpreter() -> Programs:
+    """Until this process ends."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    written = stack.enter_context(tempfile.TemporaryDirectory())
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return stack.enter_context(programs(sys.executable, env, Path(written)))
+
+
+def run(
+    text: str,
+    *arguments: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program with this interpreter, as `subprocess.run` would `python -c`."""
+    given = os.environ if env is None else env
+    try:
+        return _of_this_interpreter().run(text, *arguments, env=given, cwd=cwd or Path.cwd())
+    except BaseException:
+        _of_this_interpreter.cache_clear()  # the next test has another
+        raise
+
+
+def run_module(
+    name: str,
+    *arguments: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a module with this interpreter, as `subprocess.run` would `python -m`."""
+    return run(_MODULE.format(name=name), *arguments, env=env, cwd=cwd)
+
 
 class EnvironmentWithTorch(Environment):
     """An environment with a process that has imported torch, for programs that begin so."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen[str], written: Path) -> None:
+    def __init__(self, folder: Path, programs: Programs) -> None:
         super().__init__(folder)
-        self._server = server
-        self._written = [written / "stdout", written / "stderr"]
+        self._programs = programs
 
     def after_torch(self, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a program as `program` does, in a process that has just imported torch."""
-        assert self._server.stdin is not None and self._server.stdout is not None
-        paths = variables.get("PYTHONPATH", "").split(os.pathsep)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        request = {
-            "program": text,
-            "variables": self.variables() | variables,
-            "paths": [path for path in paths if path],
-            "files": [(os.devnull, os.O_RDONLY), *((str(file), flags) for file in self._written)],
-        }
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        status = int(self._server.stdout.readline())
-        return subprocess.CompletedProcess(text, status, *(f.read_text() for f in self._written))
+        return self._programs.run(text, env=self.variables() | variables, cwd=self.folder)
 
 
 @contextmanager
@@ -75,12 +159,5 @@ def with_torch_imported(environment: Environment, written: Path) -> Iterator[Env
         environment: whose interpreter and packages programs have.
         written: a folder for what they write.
     """
-    with subprocess.Popen(
-        [environment.python, "-c", _SERVER],
-        env=environment.variables() | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        cwd=environment.folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        yield EnvironmentWithTorch(environment.folder, server, written)
+    with programs(environment.python, environment.variables(), written) as found:
+        yield EnvironmentWithTorch(environment.folder, found)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from opgraft.core import loader
+from tests import forked_programs
 
 #: For the test that runs a file's others once more.
 where_the_core_routes = pytest.mark.skipif(
@@ -24,14 +23,11 @@ def run_again(*files: str | Path, selected: str = "") -> None:
         *files: of tests.
         selected: pytest's `-k`.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, *(["-k", selected] if selected else []), *map(str, files)],
+    options = "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
+    done = forked_programs.run_module(
+        *("pytest", *options, *(["-k", selected] if selected else []), *files),
         env=os.environ | {"OPGRAFT_ROUTER": "python"},
         cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout

@@ -21,7 +21,7 @@ from opgraft.cli.arguments import ArgumentError, Options
 from opgraft.core import loader, store
 from opgraft.explanation import Kernel, Neighbours
 from opgraft.ops.schema import resolve
-from tests import ops
+from tests import forked_programs, ops
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = list(cli.opgraft.commands)
@@ -541,8 +541,7 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(text)
     (tmp_path / "beside.py").write_text("value = 'found'\n")
-    command_line = [sys.executable, "-m", "opgraft", command, *words]
-    return subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True)
+    return forked_programs.run_module("opgraft", command, *words, cwd=tmp_path)
 
 
 REGISTERS = """

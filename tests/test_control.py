@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -13,7 +11,7 @@ import opgraft
 from opgraft import RegistrationError
 from opgraft.packs import owning
 from opgraft.registry import registry
-from tests import ops
+from tests import forked_programs, ops
 
 
 def softmax_override(**keywords: object) -> opgraft.Override:
@@ -203,5 +201,5 @@ print(o.hits, o.enabled, "opgraft" in repr(kernel))
 )
 def test_opgraft_disable(value: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPGRAFT_DISABLE", value)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    done = forked_programs.run(PROGRAM)
     assert done.stdout.strip() == expected, done.stderr

@@ -6,12 +6,12 @@ In processes of their own: what goes wrong with autograd there ends the process.
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 import torch
 
 from opgraft.ops.dispatch_keys import is_built_for
+from tests import forked_programs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
@@ -29,9 +29,7 @@ sys.exit(cli.main(["explain", *sys.argv[1:]]))
 
 
 def explained(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=False
-    )
+    return forked_programs.run(PROGRAM, *words)
 
 
 @pytest.mark.parametrize("option", [[], ["--requires-grad"]], ids=str)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import opgraft
 from opgraft import when
 from opgraft.explanation.stand_ins import StandInError
-from tests import ops
+from tests import forked_programs, ops
 
 X, WEIGHT = torch.randn(4, 8), torch.randn(8)
 Q = torch.randn(2, 4, 16, 64)
@@ -407,7 +405,7 @@ with warnings.catch_warnings(record=True) as seen:
     torch.rms_norm(x, (8,), weight)
     print(len(seen), "torch warns: Mismatch dtype" in str(report))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = forked_programs.run(program)
     assert done.stdout.split() == ["1", "True"], done.stderr
 
 
@@ -465,7 +463,7 @@ opgraft.register_op_override("aten", "_fused_rms_norm", "CPU", lambda *args: Non
 assert opgraft.explain(F.rms_norm, torch.randn(4, 8), (8,)).winners
 print(sorted({"torch._dynamo", "torch._inductor", "triton", "sympy"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = forked_programs.run(program)
     assert done.stdout.strip() == "[]", done.stderr
 
 

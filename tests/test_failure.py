@@ -21,7 +21,7 @@ from opgraft import OverrideWarning, when
 from opgraft.core import loader
 from opgraft.packs import owning
 from opgraft.router import failure, timebox
-from tests import ops
+from tests import forked_programs, ops
 from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
@@ -249,15 +249,9 @@ def test_never_falls_back_where_the_device_may_be_lost(error: Exception) -> None
 
 
 def run(program: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "CC")}
-        | {"PYTHONPATH": str(ROOT)}
-        | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "CC")}
+    env = kept | {"PYTHONPATH": str(ROOT)} | environment
+    done = forked_programs.run(textwrap.dedent(program), env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

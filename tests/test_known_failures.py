@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -28,7 +27,7 @@ import opgraft
 from opgraft import cutedsl_utils, dsl, packs, triton_utils, when
 from opgraft.base import distributions
 from opgraft.core import loader
-from tests import ops
+from tests import forked_programs, ops
 from tests.modes import RecordOps
 
 ROOT = Path(__file__).parent.parent
@@ -60,16 +59,9 @@ def never(*args: Any, **kwargs: Any) -> Any:
 
 
 def subprocess_run(code: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a fresh interpreter and return once it has ended well."""
+    """Run a script in a process in which nothing was registered, which must end well."""
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT}"} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=env,
-        check=False,
-    )
+    done = forked_programs.run(textwrap.dedent(code), env=env)
     assert done.returncode == 0, done.stderr + done.stdout
     return done
 

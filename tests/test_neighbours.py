@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import opgraft
 from opgraft import when
 from opgraft.core import loader
 from opgraft.explanation import neighbours
-from tests import ops
+from tests import forked_programs, ops
 from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -255,12 +254,8 @@ def test_activated(check: str) -> None:
     # In a process where no test has put a router at that op yet: nothing is before it then.
     program = f"from tests import test_neighbours as t; t.check_{check}()"
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": paths, "OPGRAFT_PACKS": "none"},
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"PYTHONPATH": paths, "OPGRAFT_PACKS": "none"}
+    done = forked_programs.run(program, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

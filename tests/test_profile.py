@@ -24,7 +24,7 @@ from opgraft.profiling import attribution, limits, page, profile_report, timelin
 from opgraft.profiling.limits import Limits
 from opgraft.profiling.profile_report import Line
 from opgraft.profiling.routing import VerdictRecorder
-from tests import ops
+from tests import forked_programs, ops
 from tests.test_output import run_in
 
 X = torch.randn(64, 128)
@@ -825,10 +825,8 @@ def script(tmp_path: Path) -> Path:
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:
-    done = [sys.executable, "-m", "opgraft", "profile", *map(str, words)]
-    return subprocess.run(
-        done, capture_output=True, text=True, env=os.environ | {"OPGRAFT_PACKS": "none"}
-    )
+    env = os.environ | {"OPGRAFT_PACKS": "none"}
+    return forked_programs.run_module("opgraft", "profile", *words, env=env)
 
 
 def test_the_command_prints_rows_of_cells_and_ends_as_the_script_does(

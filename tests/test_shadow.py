@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 import opgraft
 from opgraft import ContractError, OverrideWarning, RegistrationError, when
 from opgraft.router import saved_calls, shadow
-from tests import ops
+from tests import forked_programs, ops
 from tests.python_router import run_again, where_the_core_routes
 
 ROOT = Path(__file__).parent.parent
@@ -457,12 +455,8 @@ print(override.shadowed, override.mismatches, override.fallbacks)
     ],
 )
 def test_opgraft_shadow(value: str, printed: str, logged: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"OPGRAFT_SHADOW": value, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"OPGRAFT_SHADOW": value, "PYTHONPATH": str(ROOT)}
+    done = forked_programs.run(PROGRAM, env=env)
     assert done.stdout.strip() == printed, done.stderr
     assert logged in done.stderr
 

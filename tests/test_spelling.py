@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import opgraft
 from opgraft import spelling
 from opgraft.base import env
-from tests import ops
+from tests import forked_programs, ops
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,13 +31,8 @@ def register(**keywords: Any) -> opgraft.Override:
 
 def run_python(program: str, **variables: str) -> list[str]:
     """What a process with these variables says of them on stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = forked_programs.run(program, env=os.environ | variables)
+    assert done.returncode == 0, done.stderr
     return [line for line in done.stderr.splitlines() if "OPGRAFT_" in line]
 
 

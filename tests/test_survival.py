@@ -24,7 +24,7 @@ import opgraft
 from opgraft import when
 from opgraft.base import locks
 from opgraft.core import loader
-from tests import ops, probes
+from tests import forked_programs, ops, probes
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,13 +45,8 @@ def never(*args: Any, **kwargs: Any) -> Any:
 
 
 def run(program: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    done = forked_programs.run(textwrap.dedent(program), env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -24,7 +24,7 @@ import opgraft
 from opgraft import Override, when
 from opgraft.ops.schema import resolve
 from opgraft.pt2 import policy
-from tests import ops
+from tests import forked_programs, ops
 from tests.modes import RecordOps
 from tests.pt2 import models
 
@@ -482,15 +482,8 @@ override = models.override("_softmax", ops.softmax)
 result = torch.compile(lambda x: torch.softmax(x, -1), backend="aot_eager")(torch.ones(2, 8))
 assert result[0, 0] == 0.125 and override.hits == 0, override.hits
 """
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "OPGRAFT_DISABLE": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    env = os.environ | {"OPGRAFT_DISABLE": "1"}
+    ran = forked_programs.run(code, env=env, cwd=Path(__file__).parents[2])
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 

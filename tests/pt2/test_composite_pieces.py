@@ -3,7 +3,8 @@
 torch has decompositions in Python of some of them (`dropout`), which it takes for traces as long as
 an op has no kernel at a backend: the router is one, and stays. Each way to make a graph, or to see
 ops in eager, is gone before the first override is registered, while each op has one that takes no
-call, and after they were removed. That takes a process in which nothing was registered.
+call, and after they were removed. That takes a process in which nothing was registered: what is
+gone before the first override is found once, and a process is forked from there for each router.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,6 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import opgraft
 from opgraft import when
+from opgraft.core import loader
 from opgraft.ops.schema import resolve
 from tests.modes import RecordOps
 
@@ -153,25 +154,40 @@ def differences(stock: dict[str, list[str]]) -> Iterator[str]:
             override.remove()
 
 
-@pytest.mark.parametrize("router", ["", "python"])
-def test_pieces_stay_the_same(router: str) -> None:
-    root = Path(__file__).parent.parent.parent
+def test_pieces_stay_the_same() -> None:
+    """Whichever router routes."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.pt2.test_composite_pieces"],
-        env=os.environ | {"OPGRAFT_ROUTER": router},
-        cwd=root,
+        # With threads of devices, autograd would not go on in a process that was forked.
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout == f"{len(CALLS)} ops\n"
+    routers = "C++" if loader.load() else "Python", "Python"
+    assert done.stdout == "".join(f"{len(CALLS)} ops, routed in {router}\n" for router in routers)
+
+
+def main() -> int:
+    """Prints the differences under each router, in processes that have seen ops without it."""
+    torch.set_num_threads(1)  # a process that was forked has none of OpenMP's
+    torch._dynamo.config.allow_rnn = True
+    stock = pieces()
+    assert all(stock.values())
+    for router in ("", "python"):
+        child = os.fork()
+        if child == 0:
+            os.environ["OPGRAFT_ROUTER"] = router
+            for difference in differences(stock):
+                print(difference)
+            print(f"{len(CALLS)} ops, routed in {'C++' if loader.in_use() else 'Python'}")
+            return 0
+        if status := os.waitpid(child, 0)[1]:
+            return os.waitstatus_to_exitcode(status)
+    return 0
 
 
 if __name__ == "__main__":
-    torch._dynamo.config.allow_rnn = True
-    without_overrides = pieces()
-    assert all(without_overrides.values())
-    for difference in differences(without_overrides):
-        print(difference)
-    print(f"{len(CALLS)} ops")
+    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 import opgraft
 from opgraft import Override, when
-from tests import ops
+from tests import forked_programs, ops
 from tests.pt2 import models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,15 +56,8 @@ def expected(rows: int = 4) -> torch.Tensor:
 
 def in_a_process(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     """Run code in a process that knows nothing of opgraft until it imports it."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return forked_programs.run(code, *arguments, env=env, cwd=Path(__file__).parents[2])
 
 
 def test_an_exported_program_holds_no_op_of_ours_and_still_reaches_overrides(

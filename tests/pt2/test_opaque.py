@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import opgraft
 from opgraft import when
 from opgraft.ops.schema import resolve
 from opgraft.pt2 import opaque
-from tests import ops
+from tests import forked_programs, ops
 from tests.pt2 import models
 
 NAMES = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,6}", fullmatch=True)
@@ -143,13 +141,7 @@ import torch._inductor.codecache as codecache
 from opgraft.pt2 import caches
 assert caches.are_salted()
 """
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = forked_programs.run(code)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 

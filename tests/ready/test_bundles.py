@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import opgraft
 from opgraft.cache import bundles, entries, plans
 from opgraft.core import loader
+from tests import forked_programs
 from tests.ready import impls
 
 pytestmark = pytest.mark.skipif(loader.in_use() is None, reason="plans need the compiled core")
@@ -57,13 +57,7 @@ def run(
     calls: int = 6, waits: bool = True, program: str = PROGRAM, **environment: str
 ) -> list[str]:
     program = program.replace("{calls}", str(calls)).replace("{waits}", str(waits))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = forked_programs.run(program, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -216,10 +210,7 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def warm_up(script: Path, folder: Path, *options: str) -> str:
-    command = ["-m", "opgraft", "warmup", "--bundle", str(folder), *options, str(script)]
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=250, env=os.environ
-    )
+    done = forked_programs.run_module("opgraft", "warmup", "--bundle", folder, *options, script)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -236,9 +227,7 @@ def test_a_pack_ships_a_bundle_in_its_package(pack: Path, tmp_path: Path) -> Non
         "4 2 False",
         "[True] ['ready']",
     ]
-    doctor = subprocess.run(
-        [sys.executable, "-m", "opgraft", "doctor"], capture_output=True, text=True, timeout=250
-    )
+    doctor = forked_programs.run_module("opgraft", "doctor")
     assert f"{pack / 'bundle'}: 1 launch plan" in doctor.stdout.replace("\n", " ")
 
 
@@ -313,10 +302,8 @@ def test_a_bundle_names_the_devices_of_all_that_were_added(tmp_path: Path) -> No
 
 def test_warmup_asks_for_a_pack_that_there_is(tmp_path: Path) -> None:
     """Or it would leave a bundle with nothing in it."""
-    command = ["-m", "opgraft", "warmup", "--bundle", str(tmp_path / "made"), "--pack", "the_pack"]
-    done = subprocess.run(
-        [sys.executable, *command, os.devnull], capture_output=True, text=True, timeout=250
-    )
+    words = "warmup", "--bundle", tmp_path / "made", "--pack", "the_pack", os.devnull
+    done = forked_programs.run_module("opgraft", *words)
     assert done.returncode == 2 and "there is no pack 'the_pack' installed" in done.stderr
     assert not (tmp_path / "made").exists()
 
@@ -419,11 +406,5 @@ def test_warmup_leaves_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "1 launch plan is in" in warm_up(script, tmp_path / "made")
     other = {"OPGRAFT_KERNELS": str(tmp_path / "made"), "OPGRAFT_CACHE": str(tmp_path / "other")}
     assert run(waits=False, OPGRAFT_READY="bundle", **other)[0] == "4 2 False"
-    doctor = subprocess.run(
-        [sys.executable, "-m", "opgraft", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ | other,
-    )
+    doctor = forked_programs.run_module("opgraft", "doctor", env=os.environ | other)
     assert "1 launch plan, made on" in doctor.stdout.replace("\n", " ")

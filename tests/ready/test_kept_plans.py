@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,11 +26,28 @@ LIMIT = 200
 Register = Callable[..., opgraft.Override]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A worker serves one test after the other."""
+    place = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPGRAFT_CACHE", str(place))
+        yield place
+        end_workers()
+
+
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "cache"
-    monkeypatch.setenv("OPGRAFT_CACHE", str(place))
+def kept(own_cache: Path) -> Iterator[Path]:
+    """Where plans are kept: those of one test are not the next's."""
+    place = own_cache / "kernels"
     yield place
+    pools = pool.shared(), pool.loading()
+    if not all(each.is_idle for one in pools for each in one._attendants):
+        end_workers()
+    place.unlink() if place.is_file() else shutil.rmtree(place, ignore_errors=True)
+
+
+def end_workers() -> None:
     pool.shared().close()
     pool.loading().close()
     pool._forget_in_child()
@@ -265,10 +283,9 @@ def test_a_proof_of_dropped_plans_proves_no_others(register: Register) -> None:
 
 
 def test_where_no_plan_can_be_kept_the_calls_are_recorded_here(
-    register: Register, own_cache: Path, caplog: pytest.LogCaptureFixture
+    register: Register, kept: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own_cache.mkdir()
-    (own_cache / "kernels").touch()  # where a folder would be: as on a full disk, nothing is kept
+    kept.touch()  # where a folder would be: as on a full disk, nothing is kept
     override = register(impls.negated)
     negate()
     assert opgraft.wait_until_ready(LIMIT)
@@ -281,13 +298,12 @@ def test_where_no_plan_can_be_kept_the_calls_are_recorded_here(
 
 @pytest.mark.parametrize("start", range(24))
 def test_a_damaged_entry_is_no_plan(
-    own_cache: Path, start: int, caplog: pytest.LogCaptureFixture
+    kept: Path, start: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = own_cache / "kernels"
-    folder.mkdir(parents=True, mode=0o700)
+    kept.mkdir(mode=0o700)
     key = {"of": "a test"}
     cache_plans.write(key, {"steps": []}, [], {})
-    (entry,) = folder.glob("*.json")
+    (entry,) = kept.glob("*.json")
     content = entry.read_bytes()
     for index in range(start, len(content), 24):
         for byte in (0, 0xFF, content[index] ^ 1):

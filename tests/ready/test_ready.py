@@ -26,6 +26,7 @@ from opgraft.core import loader
 from opgraft.packs import owning
 from opgraft.ready import ahead, captures, pool, readiness, warm_up
 from opgraft.ready.claims import Claim
+from tests import forked_programs
 from tests.ready import impls
 
 pytestmark = pytest.mark.skipif(
@@ -64,6 +65,15 @@ def end_workers() -> None:
     pool.here().close()
     pool._forget_in_child()
     until(lambda: not any(map(is_alive, workers)))
+
+
+@pytest.fixture
+def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is asked for waits, in pools of this test's own: no worker of other tests ends."""
+    monkeypatch.setattr(pool, "_pools", {})
+    monkeypatch.setattr(pool._Attendant, "start", lambda self: None)
+    yield
+    pool._forget_in_child()
 
 
 @pytest.fixture
@@ -227,6 +237,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextMana
     return capture
 
 
+@pytest.mark.usefixtures("nobody_compiles")
 @pytest.mark.parametrize("is_asked_before", [False, True])
 def test_one_warning_tells_of_calls_that_are_captured_before_they_are_ready(
     register: Register, capture: Any, recwarn: pytest.WarningsRecorder, is_asked_before: bool
@@ -261,6 +272,7 @@ def test_a_plan_that_cannot_be_compared_with_native_in_a_capture_is_warned_of(
     assert len(told_of_captures(recwarn)) == 1 and states(override) == []
 
 
+@pytest.mark.usefixtures("nobody_compiles")
 def test_while_nothing_is_captured_no_call_looks_whether_it_is(
     register: Register, capture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +300,7 @@ def test_a_call_that_can_never_be_ready_is_not_warned_of(
     assert not told_of_captures(recwarn)
 
 
+@pytest.mark.usefixtures("nobody_compiles")
 def test_a_capture_that_does_not_begin_is_not_counted(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,12 +356,23 @@ def test_what_an_impl_does_besides_harms_nobody(register: Register, impl: Any) -
 @pytest.mark.parametrize(
     "impl", [impls.crashes_when_dry, impls.is_killed_when_dry, impls.exits_when_dry]
 )
-def test_a_worker_that_ends_leaves_the_call_to_native(
-    register: Register, impl: Any, caplog: pytest.LogCaptureFixture
+def test_a_call_whose_workers_end_is_tried_twice_and_left_to_native(
+    register: Register,
+    impl: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tries: list[pool.Job] = []
+    answer = pool._Overseer._answer
+    monkeypatch.setattr(
+        pool._Overseer,
+        "_answer",
+        lambda self, job, asked: (tries.append(job), answer(self, job, asked))[1],
+    )
     override = register(impl)
     call()
     assert opgraft.wait_until_ready(LIMIT)
+    assert len(tries) == 2
     for _ in range(3):
         call()
     assert (override.hits, override.misses) == (0, 4)
@@ -368,22 +392,6 @@ def test_a_call_whose_worker_ended_is_tried_again_in_another(
     assert len(set(notes.read_text().split())) == 2
     call()
     assert override.hits == 1
-
-
-def test_a_call_whose_workers_end_is_tried_twice_and_no_more(
-    register: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = []
-    answer = pool._Overseer._answer
-    monkeypatch.setattr(
-        pool._Overseer,
-        "_answer",
-        lambda self, job, asked: (started.append(job), answer(self, job, asked))[1],
-    )
-    override = register(impls.crashes_when_dry)
-    call()
-    assert opgraft.wait_until_ready(LIMIT)
-    assert len(started) == 2 and states(override)[0].status == "failed"
 
 
 def test_a_worker_compiles_with_cutedsl_for_one_architecture(
@@ -569,6 +577,7 @@ def test_deterministic_programs_wait(register: Register) -> None:
     assert (override.hits, override.misses) == (1, 0)
 
 
+@pytest.mark.usefixtures("nobody_compiles")
 def test_a_call_keeps_no_tensor_alive(register: Register) -> None:
     register(impls.hangs_when_dry)
     x = torch.ones(7)
@@ -624,19 +633,17 @@ def test_what_most_calls_want_comes_first(
     assert override.hits == 0
 
 
+@pytest.mark.usefixtures("nobody_compiles")
 def test_what_fewest_calls_want_is_let_go(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_workers()
     monkeypatch.setattr(pool, "MAX_WAITING", 2)
-    monkeypatch.setattr(pool._Attendant, "start", lambda self: None)
     override = register(impls.negated)
     for size, times in ((4, 5), (5, 1), (6, 3), (7, 1)):
         for _ in range(times):
             call(size)
     labels = sorted(state.call for state in states(override))
     assert len(labels) == 2 and "[4]" in labels[0] and "[6]" in labels[1]
-    pool._forget_in_child()
 
 
 @pytest.mark.parametrize("what", ["large", "random"])
@@ -726,12 +733,7 @@ print(*pool.shared().workers(), flush=True)
 
 @pytest.mark.parametrize("ending", ["", "os._exit(1)", "os.kill(os.getpid(), 9)"])
 def test_no_worker_outlives_its_process(ending: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + ending, "hangs_when_dry"],
-        capture_output=True,
-        text=True,
-        timeout=2 * LIMIT,
-    )
+    done = forked_programs.run(PROGRAM + ending, "hangs_when_dry")
     workers = [int(word) for word in done.stdout.split()]
     assert workers, done.stderr
     until(lambda: not any(map(is_alive, workers)))
@@ -764,15 +766,17 @@ def test_a_child_of_a_fork_has_workers_of_its_own(register: Register, own_cache:
     assert all(map(is_alive, pool.shared().workers()))
 
 
-@pytest.mark.parametrize("kernels", ["", "none"], ids=["with plans", "without plans"])
-def test_of_processes_that_need_the_same_one_compiles_at_a_time(
-    own_cache: Path, notes: Path, kernels: str
-) -> None:
-    """Where its plan is kept, the others load it."""
-    program = "from opgraft.ready import pool; pool.most_workers = lambda: 4\n" + PROGRAM
-    program = (
-        program[: program.index("torch.neg")]
-        + """
+#: Three processes that make the same call.
+TOGETHER = f"""
+import os, sys, torch, opgraft
+from opgraft.ready import pool
+pool.most_workers = lambda: 4
+children = []
+while len(children) < 3 and (child := os.fork()):
+    children.append(child)
+if len(children) == 3:
+    sys.exit(any([os.waitpid(each, 0)[1] for each in children]))
+{PROGRAM[: PROGRAM.index("torch.neg")]}
 x = torch.ones(128)
 first = -(x.data_ptr() // 4) % 64  # in every process it begins alike
 torch.neg(x[first : first + 4])
@@ -780,14 +784,18 @@ assert opgraft.wait_until_ready(150)
 ((state,),) = [each.plans.readiness.states() for each in opgraft.overrides()]
 print(state.status, state.by.partition(" ")[0], state.reason)
 """
+
+
+@pytest.mark.parametrize("kernels", ["", "none"], ids=["with plans", "without plans"])
+def test_of_processes_that_need_the_same_one_compiles_at_a_time(
+    own_cache: Path, notes: Path, kernels: str
+) -> None:
+    """Where its plan is kept, the others load it."""
+    done = forked_programs.run(
+        TOGETHER, "must_be_alone_when_dry", env=os.environ | {"OPGRAFT_KERNELS": kernels}
     )
-    command = [sys.executable, "-c", program, "must_be_alone_when_dry"]
-    environment = os.environ | {"OPGRAFT_KERNELS": kernels}
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    said = sorted(each.communicate(timeout=LIMIT)[0].strip() for each in running)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.strip() for line in done.stdout.splitlines())
     assert said == [*["ready worker" if kernels else "ready another"] * 2, "ready worker"]
     compiled_by = {line.split()[0] for line in notes.read_text().splitlines()}
     assert len(compiled_by) == (3 if kernels else 1)
@@ -952,6 +960,7 @@ def hits_in_child(override: opgraft.Override, child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.usefixtures("nobody_compiles")
 @pytest.mark.parametrize("is_own", [True, False], ids=["its own", "another thread's"])
 def test_a_child_of_a_fork_has_the_scopes_of_the_thread_that_forked(
     register: Register, is_own: bool
@@ -979,6 +988,7 @@ def test_a_child_of_a_fork_has_the_scopes_of_the_thread_that_forked(
         thread.join()
 
 
+@pytest.mark.usefixtures("nobody_compiles")
 def test_a_scope_that_a_fork_was_in_ends_in_both_processes(register: Register) -> None:
     override = register(impls.hangs_when_dry)
     scope = opgraft.when_not_ready("wait")
@@ -1055,7 +1065,7 @@ while not os.path.exists(os.environ["OPGRAFT_TEST_NOTES"]):
 os.kill(os.getpid(), 9)
 """
     )
-    subprocess.run([sys.executable, "-c", program, "starts_a_process_when_dry"], timeout=LIMIT)
+    forked_programs.run(program, "starts_a_process_when_dry")
     until(lambda: notes.read_text().endswith("\n"))
     compiler = int(notes.read_text())
     until(lambda: not is_alive(compiler))
@@ -1468,12 +1478,7 @@ def until_it_compiles():
 @pytest.mark.parametrize("when", ["until_it_compiles()", "atexit.register(until_it_compiles)"])
 def test_a_process_that_ends_while_it_compiles_ends_as_ever(when: str) -> None:
     """Also where its first call is one of its end: no thread stays behind."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILES_FOR_EVER + when],
-        capture_output=True,
-        text=True,
-        timeout=3 * LIMIT,
-    )
+    done = forked_programs.run(COMPILES_FOR_EVER + when)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 

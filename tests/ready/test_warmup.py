@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from opgraft.core import loader
+from tests import forked_programs
 from tests.test_output import on_a_terminal
 
 pytestmark = pytest.mark.skipif(
@@ -46,10 +47,8 @@ def command(folder: Path, *words: str, ending: str = "") -> tuple[list[str], dic
 
 
 def warm_up(folder: Path, *words: str, ending: str = "") -> subprocess.CompletedProcess[str]:
-    line, environment = command(folder, *words, ending=ending)
-    return subprocess.run(
-        line, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT
-    )
+    (_, _, name, *arguments), environment = command(folder, *words, ending=ending)
+    return forked_programs.run_module(name, *arguments, env=environment, cwd=folder)
 
 
 def cells(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -21,6 +21,7 @@ from opgraft.core import store
 from opgraft.crossover import models, sources
 from opgraft.registry import registry
 from opgraft.tuning import busy, heat, tuner
+from tests import forked_programs
 from tests.crossover.test_sources import UNREADABLE
 
 ROOT = Path(__file__).parents[2]
@@ -66,14 +67,9 @@ def folder(tmp_path: Path) -> Path:
 
 def run_in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     variables = {"OPGRAFT_PACKS": "none", "OPGRAFT_TABLES": str(folder / "tables")}
-    return subprocess.run(
-        [sys.executable, "-m", "opgraft", "tune", "--import", "mine", *arguments],
-        env=os.environ | variables | {"PYTHONPATH": f"{ROOT}:{folder}"},
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=False,
-    )
+    env = os.environ | variables | {"PYTHONPATH": f"{ROOT}:{folder}"}
+    words = "tune", "--import", "mine", *arguments
+    return forked_programs.run_module("opgraft", *words, env=env, cwd=folder)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -19,6 +18,7 @@ import opgraft
 from opgraft.verification import isolated
 from opgraft.verification.isolated import CallOutcome
 from opgraft.verification.samples import parse
+from tests import forked_programs
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -137,14 +137,10 @@ def test_on_cuda_an_assertion_is_asked_for(clamped: bool, verdict: str, tmp_path
         "opgraft.register_op_override('aten', 'embedding', 'CUDA', impl,\n"
         "                             unconditional_override=True, name='mine')\n"
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "opgraft", "verify", "aten::embedding", "--import", "mine"),
-            *("--check", "hit", "--check", "bad_index", "--max-samples", "20", "--json"),
-        ],
+    done = forked_programs.run_module(
+        *("opgraft", "verify", "aten::embedding", "--import", "mine"),
+        *("--check", "hit", "--check", "bad_index", "--max-samples", "20", "--json"),
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OPGRAFT_PACKS": "none"},
-        capture_output=True,
-        text=True,
         cwd=ROOT,
     )
     assert done.stdout, done.stderr

@@ -28,6 +28,7 @@ from opgraft.verification.observation import differ_by_noise
 from opgraft.verification.reference import errors
 from opgraft.verification.samples import base_from_arguments, base_from_other_op
 from opgraft.verification.verification_report import VerificationReport
+from tests import forked_programs
 from tests.verification import broken
 
 ROOT = Path(__file__).parent.parent.parent
@@ -101,12 +102,8 @@ def test_a_reproducer_reproduces_in_a_process_of_its_own(tmp_path: Path) -> None
     (failure,) = opgraft.verify(override, checks=["hit", "values"], opinfo=False).failures
     code = failure.reproducer.replace("tests.verification.broken", "mine")
     assert "import mine" in code
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = forked_programs.run(code, env=env)
     assert done.returncode == 1
     assert f"AssertionError: values: {failure.message}" in done.stderr
 
@@ -654,13 +651,8 @@ def test_under_compile_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "opgraft", "verify", *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *PATHS])} | environment,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *PATHS])} | environment
+    return forked_programs.run_module("opgraft", "verify", *arguments, env=env, cwd=ROOT)
 
 
 @pytest.mark.timeout(900)  # it takes minutes where other tests run beside it

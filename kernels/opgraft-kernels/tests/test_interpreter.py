@@ -74,3 +74,25 @@ def test_a_dtype_is_numpys_as_before(dtype: tl.dtype, numpys: str) -> None:
     triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
     for _ in range(2):
         assert interpreter._get_np_dtype(dtype) == numpys
+
+
+def test_what_types_and_tensors_say_of_themselves_is_as_before() -> None:
+    from triton.runtime import interpreter
+
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    pointers = tl.pointer_type(tl.float16), tl.pointer_type(tl.float16, const=True)
+    for element_ty in (tl.float16, tl.float32, tl.int1, *pointers):
+        for shape in ([4], [4, 8], [tl.constexpr(8), 4], tl.tuple([8, 4]), [4]):
+            sizes = tuple(tl.core._unwrap_if_constexpr(each) for each in shape)
+            kind = tl.block_type(element_ty, shape)
+            assert (kind.element_ty, kind.shape) == (element_ty, sizes)
+            assert kind.numel == torch.Size(sizes).numel()
+            handle = interpreter.TensorHandle(torch.zeros(sizes).bool().numpy(), tl.int1)
+            for each in (tl.tensor(handle, kind), tl.tensor(handle, type=kind)):
+                assert each.handle is handle and each.type == kind and each.dtype == element_ty
+                assert [size.value for size in each.shape] == list(sizes)
+                assert each.numel.value == kind.numel
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(tl.float16, [3])
+    scalars = [tl.tensor(handle, tl.int32), tl.tensor(handle, tl.float32)]
+    assert [(each.dtype, len(each.shape)) for each in scalars] == [(tl.int32, 0), (tl.float32, 0)]
