@@ -758,6 +758,32 @@ def test_a_child_that_is_forked_while_the_thread_prepares_has_all(
     assert (found["hits"], err) == ({"softmax": 1}, "")
 
 
+def test_a_program_that_switches_the_garbage_collector_off_meanwhile_finds_it_off(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    code = """
+        import threading
+        begun, may_end = threading.Event(), threading.Event()
+        def register():
+            begun.set()
+            may_end.wait()
+            put("_softmax", softmax)
+    """
+    program = """
+        import gc
+        start_cuda()
+        while not hasattr(sys.modules.get("the_pack"), "register"): pass
+        pack = sys.modules["the_pack"]
+        pack.begun.wait()
+        gc.disable()
+        pack.may_end.set()
+        wait()
+        assert is_active() and not gc.isenabled()
+    """
+    _, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    assert err == ""
+
+
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "torch.softmax(x, -1)"])
 def test_a_program_that_ends_as_soon_as_cuda_has_started(
     environment: EnvironmentWithTorch, put_pack: Any, end: str

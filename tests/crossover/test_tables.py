@@ -292,6 +292,34 @@ def test_an_open_end_is_that_of_the_table_that_goes_further() -> None:
     assert taken(found, [1, 64, 2**20]) == [True, True, False]
 
 
+#: By rows, whether no way pays, a launch plan alone, or every way.
+WAYS = st.dictionaries(st.integers(0, 8), st.sampled_from([0, 1, 3]), min_size=1)
+MARGINS = st.sampled_from([rule.MARGIN, rule.OTHER_DEVICE_MARGIN])
+TIMES: dict[int, dict[str, float]] = {0: {"override": 20}, 1: {"python_host": 20}, 3: {}}
+
+
+def cells_by_ways(ways: dict[int, int], dtype: str = "float32") -> list[dict[str, Any]]:
+    return [cell(2**at, dtype, **TIMES[each]) for at, each in ways.items()]
+
+
+@relaxed
+@given(WAYS, WAYS, WAYS, MARGINS, st.booleans())
+def test_a_table_takes_nothing_from_what_another_one_decides_alone(
+    first: dict[int, int], second: dict[int, int], other: dict[int, int], margin: float, ends: bool
+) -> None:
+    """Where one of them has nothing of a dtype."""
+    declared = {"open_ended": ["rows"] if ends else []}
+    both = [*cells_by_ways(first), *cells_by_ways(other, "float64")]
+    behind = [*cells_by_ways(second, "float16"), *cells_by_ways(other, "float64")]
+    alone = [layered((each, rule.MARGIN), **declared) for each in (both, behind)]
+    found = layered((both, rule.MARGIN), (behind, margin), **declared)
+    for column in (PLAN, PYTHON):
+        for rows in [2**at for at in range(12)]:
+            for dtype, expected in zip((torch.float32, torch.float16), alone, strict=True):
+                values = [rows, dtype]
+                assert found.takes(values, column) == expected.takes(values, column)
+
+
 @relaxed
 @given(
     st.dictionaries(st.integers(0, 8), st.booleans(), min_size=1),

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from opgraft.core import loader
 from opgraft.crossover.tables import Cell, Entry
-from opgraft.when.grid import Axis, ExactAxis, Grid, joined
+from opgraft.when.grid import Axis, ExactAxis, Grid, SteppedAxis, joined
 
 #: How much faster than native a way must be to be taken, as a share of its own time. Two
 #: measurements of the same call on the same device differ by less.
@@ -76,7 +76,9 @@ def grid_of(layers: Sequence[tuple[Entry, float]]) -> Grid:
     is opaque only where calls are taken.
 
     Of several tables the first one counts where it decides: where a cell was measured, or its
-    neighbours agree. Tables with one margin are of one device, and are filled in together.
+    neighbours agree. Tables with one margin are of one device, and are filled in together. Where no
+    table decides so, the first one does whose neighbours disagree, and then the first one that has
+    an open end there: a table behind it takes nothing from what it would decide alone.
 
     Args:
         layers: the tables, with the margin of each. Their axes can be joined.
@@ -85,6 +87,7 @@ def grid_of(layers: Sequence[tuple[Entry, float]]) -> Grid:
     for entry, _ in layers[1:]:
         axes = joined(axes, entry.axes) or axes
     decided = [_undecided(axes) for _ in range(2)]
+    disagreeing: list[tuple[bytearray, bytearray]] = []
     devices = [(margin, list(each)) for margin, each in itertools.groupby(layers, lambda it: it[1])]
     for margin, tables in devices:
         found = _measured_cells([entry for entry, _ in tables], axes, margin)
@@ -92,10 +95,44 @@ def grid_of(layers: Sequence[tuple[Entry, float]]) -> Grid:
             if margin == devices[-1][0]:
                 _fill(cells, axes, operator.and_)
             else:
+                filled_in = cells[:]
+                _fill(filled_in, axes, operator.and_)
+                disagreeing.append((so_far, filled_in))
                 _fill_where_agreed(cells, axes)
             _take_decisions(so_far, cells)
+    for so_far, cells in disagreeing:
+        _take_decisions(so_far, cells)
+    for entry, margin in layers:
+        _take_open_ends(decided, axes, entry, margin)
     calls, graphs = decided
     return Grid(axes, _joined(_decided(calls), _decided(graphs)))
+
+
+def _take_open_ends(
+    decided: Sequence[bytearray], axes: Sequence[Axis], entry: Entry, margin: float
+) -> None:
+    """Take what a table decides alone beyond its ends, which are not those of the joined axes."""
+    is_shorter = any(
+        isinstance(own, SteppedAxis) and own.open_ended and own.count < axis.count
+        for own, axis in zip(entry.axes, axes, strict=True)
+    )
+    if not is_shorter:
+        return
+    for so_far, cells in zip(decided, _measured_cells([entry], entry.axes, margin), strict=True):
+        _fill(cells, entry.axes, operator.and_)
+        _take_decisions(so_far, _spread(cells, entry.axes, axes))
+
+
+def _spread(cells: bytes | bytearray, own: Sequence[Axis], axes: Sequence[Axis]) -> bytes:
+    """A table's cells on joined axes; undecided outside of its own."""
+    if not axes:
+        return bytes(cells)
+    size = len(cells) // own[0].count
+    parts = (cells[start : start + size] for start in range(0, len(cells), size))
+    spread = [_spread(part, own[1:], axes[1:]) for part in parts]
+    nothing = bytes(_undecided(axes[1:]))
+    indices = map(own[0].index_of, map(axes[0].lower, range(axes[0].count)))
+    return b"".join(nothing if index is None else spread[index] for index in indices)
 
 
 def _measured_cells(
@@ -122,10 +159,12 @@ def _places(own: Sequence[Axis], axes: Sequence[Axis]) -> list[list[int]]:
     ]
 
 
-def _take_decisions(cells: bytearray, others: bytearray) -> None:
+def _take_decisions(cells: bytearray, others: bytes | bytearray) -> None:
     """Take what others decide for the cells that are undecided."""
     if cells.count(_UNDECIDED) == len(cells):
         cells[:] = others
+        return
+    if _UNDECIDED not in cells:
         return
     for place, (own, other) in enumerate(zip(cells, others, strict=True)):
         if own == _UNDECIDED:
