@@ -758,6 +758,43 @@ def test_a_child_that_is_forked_while_the_thread_prepares_has_all(
     assert (found["hits"], err) == ({"softmax": 1}, "")
 
 
+def test_a_fork_does_not_wait_for_a_thread_that_waits_for_an_import(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    code = """
+        import os, time, torch
+        from opgraft.packs import waiting
+        waiting._MAX_WAIT_SECONDS = 60.0
+        torch.cuda._queued_calls[-1][0]()
+        time.sleep(0.1)
+        waiting._MAX_WAIT_SECONDS = 1.0
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not waiting._preparing_thread.is_alive()
+        def register():
+            put("_softmax", softmax)
+    """
+    program = "import the_pack; torch.softmax(x, -1)"
+    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    assert (found["hits"], err) == ({"softmax": 1}, "")
+
+
+def test_a_pack_that_fails_because_the_program_ends_is_not_told_of(
+    environment: EnvironmentWithTorch, put_pack: Any
+) -> None:
+    """It may register functions for the interpreter's end, which are refused then."""
+    code = """
+        def register():
+            import threading
+            threading.main_thread().join()
+            threading._register_atexit(print)
+    """
+    program = HEAD + START_CUDA + "start_cuda()"
+    done = environment.after_torch(program, **put_pack(code, SOFTMAX, key="CPU CUDA"))
+    assert (done.returncode, "left out" in done.stderr) == (0, False), done.stderr
+
+
 def test_a_program_that_switches_the_garbage_collector_off_meanwhile_finds_it_off(
     environment: EnvironmentWithTorch, put_pack: Any
 ) -> None:

@@ -14,7 +14,10 @@ import torch
 import opgraft
 from opgraft import cli, tuning
 from opgraft.cli import doctor
-from opgraft.crossover import sources
+from opgraft.crossover import rule, sources, tables
+from opgraft.crossover.decisions import InForce
+from opgraft.crossover.models import Model
+from opgraft.crossover.sources import Source
 from tests.crossover.tables import CPU, cell, crossover, entry, table, write
 from tests.crossover.test_routing import register
 
@@ -58,6 +61,39 @@ def test_list_and_explain_name_a_table_behind_the_first(user_tables: Path, tmp_p
     assert "slower from Python here: 20 us against native's 10 (rows 64" in text
     open_cell = str(opgraft.explain("aten::_softmax", torch.ones(512, 4), 1, False))
     assert f"{own.name}, measured 2026-11-24 and {shipped.name}" in open_cell
+
+
+def why_declined(
+    *layers: tuple[float, list[dict[str, Any]]], rows: int, **declared: Any
+) -> tuple[str, str]:
+    """What is told of a call from Python, by tables of devices A, B, ..., with their margins."""
+    found = []
+    for name, (margin, cells) in zip("ABC", layers, strict=False):
+        read = tables.parse(
+            Path(f"{name.lower()}.json"), json.dumps(table({"f": entry(*cells)}, name))
+        )
+        part = tables.entry_of(read, "f", crossover(**declared))
+        assert part is not None
+        found.append(Source(read, part, "author", margin, "this device"))
+    in_force = InForce(Model("A"), tuple(found))
+    values = rows, torch.float32
+    assert not in_force.grid.takes(values, rule.PYTHON)
+    told = in_force.failure(["rows", "dtype"], values, rule.PYTHON)
+    return told.part, told.saw
+
+
+def test_a_cell_that_pays_in_a_table_behind_is_not_why_a_call_is_declined() -> None:
+    first = [cell(4, override=20), cell(64, override=20)]
+    part, values = why_declined((0.05, first), (0.1, [cell(16)]), rows=16)
+    assert part == "not measured here, and not faster in all measured cells around it"
+    assert "a.json" in values and "b.json" not in values
+
+
+def test_the_outermost_cell_says_why_a_call_beyond_an_open_end_is_declined() -> None:
+    first, second = [cell(4, override=20)], [cell(64, "float16")]
+    part, values = why_declined((0.05, first), (0.05, second), rows=64, open_ended=["rows"])
+    assert part == "slower from Python here: 20 us against native's 10"
+    assert values == "rows 64, float32; a.json, measured 2026-11-24"
 
 
 def test_list_has_a_hash_of_what_is_in_force(user_tables: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -54,12 +55,18 @@ class InForce:
             return Failure("not measured here", f"{place}; {_described(self.sources)}")
         place = ", ".join(map(_shown, names, map(_place, self.grid.axes, indices, values)))
         corner = [axis.lower(index) for axis, index in zip(self.grid.axes, indices, strict=True)]
-        for source in self.sources:
-            at = places_in(source.entry.axes, corner)
+        # Beyond its own ends a table counts last.
+        for beyond_ends, source in itertools.product((False, True), self.sources):
+            at = places_in(source.entry.axes, corner, beyond_ends=beyond_ends)
             cell = None if at is None else source.entry.cells.get(at)
-            if cell is not None and rule.is_measured(cell, column):
+            if cell is None or not rule.is_measured(cell, column):
+                continue
+            if not rule.pays(cell, column, source.margin):
                 part = _comparison(cell, column, source.margin)
                 return Failure(part, f"{place}; {_described([source])}")
+            if not beyond_ends:  # it would be taken, if cells of tables before did not decline it
+                before = self.sources[: self.sources.index(source)]
+                return Failure(_UNMEASURED, f"{place}; {_described(before or self.sources)}")
         return Failure(_UNMEASURED, f"{place}; {_described(self.sources)}")
 
 

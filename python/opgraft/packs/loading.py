@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -273,7 +274,10 @@ def _load_or_log(pack: Pack) -> None:
     try:
         _load(pack)
     except Exception as error:
-        log.warning("opgraft: %s is left out: %s", pack, _one_line(_statuses[pack.name].reason))
+        # While the interpreter ends, much fails on other threads, and no call needs the pack.
+        level = logging.WARNING if threading.main_thread().is_alive() else logging.DEBUG
+        reason = _one_line(_statuses[pack.name].reason)
+        log.log(level, "opgraft: %s is left out: %s", pack, reason)
         log.debug("%s", pack, exc_info=error)
 
 

@@ -52,6 +52,8 @@ _registration_ended = threading.Event()
 _register: Callable[[], bool] | None = None
 #: The thread that was started with CUDA.
 _preparing_thread: threading.Thread | None = None
+#: Whether that thread is to end, if it only waits until packs can be registered.
+_is_to_end = threading.Event()
 #: Whether all placeholders are removed.
 _are_placeholders_gone = False
 #: The included and the excluded dispatch keys at `import torch`.
@@ -180,9 +182,8 @@ def _prepare() -> None:
     """Register the packs, and do what first calls would have to wait for."""
     end = time.monotonic() + _MAX_WAIT_SECONDS
     while not register_waiting():  # the program is importing a module of a pack
-        if time.monotonic() > end or sys.is_finalizing():
+        if _is_to_end.wait(_RETRY_SECONDS) or time.monotonic() > end or sys.is_finalizing():
             return
-        time.sleep(_RETRY_SECONDS)
     for prepare in deferred.take_preparations():
         try:
             prepare()
@@ -258,7 +259,9 @@ def _drop_waiting_packs() -> None:
 def _before_fork() -> None:
     end = time.monotonic() + _MAX_WAIT_SECONDS
     if (thread := _preparing_thread) is not None and thread is not threading.current_thread():
+        _is_to_end.set()  # this thread may be the one whose import it waits for
         thread.join(_MAX_WAIT_SECONDS)
+        _is_to_end.clear()
     if _registering_thread not in (None, threading.get_ident()):
         _registration_ended.wait(max(0.0, end - time.monotonic()))
 

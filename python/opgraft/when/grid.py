@@ -128,19 +128,27 @@ def _joined_axis(one: Axis, other: Axis) -> Axis | None:
     return None
 
 
-def places_in(axes: Sequence[Axis], corner: Sequence[Feature]) -> tuple[int, ...] | None:
+def places_in(
+    axes: Sequence[Axis], corner: Sequence[Feature], *, beyond_ends: bool = False
+) -> tuple[int, ...] | None:
     """The buckets that begin at these values; None where one does not begin there, or is outside.
 
-    >>> places_in([SteppedAxis(1, 4, 64, open_ended=True)], [8])
-    (1,)
-    >>> places_in([SteppedAxis(1, 4, 64, open_ended=True)], [128])
+    Args:
+        axes: an axis for each value.
+        corner: the values.
+        beyond_ends: whether what lies beyond an open end is in the outermost bucket.
+
+    >>> axes = [SteppedAxis(1, 4, 64, open_ended=True)]
+    >>> places_in(axes, [8]), places_in(axes, [128], beyond_ends=True)
+    ((1,), (4,))
+    >>> places_in(axes, [128])
     """
     found = [axis.index_of(value) for axis, value in zip(axes, corner, strict=True)]
     indices = tuple(index for index in found if index is not None)
     if len(indices) != len(found):
         return None
     begin = [axis.lower(index) for axis, index in zip(axes, indices, strict=True)]
-    return indices if begin == [*corner] else None
+    return indices if beyond_ends or begin == [*corner] else None
 
 
 def _feature(value: object) -> Feature | None:
