@@ -174,7 +174,6 @@ def main() -> int:
     """Prints the differences under each router, in processes that have seen ops without it."""
     torch.set_num_threads(1)  # a process that was forked has none of OpenMP's
     torch._dynamo.config.allow_rnn = True
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: what is forked would hang
     stock = pieces()
     assert all(stock.values())
     for router in ("", "python"):
