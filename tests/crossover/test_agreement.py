@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 import opgraft
 from opgraft import tuning
+from tests import forked_programs
 from tests.crossover.tables import cell, entry, table, write
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +29,10 @@ def compared(
         (folder / str(rank)).mkdir()
         if content is not None:
             write(folder / str(rank) / "user", content)
-    command = [sys.executable, "-m", "tests.crossover.rank", str(folder), str(len(tables))]
-    done = subprocess.run(
-        [*command, members, failing],
-        cwd=ROOT,
+    done = forked_programs.run_module(
+        *("tests.crossover.rank", folder, len(tables), members, failing),
         env=os.environ | {"OPGRAFT_PACKS": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     return [(folder / str(rank) / "said").read_text() for rank in range(len(tables))]

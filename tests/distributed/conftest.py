@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,22 +42,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def start(world: int, folder: Path, backend: str) -> None:
-    module = "tests.distributed.scenarios"
-    processes = [
+    command = [sys.executable, "-m", "tests.distributed.scenarios", str(world), str(folder)]
+    with (
+        open(folder / "log", "wb") as log,
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(world), str(folder), backend],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    outputs = []
-    try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=240)[0])
-    finally:
-        for process in processes:
-            process.kill()
-        (folder / "log").write_text("\n".join(outputs))
+            [*command, backend], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        try:
+            process.wait(timeout=240)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
+            raise

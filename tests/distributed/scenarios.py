@@ -1,18 +1,21 @@
 """Small trainings over several processes, each of which says what it computed and who was hit.
 
-    python -m tests.distributed.scenarios RANK WORLD FOLDER [gloo|nccl]
+    python -m tests.distributed.scenarios WORLD FOLDER [gloo|nccl]
 
-runs every scenario of that many processes and writes `FOLDER/RANK.json`. Each runs twice, without
-overrides and with them. Over gloo tensors are on the CPU, over NCCL each rank has a GPU.
+runs every scenario of that many processes, of which each writes `FOLDER/RANK.json`. Each runs
+twice, without overrides and with them. Over gloo tensors are on the CPU, over NCCL each rank has a
+GPU.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +253,7 @@ def run(name: str, folder: str) -> dict[str, Any]:
     return {"stock": stock, "ours": ours, "hits": hits, "misses": misses}
 
 
-def main(rank: int, world: int, folder: str, backend: str = "gloo") -> None:
+def run_all(rank: int, world: int, folder: str, backend: str) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -270,5 +273,21 @@ def main(rank: int, world: int, folder: str, backend: str = "gloo") -> None:
     dist.destroy_process_group()
 
 
+def main(world: int, folder: str, backend: str = "gloo") -> int:
+    """Fork the ranks, since importing torch in each would take most of the time."""
+    for module in ("fsdp", "tensor.parallel", "pipelining"):
+        import_module(f"torch.distributed.{module}")
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=run_all, args=(rank, world, folder, backend))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return max(abs(rank.exitcode or 0) for rank in ranks)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -9,8 +9,6 @@ import logging
 import operator
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +29,7 @@ from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
 from opgraft.tuning import measuring, search, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
-from tests import probes
+from tests import forked_programs, probes
 from tests.crossover import tables
 from tests.crossover.test_sources import UNREADABLE
 
@@ -732,40 +730,37 @@ def test_what_another_process_measures_of_graphs_meanwhile_stays(
     assert (cell["inductor_us"], cell["opaque_us"]) == (2.0, 1.0)
 
 
-WRITER = """
-import sys
+#: Three processes that begin to write together.
+WRITERS = """
+import os, sys
 from pathlib import Path
 from opgraft.crossover.models import Model
 from opgraft.tuning import writing
 
-folder, mine, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(count):
-    writing.write(folder, Model("Some GPU"), {f"{mine} {number}": {"cells": [{"at": [1]}] * 200}})
+folder, names, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+waits, goes = os.pipe()
+children = []
+for mine in names:
+    if child := os.fork():
+        children.append(child)
+        continue
+    os.close(goes)
+    os.read(waits, 1)  # until its parent has closed the other end
+    for number in range(count):
+        entries = {f"{mine} {number}": {"cells": [{"at": [1]}] * 200}}
+        writing.write(folder, Model("Some GPU"), entries)
+    sys.exit()
+os.close(goes)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
 def test_processes_that_write_one_table_lose_nothing(tmp_path: Path) -> None:
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "tables"), name, "25"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OPGRAFT_CACHE": str(tmp_path / "cache")},
-            text=True,
-        )
-        for name in ("a", "b", "c")
-    ]
-    for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate(timeout=120)
-        assert writer.returncode == 0
+    done = forked_programs.run(
+        *(WRITERS, tmp_path / "tables", "abc", 25),
+        env=os.environ | {"OPGRAFT_CACHE": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "tables").iterdir()
     written = json.loads(path.read_text())["overrides"]
     assert sorted(written) == sorted(f"{name} {number}" for name in "abc" for number in range(25))
