@@ -1,7 +1,7 @@
 # A clean clone needs nothing but Python 3.10 or newer: every target first makes the environment it needs.
 #
 #   make quickstart   set up, then run examples/quickstart.py
-#   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=2
+#   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=3
 #   make compile-all  every configuration of the kernels for every architecture, of which the tests compile a sample
 #   make lint types   ruff and clang-format; mypy
 #   make sanitize     the core under address, undefined-behaviour and thread sanitizers; 5 to 10 minutes
@@ -19,7 +19,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-JOBS ?= 2
+# One more than CI has cores: tests wait for processes that they start.
+JOBS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # One release of each minor version: a core fits exactly the release that it was compiled for.
