@@ -86,8 +86,9 @@ def add_preparation(prepare: Callable[[], object]) -> None:
 def take_preparations() -> list[Callable[[], object]]:
     """The functions of :func:`add_preparation`, which the caller is to call.
 
-    >>> take_preparations()
-    []
+    >>> add_preparation(print)
+    >>> take_preparations()[-1] is print
+    True
     """
     taken = _preparations[:]
     _preparations.clear()
