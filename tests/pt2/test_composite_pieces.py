@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -154,6 +155,7 @@ def differences(stock: dict[str, list[str]]) -> Iterator[str]:
             override.remove()
 
 
+@pytest.mark.timeout(900)  # it takes minutes where other tests run beside it
 def test_pieces_stay_the_same() -> None:
     """Whichever router routes."""
     done = subprocess.run(
