@@ -95,10 +95,7 @@ def grid_of(layers: Sequence[tuple[Entry, float]]) -> Grid:
             if margin == devices[-1][0]:
                 _fill(cells, axes, operator.and_)
             else:
-                filled_in = cells[:]
-                _fill(filled_in, axes, operator.and_)
-                disagreeing.append((so_far, filled_in))
-                _fill_where_agreed(cells, axes)
+                disagreeing.append((so_far, _fill_where_agreed(cells, axes)))
             _take_decisions(so_far, cells)
     for so_far, cells in disagreeing:
         _take_decisions(so_far, cells)
@@ -230,14 +227,19 @@ def _fill(cells: bytearray, axes: Sequence[Axis], join: Callable[[int, int], int
 _TURNED_OVER = bytes([*(7 - value for value in range(8)), *range(8, 256)])
 
 
-def _fill_where_agreed(cells: bytearray, axes: Sequence[Axis]) -> None:
-    """Fill in the undecided cells whose neighbours are decided alike."""
-    most = cells.translate(_TURNED_OVER)
-    _fill(cells, axes, operator.and_)
+def _fill_where_agreed(cells: bytearray, axes: Sequence[Axis]) -> bytearray:
+    """Fill in the undecided cells whose neighbours are decided alike.
+
+    Returns:
+        The cells as they would be if all of them were filled in.
+    """
+    least, most = cells[:], cells.translate(_TURNED_OVER)
+    _fill(least, axes, operator.and_)
     _fill(most, axes, operator.and_)
-    for place, (one, other) in enumerate(zip(cells, most.translate(_TURNED_OVER), strict=True)):
-        if one != other:
-            cells[place] = _UNDECIDED
+    for place, (one, other) in enumerate(zip(least, most.translate(_TURNED_OVER), strict=True)):
+        if one == other:
+            cells[place] = one
+    return least
 
 
 def _fill_here(cells: bytearray, axes: Sequence[Axis], join: Callable[[int, int], int]) -> None:
