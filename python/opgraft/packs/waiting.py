@@ -182,7 +182,7 @@ def _prepare() -> None:
     """Register the packs, and do what first calls would have to wait for."""
     end = time.monotonic() + _MAX_WAIT_SECONDS
     while not register_waiting():  # the program is importing a module of a pack
-        if _is_to_end.wait(_RETRY_SECONDS) or time.monotonic() > end or sys.is_finalizing():
+        if _is_to_end.wait(_RETRY_SECONDS) or time.monotonic() > end:
             return
     for prepare in deferred.take_preparations():
         try:
