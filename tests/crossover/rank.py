@@ -8,7 +8,6 @@ ranks that compare theirs, as "1,2"; on the ranks in FAILS it cannot be told wha
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from opgraft import OpgraftError, tuning
 from opgraft.crossover import models
+from tests import forked_ranks
 from tests.crossover.test_routing import register
 
 
@@ -50,17 +50,8 @@ def fail(dispatch_key: str) -> NoReturn:
 
 
 def main(folder: Path, world: int, members: str = "", failing: str = "") -> int:
-    """Fork the ranks, since importing torch in each would take most of the time."""
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=compare, args=(folder, rank, world, members, failing))
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
+    """What the ranks' largest exit status is."""
+    return forked_ranks.run(lambda rank: compare(folder, rank, world, members, failing), world)
 
 
 if __name__ == "__main__":

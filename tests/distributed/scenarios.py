@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from torch import nn
 
 import opgraft
 from opgraft import when
-from tests import ops
+from tests import forked_ranks, ops
 
 WIDTH = 16
 STEPS = 3
@@ -274,19 +273,10 @@ def run_all(rank: int, world: int, folder: str, backend: str) -> None:
 
 
 def main(world: int, folder: str, backend: str = "gloo") -> int:
-    """Fork the ranks, since importing torch in each would take most of the time."""
-    for module in ("fsdp", "tensor.parallel", "pipelining"):
+    """What the ranks' largest exit status is."""
+    for module in ("fsdp", "tensor.parallel", "pipelining"):  # once, for all ranks
         import_module(f"torch.distributed.{module}")
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=run_all, args=(rank, world, folder, backend))
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
+    return forked_ranks.run(lambda rank: run_all(rank, world, folder, backend), world)
 
 
 if __name__ == "__main__":
