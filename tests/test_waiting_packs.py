@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -632,15 +632,21 @@ def wait():
 """
 
 
-def run_beside_cuda(
-    environment: EnvironmentWithTorch, program: str, variables: dict[str, str]
-) -> tuple[dict[str, Any], str]:
-    return run(environment, START_CUDA + textwrap.dedent(program), variables)
+BesideCuda: TypeAlias = Callable[..., tuple[dict[str, Any], str]]
 
 
-def test_packs_are_activated_while_cuda_starts(
-    environment: EnvironmentWithTorch, put_pack: Any
-) -> None:
+@pytest.fixture
+def beside_cuda(environment: EnvironmentWithTorch, put_pack: Any) -> BesideCuda:
+    """Runs a program that can start CUDA, with a pack whose code is given."""
+
+    def run_it(program: str, code: str = "", key: str = "CPU CUDA") -> tuple[dict[str, Any], str]:
+        variables = put_pack(code, SOFTMAX, key=key)
+        return run(environment, START_CUDA + textwrap.dedent(program), variables)
+
+    return run_it
+
+
+def test_packs_are_activated_while_cuda_starts(beside_cuda: BesideCuda) -> None:
     program = """
         start_cuda()
         wait()
@@ -649,22 +655,18 @@ def test_packs_are_activated_while_cuda_starts(
         assert not routed._awaits_first_call  # what its overrides need is compiled
         torch.softmax(x, -1)
     """
-    found, err = run_beside_cuda(environment, program, put_pack("", SOFTMAX, key="CPU CUDA"))
+    found, err = beside_cuda(program)
     assert (found["hits"], err) == ({"softmax": 1}, "")
     assert active(found)
 
 
-def test_packs_for_the_cpu_alone_do_not_care_whether_cuda_starts(
-    environment: EnvironmentWithTorch, put_pack: Any
-) -> None:
+def test_packs_for_the_cpu_alone_do_not_care_whether_cuda_starts(beside_cuda: BesideCuda) -> None:
     program = "start_cuda(); wait(); assert not is_active(); torch.softmax(x, -1)"
-    found, _ = run_beside_cuda(environment, program, put_pack("", SOFTMAX))
+    found, _ = beside_cuda(program, key="CPU")
     assert found["hits"] == {"softmax": 1}
 
 
-def test_calls_while_the_thread_activates_wait_for_it_and_are_hits(
-    environment: EnvironmentWithTorch, put_pack: Any
-) -> None:
+def test_calls_while_the_thread_activates_wait_for_it_and_are_hits(beside_cuda: BesideCuda) -> None:
     code = """
         times = 0
         def register():
@@ -679,12 +681,12 @@ def test_calls_while_the_thread_activates_wait_for_it_and_are_hits(
         torch.softmax(x, -1)
         assert sys.modules["the_pack"].times == 1
     """
-    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    found, err = beside_cuda(program, code)
     assert (found["hits"], err) == ({"softmax": 1}, "")
 
 
 def test_a_pack_that_starts_cuda_while_it_is_imported_is_activated_when_it_is_whole(
-    environment: EnvironmentWithTorch, put_pack: Any
+    beside_cuda: BesideCuda,
 ) -> None:
     code = """
         import time, torch
@@ -696,13 +698,11 @@ def test_a_pack_that_starts_cuda_while_it_is_imported_is_activated_when_it_is_wh
             put("_softmax", softmax)
     """
     program = "import the_pack; wait(); assert [o.hits for o in __import__('opgraft').overrides()]"
-    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    found, err = beside_cuda(program, code)
     assert (found["hits"], err) == ({"softmax": 0}, "")
 
 
-def test_where_no_thread_can_be_started_the_first_call_activates(
-    environment: EnvironmentWithTorch, put_pack: Any
-) -> None:
+def test_where_no_thread_can_be_started_the_first_call_activates(beside_cuda: BesideCuda) -> None:
     program = """
         def start(self): raise RuntimeError("can't start new thread")
         threading.Thread.start = start
@@ -710,26 +710,22 @@ def test_where_no_thread_can_be_started_the_first_call_activates(
         assert not is_active()
         torch.softmax(x, -1)
     """
-    found, err = run_beside_cuda(environment, program, put_pack("", SOFTMAX, key="CPU CUDA"))
+    found, err = beside_cuda(program)
     assert (found["hits"], err) == ({"softmax": 1}, "")
 
 
-def test_a_pack_that_fails_on_the_thread_is_left_out_with_one_line(
-    environment: EnvironmentWithTorch, put_pack: Any
-) -> None:
+def test_a_pack_that_fails_on_the_thread_is_left_out_with_one_line(beside_cuda: BesideCuda) -> None:
     code = """
         def register():
             raise ValueError("no")
     """
     program = "start_cuda(); wait(); torch.softmax(x, -1)"
-    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    found, err = beside_cuda(program, code)
     assert found["packs"]["the-pack"] == ["failed", "ValueError: no"]
     assert err.count("\n") == 0 and "is left out" in err
 
 
-def test_a_child_that_is_forked_while_the_thread_prepares_has_all(
-    environment: EnvironmentWithTorch, put_pack: Any
-) -> None:
+def test_a_child_that_is_forked_while_the_thread_prepares_has_all(beside_cuda: BesideCuda) -> None:
     code = """
         def prepare():
             import time
@@ -754,12 +750,12 @@ def test_a_child_that_is_forked_while_the_thread_prepares_has_all(
         assert os.waitpid(child, 0)[1] == 0
         torch.softmax(x, -1)
     """
-    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    found, err = beside_cuda(program, code)
     assert (found["hits"], err) == ({"softmax": 1}, "")
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_waits_for_an_import(
-    environment: EnvironmentWithTorch, put_pack: Any
+    beside_cuda: BesideCuda,
 ) -> None:
     code = """
         import os, time, torch
@@ -776,7 +772,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_waits_for_an_import(
             put("_softmax", softmax)
     """
     program = "import the_pack; torch.softmax(x, -1)"
-    found, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    found, err = beside_cuda(program, code)
     assert (found["hits"], err) == ({"softmax": 1}, "")
 
 
@@ -796,7 +792,7 @@ def test_a_pack_that_fails_because_the_program_ends_is_not_told_of(
 
 
 def test_a_program_that_switches_the_garbage_collector_off_meanwhile_finds_it_off(
-    environment: EnvironmentWithTorch, put_pack: Any
+    beside_cuda: BesideCuda,
 ) -> None:
     code = """
         import threading
@@ -817,7 +813,7 @@ def test_a_program_that_switches_the_garbage_collector_off_meanwhile_finds_it_of
         wait()
         assert is_active() and not gc.isenabled()
     """
-    _, err = run_beside_cuda(environment, program, put_pack(code, SOFTMAX, key="CPU CUDA"))
+    _, err = beside_cuda(program, code)
     assert err == ""
 
 
