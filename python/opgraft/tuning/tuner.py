@@ -26,7 +26,7 @@ from opgraft.tuning import search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.verification.runner import Progress
 from opgraft.verification.sources import call_of_sample
-from opgraft.when.grid import MAX_CELLS, Axis, ExactAxis, Feature, SteppedAxis
+from opgraft.when.grid import MAX_CELLS, Axis, ExactAxis, Feature, SteppedAxis, places_in
 from opgraft.when.nodes import Undefined
 
 #: Buckets of an octave.
@@ -417,11 +417,11 @@ class _Tuning:
         known: dict[Indices, Cell] = {}
         for there, cell in found.cells.items():
             corner = tuple(axis.lower(place) for axis, place in zip(found.axes, there, strict=True))
-            at = self._cell_of(corner)
             # With other buckets an octave, a corner there is none here.
-            if at is not None and tuple(self._features(at).values()) == corner:
+            at = places_in(self._axes, corner)
+            if at is not None:
                 known[at] = cell
-            elif at is None and all(map(_is_corner, self._axes, corner)):
+            elif self._cell_of(corner) is None and all(map(_is_corner, self._axes, corner)):
                 self._outside[corner] = cell
         return known
 
