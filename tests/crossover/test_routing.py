@@ -117,7 +117,7 @@ def test_explain_says_what_was_measured(user_tables: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "expected"),
     [
-        ([cell(4, override=9.9)], "not 5% faster from Python here: 9.9 us against native's 10"),
+        ([cell(4, override=9.9)], "not 3% faster from Python here: 9.9 us against native's 10"),
         ([cell(4, python_host=None)], "not measured from Python here (rows 4"),
         ([cell(16)], "not measured here (rows 5, float32;"),
         ([cell(2), cell(8, **SLOWER)], "not measured here, and not faster in all measured cells"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opgraft import Crossover, when
@@ -183,6 +184,25 @@ def test_a_way_pays_where_the_longer_of_its_times_is_shorter_by_the_margin(
     ]
 
 
+MAYBE = st.none() | st.sampled_from([5.0, 9.0, 9.7, 10.0, 10.3, 11.0, 20.0])
+
+
+@given(MAYBE, MAYBE, MAYBE, MAYBE, MAYBE, st.sampled_from([0.0, rule.MARGIN, 0.5]))
+def test_a_way_pays_where_native_takes_longer_by_the_margin(
+    native: float | None,
+    override: float | None,
+    native_host: float | None,
+    plan_host: float | None,
+    python_host: float | None,
+    margin: float,
+) -> None:
+    found = tables.Cell(native, override, native_host, plan_host, python_host, None, None)
+    for column in (PLAN, PYTHON):
+        one, other = rule.times(found, column)
+        expected = one is not None and other is not None and one >= other * (1 + margin)
+        assert rule.pays(found, column, margin) == expected
+
+
 def grid(
     *cells: dict[str, Any], steps: int = 1, margin: float = rule.MARGIN, **declared: Any
 ) -> Grid:
@@ -321,24 +341,24 @@ def test_a_table_takes_nothing_from_what_another_one_decides_alone(
 
 
 @relaxed
-@given(
-    st.dictionaries(st.integers(0, 8), st.booleans(), min_size=1),
-    st.dictionaries(st.integers(0, 8), st.booleans(), min_size=1),
-    st.sampled_from([rule.MARGIN, rule.OTHER_DEVICE_MARGIN]),
-)
+@given(WAYS, WAYS, MARGINS)
+@example({0: 1, 4: 3}, {2: 0}, rule.OTHER_DEVICE_MARGIN)  # from Python it pays in one of them
 def test_what_the_first_table_measured_is_decided_by_it(
-    first: dict[int, bool], second: dict[int, bool], margin: float
+    first: dict[int, int], second: dict[int, int], margin: float
 ) -> None:
-    def cells(takes: dict[int, bool]) -> list[dict[str, Any]]:
-        return [cell(2**at, override=5 if each else 20) for at, each in takes.items()]
-
-    found = layered((cells(first), rule.MARGIN), (cells(second), margin))
-    for at, takes in first.items():
-        assert taken(found, [2**at]) == [takes]
-    # Between two of its own that agree the first one decides, whatever the second one measured.
-    beyond = {at: each for at, each in second.items() if not min(first) <= at <= max(first)}
-    for at, takes in beyond.items():
-        assert taken(found, [2**at]) == [takes]
+    """Of another device's, so is what lies between two of its cells that agree."""
+    found = layered((cells_by_ways(first), rule.MARGIN), (cells_by_ways(second), margin))
+    for at, way in first.items():
+        assert taken(found, [2**at]) == [bool(way & 1)]
+    if margin != rule.MARGIN:
+        for (low, one), (high, other) in itertools.pairwise(sorted(first.items())):
+            if one & 1 == other & 1:
+                between = [2**at for at in range(low, high)]
+                assert taken(found, between) == [bool(one & 1)] * len(between)
+    # Beyond its cells the second one decides.
+    beyond = {at: way for at, way in second.items() if not min(first) <= at <= max(first)}
+    for at, way in beyond.items():
+        assert taken(found, [2**at]) == [bool(way & 1)]
 
 
 def test_values_of_an_exact_feature_have_nothing_in_between() -> None:
