@@ -68,7 +68,7 @@ from opgraft.ready import dry, triton_kernels
 
 lines = [json.loads(line) for line in sys.stdin]
 described = [each for line in lines for each in line.get("triton", ())]
-triton.runtime.driver.set_active(dry._driver({"major": 9, "minor": 0}))
+triton.runtime.driver.set_active(dry._driver({"device": {"properties": {"major": 9, "minor": 0}}}))
 loaded, compiled = set(), []
 CompiledKernel.run = property(lambda self: loaded.add(self) or (lambda *_: None))
 for each in described:

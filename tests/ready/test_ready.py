@@ -1506,9 +1506,12 @@ def test_ctrl_c_is_the_parents(register: Register) -> None:
 
 
 def ahead_of(override: opgraft.Override, *sizes: int, is_over: Callable[[], bool]) -> None:
+    compiling = ahead.Ahead(is_over)
     tensors = {size: torch.zeros(size) for size in sizes}
-    calls = ((override, override.operator.bind((tensors[size],), {})) for size in sizes)
-    ahead.compile_ahead(calls, lambda done, total: None, is_over)
+    for size in sizes:
+        compiling.submit(size, override, override.operator.bind((tensors[size],), {}))
+    for size in sizes:
+        compiling.wait(size, lambda done, total: None)
 
 
 def test_workers_compile_ahead_for_many_calls(register: Register, notes: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -19,96 +19,109 @@ log = logging.getLogger(__name__)
 _STEP_SECONDS = 0.2
 
 
-def compile_ahead(
-    calls: Iterable[tuple[Override, Call]],
-    tell: Callable[[int, int], None],
-    is_over: Callable[[], bool],
-) -> None:
-    """Have workers compile what calls need. Returns when they are done.
+class Ahead:
+    """What workers compile, by what it is for. Only one thread uses it.
 
-    A kernel that none of them can compile, for whatever reason, is compiled by the call itself.
+    A worker's answer is stored, and taken up by the thread that waits for it: that thread measures
+    meanwhile, and no other one is to keep it from the interpreter. A kernel that no worker can
+    compile, for whatever reason, is compiled by the call itself.
 
     Args:
-        calls: the overrides that they go to, and the calls. A generator needs no memory for all of
-            them: none is kept.
-        tell: called with how many calls are done, and how many there are.
-        is_over: whether to wait no longer.
+        is_over: whether to compile and to wait no longer.
     """
-    waiting = _Waiting(is_over)
-    for override, call in calls:
-        waiting.submit(override, call)
-    while not waiting.wait(_STEP_SECONDS) and not is_over():
-        tell(*waiting.counts())
-
-
-class _Waiting:
-    """What was submitted, and how much of it is done."""
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self._is_over = is_over
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        #: What workers were asked, and what of it is not done, by digests.
-        self._asked: set[str] = set()
-        self._pending: set[str] = set()
+        #: Set when one more job is done.
+        self._progress = threading.Event()
+        #: The digests of what was asked for each purpose.
+        self._purposes: dict[Hashable, set[str]] = {}
+        #: By the digest of what was asked: the job's end, None while there is none.
+        self._ends: dict[str, Callable[[], None] | None] = {}
 
-    def submit(self, override: Override, call: Call) -> None:
-        """Have a worker compile for a call, unless one was asked the same before."""
+    def submit(self, purpose: Hashable, override: Override, call: Call) -> None:
+        """Have a worker compile for a call, unless one was asked the same before. No call is kept.
+
+        Args:
+            purpose: what to :meth:`wait` for.
+            override: that the call goes to.
+            call: a call like those that are to come.
+        """
         keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, override.dispatch_key))
         try:
             asked = request.request(override, call, keyset)
         except request.CannotAsk:
             return
+        asked["builds_launchers"] = True  # else each is built here, by a C compiler, for a second
         digest = request.digest(asked)
-        if digest in self._asked:
-            return
+        self._purposes.setdefault(purpose, set()).add(digest)
+        with self._lock:
+            if digest in self._ends:
+                return
+            self._ends[digest] = None
         where = device.of_tensors(call) or torch.device("cpu")
 
-        def finish(reason: str = "") -> None:
-            self._finish(digest, reason)
-
         def compiled(answer: Compiled) -> None:
-            try:
-                here.import_ahead(override)
-                if where.type == "cuda":
-                    triton_kernels.load(answer["triton"], where)
-            except BaseException as error:  # whatever a module raises while it is imported
-                finish(f"{type(error).__name__}: {error}")
-            else:
-                finish()
+            self._end(digest, lambda: _load(override, answer, where))
+
+        def failed(reason: str = "") -> None:
+            self._end(digest, lambda: log.debug("a call compiles its kernels itself: %s", reason))
 
         job = pool.Job(
             asked,
             wanted=lambda: int(not self._is_over()),
             started=lambda by: None,
             compiled=compiled,
-            failed=lambda reason, may_run_here: finish(reason),
-            dropped=finish,
+            failed=lambda reason, may_run_here: failed(reason),
+            dropped=failed,
             is_kept=True,
         )
-        with self._lock:
-            self._asked.add(digest)
-            self._pending.add(digest)
-            self._done.clear()
         try:
             pool.shared().submit(job)
         except Exception as error:  # no thread can be started
-            finish(str(error))
+            failed(str(error))
 
-    def _finish(self, digest: str, reason: str) -> None:
-        if reason:
-            log.debug("a call compiles its kernels itself: %s", reason)
+    def _end(self, digest: str, take_up: Callable[[], None]) -> None:
         with self._lock:
-            self._pending.discard(digest)
-            if not self._pending:
-                self._done.set()
+            self._ends[digest] = take_up
+        self._progress.set()
 
-    def counts(self) -> tuple[int, int]:
-        """How many are done, and how many there are."""
+    def wait(self, purpose: Hashable, tell: Callable[[int, int], None]) -> None:
+        """Wait until all that a purpose needs is compiled, and load it.
+
+        Args:
+            purpose: of `submit`; one for which nothing was submitted is not waited for.
+            tell: called with how many calls are done, and how many there are, while it waits.
+        """
+        needed = self._purposes.pop(purpose, set())
+        while needed:
+            self._progress.clear()
+            with self._lock:
+                ends = {digest: self._ends[digest] for digest in needed}
+            for digest, take_up in ends.items():
+                if take_up is not None:
+                    needed.discard(digest)
+                    self._ends[digest] = _nothing
+                    take_up()
+            if needed and not self._progress.wait(_STEP_SECONDS):
+                if self._is_over():
+                    return
+                tell(*self._counts())
+
+    def _counts(self) -> tuple[int, int]:
         with self._lock:
-            return len(self._asked) - len(self._pending), len(self._asked)
+            return sum(end is not None for end in self._ends.values()), len(self._ends)
 
-    def wait(self, seconds: float) -> bool:
-        """Whether all are done, which is waited for so long."""
-        done, asked = self.counts()
-        return done == asked or self._done.wait(seconds)
+
+def _nothing() -> None:
+    """What was compiled is loaded already."""
+
+
+def _load(override: Override, answer: Compiled, where: torch.device) -> None:
+    try:
+        here.import_ahead(override)
+        if where.type == "cuda":
+            triton_kernels.load(answer["triton"], where)
+    except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
+        log.debug("a call loads its kernels itself: %s: %s", type(error).__name__, error)

@@ -56,7 +56,7 @@ def run(asked: Request) -> Compiled:
         if asked["device"] is not None:
             stack.enter_context(_device(asked["device"]["properties"]))
         if importlib.util.find_spec("triton") is not None:
-            stack.enter_context(_triton(asked["device"], launches))
+            stack.enter_context(_triton(asked, launches))
         functions = stack.enter_context(_cutedsl(launches)) if asked["dsl"] == "cutedsl" else []
         # Here: a module that asks for the GPU while it is imported is told of the request's.
         impl = request.load(asked["impl"])
@@ -245,7 +245,7 @@ def _device(properties: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _triton(device: dict[str, Any] | None, launches: _Launches) -> Iterator[None]:
+def _triton(asked: Request, launches: _Launches) -> Iterator[None]:
     """Compile, and launch nothing."""
     import triton
     from triton.compiler.compiler import CompiledKernel
@@ -287,9 +287,9 @@ def _triton(device: dict[str, Any] | None, launches: _Launches) -> Iterator[None
     driver, known_metadata = None, CompiledKernel.launch_metadata
     with ExitStack() as stack:
         stack.enter_context(mock.patch(f"{__name__}._launches", launches))
-        if device is not None:
+        if asked["device"] is not None:
             # For good: Triton would look for a real one to put it back.
-            driver = _driver(device["properties"])
+            driver = _driver(asked)
             triton.runtime.driver.set_active(driver)
         patches: dict[Any, Any] = {JITFunction: run, Autotuner: tune}
         for kind, function in (patches | {InterpretedFunction: interpret}).items():
@@ -343,18 +343,28 @@ def _cutedsl(launches: _Launches) -> Iterator[list[str]]:
         yield stack.enter_context(cutedsl.compiling_for_others(launches.call_cutedsl))
 
 
-def _driver(properties: dict[str, Any]) -> Any:
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """Have Triton keep on disk the launcher that it compiles for each signature, where it does."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with contextlib.suppress(Exception):  # no compiler or driver here: whoever launches needs them
+        CudaLauncher(source, metadata)
+
+
+def _driver(asked: Request) -> Any:
     """A driver of Triton's that knows for which device is compiled, and launches nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
+    properties = asked["device"]["properties"]
     capability = 10 * properties["major"] + properties["minor"]
 
     class Launcher:
         """As Triton's own: made once for each kernel."""
 
         def __init__(self, source: Any, metadata: Any) -> None:
-            pass
+            if asked.get("builds_launchers"):
+                _build_launcher(source, metadata)
 
         def __call__(self, x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
             if _launches is not None:

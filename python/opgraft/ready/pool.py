@@ -101,10 +101,27 @@ class Job:
     done_elsewhere: Callable[[], bool] = lambda: False
 
 
+#: However many cores a machine has: a program has other things to do with its memory.
+_most = 8
+#: Whether this process's workers have places of their own. Of two processes that are at work for
+#: long, each would end the other one's workers again and again.
+_has_own_places = False
+
+
 def most_workers() -> int:
     """How many workers a machine has at a time, those of all its processes together."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(8, (cores or 2) // 2))
+    return max(1, min(_most, (cores or 2) // 2))
+
+
+def allow_workers(most: int) -> None:
+    """Let this process start more workers, from its next pool on, as far as there are cores.
+
+    Args:
+        most: beside those of all other processes.
+    """
+    global _most, _has_own_places
+    _most, _has_own_places = max(_most, most), True
 
 
 def why_no_worker() -> str:
@@ -382,7 +399,8 @@ class _Overseer(_Attendant):
         """Those of the machine's workers, this one's first. Processes begin at different ones: else
         each would end another one's idle worker."""
         most, first = most_workers(), os.getpid()
-        some = [claims.Claim(f"worker-{(first + n) % most}") for n in range(most)]
+        label = f"worker-of-{os.getpid()}" if _has_own_places else "worker"
+        some = [claims.Claim(f"{label}-{(first + n) % most}") for n in range(most)]
         return sorted(some, key=lambda each: each.name != self._place)
 
     def is_superseded(self) -> bool:

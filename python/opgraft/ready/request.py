@@ -48,7 +48,8 @@ def request(
 ) -> Request:
     """What a worker needs to know to compile the kernels of a call.
 
-    Where the call's launch plan is to be kept, the caller sets `"plan"` to its key.
+    Where the call's launch plan is to be kept, the caller sets `"plan"` to its key; and
+    `"builds_launchers"` where Triton is to launch the kernels, and not a plan.
 
     Args:
         override: whose impl it is.

@@ -12,9 +12,9 @@ from opgraft.when.grid import Axis, ExactAxis
 #: How many buckets lie between two neighbours that are measured first. Each round halves it.
 FIRST_STRIDE = 8
 
-#: What the last round looks at. A kind of call runs from Python until its plan is recorded: where
-#: that alone begins to pay, a bucket earlier or later, is not worth the time. An override without
-#: plans has the same decision in both columns.
+#: What neighbours have to agree on. A kind of call runs from Python until its plan is recorded:
+#: where exactly that alone begins to pay is not worth the time, and cells between decline it. An
+#: override without plans has the same decision in both columns.
 _ALL_BUT_PYTHON = ~(1 << PYTHON)
 
 
@@ -52,10 +52,9 @@ def open_cells(
     """
     least = filled(decided, axes, operator.and_)
     most = filled(decided, axes, operator.or_)
-    matter = _ALL_BUT_PYTHON if stride == 1 else ~0
     groups: dict[int, list[Indices]] = {}
     for cell in itertools.product(*(_places(axis, stride) for axis in axes)):
-        if cell in decided or (cell in least and not (least[cell] ^ most[cell]) & matter):
+        if cell in decided or (cell in least and not (least[cell] ^ most[cell]) & _ALL_BUT_PYTHON):
             continue
         groups.setdefault(_depth(cell, axes, 2 * stride), []).append(cell)
     return [groups[depth] for depth in sorted(groups)]

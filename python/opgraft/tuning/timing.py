@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +17,7 @@ _CYCLES = 1_000_000
 #: No sleep is longer: a tenth of a second.
 _MOST_CYCLES = 2**28
 #: How long a burst is to take on the device, and how many calls it makes at the most.
-_BURST_SECONDS, _MOST_CALLS = 5e-3, 64
+_BURST_SECONDS, _MOST_CALLS = 2e-3, 64
 #: On the CPU, where calls are not issued ahead: how long a burst takes, and its fewest calls.
 _CPU_SECONDS, _FEWEST_CPU_CALLS = 2e-3, 5
 
@@ -29,15 +29,19 @@ class Way(NamedTuple):
         scope: a context in which the calls go this way.
         calls: the calls of a turn. Several, so that none finds its arguments in the caches.
         warm_ups: how many calls it takes to compile what is compiled and to record launch plans.
+        rounds: after so many it is not measured again; None: in every round.
+        most_calls: of a burst.
     """
 
     scope: Callable[[], AbstractContextManager[object]]
     calls: Sequence[Call]
     warm_ups: int = 1
+    rounds: int | None = None
+    most_calls: int = _MOST_CALLS
 
 
 class Turns:
-    """Microseconds of a call by each way, a number for each round.
+    """Microseconds of a call by each way, a number for each of its rounds.
 
     In each round every way has its turn, each time another one the first, so that a device that
     changes its clock changes it for all.
@@ -56,7 +60,11 @@ class Turns:
 
     def round(self) -> None:
         """Measure every way once more."""
-        names = list(self._ways)
+        names = [
+            name
+            for name, way in self._ways.items()
+            if way.rounds is None or self.rounds < way.rounds
+        ]
         first = self.rounds % len(names)
         self.rounds += 1
         for name in names[first:] + names[:first]:
@@ -73,13 +81,23 @@ class Turns:
         del self._ways[name], self.on_device[name], self.on_host[name]
 
     def ratios(self, one: str, other: str) -> list[float]:
+        """By round: how much longer one way takes than another, on the device or on the host."""
+        return _ratios(self._longer(one), self._longer(other))
+
+    def ratios_on_device(self, one: str, other: str) -> list[float]:
         """By round: how much longer one way takes on the device than another."""
-        pairs = zip(self.on_device[one], self.on_device[other], strict=True)
-        return [a / b for a, b in pairs]
+        return _ratios(self.on_device[one], self.on_device[other])
+
+    def _longer(self, name: str) -> Iterator[float]:
+        return map(max, self.on_device[name], self.on_host[name])
 
     def median(self, name: str) -> tuple[float, float]:
         """The median on the device and on the host."""
         return statistics.median(self.on_device[name]), statistics.median(self.on_host[name])
+
+
+def _ratios(times: Iterable[float], others: Iterable[float]) -> list[float]:
+    return [a / b for a, b in zip(times, others, strict=True)]
 
 
 def _warm_up(way: Way, device: torch.device) -> int:
@@ -92,7 +110,7 @@ def _warm_up(way: Way, device: torch.device) -> int:
         way.calls[0]()
         _synchronize(device)
         seconds = time.perf_counter() - start
-    return max(1, min(round(_BURST_SECONDS / seconds), _MOST_CALLS))
+    return max(1, min(round(_BURST_SECONDS / seconds), way.most_calls))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import datetime
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import Cell
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call
-from opgraft.ready import ahead
+from opgraft.ready import ahead, pool
 from opgraft.registry import Override
 from opgraft.tuning import search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
@@ -33,6 +33,8 @@ from opgraft.when.nodes import Undefined
 STEPS = 1
 #: Seconds after which the table is written again.
 WRITE_SECONDS = 30.0
+#: Workers that compile at a time, on a machine with more than twice as many cores.
+_WORKERS = 24
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ def tune_override(
     """
     if override.crossover is None:
         raise RegistrationError(f"override {override.name!r} has no crossover=: nothing to tune")
+    if device.type == "cuda":
+        pool.allow_workers(_WORKERS)
     with measuring(override, device) as measure:
         return _Tuning(override, measure, device, options, progress).run()
 
@@ -236,42 +240,42 @@ class _Tuning:
 
     def _measure_open_cells(self) -> None:
         for each in self._passes:
-            again = self._known_to(each) if self._options.again else []
-            self._compile_ahead(again)
-            for at in again:
-                if self._is_late():
-                    return
-                self._measure(each, at)
+            if self._options.again:
+                self._measure_group(each, self._known_to(each))
             for stride in search.strides():
-                while groups := self._open_cells(each, stride):
-                    self._compile_ahead(groups[0])
-                    for at in groups[0]:
-                        if self._is_late():
-                            return
-                        self._measure(each, at)
+                while not self._is_late() and (groups := self._open_cells(each, stride)):
+                    self._measure_group(each, groups[0])
 
-    def _compile_ahead(self, cells: Sequence[Indices]) -> None:
-        """Have workers compile for cells at the same time, as each takes longer to compile for than
-        to measure. A cell whose calls cannot be made is left to the measurement, which says why.
+    def _measure_group(self, each: _Pass, cells: Sequence[Indices]) -> None:
+        compiling = self._compile_ahead(cells)
+        for at in cells:
+            compiling.wait(at, self._tell_of_compiling)
+            if self._is_late():
+                return
+            self._measure(each, at)
+
+    def _compile_ahead(self, cells: Sequence[Indices]) -> ahead.Ahead:
+        """Have workers compile for cells while others are measured, as each takes longer to compile
+        for than to measure. A cell whose calls cannot be made is left to the measurement, which
+        says why.
         """
+        compiling = ahead.Ahead(self._is_late)
         if self._device.type != "cuda" or self._override.dsl is None:
-            return
+            return compiling
+        for at in cells:
+            if self._is_late():
+                break
+            try:
+                call = self._call(at)
+                taking = self._measuring.taking(call)
+            except (Exception, SystemExit):
+                continue
+            for override in taking:
+                compiling.submit(at, override, call)
+        return compiling
 
-        def calls() -> Iterator[tuple[Override, Call]]:
-            for at in cells:
-                if self._is_late():
-                    return
-                try:
-                    call = self._call(at)
-                    taking = self._measuring.taking(call)
-                except (Exception, SystemExit):
-                    continue
-                yield from ((override, call) for override in taking)
-
-        def tell(done: int, total: int) -> None:
-            self._progress(f"compiling for {total} calls, {done} done")
-
-        ahead.compile_ahead(calls(), tell, self._is_late)
+    def _tell_of_compiling(self, done: int, total: int) -> None:
+        self._progress(f"compiling for {total} calls, {done} done")
 
     def _open_cells(self, each: _Pass, stride: int) -> list[list[Indices]]:
         decided = each.decided()
