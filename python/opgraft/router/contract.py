@@ -305,7 +305,13 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     They are compared on the CPU: a process's first comparison on a GPU waits until its kernels are
     loaded, for longer than it takes to read so few bytes.
     """
-    return torch.equal(one.cpu(), other.cpu())
+    return torch.equal(_words(one.cpu()), _words(other.cpu()))
+
+
+def _words(contents: torch.Tensor) -> torch.Tensor:
+    """Bytes as larger numbers, if there are whole ones: they are compared in a fraction of the
+    time."""
+    return contents.view(torch.int64) if contents.numel() % 8 == 0 else contents
 
 
 def _missing_or_extra_writes(
