@@ -290,7 +290,7 @@ _SUM_BLOCK, _SUM_STEPS = 1024, 16
 
 
 def _tile_options(classes: int, itemsize: int, largest: int) -> tuple[dict[str, Any], int, bool]:
-    tile = tile_of(classes, 1, itemsize, largest)
+    tile = tile_of(classes, 1, itemsize, largest, 16 // itemsize)
     constexprs = {
         "LINES": tile.lines,
         "BLOCK": tile.block,

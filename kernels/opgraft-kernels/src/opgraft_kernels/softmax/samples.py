@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -86,11 +87,19 @@ def calls(
         itemsize: bytes of an element.
         misalignment: of a row if inner is 1, else of `inner` elements; see `crossovers`.
     """
-    outer = elements // (size * inner)
     found = aligned_width(size if inner == 1 else inner, itemsize, misalignment)
-    if outer == 0 or found is None:
+    if found is None or elements < size * inner:
         return
-    shape = (outer, found) if inner == 1 else (outer, size, found)
+    shape: tuple[int, ...] | None
+    if inner == 1:
+        shape = (elements // size, found)
+    else:
+        # From the middle of the bucket, as in `aligned_width`, where it has that many elements.
+        sizes = (size + size // 2, size)
+        shapes = [(-(-elements // (each * found)), each, found) for each in sizes]
+        shape = next((each for each in shapes if math.prod(each) < 2 * elements), None)
+    if shape is None:
+        return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     x = torch.randn(shape, dtype=dtype, device=device)
     yield _call(function, direction, x, torch.randn_like(x), 1)

@@ -243,8 +243,12 @@ def _backward_kernel(
 _SHORT_TILE = 8 * 1024
 # The largest tile that stays in registers: of one tensor, and where a backward holds two.
 FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
+# The same where a warp alone has the lines, which it cannot read 32 units at once of.
+_NARROW_TILE = 2 * 1024
 # A block of a line that is longer: 16 warps at 32 bytes a thread.
 _BLOCK = 16 * 1024
+# Elements of a thread, where lines are strided and a load has less than 8 bytes.
+_MOST_NARROW = 16
 # What is read together across lines, at least, if there are as many.
 _SEGMENT = 128
 _MIN_BLOCK = 16
@@ -278,29 +282,41 @@ class Lines(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_of(size: int, inner: int, itemsize: int, largest: int) -> Tile:
-    """The tile for lines of `size`, of `largest` bytes at most."""
+def tile_of(size: int, inner: int, itemsize: int, largest: int, unit: int) -> Tile:
+    """The tile for lines of `size`, of `largest` bytes at most, that are read in units."""
     block = max(power_of_2(size), _MIN_BLOCK)
     line = block * itemsize
+    if inner == 1 and 32 * unit < block and line <= _NARROW_TILE:
+        # Triton would spread each line over several warps, and add up each one in shared memory.
+        return Tile(_NARROW_TILE // line, block, True, 1)
+    a_warp = 2048
     if inner == 1:
         lines = _SHORT_TILE // line if line <= _SHORT_TILE // 4 else 1
     else:
         lines = min(power_of_2(inner), max(_SEGMENT // itemsize, _SHORT_TILE // line))
+        if unit * itemsize < 8:  # an address for nearly each element: more would be spilled
+            a_warp = min(a_warp, 32 * _MOST_NARROW * itemsize)
+            largest = min(largest, 16 * a_warp)
+            if 16 * line <= largest:
+                lines = min(lines, largest // line)
     whole = lines * line <= largest
     if not whole:
         block = _BLOCK // itemsize // lines
     bytes_of_tile = lines * block * itemsize
-    a_warp = 1024 if bytes_of_tile <= _SHORT_TILE or not whole else 2048
+    if bytes_of_tile <= _SHORT_TILE or not whole:
+        a_warp = min(a_warp, 1024)
     return Tile(lines, block, whole, min(max(bytes_of_tile // a_warp, 1), 32))
 
 
 def _launch(
     kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    tile: Tile,
+    largest: int,
 ) -> Launch:  # fmt: skip
     is_strided = lines.inner != 1
     contiguous = lines.inner if is_strided else lines.size
-    itemsize = min(t.element_size() for t in tensors)
+    narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
+    unit = unit_of(narrowest, contiguous, *strides)
+    tile = tile_of(lines.size, lines.inner, widest, largest, unit)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
     else:
@@ -317,7 +333,7 @@ def _launch(
             "WHOLE": tile.whole,
             "MASK_LINES": tile.lines > 1,
             "MASK_COLS": lines.size % tile.block != 0,
-            "UNIT": unit_of(itemsize, contiguous, *strides),
+            "UNIT": unit,
         },
         tile.num_warps,
     )
@@ -326,18 +342,15 @@ def _launch(
 def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     """The launch that fills `y`, contiguous, of which the dtype may be wider than that of `x`."""
     lines = Lines.of(x, dim)
-    itemsize = max(x.element_size(), y.element_size())
-    tile = tile_of(lines.size, lines.inner, itemsize, FORWARD_TILE)
     x, x_stride = lines.matrix(x)
-    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, tile)
+    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, FORWARD_TILE)
 
 
 def plan_backward(g: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool) -> Launch:
     """The launch that fills `dx`, contiguous, of which the dtype may be narrower than the rest."""
     lines = Lines.of(y, dim)
-    tile = tile_of(lines.size, lines.inner, y.element_size(), BACKWARD_TILE)
     (g, g_stride), (y, y_stride) = lines.matrix(g), lines.matrix(y)
-    return _launch(_backward_kernel, (g, y, dx), (g_stride, y_stride), lines, log, tile)
+    return _launch(_backward_kernel, (g, y, dx), (g_stride, y_stride), lines, log, BACKWARD_TILE)
 
 
 # --------------------------------------------------------------------------------------------------
