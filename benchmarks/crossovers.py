@@ -36,6 +36,7 @@ from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import models, rule
 from opgraft.crossover.tables import Cell
 from opgraft.ops.schema import Call
+from opgraft.ready import ahead
 from opgraft.registry import Override
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.tuning.tuner import axes_of
@@ -120,18 +121,32 @@ def bench(
     """Rows of up to so many calls, and how many could not be measured."""
     assert override.crossover is not None
     rng = random.Random(f"{SEED} {override.name}")
+    drawn: list[dict[str, Any]] = []
     rows: list[Row] = []
     failed = 0
     end = time.monotonic() + seconds
+    compiling = ahead.Ahead(lambda: time.monotonic() > end)
     with measuring(override, device) as measure:
         for features in itertools.islice(_draws(override.crossover, rng), 20 * count):
-            if len(rows) == count or time.monotonic() > end:
+            if len(drawn) == count or time.monotonic() > end:
+                break
+            try:
+                call = _call(override, features, device)
+            except NoCall:
+                continue
+            except RuntimeError:  # the measurement says why
+                pass
+            else:
+                for each in measure.taking(call):
+                    compiling.submit(len(drawn), each, call)
+            drawn.append(features)
+        for index, features in enumerate(drawn):
+            compiling.wait(index, lambda done, total: None)
+            if time.monotonic() > end:
                 break
             try:
                 calls = cold_calls(functools.partial(_call, override, features, device))
                 rows.append(_row(override, measure, calls, device))
-            except NoCall:
-                continue
             except (Skip, RuntimeError) as error:
                 failed += 1
                 print(f"  {features}: {str(error).splitlines()[0][:100]}", flush=True)
