@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from opgraft import cli, when
 from opgraft.cli import tune
 from opgraft.core import store
 from opgraft.crossover import models, sources
+from opgraft.ready import claims
 from opgraft.registry import registry
 from opgraft.tuning import busy, heat, tuner
 from tests import forked_programs
@@ -110,6 +112,61 @@ def test_it_writes_the_users_table_and_goes_on_where_it_stopped(folder: Path) ->
     assert row[:4] == ["tuned", "0", str(result["measured"]), "0"]
 
 
+def test_what_another_process_tunes_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = named(
+        ("a", "CPU"), ("b", "CPU"), crossover=opgraft.Crossover(n=when.numel("self"))
+    )
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
+    held, may_end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        claim = tune._claim(first, tmp_path)
+        assert claim.take()
+        held.set()
+        may_end.wait(60)
+        claim.release()
+
+    def tune_override(override: opgraft.Override, *_: Any) -> tuner.Result:
+        tuned.append(override)
+        may_end.set()
+        return tuner.Result(override.name)
+
+    tuned: list[opgraft.Override] = []
+    monkeypatch.setattr(tuner, "tune_override", tune_override)
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert held.wait(60)
+    status, results = tune._tune([first, second], tmp_path, 60.0, None, {}, progress=False)
+    thread.join()
+    assert tuned == [second, first]
+    assert status == 0 and results.keys() == {first, second}
+    assert tune._claim(first, tmp_path).owner() is None
+
+
+def test_what_another_process_tunes_is_left_when_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (override,) = named(("a", "CPU"), crossover=opgraft.Crossover(n=when.numel("self")))
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
+    claim = tune._claim(override, tmp_path)
+    thread = threading.Thread(target=claim.take)  # which ends, and its claim with it
+    thread.start()
+    thread.join()
+    assert tune._next([override], tmp_path, 0.0, lambda *_: None)[0] is override
+    seconds: list[float] = []
+
+    def tune_override(_: Any, device: Any, options: tuner.Options, progress: Any) -> tuner.Result:
+        seconds.append(options.seconds)
+        return tuner.Result("a")
+
+    monkeypatch.setattr(tuner, "tune_override", tune_override)
+    monkeypatch.setattr(claims.Claim, "take", lambda self: False)
+    assert tune._tune([override], tmp_path, 0.0, None, {}, progress=False)[0] == 0
+    assert seconds[0] <= 0
+
+
 def test_a_picture_is_drawn_for_each_override(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     done = run_in_a_process(folder, "--png", "pictures")
@@ -146,7 +203,9 @@ def test_each_override_has_a_picture_of_its_own(
     saved: list[Path] = []
     monkeypatch.setattr(heat, "save", lambda path, *_: saved.append(path))
     overrides = named(*names)
-    tune._draw(overrides, [tuner.Result(each.name) for each in overrides], tmp_path / "pictures")
+    tune._draw(
+        overrides, {each: tuner.Result(each.name) for each in overrides}, tmp_path / "pictures"
+    )
     assert len(set(saved)) == len(overrides)
     assert {each.parent for each in saved} == {tmp_path / "pictures"}
     assert ("b", "CPU") not in names or tmp_path / "pictures" / "b.png" in saved

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import re
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,16 @@ from opgraft.base import files
 from opgraft.cli import modules as named_modules
 from opgraft.cli import output, scripts
 from opgraft.core import store
-from opgraft.crossover import sources
+from opgraft.crossover import models, sources
 from opgraft.crossover.tables import BadTable
+from opgraft.ready import claims
 from opgraft.registry import Override
 from opgraft.tuning import busy, heat, tuner, watching
 from opgraft.verification.runner import device_of, progress_bar
 from opgraft.verification.single_override import is_interpreted
+
+#: Seconds between two looks whether another process has ended what it tunes.
+_LOOK_SECONDS = 0.5
 
 
 def command(
@@ -79,10 +86,11 @@ def command(
         raise click.ClickException(str(error)) from error
     if pictures is not None:
         _draw(found, results, pictures)
+    in_order = [results[each] for each in found if each in results]
     if as_json:
-        output.print_json([each.as_dict() for each in results])
+        output.print_json([each.as_dict() for each in in_order])
     else:
-        _print(results)
+        _print(in_order)
     return status
 
 
@@ -142,9 +150,14 @@ def _origin(override: Override) -> str:
     return f"{override.pack or 'user'}'s {override.op} at {override.dispatch_key}"
 
 
-def _draw(overrides: list[Override], results: list[tuner.Result], folder: Path) -> None:
+def _draw(
+    overrides: list[Override], results: Mapping[Override, tuner.Result], folder: Path
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, each in zip(_picture_names(overrides), results, strict=False):
+    for override, name in zip(overrides, _picture_names(overrides), strict=True):
+        each = results.get(override)
+        if each is None:  # interrupted
+            continue
         try:
             heat.save(folder / f"{name}.png", each.name, each.axes, each.cells)
         except ModuleNotFoundError as error:
@@ -190,27 +203,57 @@ def _tune(
     terms: Mapping[str, bool],
     *,
     progress: bool,
-) -> tuple[int, list[tuner.Result]]:
-    results: list[tuner.Result] = []
-    status = 0
+) -> tuple[int, dict[Override, tuner.Result]]:
+    results: dict[Override, tuner.Result] = {}
+    waiting = list(overrides)
+    status, deadline = 0, time.monotonic() + budget
     with progress_bar(progress) as tell:
-        for index, override in enumerate(overrides):
-            seconds = budget / (len(overrides) - index)
-            calls = None if seen is None else seen.of(override)
+        while waiting:
             try:
-                result = tuner.tune_override(
-                    override,
-                    device_of(override.dispatch_key),
-                    _options(override, folder, seconds=seconds, calls=calls, **terms),
-                    lambda line, override=override: tell(override.name, line),  # type: ignore[misc]
-                )
+                override, claim = _next(waiting, folder, deadline, tell)
+                seconds = (deadline - time.monotonic()) / len(waiting)
+                waiting.remove(override)
+                calls = None if seen is None else seen.of(override)
+                options = _options(override, folder, seconds=seconds, calls=calls, **terms)
+                device = device_of(override.dispatch_key)
+                try:
+                    results[override] = tuner.tune_override(
+                        override, device, options, functools.partial(tell, override.name)
+                    )
+                finally:
+                    claim.release()
             except KeyboardInterrupt:
                 status = scripts.INTERRUPTED
                 break
-            budget -= result.seconds
-            results.append(result)
     sources.forget()
     return status, results
+
+
+def _next(
+    waiting: Sequence[Override],
+    folder: Path | None,
+    deadline: float,
+    tell: Callable[[str, str], object],
+) -> tuple[Override, claims.Claim]:
+    """The first override that no other process tunes into the same table, which is claimed.
+
+    Where others are at all of them, it waits: what they leave open when they end is ours to do.
+    When the time is up it is the first one, of which no cell will be begun.
+    """
+    while True:
+        for override in waiting:
+            claim = _claim(override, folder)
+            if claim.take() or time.monotonic() > deadline:
+                return override, claim
+        tell(waiting[0].name, "another process tunes it")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _claim(override: Override, folder: Path | None) -> claims.Claim:
+    place = _options(override, folder).folder.absolute()
+    model = models.of_device(device_of(override.dispatch_key))
+    what = f"{place} {model.name} {_origin(override)} {override.name}"
+    return claims.Claim(f"tuning-{hashlib.sha256(what.encode()).hexdigest()[:32]}")
 
 
 def _print(results: list[tuner.Result]) -> None:
