@@ -2,6 +2,8 @@
 
     python benchmarks/crossovers.py                          # every override with a table, on a GPU
     python benchmarks/crossovers.py --only rms_norm --calls 100
+    python benchmarks/crossovers.py --seconds 300            # what is left, the next run measures
+    python benchmarks/crossovers.py --report RESULTS         # by today's tables; no GPU is needed
     python benchmarks/crossovers.py --smoke                  # on the CPU: does this script work?
     python benchmarks/crossovers.py --least TABLE            # the least work that a table takes
 
@@ -11,17 +13,20 @@ measures each against native (as `opgraft tune` does: interleaved, with a contro
 or the host's, the longer one), and compares with what the table in force says. The goals: of the
 calls that are taken by a plan the median ratio is 1.05 at least and none is below 0.98 beyond the
 control; of those that are declined at most 3 % would have been faster by more than 5 %.
+
+What was measured of a kernel's version stays in the results, and later runs add to it. Processes on
+several GPUs can measure at a time: each takes other overrides.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,14 +37,17 @@ import torch
 
 import opgraft
 from opgraft import when
+from opgraft.base import locks
 from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import models, rule
+from opgraft.crossover.models import Model
 from opgraft.crossover.tables import Cell
+from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call
-from opgraft.ready import ahead
+from opgraft.ready import ahead, claims, pool
 from opgraft.registry import Override
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
-from opgraft.tuning.tuner import axes_of
+from opgraft.tuning.tuner import WORKERS, axes_of
 from opgraft.verification.sources import call_of_sample
 from opgraft.when.grid import ExactAxis
 
@@ -54,7 +62,7 @@ class Row(NamedTuple):
     """A call.
 
     Attributes:
-        features: of its crossover.
+        features: of its crossover; dtypes by their names.
         taken: what the table says of it.
         ratio: native's time over ours.
         control: native's time over native's.
@@ -76,22 +84,35 @@ class Row(NamedTuple):
         return not self.taken and self.ratio > MARGIN
 
 
+class Tried(NamedTuple):
+    """What was measured of an override.
+
+    Attributes:
+        rows: the calls.
+        drawn: how many were drawn for them, those among them that there is no call of.
+        failed: how many could not be measured.
+    """
+
+    rows: list[Row]
+    drawn: int = 0
+    failed: int = 0
+
+
 class NoCall(Exception):
     """There is no call with such features, as a row has no fewer elements than its width."""
 
 
-def _draws(crossover: opgraft.Crossover, rng: random.Random) -> Iterator[dict[str, Any]]:
+def _draw(crossover: opgraft.Crossover, rng: random.Random) -> dict[str, Any]:
     """Features, log-uniformly from the ranges of the crossover."""
-    while True:
-        features = {}
-        for name, axis in axes_of(crossover).items():
-            if isinstance(axis, ExactAxis):
-                features[name] = rng.choice(axis.values)
-                continue
-            values = crossover.ranges[name]
-            low, high = ELEMENTS if name == "elements" else (min(values), max(values))
-            features[name] = round(2 ** rng.uniform(math.log2(low), math.log2(high)))
-        yield features
+    features = {}
+    for name, axis in axes_of(crossover).items():
+        if isinstance(axis, ExactAxis):
+            features[name] = rng.choice(axis.values)
+            continue
+        values = crossover.ranges[name]
+        low, high = ELEMENTS if name == "elements" else (min(values), max(values))
+        features[name] = round(2 ** rng.uniform(math.log2(low), math.log2(high)))
+    return features
 
 
 def _call(override: Override, features: Mapping[str, Any], device: torch.device) -> Call:
@@ -101,35 +122,51 @@ def _call(override: Override, features: Mapping[str, Any], device: torch.device)
     raise NoCall
 
 
-def _row(
-    override: Override, measure: Measuring, calls: Sequence[Call], device: torch.device
-) -> Row:
-    crossover, decisions = override.crossover, override.decisions
-    assert crossover is not None and decisions is not None
-    found = {name: each.evaluate(calls[0].named) for name, each in crossover.features.items()}
-    in_force = decisions.in_force(models.of_device(device))
-    taken = in_force is not None and in_force.grid.takes(found.values(), rule.PLAN)
+def _row(measure: Measuring, calls: Sequence[Call], features: dict[str, Any], taken: bool) -> Row:
     turns, without, way = measure.turns(calls)
     control, _, _ = median_and_interval(turns.ratios("native", "native again"))
     native, own = max(turns.median(without)), max(turns.median(way))
-    return Row({k: str(v) for k, v in found.items()}, taken, native / own, control, native)
+    return Row(features, taken, round(native / own, 4), round(control, 4), round(native, 2))
+
+
+def _takes(override: Override, model: Model, features: Mapping[str, Any]) -> bool:
+    """What the table in force says of a call."""
+    assert override.crossover is not None and override.decisions is not None
+    in_force = override.decisions.in_force(model)
+    if in_force is None:
+        return False
+    values = [
+        vars(torch)[value] if isinstance(value, str) else value
+        for value in (features[name] for name in override.crossover.features)
+    ]
+    return in_force.grid.takes(values, rule.PLAN)
+
+
+def _features(override: Override, call: Call) -> dict[str, Any]:
+    assert override.crossover is not None
+    found = {name: each.evaluate(call.named) for name, each in override.crossover.features.items()}
+    return {
+        name: dtype_name(value) if isinstance(value, torch.dtype) else value
+        for name, value in found.items()
+    }
 
 
 def bench(
-    override: Override, device: torch.device, count: int, seconds: float
-) -> tuple[list[Row], int]:
-    """Rows of up to so many calls, and how many could not be measured."""
+    override: Override, device: torch.device, count: int, seconds: float, before: Tried
+) -> Tried:
+    """Measure up to so many calls, those of earlier runs among them."""
     assert override.crossover is not None
-    rng = random.Random(f"{SEED} {override.name}")
-    drawn: list[dict[str, Any]] = []
-    rows: list[Row] = []
-    failed = 0
+    rows, drawn, failed = [*before.rows], before.drawn, before.failed
     end = time.monotonic() + seconds
+    model = models.of_device(device)
+    waiting: dict[int, dict[str, Any]] = {}
     compiling = ahead.Ahead(lambda: time.monotonic() > end)
     with measuring(override, device) as measure:
-        for features in itertools.islice(_draws(override.crossover, rng), 20 * count):
-            if len(drawn) == count or time.monotonic() > end:
+        for number in range(drawn, drawn + 20 * count):
+            if len(rows) + len(waiting) >= count or time.monotonic() > end:
                 break
+            rng = random.Random(f"{SEED} {override.name} {number}")
+            features = _draw(override.crossover, rng)
             try:
                 call = _call(override, features, device)
             except NoCall:
@@ -138,19 +175,89 @@ def bench(
                 pass
             else:
                 for each in measure.taking(call):
-                    compiling.submit(len(drawn), each, call)
-            drawn.append(features)
-        for index, features in enumerate(drawn):
-            compiling.wait(index, lambda done, total: None)
+                    compiling.submit(number, each, call)
+            waiting[number] = features
+        for number, features in waiting.items():
+            compiling.wait(number, lambda done, total: None)
             if time.monotonic() > end:
                 break
+            drawn = number + 1
             try:
                 calls = cold_calls(functools.partial(_call, override, features, device))
-                rows.append(_row(override, measure, calls, device))
+                found = _features(override, calls[0])
+                rows.append(_row(measure, calls, found, _takes(override, model, found)))
             except (Skip, RuntimeError) as error:
                 failed += 1
                 print(f"  {features}: {str(error).splitlines()[0][:100]}", flush=True)
-    return rows, failed
+    return Tried(rows, drawn, failed)
+
+
+# ------------------------------------------------------------------ results
+
+
+def _before(override: Override, model: Model, path: Path) -> Tried:
+    """What earlier runs measured of the kernel's version, by the tables that are there today."""
+    assert override.crossover is not None
+    for record in _common.load(path):
+        is_same = record["override"] == override.name
+        if is_same and record.get("version") == override.crossover.version:
+            rows = [Row(**each) for each in record["rows"]]
+            rows = [row._replace(taken=_takes(override, model, row.features)) for row in rows]
+            return Tried(rows, record["drawn"], record["failed"])
+    return Tried([])
+
+
+def _record(override: Override, tried: Tried) -> dict[str, Any]:
+    assert override.crossover is not None
+    return {
+        "override": override.name,
+        "version": override.crossover.version,
+        **summary(tried.rows),
+        "drawn": tried.drawn,
+        "failed": tried.failed,
+        "rows": [row._asdict() for row in tried.rows],
+    }
+
+
+def _save(model: Model, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add records to the results, which other processes may be adding to."""
+    path = _common.path_of("crossovers", model.name)
+    with locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock"):
+        every = _common.with_others("crossovers", model.name, records, "override")
+        _common.save("crossovers", model.name, every, capability=model.capability)
+
+
+def report(path: Path) -> None:
+    """Print, and save, what today's tables decide of the calls that were measured."""
+    found = json.loads(path.read_text())
+    capability = found.get("capability")
+    model = Model(found["device"], capability and (capability[0], capability[1]))
+    records = []
+    for override in _overrides([""]):
+        tried = _before(override, model, path)
+        if tried.rows:
+            _print(override.name, tried.rows)
+            records.append(_record(override, tried))
+    for record in records:
+        for each in found["records"]:
+            if each["override"] == record["override"]:
+                each.update(record)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _overrides(only: Sequence[str]) -> list[Override]:
+    """Those that tables decide of by measurements of their own, whose name holds one of these."""
+    import opgraft_kernels
+
+    opgraft_kernels.register()
+    return [
+        override
+        for override in opgraft.overrides()
+        if override.crossover is not None
+        and override.table_name == override.name
+        and override.why_off() is None
+        and any(each in override.name for each in only)
+    ]
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
@@ -196,9 +303,10 @@ def smoke() -> None:
             numbers=when.numel("self"), calls=calls, ranges={"numbers": (1, 2**12)}
         ),
     )
-    rows, failed = bench(override, torch.device("cpu"), 2, 60.0)
-    assert failed == 0 and [row.taken for row in rows] == [False, False], rows
-    _print("smoke", rows)
+    tried = bench(override, torch.device("cpu"), 1, 60.0, Tried([]))
+    tried = bench(override, torch.device("cpu"), 2, 60.0, tried)
+    assert tried.failed == 0 and [row.taken for row in tried.rows] == [False, False], tried
+    _print("smoke", tried.rows)
     print("overrides were hit; nothing was measured")
 
 
@@ -230,36 +338,39 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
     parser.add_argument("--only", nargs="+", default=[""], help="overrides whose name holds one")
     parser.add_argument("--calls", type=int, default=400, help="for each override")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for each override")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for all of them")
+    parser.add_argument("--report", type=Path, metavar="RESULTS", help="measure nothing")
     parser.add_argument("--least", type=Path, metavar="TABLE", help="of a table; no GPU is needed")
     options = parser.parse_args()
     if options.least:
         least_work(options.least)
+        return
+    if options.report:
+        report(options.report)
         return
     if options.smoke:
         smoke()
         return
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device; --smoke runs without one")
-    import opgraft_kernels
-
     device = torch.device("cuda")
-    name = torch.cuda.get_device_name()
-    path = _common.path_of("crossovers", name)
-    records = _common.load(path)
-    opgraft_kernels.register()
-    for override in opgraft.overrides():
-        wanted = any(each in override.name for each in options.only)
-        if not wanted or override.crossover is None or override.why_off() is not None:
+    model = models.of_device(device)
+    path = _common.path_of("crossovers", model.name)
+    pool.allow_workers(WORKERS)
+    end = time.monotonic() + options.seconds
+    for override in _overrides(options.only):
+        claim = claims.Claim(f"crossovers-{model.name}-{override.name}".replace(" ", "_"))
+        if time.monotonic() > end or not claim.take():
             continue
-        if override.table_name != override.name:  # measured as another one
-            continue
-        rows, failed = bench(override, device, options.calls, options.seconds)
-        _print(override.name, rows)
-        record = {"override": override.name, **summary(rows), "failed": failed}
-        record["rows"] = [row._asdict() for row in rows]
-        records = [each for each in records if each["override"] != override.name] + [record]
-        _common.save("crossovers", name, records)
+        try:
+            before = _before(override, model, path)
+            if len(before.rows) < options.calls:
+                left = end - time.monotonic()
+                tried = bench(override, device, options.calls, left, before)
+                _print(override.name, tried.rows)
+                _save(model, [_record(override, tried)])
+        finally:
+            claim.release()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ STEPS = 1
 #: Seconds after which the table is written again.
 WRITE_SECONDS = 30.0
 #: Workers that compile at a time, on a machine with more than twice as many cores.
-_WORKERS = 24
+WORKERS = 24
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def tune_override(
     if override.crossover is None:
         raise RegistrationError(f"override {override.name!r} has no crossover=: nothing to tune")
     if device.type == "cuda":
-        pool.allow_workers(_WORKERS)
+        pool.allow_workers(WORKERS)
     with measuring(override, device) as measure:
         return _Tuning(override, measure, device, options, progress).run()
 
