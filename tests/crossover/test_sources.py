@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from opgraft.crossover import rule, sources, tables
+from opgraft.crossover.decisions import Decisions
 from opgraft.crossover.models import Model
 from opgraft.crossover.rule import PLAN
 from opgraft.crossover.sources import Source
@@ -74,6 +75,32 @@ def test_tables_behind_the_first_count_where_it_decides_nothing(
         ("author", H200, rule.MARGIN),
         ("author", H100, rule.OTHER_DEVICE_MARGIN),
     ]
+
+
+@pytest.mark.parametrize(
+    ("says", "counting"),
+    [
+        ({"complete": True}, [H200]),
+        ({"complete": False}, [H200, H100]),
+        ({"complete": 1}, [H100]),
+        ({"complete": True, "version": 2}, [H100]),
+        ({"complete": True, "cells": ["damaged"]}, [H100]),
+    ],
+    ids=str,
+)
+def test_beside_a_complete_table_no_other_device_s_counts(
+    user_tables: Path, tmp_path: Path, says: dict[str, Any], counting: list[Model]
+) -> None:
+    shipped = tmp_path / "shipped"
+    for model, more in ((H200, says), (H100, {"complete": True})):
+        content = table({"fast": entry(cell(4), **more)}, model.name, capability=[9, 0])
+        write(shipped, content, model.name)
+    declared = crossover(tables=shipped)
+    in_force = Decisions("fast", "user", declared).in_force(H200)
+    assert in_force is not None
+    assert [source.table.model for source in in_force.sources] == counting
+    chosen = sources.choose(sources.find("fast", "user", declared), H200, "user")
+    assert [source.table.model for source in chosen] == counting
 
 
 def test_a_table_with_other_buckets_than_the_first_does_not_count(

@@ -78,6 +78,7 @@ DAMAGED = {
     "order": (h200(cell(1), features={"dtype": "exact", "rows": {"steps": 1}}), "features"),
     "steps": (h200(cell(1), features={"rows": {"steps": 3}, "dtype": "exact"}), "rows"),
     "measured": (h200(cell(1), measured={"date": 5}), "measured"),
+    "complete": (h200(cell(1), complete=1), "complete"),
     "no cells": (h200(), "no cells"),
     "cells": (h200(cells={}), "cells"),
     "objects": (h200(cells=[cell(1)]), "no list of lines"),

@@ -98,6 +98,23 @@ def cells_in(path: Path | None) -> list[dict[str, Any]]:
     return tables.cells_of(json.loads(path.read_text())["overrides"]["tuned"])
 
 
+def test_a_table_says_whether_it_is_complete(tmp_path: Path, clock: Clock) -> None:
+    def says(result: tuner.Result) -> bool:
+        assert result.path is not None
+        return json.loads(result.path.read_text())["overrides"]["tuned"].get("complete", False)
+
+    override, calls = register(), [(64, torch.float32)]
+    assert not says(tune(tmp_path, override, calls=calls))  # of a script
+    assert says(tune(tmp_path, override))
+    assert says(tune(tmp_path, override, calls=calls))
+    override.remove()
+    wider = register(crossover(ranges={"rows": (1, 2**10), "dtype": [torch.float16]}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner._Tuning, "_is_late", lambda self: self._result.measured >= 1)
+        assert not says(tune(tmp_path, wider))
+    assert says(tune(tmp_path, wider))
+
+
 def test_the_border_is_found_and_most_cells_are_not_measured(tmp_path: Path, clock: Clock) -> None:
     result = tune(tmp_path, register())
     assert result.left == 0

@@ -151,7 +151,9 @@ class Decisions:
     def in_force(self, model: Model) -> InForce | None:
         """The tables that are in force on a model of device; None if there are none."""
         if model not in self._in_force:
-            chosen = sources.choose(self.found, model, self.owner)
+            with garbage.collection_paused():
+                alone = sources.find_complete(self.name, self.owner, self.crossover, model)
+            chosen = sources.choose(alone or self.found, model, self.owner)
             made = InForce(model, chosen) if chosen else None
             self._in_force.setdefault(model, made)
         return self._in_force[model]

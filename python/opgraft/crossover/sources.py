@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -119,23 +119,51 @@ def find(name: str, owner: str, crossover: Crossover) -> Found:
         owner: its pack, or `"user"`: the user's tables are in a folder for each owner.
         crossover: what it declares.
     """
-    refused: list[str] = []
-    devices: set[str] = set()
+    return _found(name, crossover, _folders(owner, crossover))
 
-    def entries(whose: Owner) -> tuple[tuple[Table, Entry], ...]:
+
+def find_complete(name: str, owner: str, crossover: Crossover, model: Model) -> Found | None:
+    """What the tables of one model say of an override, if one of them is complete.
+
+    No other model's counts there, and they are not looked at: that takes as long again, and the
+    first call of an override waits for it.
+
+    Args:
+        name: as in `find`, like `owner` and `crossover`.
+        model: the model.
+    """
+    folders = {
+        whose: folder._replace(
+            tables=tuple(table for table in folder.tables if table.model.name == model.name)
+        )
+        for whose, folder in _folders(owner, crossover).items()
+    }
+    every = (table for folder in folders.values() for table in folder.tables)
+    if not any(tables.says_complete(table, name) for table in every):
+        return None
+    found = _found(name, crossover, folders)
+    return found if any(entry.is_complete for _, entry in (*found.user, *found.author)) else None
+
+
+def _folders(owner: str, crossover: Crossover) -> dict[Owner, Folder]:
+    """The user's tables and the author's, as they were read."""
+
+    def folder_of(whose: Owner) -> Folder:
         try:
             folder = user_folder() / owner if whose == "user" else crossover.tables
-            if folder is None:
-                return ()
-            path = folder.expanduser().absolute()
+            return Folder((), ()) if folder is None else read(folder.expanduser().absolute(), whose)
         except (RuntimeError, OSError) as error:  # no home, or a working directory that is gone
-            refused.append(_warn(f"the {whose}'s tables are not used: {error}"))
-            return ()
-        content = read(path, whose)
-        devices.update(table.model.name for table in content.tables)
-        return tuple(_entries(content, name, crossover, refused))
+            return Folder((), (_warn(f"the {whose}'s tables are not used: {error}"),))
 
-    users, authors = entries("user"), entries("author")
+    return {"user": folder_of("user"), "author": folder_of("author")}
+
+
+def _found(name: str, crossover: Crossover, folders: Mapping[Owner, Folder]) -> Found:
+    refused: list[str] = []
+    users, authors = (
+        tuple(_entries(folders[whose], name, crossover, refused)) for whose in ("user", "author")
+    )
+    devices = {table.model.name for folder in folders.values() for table in folder.tables}
     return Found(users, authors, tuple(refused), frozenset(devices))
 
 
@@ -158,8 +186,9 @@ def choose(found: Found, model: Model, label: str) -> tuple[Source, ...]:
 
     First the user's own for exactly this model, then the author's, then that of the nearest device
     of the same architecture, or else of the nearest architecture. A table that says little, such as
-    one for the calls of a script, leaves the rest to those behind it. One whose buckets are others
-    than those of the first does not count.
+    one for the calls of a script, leaves the rest to those behind it. Where one of exactly this
+    model is complete, no other model's counts. One whose buckets are others than those of the first
+    does not count.
 
     Args:
         found: the tables.
@@ -177,7 +206,7 @@ def choose(found: Found, model: Model, label: str) -> tuple[Source, ...]:
         for each in every
         if model.capability and each[1].model.capability and each[1].model.name != model.name
     ]
-    if others:
+    if others and not any(each.entry.is_complete for each in sources):
         sources.append(
             _of_other_device(min(others, key=lambda it: _distance(it[1].model, model)), model)
         )

@@ -113,6 +113,7 @@ class Entry(NamedTuple):
         measured: with what it was measured: `date`, and versions such as `torch` and `triton`.
         axes: the buckets of each feature.
         cells: what was measured, by the buckets' indices.
+        is_complete: whether all was measured that decides.
         digest: a hash of all this.
     """
 
@@ -120,6 +121,7 @@ class Entry(NamedTuple):
     measured: Mapping[str, str]
     axes: tuple[Axis, ...]
     cells: Mapping[tuple[int, ...], Cell]
+    is_complete: bool
     digest: str
 
 
@@ -233,6 +235,12 @@ def entry_of(table: Table, name: str, crossover: Crossover) -> Entry | None:
         raise BadTable(f"override {name!r}: it is nested too deeply") from None
 
 
+def says_complete(table: Table, name: str) -> bool:
+    """Whether an override's part of a table says that it is complete. What it says may be wrong."""
+    found = table.overrides.get(name)
+    return isinstance(found, dict) and found.get("complete") is True
+
+
 def _entry(found: Json, crossover: Crossover) -> Entry:
     if not isinstance(found, dict):
         raise BadTable("it is no object")
@@ -274,7 +282,10 @@ def _entry(found: Json, crossover: Crossover) -> Entry:
     measured = dict(zip(corners, map(Cell._make, times), strict=True))
     if len(measured) != len(cells):
         raise BadTable("two cells are at one place")
-    return Entry(crossover.version, _measured(found.get("measured")), axes, measured, _hash(found))
+    made_with, is_complete = _measured(found.get("measured")), found.get("complete", False)
+    if type(is_complete) is not bool:
+        raise BadTable('"complete" is neither true nor false')
+    return Entry(crossover.version, made_with, axes, measured, is_complete, _hash(found))
 
 
 def _hash(found: Json) -> str:

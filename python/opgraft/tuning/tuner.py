@@ -473,8 +473,15 @@ class _Tuning:
             self._named_axes,
             self._cells,
             self._outside,
+            is_complete=self._is_complete(table),
         )
         return {self._override.name: entry}
+
+    def _is_complete(self, table: tables.Table | None) -> bool:
+        """Whether no cell of calls is left, or was left before a script's were measured."""
+        if self._options.calls is not None:
+            return table is not None and tables.says_complete(table, self._override.name)
+        return not self._open_cells(self._passes[0], 1)
 
 
 def _is_corner(axis: Axis, value: Feature) -> bool:

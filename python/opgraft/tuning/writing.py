@@ -39,6 +39,8 @@ def entry(
     axes: Mapping[str, Axis],
     cells: Mapping[Indices, Cell],
     others: Mapping[tuple[Feature, ...], Cell] = MappingProxyType({}),
+    *,
+    is_complete: bool = False,
 ) -> dict[str, Any]:
     """One override's part of a table, as JSON has it.
 
@@ -48,6 +50,7 @@ def entry(
         axes: the buckets of each feature, by name.
         cells: what was measured, by the buckets' indices.
         others: cells outside of the axes, by where their buckets begin.
+        is_complete: whether no cell is left that decides.
     """
     by_corner = {
         tuple(axis.lower(place) for axis, place in zip(axes.values(), at, strict=True)): cell
@@ -58,6 +61,7 @@ def entry(
         "version": version,
         "features": {name: _kind(axis) for name, axis in axes.items()},
         "measured": dict(measured),
+        **({"complete": True} if is_complete else {}),
         "columns": columns_of(axes),
         "cells": [
             line_of(at, map(_rounded, cell)) for at, cell in sorted(lines, key=lambda line: line[0])
