@@ -233,9 +233,7 @@ class _Tuning:
         ]
         self._result.seconds = time.monotonic() - self._started
         self._result.cells = self._cells
-        self._result.left = sum(
-            len(group) for each in self._passes for group in self._open_cells(each, 1)
-        )
+        self._result.left = sum(len(self._left_cells(each)) for each in self._passes)
         return self._result
 
     def _measure_open_cells(self) -> None:
@@ -278,14 +276,27 @@ class _Tuning:
         self._progress(f"compiling for {total} calls, {done} done")
 
     def _open_cells(self, each: _Pass, stride: int) -> list[list[Indices]]:
+        """Those of a round, in the groups of :func:`search.open_cells`."""
         decided = each.decided()
         if self._options.calls is None:
             groups = search.open_cells(decided, self._axes, stride)
         else:
-            called = dict.fromkeys(map(self._cell_of, self._options.calls))
-            groups = [[at for at in called if at is not None and at not in decided]]
+            groups = [self._called_cells(decided)]
         wanted = [[at for at in group if at not in self._without_calls] for group in groups]
         return [group for group in wanted if group]
+
+    def _left_cells(self, each: _Pass) -> set[Indices]:
+        """Those that rounds to come would measure."""
+        decided = each.decided()
+        if self._options.calls is None:
+            left = search.left_cells(decided, self._axes)
+        else:
+            left = {*self._called_cells(decided)}
+        return left - self._without_calls
+
+    def _called_cells(self, decided: Mapping[Indices, int]) -> list[Indices]:
+        called = dict.fromkeys(map(self._cell_of, self._options.calls or ()))
+        return [at for at in called if at is not None and at not in decided]
 
     def _known_to(self, each: _Pass) -> list[Indices]:
         return [at for at, cell in self._cells.items() if rule.is_measured(cell, each.column)]
@@ -481,7 +492,7 @@ class _Tuning:
         """Whether no cell of calls is left, or was left before a script's were measured."""
         if self._options.calls is not None:
             return table is not None and tables.says_complete(table, self._override.name)
-        return not self._open_cells(self._passes[0], 1)
+        return not self._left_cells(self._passes[0])
 
 
 def _is_corner(axis: Axis, value: Feature) -> bool:
