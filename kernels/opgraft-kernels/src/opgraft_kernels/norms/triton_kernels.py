@@ -938,8 +938,23 @@ def _layer_norm_backward_tile(block: int, tail: int, itemsize: int) -> Tile | No
 
 def _sums_together(tile: Tile, itemsize: int, has_mean: bool) -> bool:
     """Whether a backward adds up a row's block and tail together, which takes registers."""
-    a_thread = tile.rows * (tile.block + tile.tail) // (tile.num_warps * 32)
-    return has_mean and _is_tail_for_all_threads(tile, itemsize) and a_thread * itemsize <= 80
+    return (
+        has_mean and _is_tail_for_all_threads(tile, itemsize) and _a_thread(tile) * itemsize <= 80
+    )
+
+
+def _is_ahead_faster(tile: Tile, load: int) -> bool:
+    """Whether a backward loads rows ahead that it loads so many bytes at once.
+
+    Each copy to shared memory is an instruction, as long as that of a whole vector; of less than 4
+    bytes there is none. But the values of a large tile have no room in registers.
+    """
+    return load > 4 or _a_thread(tile) > 32
+
+
+def _a_thread(tile: Tile) -> int:
+    """Elements of each tensor that a thread has."""
+    return tile.rows * (tile.block + tile.tail) // (tile.num_warps * 32)
 
 
 def _bytes_ahead(tile: Tile, itemsize: int) -> int:
@@ -1063,6 +1078,8 @@ def _plan_backward_rows(
     else:
         partial = _partial_sums(call, sums, programs)
     one_launch = device.can_wait and bool(sums) and sums_in_one_launch(rows, hidden, programs)
+    unit = _unit(call, matrix)
+    stages = tile.stages if _is_ahead_faster(tile, unit["UNIT"] * itemsize) else 1
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
     launch = Launch(
         _backward_rows_kernel,
@@ -1074,9 +1091,9 @@ def _plan_backward_rows(
             "BLOCK": tile.block,
             "TAIL": tile.tail,
             "TOGETHER": _sums_together(tile, itemsize, has_mean),
-            "STAGES": tile.stages,
+            "STAGES": stages,
             **sum_constexprs(hidden, programs, one_launch),
-            **_unit(call, matrix),
+            **unit,
         },
         tile.num_warps,
         {
