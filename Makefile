@@ -6,6 +6,8 @@
 #   make lint types   ruff and clang-format; mypy
 #   make sanitize     the core under address, undefined-behaviour and thread sanitizers; 5 to 10 minutes
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
+#   make tables       tunes opgraft-kernels on all GPUs of this machine, into the tables that it ships; another run goes on
+#                     BUDGET=10m
 #   make wheel        a wheel with a core for each torch, in dist/; fetches them, some hundred MB each, for their
 #                     headers           TORCHES="2.13.0 2.15.0"
 #   make cutedsl      CuteDSL and FlashAttention-4, beside the environment: tests then compile their kernels, which
@@ -23,6 +25,7 @@ VENV ?= .venv
 JOBS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BUDGET ?= 10m
 # One release of each minor version: a core fits exactly the release that it was compiled for.
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 BENCHMARKS ?= $(sort $(wildcard benchmarks/[!_]*.py))
@@ -44,7 +47,7 @@ CUTEDSL ?= nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-
 
 MKDOCS ?= 'mkdocs>=1.6,<2' 'mkdocs-material>=9.8,<10' 'mkdocstrings[python]>=1,<2'
 
-.PHONY: quickstart test compile-all lint types bench sanitize wheel cutedsl docs clean distclean
+.PHONY: quickstart test compile-all lint types bench sanitize tables wheel cutedsl docs clean distclean
 .NOTPARALLEL:
 
 quickstart: $(STAMPS)/install
@@ -77,6 +80,13 @@ sanitize: $(STAMPS)/test
 
 bench: $(STAMPS)/bench
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(BENCH_ARGS) || exit 1; done
+
+# A process for each GPU: they add to one table, each what no other one is at.
+tables: $(STAMPS)/install
+	@for gpu in $$(nvidia-smi --query-gpu=index --format=csv,noheader); do \
+		CUDA_VISIBLE_DEVICES=$$gpu $(PY) -m opgraft tune opgraft-kernels --budget $(BUDGET) \
+			--output kernels/opgraft-kernels/src/opgraft_kernels/tables & \
+	done; wait
 
 wheel: $(STAMPS)/tools
 	@$(PY) tools/build_wheel.py $(TORCHES)

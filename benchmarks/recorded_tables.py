@@ -124,7 +124,10 @@ class Part:
             paths = [_common.path_of(each, DEVICE) for each in benchmarks]
             dates = sorted({json.loads(path.read_text())["date"] for path in paths})
             measured[what] = ", ".join([*dates, *(path.name for path in paths)])
-        return writing.entry(self._entry.version, measured, axes, {}, self._cells)
+        return writing.entry(
+            *(self._entry.version, measured, axes, {}, self._cells),
+            is_complete=self._entry.is_complete,
+        )
 
 
 def _corner(axis: Axis, value: Feature) -> Feature:
