@@ -488,11 +488,13 @@ def test_threads_that_come_at_once_are_all_hits_and_activate_once(
     assert run(environment, program, put_pack(code, SOFTMAX))[0]["hits"] == {"softmax": 24}
 
 
-@pytest.mark.slow
 def test_threads_that_wait_for_each_other_go_on(
     environment: EnvironmentWithTorch, put_pack: Any, tmp_path: Path
 ) -> None:
-    """One imports a module that calls an op; the other activates a pack that imports the module."""
+    """One imports a module that calls an op; the other activates a pack that imports the module.
+
+    A call does not wait then, which would take as long as a thread waits at the most.
+    """
     (tmp_path / "shared.py").write_text(
         "import time, torch\ntime.sleep(1)\ntorch.softmax(torch.ones(2, 2), -1)\n"
     )
@@ -505,6 +507,8 @@ def test_threads_that_wait_for_each_other_go_on(
     """
     program = """
         import threading, time
+        from opgraft.packs import waiting
+        waiting._MAX_WAIT_SECONDS = 600.0
         thread = threading.Thread(target=__import__, args=("shared",))
         thread.start()
         time.sleep(0.5)
@@ -658,6 +662,33 @@ def test_packs_are_activated_while_cuda_starts(beside_cuda: BesideCuda) -> None:
     found, err = beside_cuda(program)
     assert (found["hits"], err) == ({"softmax": 1}, "")
     assert active(found)
+
+
+def test_a_module_of_the_pack_that_calls_its_op_does_not_wait_for_the_thread(
+    beside_cuda: BesideCuda, tmp_path: Path
+) -> None:
+    (tmp_path / "part_of_it.py").write_text("import torch\ntorch.softmax(torch.ones(2, 2), -1)\n")
+    code = """
+        def register():
+            import builtins, time
+            builtins.IS_REGISTERING.set()
+            time.sleep(0.3)
+            import part_of_it
+            put("_softmax", softmax)
+    """
+    program = """
+        import builtins
+        from opgraft.packs import waiting
+        waiting._MAX_WAIT_SECONDS = 600.0
+        builtins.IS_REGISTERING = threading.Event()
+        start_cuda()
+        builtins.IS_REGISTERING.wait(60)
+        import part_of_it
+        wait()
+        torch.softmax(x, -1)
+    """
+    found, err = beside_cuda(program, code)
+    assert (found["hits"], err) == ({"softmax": 1}, "")
 
 
 def test_packs_for_the_cpu_alone_do_not_care_whether_cuda_starts(beside_cuda: BesideCuda) -> None:

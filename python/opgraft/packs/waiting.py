@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -38,10 +38,13 @@ log = logging.getLogger("opgraft")
 #: imported too early: by a part of a pack.
 _COMPILERS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx")
 #: Seconds that a thread waits while another one registers the packs. The other one may itself wait
-#: for an import that this thread has begun. Then the native kernel runs, which is right as well.
+#: for an import that this thread has begun.
 _MAX_WAIT_SECONDS = 5.0
 #: Seconds after which the thread looks again whether a module of a pack is still being imported.
 _RETRY_SECONDS = 0.01
+
+#: The file that the functions behind `import` are of.
+_IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
 _lock = fork_safe_lock()
 #: Whether packs are waiting to be registered.
@@ -113,11 +116,15 @@ def are_waiting() -> bool:
     return _are_waiting
 
 
-def register_waiting() -> bool:
+def register_waiting(is_call: bool = False) -> bool:
     """Register the waiting packs, if there are any.
 
     If another thread is registering them, this thread waits for it, within limits. While a part of
     a pack is being imported, the packs cannot be registered, and go on waiting.
+
+    Args:
+        is_call: whether a call asks, for which the native kernel is right as well: it does not wait
+            while its thread imports a module, for which the other thread may be waiting.
 
     Returns:
         Whether no pack is waiting any more.
@@ -137,7 +144,8 @@ def register_waiting() -> bool:
             _registering_thread = me
             _registration_ended.clear()
     if other is not None:
-        _registration_ended.wait(_MAX_WAIT_SECONDS)
+        if not (is_call and _is_importing()):
+            _registration_ended.wait(_MAX_WAIT_SECONDS)
         return not _are_waiting
     try:
         _register_now()
@@ -148,9 +156,17 @@ def register_waiting() -> bool:
     return not _are_waiting
 
 
+def _is_importing() -> bool:
+    """Whether this thread is importing a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _IMPORT_SYSTEM:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _on_placeholder_call() -> bool:
     """The core calls this for a call that reached a placeholder; returns whether to route again."""
-    register_waiting()
+    register_waiting(is_call=True)
     return _are_placeholders_gone
 
 
