@@ -51,6 +51,8 @@ class OverrideState:
         self.raises_errors = False
         #: Whether it takes calls that its crossover's tables decline, so that `verify` runs them.
         self.ignores_tables = False
+        #: Whether no hit is compared with native, so that `tune` measures the impl alone.
+        self.is_unchecked = False
         #: What routers run: the impl and its wrapper, if any; None before the first run.
         self.impl: Any = None
         #: Kinds of calls for which it failed and the native kernel runs instead, with the error's

@@ -91,6 +91,8 @@ def begin(
         run_native: runs the native kernel on a call.
         always: check this hit even if it is not one of the first of its kind.
     """
+    if override.state.is_unchecked:
+        return None
     kind = kind_of(call)
     if not always and not override.state.is_check_due(kind):
         return None
