@@ -864,7 +864,7 @@ def test_a_worker_that_has_nothing_to_do_ends(
 
 
 def test_what_another_process_compiles_for_too_long_is_not_waited_for() -> None:
-    overseer = pool._Overseer(pool.Pool(pool._Overseer, 1))
+    overseer = pool._Overseer(pool.Pool(pool._Overseer, lambda: 1))
     theirs, ours = Claim("tests"), Claim("tests")
     assert theirs.take()
     try:
@@ -1512,6 +1512,30 @@ def ahead_of(override: opgraft.Override, *sizes: int, is_over: Callable[[], bool
         compiling.submit(size, override, override.operator.bind((tensors[size],), {}))
     for size in sizes:
         compiling.wait(size, lambda done, total: None)
+
+
+def test_a_pool_that_there_is_starts_more_workers_where_they_are_allowed(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`opgraft tune` runs a script first, whose calls have started workers. In places of this
+    process's own."""
+    end_workers()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
+    monkeypatch.setattr(pool, "_most", 1)
+    monkeypatch.setattr(pool, "_has_own_places", False)
+    hanging = register(impls.hangs_when_dry)
+    is_over = threading.Event()
+    compiling = ahead.Ahead(is_over.is_set)
+    for size in (4, 5):
+        compiling.submit(size, hanging, hanging.operator.bind((torch.zeros(size),), {}))
+    assert len(pool.shared()._attendants) == 1
+    pool.allow_workers(3)
+    for size in (6, 7, 8):
+        compiling.submit(size, hanging, hanging.operator.bind((torch.zeros(size),), {}))
+    assert len(pool.shared()._attendants) == 3
+    assert all(str(os.getpid()) in each.name for each in pool.shared()._attendants[1]._places())
+    is_over.set()
+    end_workers()
 
 
 def test_workers_compile_ahead_for_many_calls(register: Register, notes: Path) -> None:

@@ -6,8 +6,10 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import operator
 import os
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -348,6 +350,30 @@ def test_it_is_compared_with_the_fastest_of_what_answers_without_it(
     assert (cell.native, cell.native_host) == native
     assert (cell.override, cell.python_host) == (10.0, 10.0)
     assert behind.hits == 0 and len(opgraft.overrides()) == 4
+
+
+def finds_native_slower(rng: random.Random, ratio: float) -> bool:
+    """What is found where others interrupt every third turn."""
+    turns = timing.Turns({}, CPU)
+    microseconds = {"native": 10 * ratio, "native again": 10 * ratio, "plan": 10.0}
+    turns.on_device = {name: [] for name in microseconds}
+    while turns.rounds < measuring.MAX_ROUNDS and not (
+        turns.rounds and measuring._is_clear(turns, "native", "plan")
+    ):
+        turns.rounds += 1
+        for name, each in microseconds.items():
+            interruption = 40 * rng.random() if rng.random() < 0.3 else 0.0
+            turns.on_device[name].append(each * math.exp(rng.gauss(0, 0.02)) + interruption)
+        turns.on_host = turns.on_device
+    native, plan = (turns.median(name)[0] for name in ("native", "plan"))
+    return native > plan
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.4, 0.6, 2.5, 4.0])
+def test_interrupted_turns_decide_nothing(ratio: float) -> None:
+    rng = random.Random(0)
+    found = [finds_native_slower(rng, ratio) for _ in range(1000)]
+    assert sum(each is not (ratio > 1) for each in found) < 10
 
 
 def test_no_way_records_for_autograd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

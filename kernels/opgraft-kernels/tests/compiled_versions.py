@@ -93,12 +93,14 @@ def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> C
 
 
 def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Rows and strided lines, whole and read in blocks."""
+    """Rows that share a program, and strided lines; whole and read in blocks."""
     import torch
 
     from configurations import softmax_launches
 
     for dtype, shape in (
+        (torch.bfloat16, (1024, 197)),
+        (torch.bfloat16, (1024, 768)),
         (torch.bfloat16, (1024, 4096)),
         (torch.float32, (1024, 128256)),
         (torch.bfloat16, (8, 64, 4096)),
@@ -110,12 +112,13 @@ def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 
 def _cross_entropy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Rows that fit a program, and that are read in blocks."""
+    """Rows that share a program, that fit one, and that are read in blocks."""
     import torch
 
     from configurations import cross_entropy_launches
 
     for dtype, classes, smoothing in (
+        (torch.bfloat16, 768, 0.0),
         (torch.bfloat16, 4096, 0.0),
         (torch.bfloat16, 128256, 0.0),
         (torch.float32, 4096, 0.1),

@@ -148,9 +148,12 @@ def _softmax() -> Iterator[Launch]:
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     for log in (False, True):
         for dtype in (bfloat16, float32):
-            for size in (16, 128, 1000, 4096, 5496, 8192, 16384, 50257, 128256, 262144):
+            for size in (16, 128, 197, 1000, 4096, 5496, 8192, 16384, 50257, 128256, 262144):
                 yield from softmax_launches(dtype, (1024, size), log)
             for shape in ((8, 21, 65536), (8, 4096, 128), (4, 50000, 33), (512, 64, 6)):
+                yield from softmax_launches(dtype, shape, log)
+            # Strided and read element by element, up to the largest tile of such lines.
+            for shape in ((64, 135, 75), (8, 1000, 17)):
                 yield from softmax_launches(dtype, shape, log)
         yield from softmax_launches(float16, (1024, 4096), log)
         yield from softmax_launches(float16, (1024, 4096), log, wide=float32)

@@ -107,10 +107,15 @@ def grid_of(layers: Sequence[tuple[Entry, float]]) -> Grid:
     decided = [_undecided(axes) for _ in range(2)]
     disagreeing: list[tuple[bytearray, bytearray]] = []
     devices = [(margin, list(each)) for margin, each in itertools.groupby(layers, lambda it: it[1])]
-    for margin, tables in devices:
-        found = _measured_cells([entry for entry, _ in tables], axes, margin)
+    measured = [
+        _measured_cells([entry for entry, _ in tables], axes, margin) for margin, tables in devices
+    ]
+    # Where cells disagree by a plan, nothing is taken, whichever device's they are: so of the last
+    # one's cells it does not matter whether they agree. Unless one pays from Python alone.
+    is_python_alone = any(1 << PYTHON in calls for calls, _ in measured)
+    for which, found in enumerate(measured, 1):
         for so_far, cells in zip(decided, found, strict=True):
-            if margin == devices[-1][0]:
+            if which == len(measured) and not (is_python_alone and disagreeing):
                 _fill(cells, axes, operator.and_)
             else:
                 disagreeing.append((so_far, _fill_where_agreed(cells, axes)))

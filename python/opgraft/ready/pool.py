@@ -115,7 +115,7 @@ def most_workers() -> int:
 
 
 def allow_workers(most: int) -> None:
-    """Let this process start more workers, from its next pool on, as far as there are cores.
+    """Let this process start more workers from now on, as far as there are cores.
 
     Args:
         most: beside those of all other processes.
@@ -140,7 +140,7 @@ def why_no_worker() -> str:
 class Pool:
     """A queue of jobs and the threads that have them done."""
 
-    def __init__(self, attendant: type[_Attendant], most: int) -> None:
+    def __init__(self, attendant: type[_Attendant], most: Callable[[], int]) -> None:
         self._attendant = attendant
         self._most = most
         self._changed = threading.Condition()
@@ -171,7 +171,7 @@ class Pool:
 
     def _attend(self, job: Job) -> None:
         idle = sum(each.is_idle for each in self._attendants)
-        if idle >= len(self._waiting) or len(self._attendants) >= self._most:
+        if idle >= len(self._waiting) or len(self._attendants) >= self._most():
             return
         attendant = self._attendant(self)
         self._attendants.append(attendant)
@@ -577,7 +577,7 @@ def loading() -> Pool:
 def _shared(attendant: type[_Attendant], most: Callable[[], int]) -> Pool:
     with _lock:
         if attendant not in _pools:
-            pool = _pools[attendant] = Pool(attendant, most())
+            pool = _pools[attendant] = Pool(attendant, most)
             atexit.register(pool.close)
         return _pools[attendant]
 

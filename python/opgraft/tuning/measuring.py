@@ -26,7 +26,7 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 25
 _COLD_BYTES, _MOST_CALLS = 2**27, 16
 #: After so many calls of a kind its launch plan is replayed.
 _UNTIL_PLANNED = 4
-#: From so many times as fast or as slow on, two rounds are clear.
+#: From so many times as fast or as slow on, beside what the control says, two rounds are clear.
 _FAR = 2.0
 #: Before `MIN_ROUNDS`, how far from the border all rounds have to be, beside what the control says.
 _FEW, _FEW_MARGIN = 3, 0.12
@@ -292,10 +292,12 @@ def _is_clear(turns: Turns, without: str, way: str) -> bool:
     """Whether more rounds would not change the decision, and native is as fast as native."""
     ratios = turns.ratios(without, way)
     control = turns.ratios("native", "native again")
-    if len(ratios) >= 2 and (min(ratios) > _FAR or max(ratios) < 1 / _FAR):
+    # Who is interrupted in two rounds may seem far slower. Then so does native beside native.
+    apart = max(max(each, 1 / each) for each in control)
+    if len(ratios) >= 2 and (min(ratios) > _FAR * apart or max(ratios) < 1 / (_FAR * apart)):
         return True
     if _FEW <= len(ratios) < MIN_ROUNDS:
-        apart = 1 + _FEW_MARGIN + max(abs(each - 1) for each in control)
+        apart += _FEW_MARGIN
         return min(ratios) > _BORDER * apart or max(ratios) < _BORDER / apart
     if len(ratios) < MIN_ROUNDS:
         return False

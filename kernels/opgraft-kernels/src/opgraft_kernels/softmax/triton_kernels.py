@@ -243,8 +243,9 @@ def _backward_kernel(
 _SHORT_TILE = 8 * 1024
 # The largest tile that stays in registers: of one tensor, and where a backward holds two.
 FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
-# The same where a warp alone has the lines, which it cannot read 32 units at once of.
-_NARROW_TILE = 2 * 1024
+# The same where a warp alone has the lines, which it cannot read 32 units at once of. Loads of
+# as many bytes as there can be are another matter: of those a line is spread over fewer warps.
+_NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
 # A block of a line that is longer: 16 warps at 32 bytes a thread.
 _BLOCK = 16 * 1024
 # Elements of a thread, where lines are strided and a load has less than 8 bytes.
@@ -286,8 +287,9 @@ def tile_of(size: int, inner: int, itemsize: int, largest: int, unit: int) -> Ti
     """The tile for lines of `size`, of `largest` bytes at most, that are read in units."""
     block = max(power_of_2(size), _MIN_BLOCK)
     line = block * itemsize
-    if inner == 1 and 32 * unit < block and line <= _NARROW_TILE:
-        # Triton would spread each line over several warps, and add up each one in shared memory.
+    is_narrow = unit * itemsize < _WIDEST_LOAD
+    if inner == 1 and is_narrow and 32 * unit < block and line <= _NARROW_TILE:
+        # Triton would spread each line over many warps, and add up each one in shared memory.
         return Tile(_NARROW_TILE // line, block, True, 1)
     a_warp = 2048
     if inner == 1:
