@@ -29,6 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,7 +162,7 @@ def bench(
     model = models.of_device(device)
     waiting: dict[int, dict[str, Any]] = {}
     compiling = ahead.Ahead(lambda: time.monotonic() > end)
-    with measuring(override, device) as measure:
+    with closing(compiling), measuring(override, device) as measure:
         for number in range(drawn, drawn + 20 * count):
             if len(rows) + len(waiting) >= count or time.monotonic() > end:
                 break

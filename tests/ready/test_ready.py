@@ -1579,6 +1579,21 @@ def test_an_error_after_compiling_ahead_ends_no_thread(
     assert workers and pool.shared().workers() == workers
 
 
+def test_what_is_compiled_ahead_is_let_go_when_it_is_closed(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wanted it has failed. What a worker has begun, it ends."""
+    submitted: list[pool.Job] = []
+    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
+    override = register(impls.tells_when_dry)
+    compiling = ahead.Ahead(lambda: False)
+    compiling.submit("a", override, override.operator.bind((torch.zeros(4),), {}))
+    assert [job.wanted() for job in submitted] == [1]
+    compiling.close()
+    assert [job.wanted() for job in submitted] == [0]
+    compiling.wait("a", lambda done, total: None)
+
+
 def test_compiling_ahead_ends_when_the_time_is_over(register: Register) -> None:
     override = register(impls.hangs_when_dry)
     deadline = time.monotonic() + 2

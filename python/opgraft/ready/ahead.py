@@ -31,7 +31,8 @@ class Ahead:
     """
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
-        self._is_over = is_over
+        self._was_closed = False
+        self._is_over = lambda: self._was_closed or is_over()
         self._lock = threading.Lock()
         #: Set when one more job is done.
         self._progress = threading.Event()
@@ -39,6 +40,10 @@ class Ahead:
         self._purposes: dict[Hashable, set[str]] = {}
         #: By the digest of what was asked: the job's end, None while there is none.
         self._ends: dict[str, Callable[[], None] | None] = {}
+
+    def close(self) -> None:
+        """Let go what no worker has begun."""
+        self._was_closed = True
 
     def submit(self, purpose: Hashable, override: Override, call: Call) -> None:
         """Have a worker compile for a call, unless one was asked the same before. No call is kept.

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,24 +246,24 @@ class _Tuning:
                     self._measure_group(each, groups[0])
 
     def _measure_group(self, each: _Pass, cells: Sequence[Indices]) -> None:
-        compiling = self._compile_ahead(cells)
-        for at in cells:
-            compiling.wait(at, self._tell_of_compiling)
-            if self._is_late():
-                return
-            self._measure(each, at)
+        with closing(ahead.Ahead(self._is_late)) as compiling:
+            self._compile_ahead(compiling, cells)
+            for at in cells:
+                compiling.wait(at, self._tell_of_compiling)
+                if self._is_late():
+                    return
+                self._measure(each, at)
 
-    def _compile_ahead(self, cells: Sequence[Indices]) -> ahead.Ahead:
+    def _compile_ahead(self, compiling: ahead.Ahead, cells: Sequence[Indices]) -> None:
         """Have workers compile for cells while others are measured, as each takes longer to compile
         for than to measure. A cell whose calls cannot be made is left to the measurement, which
         says why.
         """
-        compiling = ahead.Ahead(self._is_late)
         if self._device.type != "cuda" or self._override.dsl is None:
-            return compiling
+            return
         for at in cells:
             if self._is_late():
-                break
+                return
             try:
                 call = self._call(at)
                 taking = self._measuring.taking(call)
@@ -270,7 +271,6 @@ class _Tuning:
                 continue
             for override in taking:
                 compiling.submit(at, override, call)
-        return compiling
 
     def _tell_of_compiling(self, done: int, total: int) -> None:
         self._progress(f"compiling for {total} calls, {done} done")
