@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -145,17 +147,18 @@ def test_python(document: Path, tmp_path: Path, fake_modules: None) -> None:
     if document.name == "plans.md" and loader.in_use() is None:
         pytest.skip("launch plans are the core's")
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    for block in to_run(document, "python"):
-        file = tmp_path / f"{document.stem}_{block.line}.py"  # Triton reads a kernel's source
-        file.write_text(block.text)
-        namespace["__file__"] = str(file)
-        printed = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(printed):
-                exec(compile(block.text, file, "exec"), namespace)
-        except Exception as error:
-            raise AssertionError(f"{block} raises {error!r}") from error
-        check_prints(block, printed.getvalue())
+    with mock.patch.dict(os.environ):  # what an example sets there ends with it
+        for block in to_run(document, "python"):
+            file = tmp_path / f"{document.stem}_{block.line}.py"  # Triton reads a kernel's source
+            file.write_text(block.text)
+            namespace["__file__"] = str(file)
+            printed = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(block.text, file, "exec"), namespace)
+            except Exception as error:
+                raise AssertionError(f"{block} raises {error!r}") from error
+            check_prints(block, printed.getvalue())
 
 
 def check_prints(block: Block, printed: str) -> None:
