@@ -196,10 +196,10 @@ def bench(
 # ------------------------------------------------------------------ results
 
 
-def _before(override: Override, model: Model, path: Path) -> Tried:
+def _before(override: Override, model: Model, records: Sequence[Mapping[str, Any]]) -> Tried:
     """What earlier runs measured of the kernel's version, by the tables that are there today."""
     assert override.crossover is not None
-    for record in _common.load(path):
+    for record in records:
         is_same = record["override"] == override.name
         if is_same and record.get("version") == override.crossover.version:
             rows = [Row(**each) for each in record["rows"]]
@@ -233,16 +233,12 @@ def report(path: Path) -> None:
     found = json.loads(path.read_text())
     capability = found.get("capability")
     model = Model(found["device"], capability and (capability[0], capability[1]))
-    records = []
+    by_name = {record["override"]: record for record in found["records"]}
     for override in _overrides([""]):
-        tried = _before(override, model, path)
+        tried = _before(override, model, found["records"])
         if tried.rows:
             _print(override.name, tried.rows)
-            records.append(_record(override, tried))
-    for record in records:
-        for each in found["records"]:
-            if each["override"] == record["override"]:
-                each.update(record)
+            by_name[override.name].update(_record(override, tried))
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -364,7 +360,7 @@ def main() -> None:
         if time.monotonic() > end or not claim.take():
             continue
         try:
-            before = _before(override, model, path)
+            before = _before(override, model, _common.load(path))
             if len(before.rows) < options.calls:
                 left = end - time.monotonic()
                 tried = bench(override, device, options.calls, left, before)

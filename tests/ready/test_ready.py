@@ -59,6 +59,14 @@ def notes(own_cache: Path) -> Iterator[Path]:
         end_workers()
 
 
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[pool.Job]:
+    """The jobs that pools get, of which none is done."""
+    found: list[pool.Job] = []
+    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: found.append(job))
+    return found
+
+
 def end_workers() -> None:
     workers = pool.shared().workers()
     pool.shared().close()
@@ -1171,10 +1179,8 @@ def test_what_is_raised_before_somebody_is_asked_is_forgotten(
 
 
 def test_a_call_needs_no_more_stack_than_native(
-    register: Register, monkeypatch: pytest.MonkeyPatch
+    register: Register, submitted: list[pool.Job]
 ) -> None:
-    submitted: list[pool.Job] = []
-    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
     override = register(impls.negated)
     call(1000)  # what it imports is imported
 
@@ -1254,10 +1260,8 @@ def test_what_is_compiled_ahead_is_not_let_go_where_the_core_forgot_it(
 
 
 def test_threads_that_ask_together_ask_once(
-    register: Register, monkeypatch: pytest.MonkeyPatch
+    register: Register, monkeypatch: pytest.MonkeyPatch, submitted: list[pool.Job]
 ) -> None:
-    submitted: list[pool.Job] = []
-    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
     override = register(impls.negated)
     original = type(override.plans).ask_for_kernels
     inside = threading.Barrier(2, timeout=LIMIT)
@@ -1483,10 +1487,8 @@ def test_a_process_that_ends_while_it_compiles_ends_as_ever(when: str) -> None:
 
 
 def test_nothing_is_asked_for_once_the_process_ends(
-    register: Register, monkeypatch: pytest.MonkeyPatch
+    register: Register, monkeypatch: pytest.MonkeyPatch, submitted: list[pool.Job]
 ) -> None:
-    submitted: list[pool.Job] = []
-    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
     monkeypatch.setattr(readiness, "_is_ending", True)
     override = register(impls.negated)
     call()
@@ -1580,11 +1582,9 @@ def test_an_error_after_compiling_ahead_ends_no_thread(
 
 
 def test_what_is_compiled_ahead_is_let_go_when_it_is_closed(
-    register: Register, monkeypatch: pytest.MonkeyPatch
+    register: Register, submitted: list[pool.Job]
 ) -> None:
     """Whoever wanted it has failed. What a worker has begun, it ends."""
-    submitted: list[pool.Job] = []
-    monkeypatch.setattr(pool.Pool, "submit", lambda self, job: submitted.append(job))
     override = register(impls.tells_when_dry)
     compiling = ahead.Ahead(lambda: False)
     compiling.submit("a", override, override.operator.bind((torch.zeros(4),), {}))

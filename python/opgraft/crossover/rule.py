@@ -187,8 +187,8 @@ def _take_decisions(cells: bytearray, others: bytes | bytearray) -> None:
         cells[:] = _merged(cells, others, where=cells.translate(_IS_UNDECIDED))
 
 
-# Operations on all cells at once, as on one large number: Python takes a thousandth of the time
-# that it takes for one cell after the other.
+# Operations on all cells at once, as on one large number: a call waits for them, and Python is slow
+# at one cell after the other.
 
 
 def _merged(cells: bytes | bytearray, others: bytes | bytearray, where: bytes | bytearray) -> bytes:

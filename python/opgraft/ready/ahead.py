@@ -58,7 +58,7 @@ class Ahead:
             asked = request.request(override, call, keyset)
         except request.CannotAsk:
             return
-        asked["builds_launchers"] = True  # else each is built here, by a C compiler, for a second
+        asked["builds_launchers"] = True  # else each is built here, by a C compiler
         digest = request.digest(asked)
         self._purposes.setdefault(purpose, set()).add(digest)
         with self._lock:

@@ -191,7 +191,7 @@ class Measuring:
             name: Way(partial(_alone, twin), functions, _UNTIL_PLANNED)
             for name, twin in twins.items()
         }
-        best = "plan" if "plan" in self._twins.own else "python"
+        best = _best_way(self._override)
         if best == "plan":
             ways["python"] = ways["python"]._replace(
                 warm_ups=1, rounds=_PYTHON_ROUNDS, most_calls=_PYTHON_CALLS

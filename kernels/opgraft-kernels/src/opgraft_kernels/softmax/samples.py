@@ -90,14 +90,12 @@ def calls(
     found = aligned_width(size if inner == 1 else inner, itemsize, misalignment)
     if found is None or elements < size * inner:
         return
-    shape: tuple[int, ...] | None
-    if inner == 1:
-        shape = (elements // size, found)
-    else:
+    shapes: list[tuple[int, ...]] = [(elements // size, found)]
+    if inner != 1:
         # From the middle of the bucket, as in `aligned_width`, where it has that many elements.
         sizes = (size + size // 2, size)
         shapes = [(-(-elements // (each * found)), each, found) for each in sizes]
-        shape = next((each for each in shapes if math.prod(each) < 2 * elements), None)
+    shape = next((each for each in shapes if math.prod(each) < 2 * elements), None)
     if shape is None:
         return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]

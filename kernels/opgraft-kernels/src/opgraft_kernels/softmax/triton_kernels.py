@@ -297,7 +297,7 @@ def tile_of(size: int, inner: int, itemsize: int, largest: int, unit: int) -> Ti
     else:
         lines = min(power_of_2(inner), max(_SEGMENT // itemsize, _SHORT_TILE // line))
         if unit * itemsize < 8:  # an address for nearly each element: more would be spilled
-            a_warp = min(a_warp, 32 * _MOST_NARROW * itemsize)
+            a_warp = 32 * _MOST_NARROW * itemsize
             largest = min(largest, 16 * a_warp)
             if 16 * line <= largest:
                 lines = min(lines, largest // line)
