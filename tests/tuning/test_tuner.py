@@ -11,7 +11,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -561,6 +561,63 @@ def test_what_calls_makes_wrong_is_one_reason_for_all_cells(
     assert reason in said and count == 22
     assert result.measured == 0 and result.path is None
     assert opgraft.overrides() == [override]
+
+
+def tune_with_gains(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gains: Sequence[float]
+) -> tuple[int, tuner.Result]:
+    """Tunes a cell of several calls, which say how many times as fast the override is; and how many
+    of them were measured."""
+    measured = []
+
+    def cell(self: measuring.Measuring, calls: Sequence[Any]) -> Cell:
+        gain = calls[0].args[0][0, 0].item()
+        measured.append(gain)
+        return Cell(100.0 * gain, 100.0, 1.0, None, 1.0, None, None)
+
+    def calls(device: torch.device, rows: int, dtype: torch.dtype) -> Iterator[Any]:
+        for gain in gains:
+            yield torch.full((rows, 5 if gain == DECLINED else 4), gain), -1, False
+
+    monkeypatch.setattr(measuring.Measuring, "cell", cell)
+    result = tune(folder, register(crossover(calls=calls, ranges=SMALL)))
+    return len(measured), result
+
+
+#: A gain that stands for calls which the condition declines.
+DECLINED = 0.0
+
+
+@pytest.mark.parametrize(
+    ("gains", "count", "least"),
+    [
+        ((1.2, 1.1, 1.25), 3, 1.1),
+        ((1.2, 0.9, 1.1), 2, 0.9),  # one that is slower decides
+        ((0.9, 1.2), 1, 0.9),
+        ((1.4, 0.9), 1, 1.4),  # one that is far faster, too
+        ((1.2, 1.4, 0.9), 3, 0.9),
+        ((DECLINED, 1.2, 1.1), 2, 1.1),
+        ((1.2, 1.2, 1.2, 1.1, 0.9), 4, 1.1),  # no more than four
+    ],
+)
+def test_the_call_that_gains_least_decides_a_cell(
+    gains: tuple[float, ...],
+    count: int,
+    least: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured, result = tune_with_gains(tmp_path, monkeypatch, gains)
+    (cell,) = result.cells.values()
+    assert cell.native == pytest.approx(100.0 * least)
+    assert measured == count
+
+
+def test_of_calls_that_are_all_declined_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, result = tune_with_gains(tmp_path, monkeypatch, (DECLINED, DECLINED))
+    assert result.skipped == {"the condition declines the calls": 1}
 
 
 def test_of_endless_calls_as_many_are_made_as_are_measured(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ class Crossover:
     Args:
         calls: how to make samples, for `opgraft tune`: a function of a device and of the features
             by name, which yields the op's arguments, each time as a tuple, or as a dict by name.
+            Integers in buckets are where the bucket begins. Of several calls the one that the
+            override gains least by decides for the whole bucket: yield one from its middle and
+            those that the kernel is worse at.
         version: of the kernel. Change it when the kernel becomes faster or slower: tables that
             were measured with another version do not hold any more.
         exact: the integer features whose every value is a bucket of its own, such as a number of

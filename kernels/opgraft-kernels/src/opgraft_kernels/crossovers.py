@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TABLES", "aligned_width", "misalignment"]
+__all__ = ["TABLES", "aligned_widths", "misalignment"]
 
 #: The tables that the pack ships.
 TABLES = Path(__file__).parent / "tables"
@@ -22,12 +23,22 @@ def misalignment(row: Any) -> Any:
     return (row % 16 + 15) // 16 + (row % 8 + 7) // 8
 
 
-def aligned_width(width: int, itemsize: int, wanted: int) -> int | None:
-    """A width in the bucket that begins at `width`, whose rows have the wanted misalignment.
+def aligned_widths(width: int, itemsize: int, wanted: int) -> Iterator[int]:
+    """Widths in the bucket that begins at `width`, whose rows have the wanted misalignment.
 
-    From the middle of the bucket: its lower end is a power of two, which kernels are best at, and
-    the bucket's one decision holds for the widths in between, too.
+    One from the middle and one from near the lower end, where kernels that pad rows to a power of
+    two have most to pad. The bucket's one decision holds for all widths; a power of two, which
+    kernels are best at, says little of the others.
+
+    >>> [*aligned_widths(64, 2, 0)], [*aligned_widths(64, 2, 2)], [*aligned_widths(8, 2, 0)]
+    ([96, 72], [97, 73], [8])
     """
-    middle = width + width // 2
-    widths = (*range(middle, min(2 * width, middle + 16)), *range(width, min(middle, width + 16)))
-    return next((each for each in widths if misalignment(each * itemsize) == wanted), None)
+    starts = (width + width // 2, width + width // 8)
+    found = dict.fromkeys(_first(start, width, itemsize, wanted) for start in starts)
+    return (each for each in found if each is not None)
+
+
+def _first(start: int, width: int, itemsize: int, wanted: int) -> int | None:
+    """The first such width from a place in the bucket on, or else from its lower end on."""
+    after, before = range(start, min(2 * width, start + 16)), range(width, min(start, width + 16))
+    return next((n for n in (*after, *before) if misalignment(n * itemsize) == wanted), None)

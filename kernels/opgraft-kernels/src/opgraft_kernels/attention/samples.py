@@ -145,9 +145,11 @@ def calls(
     is_causal: bool = False,
     is_grouped: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """A call of an attention op to measure, as arguments by name; none if there is no such call.
+    """Calls of an attention op to measure, as arguments by name; none if there is no such call.
 
-    As many queries as keys, where that many rows are wanted, and up to 16 heads.
+    As many queries as keys, where that many rows are wanted, and up to 16 heads. Kernels compute
+    whole blocks of a sequence, each kernel other ones: a call is of a length that fills none of
+    them, another one of a power of two, which fills the blocks that are powers of two.
 
     Args:
         op: the op's name.
@@ -161,44 +163,54 @@ def calls(
         is_causal: whether it is causal; then there are as many queries as keys.
         is_grouped: whether four heads of queries share one of keys, as in Llama.
     """
-    keys += keys // 2
-    queries = min(keys, rows + rows // 2)
-    found = _batch_and_heads(rows, queries)
-    if found is None or (is_causal and queries != keys):
-        return
-    batch, heads = found
-    key_heads = heads // _GROUP if is_grouped else heads
-    if key_heads == 0 or (is_grouped and (dim not in _GROUPED_DIMS or op in _UNGROUPED)):
-        return
-    bias = None
-    if for_all_queries is not None:
-        bias = (batch, 1 if for_all_heads else heads, 1 if for_all_queries else queries, keys)
-        # One head, or query, has a mask that cannot be told from one that all share.
-        if (not for_all_heads and heads == 1) or (not for_all_queries and queries == 1):
-            return
+    lengths = (min(keys + keys // 2 + 8, 2 * keys - 1), keys)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    case = _Case(
-        *(dtype, heads, key_heads, queries, keys, dim, 128 if dim == 192 else dim),
-        is_causal=bool(is_causal),
-        batch=batch,
-        bias=bias,
-        is_projected=True,
-    )
+    for length in dict.fromkeys(lengths):
+        queries = min(length, rows + rows // 2)
+        found = _batch_and_heads(rows, queries)
+        if found is None or (is_causal and queries != length):
+            continue
+        batch, heads = found
+        key_heads = heads // _GROUP if is_grouped else heads
+        if key_heads == 0 or (is_grouped and (dim not in _GROUPED_DIMS or op in _UNGROUPED)):
+            continue
+        case = _Case(
+            *(dtype, heads, key_heads, queries, length, dim, 128 if dim == 192 else dim),
+            is_causal=bool(is_causal),
+            batch=batch,
+            is_projected=True,
+        )
+        if for_all_queries is not None:
+            bias = (1 if for_all_heads else heads, 1 if for_all_queries else queries)
+            # One head, or query, has a mask that cannot be told from one that all share.
+            if (not for_all_heads and heads == 1) or (not for_all_queries and queries == 1):
+                continue
+            case = case._replace(bias=(batch, *bias, length))
+        yield _measured_call(op, case, device)
+
+
+def _measured_call(op: str, case: _Case, device: torch.device) -> dict[str, Any]:
     named = {**_tensors(case, device, heads_first=True), **_options(case, device)}
-    if for_all_heads:
-        # What heads share is a mask in models, and how much of it is left out matters. Here it is
-        # padding: a quarter of it, as with lengths from a half to the whole. Causal is less.
-        mask = named["attn_bias"].as_strided(bias, named["attn_bias"].stride()).zero_()
-        lengths = keys * (0.5 + (torch.arange(batch, device=device) + 0.5) / (2 * batch))
-        removed = torch.arange(keys, device=device) >= lengths[:, None]
-        # What torch 2.11 makes of a boolean mask for this op, and the kernels need more time for.
-        nothing = -65504.0 if "cudnn" in op else -torch.inf
-        mask.masked_fill_(removed[:, None, None], nothing)
-    named["compute_log_sumexp"] = itemsize == 2 or dim >= FEWEST_DIMS_32BIT
+    if case.bias is not None and case.bias[1] == 1:
+        mask = named["attn_bias"]
+        _mask_padding(mask.as_strided(case.bias, mask.stride()), op)
+    named["compute_log_sumexp"] = case.dtype.itemsize == 2 or case.dim >= FEWEST_DIMS_32BIT
     if op.endswith("_backward"):
         named |= _of_backward(op, named)
     schema = getattr(torch.ops.aten, op).default._schema
-    yield {each.name: named[each.name] for each in schema.arguments}
+    return {each.name: named[each.name] for each in schema.arguments}
+
+
+def _mask_padding(mask: torch.Tensor, op: str) -> None:
+    """What heads share is a mask in models, and how much of it is left out matters. Here it is
+    padding: a quarter of it, as with lengths from a half to the whole. Causal is less."""
+    batch, keys = mask.shape[0], mask.shape[-1]
+    each = torch.arange(batch, device=mask.device)
+    lengths = keys * (0.5 + (each + 0.5) / (2 * batch))
+    removed = torch.arange(keys, device=mask.device) >= lengths[:, None]
+    # What torch 2.11 makes of a boolean mask for this op, and the kernels need more time for.
+    nothing = -65504.0 if "cudnn" in op else -torch.inf
+    mask.zero_().masked_fill_(removed[:, None, None], nothing)
 
 
 def _batch_and_heads(rows: int, queries: int) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.cross_entropy import ops
-from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.samples import tensor_of
 
 __all__ = ["backward_samples", "calls", "forward_samples", "samples"]
@@ -124,7 +124,7 @@ def _sample(
 def calls(
     device: torch.device, *, elements: int, classes: int, itemsize: int, misalignment: int
 ) -> Iterator[dict[str, Any]]:
-    """A call to measure, as arguments by name; none if there is no such call.
+    """Calls to measure, as arguments by name; none if there is no such call.
 
     Args:
         device: where the tensors are to live.
@@ -133,19 +133,18 @@ def calls(
         itemsize: bytes of an element.
         misalignment: of a row; see `crossovers`.
     """
-    rows, found = elements // classes, aligned_width(classes, itemsize, misalignment)
-    if rows == 0 or found is None:
-        return
+    rows = elements // classes
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    logits = torch.randn(rows, found, dtype=dtype, device=device)
-    yield {
-        "self": logits,
-        "target": _target(logits, ""),
-        "weight": None,
-        "reduction": 1,
-        "ignore_index": _IGNORED,
-        "label_smoothing": 0.0,
-    }
+    for width in aligned_widths(classes, itemsize, misalignment) if rows else ():
+        logits = torch.randn(rows, width, dtype=dtype, device=device)
+        yield {
+            "self": logits,
+            "target": _target(logits, ""),
+            "weight": None,
+            "reduction": 1,
+            "ignore_index": _IGNORED,
+            "label_smoothing": 0.0,
+        }
 
 
 def _target(logits: torch.Tensor, particular: str) -> torch.Tensor:

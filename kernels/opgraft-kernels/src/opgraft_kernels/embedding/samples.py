@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.samples import tensor_of
 
 __all__ = ["calls", "samples"]
@@ -89,7 +89,7 @@ def calls(
         itemsize: bytes of an element.
         misalignment: of a row; see `crossovers`.
     """
-    found = aligned_width(width, itemsize, misalignment)
+    found = next(aligned_widths(width, itemsize, misalignment), None)
     if found is None or max(tokens, num_weights) * found > _LARGEST:
         return
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]

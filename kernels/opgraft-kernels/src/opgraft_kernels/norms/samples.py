@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.samples import dtypes_on
 
 __all__ = ["calls", "permuted_samples", "samples"]
@@ -113,7 +113,7 @@ def calls(
     misalignment: int | None = None,
     is_permuted: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """A call of a norm's op to measure, as arguments by name; none if there is no such call.
+    """Calls of a norm's op to measure, as arguments by name; none if there is no such call.
 
     Args:
         parameters: as in `samples`.
@@ -128,21 +128,20 @@ def calls(
         is_permuted: whether rows are neighbours in memory, as of images whose channels they are.
     """
     rows = elements // hidden
-    width: int | None = hidden
+    widths: Iterable[int] = [hidden]
     if is_permuted:
-        width = hidden + hidden // 2  # the middle of the bucket, as in `aligned_width`
+        widths = [hidden + hidden // 2]  # the middle of the bucket, as in `aligned_widths`
     elif misalignment is not None:
-        width = aligned_width(hidden, itemsize, misalignment)
-    if rows == 0 or width is None:
-        return
+        widths = aligned_widths(hidden, itemsize, misalignment)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     random = partial(torch.randn, device=device, dtype=dtype)
-    if is_permuted:  # of images of 28 x 28, where there are as many rows; no more than asked for
-        side = min(rows, 784)
-        input = random(rows // side, width, side).mT
-    else:
-        input = random(rows, width)
-    yield _call(input, parameters, statistics, direction)
+    for width in widths if rows else ():
+        if is_permuted:  # of images of 28 x 28, if there are as many rows; no more than asked for
+            side = min(rows, 784)
+            input = random(rows // side, width, side).mT
+        else:
+            input = random(rows, width)
+        yield _call(input, parameters, statistics, direction)
 
 
 def _call(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from opgraft_kernels.crossovers import aligned_width
+from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.samples import tensor_of
 
 __all__ = ["calls", "samples"]
@@ -75,7 +75,7 @@ def calls(
     itemsize: int,
     misalignment: int,
 ) -> Iterator[dict[str, Any]]:
-    """A call of a softmax op to measure, as arguments by name; none if there is no such call.
+    """Calls of a softmax op to measure, as arguments by name; none if there is no such call.
 
     Args:
         function: ``"softmax"`` or ``"log_softmax"``.
@@ -87,20 +87,25 @@ def calls(
         itemsize: bytes of an element.
         misalignment: of a row if inner is 1, else of `inner` elements; see `crossovers`.
     """
-    found = aligned_width(size if inner == 1 else inner, itemsize, misalignment)
-    if found is None or elements < size * inner:
+    widths = aligned_widths(size if inner == 1 else inner, itemsize, misalignment)
+    if elements < size * inner:
         return
-    shapes: list[tuple[int, ...]] = [(elements // size, found)]
+    shapes: Iterable[tuple[int, ...]] = ((elements // size, width) for width in widths)
     if inner != 1:
-        # From the middle of the bucket, as in `aligned_width`, where it has that many elements.
-        sizes = (size + size // 2, size)
-        shapes = [(-(-elements // (each * found)), each, found) for each in sizes]
-    shape = next((each for each in shapes if math.prod(each) < 2 * elements), None)
-    if shape is None:
-        return
+        shapes = _strided_shapes(elements, size, next(widths, None))
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    x = torch.randn(shape, dtype=dtype, device=device)
-    yield _call(function, direction, x, torch.randn_like(x), 1)
+    for shape in shapes:
+        x = torch.randn(shape, dtype=dtype, device=device)
+        yield _call(function, direction, x, torch.randn_like(x), 1)
+
+
+def _strided_shapes(elements: int, size: int, inner: int | None) -> Iterator[tuple[int, ...]]:
+    """One from the middle of the bucket of sizes, as in `aligned_widths`, where it has that many
+    elements."""
+    if inner is not None:
+        sizes = (size + size // 2, size)
+        shapes = [(-(-elements // (each * inner)), each, inner) for each in sizes]
+        yield from [each for each in shapes if math.prod(each) < 2 * elements][:1]
 
 
 def _call(
