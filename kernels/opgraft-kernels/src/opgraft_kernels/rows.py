@@ -27,11 +27,16 @@ __all__ = [
     "collect",
     "collect_sum",
     "contiguous",
+    "ends_of",
     "exp",
     "grow_exponentials",
+    "is_shifted",
+    "lines_at",
     "load_if",
     "load_logits",
     "mask_if",
+    "mask_of",
+    "max_of",
     "multiple_of",
     "multiprocessors",
     "plan_sum",
@@ -43,6 +48,7 @@ __all__ = [
     "sum_after_barrier",
     "sum_constexprs",
     "sum_exponentials",
+    "sum_of",
     "sum_partials_kernel",
     "sums_in_one_launch",
     "unit_of",
@@ -112,6 +118,71 @@ def multiple_of(length, UNIT: tl.constexpr):
     return length // UNIT * UNIT
 
 
+@triton.jit
+def mask_of(there, col, length, MASK_COLS: tl.constexpr, SHIFTED: tl.constexpr):
+    """Which of a tile's elements there are: of the lines that are `there` the first `length`."""
+    mask = there[:, None]
+    if SHIFTED:
+        mask = mask & (col[None, :] < length[:, None])
+    elif MASK_COLS:
+        mask = mask & (col < length)[None, :]
+    return mask
+
+
+# --------------------------------------------------------------------------------------------------
+# Lines that begin anywhere
+# --------------------------------------------------------------------------------------------------
+
+# Threads load and store 16 bytes, a unit, at addresses that are multiples of 16. If a line's length
+# is no multiple of that, most lines begin and end inside a unit. Such lines are SHIFTED: a tile has
+# the whole units alone, so its loads and stores are as wide as those of aligned lines, and what is
+# before and behind them, less than a unit each, are the *ends*: a second, small tile that is loaded
+# and stored element by element. Nothing outside the line is read, and nothing is written that other
+# programs write.
+
+
+@triton.jit
+def lines_at(ptr, start, UNIT: tl.constexpr, SHIFTED: tl.constexpr):
+    """Where lines begin, as a column of pointers; if SHIFTED, where their whole units do."""
+    if SHIFTED:
+        start = multiple_of(start + (UNIT - 1), UNIT)
+    return ptr + start[:, None]
+
+
+@triton.jit
+def ends_of(start, size, there, UNIT: tl.constexpr):
+    """Of SHIFTED lines: how many elements are before the whole units and how many in those, and
+    the ends, ``[lines, 2 * UNIT]``: their columns, and which there are.
+
+    `start` may be of any tensor of the launch: all begin at the same place in a unit.
+    """
+    before = tl.minimum(multiple_of(start + (UNIT - 1), UNIT) - start, size).to(tl.int32)
+    inside = multiple_of(size - before, UNIT)
+    end = tl.arange(0, 2 * UNIT)[None, :]
+    is_first = end < UNIT
+    col = tl.where(is_first, end, end - UNIT + (before + inside)[:, None])
+    mask = there[:, None] & (col < tl.where(is_first, before[:, None], size))
+    return before, inside, col, mask
+
+
+@triton.jit
+def max_of(tile, ends):
+    """Each line's maximum, also of its ends where it is SHIFTED: else they are None."""
+    best = tl.max(tile, axis=1)
+    if ends is not None:
+        best = tl.maximum(best, tl.max(ends, axis=1))
+    return best
+
+
+@triton.jit
+def sum_of(tile, ends):
+    """Each line's sum, likewise."""
+    total = tl.sum(tile, axis=1)
+    if ends is not None:
+        total += tl.sum(ends, axis=1)
+    return total
+
+
 # --------------------------------------------------------------------------------------------------
 # Sums of exponentials
 # --------------------------------------------------------------------------------------------------
@@ -147,10 +218,14 @@ def grow_exponentials(best, total, x):
 
 
 @triton.jit
-def sum_exponentials(best, total):
-    """The maximum of each row, and the sum of exponentials, of what its threads have."""
-    row_best = tl.max(best, axis=1)
-    return row_best, tl.sum(total * exp(best - row_best[:, None]), axis=1)
+def sum_exponentials(best, total, ends=None):
+    """The maximum of each row, and the sum of exponentials, of what its threads have, and of its
+    ends if it is SHIFTED."""
+    row_best = max_of(best, ends)
+    row_total = tl.sum(total * exp(best - row_best[:, None]), axis=1)
+    if ends is not None:
+        row_total += tl.sum(exp(ends - row_best[:, None]), axis=1)
+    return row_best, row_total
 
 
 # --------------------------------------------------------------------------------------------------
@@ -418,6 +493,24 @@ def unit_of(itemsize: int, *lengths: int) -> int:
     (8, 4, 4, 1)
     """
     return math.gcd(16 // itemsize, *lengths)
+
+
+# The shortest line that is SHIFTED, in bytes.
+SHIFT_FROM = 0
+
+
+def is_shifted(size: int, strides: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether lines of `size`, which are so far apart, begin inside a unit of 16 bytes, and at the
+    same place in all tensors. (Of their outputs the stride is `size`.)"""
+    narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
+    unit = 16 // narrowest
+    return (
+        size * widest >= SHIFT_FROM
+        and unit_of(narrowest, size, *strides) < unit
+        and all((stride - size) % unit == 0 for stride in strides)
+        # A plan holds for addresses that are the same modulo 16.
+        and all(t.data_ptr() % 16 == 0 for t in tensors)
+    )
 
 
 def ceil_div(a: int, b: int) -> int:
