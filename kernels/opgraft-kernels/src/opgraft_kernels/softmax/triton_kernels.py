@@ -31,8 +31,12 @@ from opgraft_kernels.rows import (
     Launch,
     as_rows,
     ceil_div,
+    column,
+    detached,
+    ends_columns,
     ends_of,
     exp,
+    exp_of_ends,
     grow_exponentials,
     is_shifted,
     lines_at,
@@ -67,7 +71,7 @@ __all__ = [
 # LOG: log-softmax. STRIDED: inner is not 1. A program has LINES lines, in blocks of BLOCK elements:
 # one of them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that; where there may not,
 # masks would cost bandwidth. Strides are multiples of UNIT; so is what is contiguous, a row's size
-# or inner; but not of SHIFTED lines, of which tiles have the whole units (see `rows.py`).
+# or inner; but not of shifted lines, which have ENDS: see `rows.py`.
 
 
 @triton.jit
@@ -99,9 +103,9 @@ def _columns(first, inner, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
 def _normalized(shifted, total, LOG: tl.constexpr):
     """What a forward writes; `shifted` is x minus the line's maximum."""
     if LOG:
-        return shifted - tl.log(total)[:, None]
+        return shifted - column(tl.log(total))
     else:
-        return exp(shifted) * (1.0 / total)[:, None]
+        return exp(shifted) * column(1.0 / total)
 
 
 @triton.jit
@@ -129,31 +133,29 @@ def _forward_kernel(
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
-    APART: tl.constexpr = 1 if SHIFTED else UNIT
+    APART: tl.constexpr = 1 if ENDS else UNIT
     size, inner = _units(size, inner, APART, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
     x_stride = multiple_of(x_stride, APART)
     y_stride = size.to(tl.int64) * inner
     x_start = outer * x_stride + place
-    x_line = lines_at(x_ptr, x_start, UNIT, SHIFTED)
+    x_line = lines_at(x_ptr, x_start, UNIT, ENDS)
     y_start = outer * y_stride + place
-    y_line = lines_at(y_ptr, y_start, UNIT, SHIFTED)
+    y_line = lines_at(y_ptr, y_start, UNIT, ENDS)
     length, x_ends = size, None
-    if SHIFTED:
-        _, length, end, is_end = ends_of(y_start, size, there, UNIT)
+    if ENDS:
+        _, length, end, is_end = ends_of(y_start, size, there, UNIT, ENDS)
         x_ends = load_logits(x_ptr + x_start[:, None] + end, is_end, there, True, MASK_LINES)
     if WHOLE:
         col, offset = _columns(0, inner, BLOCK, STRIDED)
-        mask = mask_of(there, col, length, MASK_COLS, SHIFTED)
+        mask = mask_of(there, col, length, MASK_COLS, ENDS)
         x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
         line_best = max_of(x, x_ends)
         shifted = x - line_best[:, None]
-        line_total = tl.sum(exp(shifted), axis=1)
-        if SHIFTED:
-            line_total += tl.sum(exp(x_ends - line_best[:, None]), axis=1)
+        line_total = sum_of(exp(shifted), exp_of_ends(x_ends, line_best))
         y = _normalized(shifted, line_total, LOG)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
@@ -161,18 +163,18 @@ def _forward_kernel(
         total = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, SHIFTED)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
             best, total = grow_exponentials(best, total, x)
         line_best, line_total = sum_exponentials(best, total, x_ends)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, SHIFTED)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
             y = _normalized(x - line_best[:, None], line_total, LOG)
             store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
-    if SHIFTED:
-        y = _normalized(x_ends - line_best[:, None], line_total, LOG)
+    if ENDS:
+        y = _normalized(x_ends - column(detached(line_best)), detached(line_total), LOG)
         tl.store(y_ptr + y_start[:, None] + end, y.to(y_ptr.dtype.element_ty), mask=is_end)
 
 
@@ -188,9 +190,9 @@ def _summand(g, y, LOG: tl.constexpr):
 @triton.jit
 def _gradient(g, y, total, LOG: tl.constexpr):
     if LOG:
-        return g - exp(y) * total[:, None]
+        return g - exp(y) * column(total)
     else:
-        return (g - total[:, None]) * y
+        return (g - column(total)) * y
 
 
 @triton.jit(do_not_specialize=["lines", "size", "inner", "g_stride", "y_stride"])
@@ -211,30 +213,30 @@ def _backward_kernel(
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
-    APART: tl.constexpr = 1 if SHIFTED else UNIT
+    APART: tl.constexpr = 1 if ENDS else UNIT
     size, inner = _units(size, inner, APART, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
     g_stride = multiple_of(g_stride, APART)
     y_stride = multiple_of(y_stride, APART)
     dx_stride = size.to(tl.int64) * inner
     g_start = outer * g_stride + place
-    g_line = lines_at(g_ptr, g_start, UNIT, SHIFTED)
+    g_line = lines_at(g_ptr, g_start, UNIT, ENDS)
     y_start = outer * y_stride + place
-    y_line = lines_at(y_ptr, y_start, UNIT, SHIFTED)
+    y_line = lines_at(y_ptr, y_start, UNIT, ENDS)
     dx_start = outer * dx_stride + place
-    dx_line = lines_at(dx_ptr, dx_start, UNIT, SHIFTED)
+    dx_line = lines_at(dx_ptr, dx_start, UNIT, ENDS)
     length, ends = size, None
-    if SHIFTED:
-        _, length, end, is_end = ends_of(dx_start, size, there, UNIT)
+    if ENDS:
+        _, length, end, is_end = ends_of(dx_start, size, there, UNIT, ENDS)
         g_ends = load_if(g_ptr + g_start[:, None] + end, is_end, True).to(tl.float32)
         y_ends = load_if(y_ptr + y_start[:, None] + end, is_end, True).to(tl.float32)
         ends = _summand(g_ends, y_ends, LOG)
     if WHOLE:
         col, offset = _columns(0, inner, BLOCK, STRIDED)
-        mask = mask_of(there, col, length, MASK_COLS, SHIFTED)
+        mask = mask_of(there, col, length, MASK_COLS, ENDS)
         g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
         y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
         line_total = sum_of(_summand(g, y, LOG), ends)
@@ -244,7 +246,7 @@ def _backward_kernel(
         total = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, SHIFTED)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
             # Of log-softmax nothing uses y here, and the compiler drops the load.
             y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
@@ -252,13 +254,13 @@ def _backward_kernel(
         line_total = sum_of(total, ends)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, SHIFTED)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
             y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
             dx = _gradient(g, y, line_total, LOG)
             store_if(dx_line + offset[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
-    if SHIFTED:
-        dx = _gradient(g_ends, y_ends, line_total, LOG)
+    if ENDS:
+        dx = _gradient(g_ends, y_ends, detached(line_total), LOG)
         tl.store(dx_ptr + dx_start[:, None] + end, dx.to(dx_ptr.dtype.element_ty), mask=is_end)
 
 
@@ -365,7 +367,7 @@ def _launch(
             "MASK_LINES": tile.lines > 1,
             "MASK_COLS": shifted or lines.size % tile.block != 0,
             "UNIT": unit,
-            "SHIFTED": shifted,
+            "ENDS": ends_columns(unit, tile.lines, tile.num_warps) if shifted else 0,
         },
         tile.num_warps,
     )
