@@ -35,7 +35,6 @@ __all__ = [
     "exp_of_ends",
     "grow_exponentials",
     "is_shifted",
-    "lines_at",
     "load_if",
     "load_logits",
     "mask_if",
@@ -55,6 +54,7 @@ __all__ = [
     "sum_of",
     "sum_partials_kernel",
     "sums_in_one_launch",
+    "tile_start",
     "unit_of",
 ]
 
@@ -146,12 +146,12 @@ def mask_of(there, col, length, MASK_COLS: tl.constexpr, ENDS: tl.constexpr):
 
 
 @triton.jit
-def lines_at(ptr, start, UNIT: tl.constexpr, ENDS: tl.constexpr):
-    """Where lines begin, as a column of pointers; if they are shifted, where their whole units
-    do."""
+def tile_start(start, UNIT: tl.constexpr, ENDS: tl.constexpr):
+    """Where tiles of lines begin: with the lines, if they are shifted with their whole units."""
     if ENDS:
-        start = multiple_of(start + (UNIT - 1), UNIT)
-    return ptr + start[:, None]
+        return multiple_of(start + (UNIT - 1), UNIT)
+    else:
+        return start
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def ends_of(start, size, there, UNIT: tl.constexpr, ENDS: tl.constexpr):
 
     `start` may be of any tensor of the launch: all begin at the same place in a unit.
     """
-    before = tl.minimum(multiple_of(start + (UNIT - 1), UNIT) - start, size).to(tl.int32)
+    before = tl.minimum(tile_start(start, UNIT, ENDS) - start, size).to(tl.int32)
     inside = multiple_of(size - before, UNIT)
     end = tl.arange(0, ENDS)[None, :]
     is_first = end < UNIT
@@ -204,10 +204,12 @@ def detached(values):
     Every thread has a scalar. With a block for both Triton would spread the ends over threads as
     the tile, and each would load, and compute with, as many elements as a unit has.
     """
-    if values.shape[0] == 1:
-        return tl.sum(values, axis=0)
-    else:
+    if values.shape[0] != 1:
         return values
+    elif values.dtype == tl.int1:
+        return tl.sum(values.to(tl.int32), axis=0) != 0
+    else:
+        return tl.sum(values, axis=0)
 
 
 @triton.jit

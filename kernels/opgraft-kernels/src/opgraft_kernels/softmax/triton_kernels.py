@@ -39,7 +39,6 @@ from opgraft_kernels.rows import (
     exp_of_ends,
     grow_exponentials,
     is_shifted,
-    lines_at,
     load_if,
     load_logits,
     mask_of,
@@ -49,6 +48,7 @@ from opgraft_kernels.rows import (
     store_if,
     sum_exponentials,
     sum_of,
+    tile_start,
     unit_of,
 )
 
@@ -142,9 +142,9 @@ def _forward_kernel(
     x_stride = multiple_of(x_stride, APART)
     y_stride = size.to(tl.int64) * inner
     x_start = outer * x_stride + place
-    x_line = lines_at(x_ptr, x_start, UNIT, ENDS)
+    x_line = x_ptr + tile_start(x_start, UNIT, ENDS)[:, None]
     y_start = outer * y_stride + place
-    y_line = lines_at(y_ptr, y_start, UNIT, ENDS)
+    y_line = y_ptr + tile_start(y_start, UNIT, ENDS)[:, None]
     length, x_ends = size, None
     if ENDS:
         _, length, end, is_end = ends_of(y_start, size, there, UNIT, ENDS)
@@ -223,11 +223,11 @@ def _backward_kernel(
     y_stride = multiple_of(y_stride, APART)
     dx_stride = size.to(tl.int64) * inner
     g_start = outer * g_stride + place
-    g_line = lines_at(g_ptr, g_start, UNIT, ENDS)
+    g_line = g_ptr + tile_start(g_start, UNIT, ENDS)[:, None]
     y_start = outer * y_stride + place
-    y_line = lines_at(y_ptr, y_start, UNIT, ENDS)
+    y_line = y_ptr + tile_start(y_start, UNIT, ENDS)[:, None]
     dx_start = outer * dx_stride + place
-    dx_line = lines_at(dx_ptr, dx_start, UNIT, ENDS)
+    dx_line = dx_ptr + tile_start(dx_start, UNIT, ENDS)[:, None]
     length, ends = size, None
     if ENDS:
         _, length, end, is_end = ends_of(dx_start, size, there, UNIT, ENDS)
