@@ -192,9 +192,10 @@ def _forward_kernel(
                 next_bests = tl.where(x > bests, x, bests)
                 # What was seen is further below a new maximum.
                 belows = _lowered(belows, seen, next_bests - bests)
+                shifted = x - next_bests
                 there = _there(place, classes, mask, ENDS)
                 weights = _where(there, weights, MASK_COLS)
-                shifted = _where(there, x - next_bests, MASK_COLS)
+                shifted = _where(there, shifted, MASK_COLS)
                 belows += weights * shifted
                 seen += weights
             bests, totals = grow_exponentials(bests, totals, x)
@@ -306,11 +307,11 @@ def _backward_kernel(
     in_rows = row < rows
     first = (tl.program_id(0) % blocks) * BLOCK
     place = first + tl.arange(0, BLOCK)
-    x_start, dx_start = row * x_stride, row * classes
     length, before = classes, 0
     if ENDS:
-        before, length, end, is_end = ends_of(dx_start, classes, in_rows, UNIT, ENDS)
+        before, length, end, is_end = ends_of(row * classes, classes, in_rows, UNIT, ENDS)
     mask = mask_of(in_rows, place, length, MASK_COLS, ENDS)
+    x_start = row * x_stride
     x_tile = x_ptr + tile_start(x_start, UNIT, ENDS)
     x = load_if(x_tile[:, None] + place[None, :], mask, MASKED).to(tl.float32)
     target = tl.load(target_ptr + row, mask=in_rows, other=0)
@@ -328,9 +329,10 @@ def _backward_kernel(
         *(x, _columns(place, before, ENDS), best, log_total, target, counts, g),
         *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH),
     )
+    dx_start = row * classes
     dx_tile = dx_ptr + tile_start(dx_start, UNIT, ENDS)
     store_if(dx_tile[:, None] + place[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
-    if ENDS:
+    if ENDS:  # noqa: SIM102 (decided when it is compiled)
         if first == 0:
             x_ends = load_if((x_ptr + x_start)[:, None] + end, is_end, True).to(tl.float32)
             dx_ends = _gradient(
