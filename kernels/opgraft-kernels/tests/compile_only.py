@@ -10,7 +10,8 @@ all with `COMPILE_ALL=1`. In the sample each kernel is compiled for each capabil
 of a constexpr, each number of warps and each kind of argument of a kernel for one of them. It
 prints one JSON object a line: the capability, the kernel's name, its constexprs, its warps, and the
 registers, spilled bytes and shared memory of the machine code, how many bytes its narrowest and its
-widest access to global memory have, and whether it asserts anything.
+widest access to global memory have, how many a thread has of each width, and whether it asserts
+anything.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,9 +103,9 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
-def _accesses(ptx: str) -> list[int]:
-    """Bytes of a thread's loads and stores."""
-    found = re.findall(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx)
+def _accesses(ptx: str, kind: str = "(?:ld|st)") -> list[int]:
+    """Bytes of a thread's loads (``"ld"``) and stores (``"st"``)."""
+    found = re.findall(rf"\b{kind}\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx)
     return [int(vector or 1) * int(bits) // 8 for vector, bits in found]
 
 
@@ -120,6 +122,8 @@ def _compile(launch: Any, capability: int) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "narrowest": min(_accesses(compiled.asm["ptx"])),
         "widest": max(_accesses(compiled.asm["ptx"])),
+        "loads": Counter(_accesses(compiled.asm["ptx"], "ld")),
+        "stores": Counter(_accesses(compiled.asm["ptx"], "st")),
         "asserts": "__assertfail" in compiled.asm["ptx"],
         **_resources(compiled.asm["cubin"]),
     }

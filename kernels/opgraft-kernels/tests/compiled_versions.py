@@ -93,7 +93,7 @@ def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> C
 
 
 def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Rows that share a program, and strided lines; whole and read in blocks."""
+    """Rows that share a program, and strided lines; whole and read in blocks; shifted rows."""
     import torch
 
     from configurations import softmax_launches
@@ -102,6 +102,7 @@ def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
         (torch.bfloat16, (1024, 197)),
         (torch.bfloat16, (1024, 768)),
         (torch.bfloat16, (1024, 4096)),
+        (torch.bfloat16, (1024, 50257)),
         (torch.float32, (1024, 128256)),
         (torch.bfloat16, (8, 64, 4096)),
         (torch.bfloat16, (8, 4096, 128)),
@@ -112,7 +113,7 @@ def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 
 def _cross_entropy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Rows that share a program, that fit one, and that are read in blocks."""
+    """Rows that share a program, that fit one, and that are read in blocks; shifted rows."""
     import torch
 
     from configurations import cross_entropy_launches
@@ -121,6 +122,8 @@ def _cross_entropy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
         (torch.bfloat16, 768, 0.0),
         (torch.bfloat16, 4096, 0.0),
         (torch.bfloat16, 128256, 0.0),
+        (torch.bfloat16, 197, 0.0),
+        (torch.bfloat16, 50257, 0.0),
         (torch.float32, 4096, 0.1),
         (torch.float32, 128256, 0.1),
     ):

@@ -33,13 +33,16 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
 
     Args:
         family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"cross_entropy"``,
-            ``"permuted"`` (norms), ``"embedding"``, ``"copies"`` or ``"attention"``.
+            ``"permuted"`` (norms), ``"embedding"``, ``"copies"`` or ``"attention"``; and of rows
+            that are shifted alone ``"shifted softmax"`` and ``"shifted cross_entropy"``.
         capability: 80, 90 or 100.
     """
     if family == "softmax":
         return _softmax()
     if family == "cross_entropy":
         return _cross_entropy()
+    if family.startswith("shifted "):
+        return _shifted(family.removeprefix("shifted "))
     if family == "embedding":
         return _embedding()
     if family == "copies":
@@ -155,23 +158,45 @@ def _softmax() -> Iterator[Launch]:
             # Strided and read element by element, up to the largest tile of such lines.
             for shape in ((64, 135, 75), (8, 1000, 17)):
                 yield from softmax_launches(dtype, shape, log)
+            # Rows that are not shifted, since they are an element further apart than they are long.
+            for size in (49, 577, 20001):
+                yield from softmax_launches(dtype, (1024, size), log, between=1)
         yield from softmax_launches(float16, (1024, 4096), log)
         yield from softmax_launches(float16, (1024, 4096), log, wide=float32)
         yield from softmax_launches(float16, (64, 128256), log, wide=float32)
 
 
 def softmax_launches(
-    dtype: torch.dtype, shape: tuple[int, ...], log: bool, wide: torch.dtype | None = None
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    log: bool,
+    wide: torch.dtype | None = None,
+    between: int = 0,
 ) -> list[Launch]:
-    """The launch of a forward over dimension 1, and of a backward."""
+    """The launch of a forward over dimension 1, and of a backward; with elements `between` the
+    rows of what they read."""
     from opgraft_kernels.softmax import triton_kernels
 
-    x = torch.empty(shape, dtype=dtype, device="meta")
-    y = torch.empty(shape, dtype=wide or dtype, device="meta")
+    apart = (*shape[:-1], shape[-1] + between)
+    x, dx = (torch.empty(each, dtype=dtype, device="meta") for each in (apart, shape))
+    g, y = (torch.empty(each, dtype=wide or dtype, device="meta") for each in (apart, shape))
+    x, g = x[..., : shape[-1]], g[..., : shape[-1]]
     return [
         triton_kernels.plan_forward(x, y, 1, log),
-        triton_kernels.plan_backward(y, y, x, 1, log),
+        triton_kernels.plan_backward(g, g, dx, 1, log),
     ]
+
+
+def _shifted(family: str) -> Iterator[Launch]:
+    """Rows of which many and few share a program, that fit one, and longer ones."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in (27, 49, 197, 577, 1191, 4097, 16383, 32767, 50257):
+            if family == "cross_entropy":
+                forward, *_, backward = cross_entropy_launches(dtype, 1024, size)
+                yield from (forward, backward)
+            else:
+                for log in (False, True):
+                    yield from softmax_launches(dtype, (1024, size), log)
 
 
 # ------------------------------------------------------------------ cross-entropy

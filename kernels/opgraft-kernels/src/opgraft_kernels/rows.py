@@ -26,12 +26,20 @@ __all__ = [
     "ceil_div",
     "collect",
     "collect_sum",
+    "column",
     "contiguous",
+    "detached",
+    "ends_columns",
+    "ends_of",
     "exp",
+    "exp_of_ends",
     "grow_exponentials",
+    "is_shifted",
     "load_if",
     "load_logits",
     "mask_if",
+    "mask_of",
+    "max_of",
     "multiple_of",
     "multiprocessors",
     "plan_sum",
@@ -43,8 +51,10 @@ __all__ = [
     "sum_after_barrier",
     "sum_constexprs",
     "sum_exponentials",
+    "sum_of",
     "sum_partials_kernel",
     "sums_in_one_launch",
+    "tile_start",
     "unit_of",
 ]
 
@@ -112,6 +122,105 @@ def multiple_of(length, UNIT: tl.constexpr):
     return length // UNIT * UNIT
 
 
+@triton.jit
+def mask_of(there, col, length, MASK_COLS: tl.constexpr, ENDS: tl.constexpr):
+    """Which of a tile's elements there are: of the lines that are `there` the first `length`."""
+    mask = there[:, None]
+    if ENDS:
+        mask = mask & (col[None, :] < length[:, None])
+    elif MASK_COLS:
+        mask = mask & (col < length)[None, :]
+    return mask
+
+
+# --------------------------------------------------------------------------------------------------
+# Lines that begin anywhere
+# --------------------------------------------------------------------------------------------------
+
+# Threads load and store 16 bytes, a unit, at addresses that are multiples of 16. If a line's length
+# is no multiple of that, most lines begin and end inside a unit. Such lines are *shifted*: a tile
+# has the whole units alone, so its loads and stores are as wide as those of aligned lines, and what
+# is before and behind them, less than a unit each, are the *ends*: a second, small tile, of ENDS
+# columns, that is loaded and stored element by element. Nothing outside the line is read, and
+# nothing is written that other programs write. Without such lines ENDS is 0.
+
+
+@triton.jit
+def tile_start(start, UNIT: tl.constexpr, ENDS: tl.constexpr):
+    """Where tiles of lines begin: with the lines, if they are shifted with their whole units."""
+    if ENDS:
+        return multiple_of(start + (UNIT - 1), UNIT)
+    else:
+        return start
+
+
+@triton.jit
+def ends_of(start, size, there, UNIT: tl.constexpr, ENDS: tl.constexpr):
+    """Of shifted lines: how many elements are before the whole units and how many in those, and
+    the ends: their columns in the lines, and which there are.
+
+    `start` may be of any tensor of the launch: all begin at the same place in a unit.
+    """
+    before = tl.minimum(tile_start(start, UNIT, ENDS) - start, size).to(tl.int32)
+    inside = multiple_of(size - before, UNIT)
+    end = tl.arange(0, ENDS)[None, :]
+    is_first = end < UNIT
+    col = tl.where(is_first, end, end - UNIT + (before + inside)[:, None])
+    mask = there[:, None] & (col < tl.where(is_first, before[:, None], size))
+    return before, inside, col, mask
+
+
+@triton.jit
+def max_of(tile, ends):
+    """Each line's maximum, also of its ends if there are any, else None."""
+    best = tl.max(tile, axis=1)
+    if ends is not None:
+        best = tl.maximum(best, detached(tl.max(ends, axis=1)))
+    return best
+
+
+@triton.jit
+def sum_of(tile, ends):
+    """Each line's sum, likewise."""
+    total = tl.sum(tile, axis=1)
+    if ends is not None:
+        total += detached(tl.sum(ends, axis=1))
+    return total
+
+
+@triton.jit
+def exp_of_ends(ends, best):
+    """The ends' exponentials under the lines' maximum, for `sum_of`; None if there are no ends."""
+    if ends is not None:
+        return exp(ends - column(detached(best)))
+    else:
+        return None
+
+
+@triton.jit
+def detached(values):
+    """`values`, one a line, between a tile and the ends; of a single line a scalar.
+
+    Every thread has a scalar. With a block for both Triton would spread the ends over threads as
+    the tile, and each would load, and compute with, as many elements as a unit has.
+    """
+    if values.shape[0] != 1:
+        return values
+    elif values.dtype == tl.int1:
+        return tl.sum(values.to(tl.int32), axis=0) != 0
+    else:
+        return tl.sum(values, axis=0)
+
+
+@triton.jit
+def column(values):
+    """`values`, one a line, beside the lines' elements; a scalar as it is."""
+    if len(values.shape) == 0:
+        return values
+    else:
+        return values[:, None]
+
+
 # --------------------------------------------------------------------------------------------------
 # Sums of exponentials
 # --------------------------------------------------------------------------------------------------
@@ -147,10 +256,12 @@ def grow_exponentials(best, total, x):
 
 
 @triton.jit
-def sum_exponentials(best, total):
-    """The maximum of each row, and the sum of exponentials, of what its threads have."""
-    row_best = tl.max(best, axis=1)
-    return row_best, tl.sum(total * exp(best - row_best[:, None]), axis=1)
+def sum_exponentials(best, total, ends=None):
+    """The maximum of each row, and the sum of exponentials, of what its threads have, and of its
+    ends if there are any."""
+    row_best = max_of(best, ends)
+    row_total = sum_of(total * exp(best - row_best[:, None]), exp_of_ends(ends, row_best))
+    return row_best, row_total
 
 
 # --------------------------------------------------------------------------------------------------
@@ -418,6 +529,33 @@ def unit_of(itemsize: int, *lengths: int) -> int:
     (8, 4, 4, 1)
     """
     return math.gcd(16 // itemsize, *lengths)
+
+
+# The shortest line that is shifted, in bytes.
+SHIFT_FROM = 0
+
+
+def ends_columns(unit: int, lines: int, num_warps: int) -> int:
+    """ENDS for tiles of so many lines, in so many warps.
+
+    At least as many elements as there are threads: loads of fewer Triton has for cheap, and repeats
+    them in every thread for the unit that it computes with. (Of one line see `detached`.)
+    """
+    return 2 * unit if lines == 1 else max(2 * unit, 32 * num_warps // lines)
+
+
+def is_shifted(size: int, strides: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether lines of `size`, which are so far apart, begin inside a unit of 16 bytes, and at the
+    same place in all tensors. (Of their outputs the stride is `size`.)"""
+    narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
+    unit = 16 // narrowest
+    return (
+        size * widest >= SHIFT_FROM
+        and unit_of(narrowest, size, *strides) < unit
+        and all((stride - size) % unit == 0 for stride in strides)
+        # A plan holds for addresses that are the same modulo 16.
+        and all(t.data_ptr() % 16 == 0 for t in tensors)
+    )
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -30,14 +30,24 @@ from opgraft_kernels.rows import (
     Launch,
     as_rows,
     ceil_div,
+    column,
     contiguous,
+    detached,
+    ends_columns,
+    ends_of,
     exp,
+    exp_of_ends,
     grow_exponentials,
+    is_shifted,
     load_if,
     load_logits,
+    mask_of,
+    max_of,
     multiple_of,
     store_if,
     sum_exponentials,
+    sum_of,
+    tile_start,
     unit_of,
 )
 from opgraft_kernels.softmax.triton_kernels import BACKWARD_TILE, FORWARD_TILE, tile_of
@@ -50,7 +60,8 @@ __all__ = ["backward", "forward", "plan_backward", "plan_forward", "plan_sums"]
 
 # SMOOTH: there is label smoothing. A program has LINES rows, in blocks of BLOCK elements, one of
 # them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that. The length of a row, and what
-# is between two of them, is a multiple of UNIT.
+# is between two of them, is a multiple of UNIT; but not of shifted rows, which have ENDS: see
+# `rows.py`.
 
 
 @triton.jit
@@ -66,8 +77,52 @@ def _targets(target_ptr, row, in_rows, classes, ignore_index):
 
 @triton.jit
 def _weights(w_ptr, col, classes):
-    """The weights of classes, as a row; 0 beyond the last one."""
-    return tl.load(w_ptr + col, mask=col < classes, other=0.0).to(tl.float32)[None, :]
+    """The weights of classes, beside logits; 0 beyond the last one."""
+    return _beside(tl.load(w_ptr + col, mask=col < classes, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _beside(values):
+    """`values`, one a column, or already one for each logit, beside logits."""
+    if len(values.shape) == 1:
+        return values[None, :]
+    else:
+        return values
+
+
+@triton.jit
+def _columns(place, before, ENDS: tl.constexpr):
+    """The classes of places in a tile; of shifted rows, which have different ones, a matrix."""
+    if ENDS:
+        return before[:, None] + place[None, :]
+    else:
+        return place
+
+
+@triton.jit
+def _weights_of(x, w_ptr, col, classes):
+    """The weights of a tile's logits, 1 without `w_ptr`."""
+    weights = tl.full(x.shape, 1.0, tl.float32)
+    if w_ptr is not None:
+        weights *= _weights(w_ptr, col, classes)
+    return weights
+
+
+@triton.jit
+def _where(there, values, MASKED: tl.constexpr):
+    """Values, and zeros where there are no logits."""
+    if MASKED:
+        values = tl.where(there, values, 0.0)
+    return values
+
+
+@triton.jit
+def _there(place, classes, mask, ENDS: tl.constexpr):
+    """Which places of a tile are in a row; whatever a place is in a row that there is not."""
+    if ENDS:
+        return mask
+    else:
+        return (place < classes)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows", "classes", "x_stride", "ignore_index"])
@@ -90,30 +145,36 @@ def _forward_kernel(
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """Each row's loss; where `mass_ptr` is there its weight in the mean; and `statistics`."""
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
-    classes = multiple_of(classes, UNIT)
-    x_stride = multiple_of(x_stride, UNIT)
+    APART: tl.constexpr = 1 if ENDS else UNIT
+    classes = multiple_of(classes, APART)
+    x_stride = multiple_of(x_stride, APART)
     row = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     in_rows = row < rows
     target, counts = _targets(target_ptr, row, in_rows, classes, ignore_index)
-    x_row = x_ptr + row * x_stride
+    start = row * x_stride
+    x_row = x_ptr + start
+    x_tile = x_ptr + tile_start(start, UNIT, ENDS)
+    length, before, x_ends = classes, 0, None
+    if ENDS:
+        before, length, end, is_end = ends_of(start, classes, in_rows, UNIT, ENDS)
+        x_ends = load_logits(x_row[:, None] + end, is_end, in_rows, True, MASK_LINES)
     if WHOLE:
-        col = tl.arange(0, BLOCK)
-        mask = _mask(in_rows, col, classes, MASK_COLS)
-        x = load_logits(x_row[:, None] + col[None, :], mask, in_rows, MASKED, MASK_LINES)
-        best = tl.max(x, axis=1)
+        place = tl.arange(0, BLOCK)
+        mask = mask_of(in_rows, place, length, MASK_COLS, ENDS)
+        x = load_logits(x_tile[:, None] + place[None, :], mask, in_rows, MASKED, MASK_LINES)
+        best = max_of(x, x_ends)
         shifted = x - best[:, None]
-        total = tl.sum(exp(shifted), axis=1)
+        total = sum_of(exp(shifted), exp_of_ends(x_ends, best))
         if SMOOTH:
             # The weights of all classes, and the sum of how far they are below the maximum.
-            weights = tl.full([LINES, BLOCK], 1.0, tl.float32)
-            if w_ptr is not None:
-                weights *= _weights(w_ptr, col, classes)
-            if MASK_COLS:
-                weights = tl.where((col < classes)[None, :], weights, 0.0)
-                shifted = tl.where((col < classes)[None, :], shifted, 0.0)
+            there = _there(place, classes, mask, ENDS)
+            weights = _weights_of(x, w_ptr, _columns(place, before, ENDS), classes)
+            weights = _where(there, weights, MASK_COLS)
+            shifted = _where(there, shifted, MASK_COLS)
             all_weights = tl.sum(weights, axis=1)
             below = tl.sum(weights * shifted, axis=1)
     else:
@@ -123,27 +184,30 @@ def _forward_kernel(
             seen = tl.zeros([LINES, BLOCK], tl.float32)
             belows = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, classes, BLOCK):
-            col = first + tl.arange(0, BLOCK)
-            mask = _mask(in_rows, col, classes, MASK_COLS)
-            x = load_logits(x_row[:, None] + col[None, :], mask, in_rows, MASKED, MASK_LINES)
+            place = first + tl.arange(0, BLOCK)
+            mask = mask_of(in_rows, place, length, MASK_COLS, ENDS)
+            x = load_logits(x_tile[:, None] + place[None, :], mask, in_rows, MASKED, MASK_LINES)
             if SMOOTH:
-                weights = tl.full([LINES, BLOCK], 1.0, tl.float32)
-                if w_ptr is not None:
-                    weights *= _weights(w_ptr, col, classes)
+                weights = _weights_of(x, w_ptr, _columns(place, before, ENDS), classes)
                 next_bests = tl.where(x > bests, x, bests)
                 # What was seen is further below a new maximum.
                 belows = _lowered(belows, seen, next_bests - bests)
                 shifted = x - next_bests
-                if MASK_COLS:
-                    weights = tl.where((col < classes)[None, :], weights, 0.0)
-                    shifted = tl.where((col < classes)[None, :], shifted, 0.0)
+                there = _there(place, classes, mask, ENDS)
+                weights = _where(there, weights, MASK_COLS)
+                shifted = _where(there, shifted, MASK_COLS)
                 belows += weights * shifted
                 seen += weights
             bests, totals = grow_exponentials(bests, totals, x)
-        best, total = sum_exponentials(bests, totals)
+        best, total = sum_exponentials(bests, totals, x_ends)
         if SMOOTH:
             all_weights = tl.sum(seen, axis=1)
             below = tl.sum(_lowered(belows, seen, best[:, None] - bests), axis=1)
+    if SMOOTH and ENDS:
+        weights = _where(is_end, _weights_of(x_ends, w_ptr, end, classes), True)
+        shifted = _where(is_end, x_ends - column(detached(best)), True)
+        all_weights += detached(tl.sum(weights, axis=1))
+        below += detached(tl.sum(weights * shifted, axis=1))
     # The maximum alone makes it 1, unless the row has no probabilities: what it is then depends on
     # how the row was read.
     has_probabilities = total > 0.0
@@ -171,14 +235,6 @@ def _lowered(below, seen, by):
     Where nothing was seen the maximum is LOWEST, and the difference may be infinite.
     """
     return tl.where(seen == 0.0, below, below - seen * by)
-
-
-@triton.jit
-def _mask(in_rows, col, classes, MASK_COLS: tl.constexpr):
-    mask = in_rows[:, None]
-    if MASK_COLS:
-        mask = mask & (col < classes)[None, :]
-    return mask
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -239,17 +295,25 @@ def _backward_kernel(
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """The gradient of a tile of the logits."""
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
-    classes = multiple_of(classes, UNIT)
-    x_stride = multiple_of(x_stride, UNIT)
+    APART: tl.constexpr = 1 if ENDS else UNIT
+    classes = multiple_of(classes, APART)
+    x_stride = multiple_of(x_stride, APART)
     blocks = tl.cdiv(classes, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64) * LINES + tl.arange(0, LINES)
     in_rows = row < rows
-    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask = _mask(in_rows, col, classes, MASK_COLS)
-    x = load_if((x_ptr + row * x_stride)[:, None] + col[None, :], mask, MASKED).to(tl.float32)
+    first = (tl.program_id(0) % blocks) * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    length, before = classes, 0
+    if ENDS:
+        before, length, end, is_end = ends_of(row * classes, classes, in_rows, UNIT, ENDS)
+    mask = mask_of(in_rows, place, length, MASK_COLS, ENDS)
+    x_start = row * x_stride
+    x_tile = x_ptr + tile_start(x_start, UNIT, ENDS)
+    x = load_if(x_tile[:, None] + place[None, :], mask, MASKED).to(tl.float32)
     target = tl.load(target_ptr + row, mask=in_rows, other=0)
     counts = in_rows & (target != ignore_index)
     g = tl.load(g_ptr + row * g_stride, mask=in_rows, other=0.0).to(tl.float32)
@@ -261,13 +325,47 @@ def _backward_kernel(
     g = tl.where(counts, g, 0.0)
     best = tl.load(statistics_ptr + row, mask=in_rows, other=0.0)
     log_total = tl.load(statistics_ptr + rows + row, mask=in_rows, other=0.0)
-    p = exp((x - best[:, None]) - log_total[:, None])
-    is_target = col[None, :] == target[:, None]
+    dx = _gradient(
+        *(x, _columns(place, before, ENDS), best, log_total, target, counts, g),
+        *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH),
+    )
+    dx_start = row * classes
+    dx_tile = dx_ptr + tile_start(dx_start, UNIT, ENDS)
+    store_if(dx_tile[:, None] + place[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
+    if ENDS:  # noqa: SIM102 (decided when it is compiled)
+        if first == 0:
+            x_ends = load_if((x_ptr + x_start)[:, None] + end, is_end, True).to(tl.float32)
+            dx_ends = _gradient(
+                *(x_ends, end, detached(best), detached(log_total), detached(target)),
+                *(detached(counts), detached(g)),
+                *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH),
+            ).to(dx_ptr.dtype.element_ty)
+            tl.store((dx_ptr + dx_start)[:, None] + end, dx_ends, mask=is_end)
+
+
+@triton.jit
+def _gradient(
+    x,
+    col,
+    best,
+    log_total,
+    target,
+    counts,
+    g,
+    w_ptr,
+    all_weights_ptr,
+    classes,
+    smoothing,
+    SMOOTH: tl.constexpr,
+):
+    """The gradient of the logits `x` of the classes `col`; the others are one a row."""
+    p = exp((x - column(best)) - column(log_total))
+    is_target = _beside(col) == column(target)
     dx = p - tl.where(is_target, 1.0, 0.0)
     if w_ptr is not None:
         is_class = counts & (target >= 0) & (target < classes)
         weight = tl.load(w_ptr + target, mask=is_class, other=0.0).to(tl.float32)
-        dx *= weight[:, None]
+        dx *= column(weight)
     if SMOOTH:
         dx *= 1.0 - smoothing
         if w_ptr is not None:
@@ -275,9 +373,8 @@ def _backward_kernel(
             dx += smoothing / classes * (all_weights * p - _weights(w_ptr, col, classes))
         else:
             dx += smoothing * p - smoothing / classes
-    dx *= g[:, None]
-    dx_row = dx_ptr + row * classes
-    store_if(dx_row[:, None] + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
+    dx *= column(g)
+    return dx
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,14 +386,21 @@ def _backward_kernel(
 _SUM_BLOCK, _SUM_STEPS = 1024, 16
 
 
-def _tile_options(classes: int, itemsize: int, largest: int) -> tuple[dict[str, Any], int, bool]:
+def _tile_options(
+    classes: int, stride: int, largest: int, *tensors: Tensor
+) -> tuple[dict[str, Any], int, bool]:
     # As of aligned rows: with softmax's tiles for others the kernels here were not measured.
+    itemsize = tensors[0].element_size()
     tile = tile_of(classes, 1, itemsize, largest, unit_of(itemsize))
+    shifted = is_shifted(classes, (stride,), tensors)
+    unit = unit_of(itemsize) if shifted else unit_of(itemsize, classes, stride)
     constexprs = {
         "LINES": tile.lines,
         "BLOCK": tile.block,
         "MASK_LINES": tile.lines > 1,
-        "MASK_COLS": classes % tile.block != 0,
+        "MASK_COLS": shifted or classes % tile.block != 0,
+        "UNIT": unit,
+        "ENDS": ends_columns(unit, tile.lines, tile.num_warps) if shifted else 0,
     }
     return constexprs, tile.num_warps, tile.whole
 
@@ -318,9 +422,8 @@ def plan_forward(
 ) -> Launch:
     """The launch that fills `losses` and `statistics`, and `masses` where there is a mean."""
     rows, classes = target.numel(), x.shape[-1]
-    itemsize = x.element_size()
-    constexprs, num_warps, whole = _tile_options(classes, itemsize, FORWARD_TILE)
     x, x_stride = as_rows(x, rows, classes)
+    constexprs, num_warps, whole = _tile_options(classes, x_stride, FORWARD_TILE, x)
     return Launch(
         _forward_kernel,
         ceil_div(rows, constexprs["LINES"]),
@@ -328,12 +431,7 @@ def plan_forward(
             *(x, contiguous(target), weight, losses, masses, statistics),
             *(rows, classes, x_stride, ignore_index, smoothing),
         ),
-        {
-            "SMOOTH": smoothing > 0,
-            "WHOLE": whole,
-            "UNIT": unit_of(itemsize, classes, x_stride),
-            **constexprs,
-        },
+        {"SMOOTH": smoothing > 0, "WHOLE": whole, **constexprs},
         num_warps,
         _asserting(x.device),
     )
@@ -384,9 +482,8 @@ def plan_backward(
     """The launch that fills `dx`, contiguous. `all_weights` is the sum of the classes' weights,
     where there is smoothing."""
     rows, classes = target.numel(), x.shape[-1]
-    itemsize = x.element_size()
-    constexprs, num_warps, _ = _tile_options(classes, itemsize, BACKWARD_TILE)
     x, x_stride = as_rows(x, rows, classes)
+    constexprs, num_warps, _ = _tile_options(classes, x_stride, BACKWARD_TILE, x, dx)
     return Launch(
         _backward_kernel,
         ceil_div(rows, constexprs["LINES"]) * ceil_div(classes, constexprs["BLOCK"]),
@@ -394,7 +491,7 @@ def plan_backward(
             *(g, x, contiguous(target), weight, all_weights, statistics, mass, dx),
             *(rows, classes, x_stride, g.stride(0) if g.dim() else 0, ignore_index, smoothing),
         ),
-        {"SMOOTH": smoothing > 0, "UNIT": unit_of(itemsize, classes, x_stride), **constexprs},
+        {"SMOOTH": smoothing > 0, **constexprs},
         num_warps,
     )
 

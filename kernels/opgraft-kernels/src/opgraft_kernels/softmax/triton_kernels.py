@@ -31,14 +31,24 @@ from opgraft_kernels.rows import (
     Launch,
     as_rows,
     ceil_div,
+    column,
+    detached,
+    ends_columns,
+    ends_of,
     exp,
+    exp_of_ends,
     grow_exponentials,
+    is_shifted,
     load_if,
     load_logits,
+    mask_of,
+    max_of,
     multiple_of,
     power_of_2,
     store_if,
     sum_exponentials,
+    sum_of,
+    tile_start,
     unit_of,
 )
 
@@ -61,7 +71,7 @@ __all__ = [
 # LOG: log-softmax. STRIDED: inner is not 1. A program has LINES lines, in blocks of BLOCK elements:
 # one of them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that; where there may not,
 # masks would cost bandwidth. Strides are multiples of UNIT; so is what is contiguous, a row's size
-# or inner.
+# or inner; but not of shifted lines, which have ENDS: see `rows.py`.
 
 
 @triton.jit
@@ -90,20 +100,12 @@ def _columns(first, inner, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
 
 
 @triton.jit
-def _mask(there, col, size, MASK_COLS: tl.constexpr):
-    mask = there[:, None]
-    if MASK_COLS:
-        mask = mask & (col < size)[None, :]
-    return mask
-
-
-@triton.jit
 def _normalized(shifted, total, LOG: tl.constexpr):
     """What a forward writes; `shifted` is x minus the line's maximum."""
     if LOG:
-        return shifted - tl.log(total)[:, None]
+        return shifted - column(tl.log(total))
     else:
-        return exp(shifted) * (1.0 / total)[:, None]
+        return exp(shifted) * column(1.0 / total)
 
 
 @triton.jit
@@ -131,36 +133,49 @@ def _forward_kernel(
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
-    size, inner = _units(size, inner, UNIT, STRIDED)
+    APART: tl.constexpr = 1 if ENDS else UNIT
+    size, inner = _units(size, inner, APART, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
-    x_stride = multiple_of(x_stride, UNIT)
+    x_stride = multiple_of(x_stride, APART)
     y_stride = size.to(tl.int64) * inner
-    x_line = x_ptr + (outer * x_stride + place)[:, None]
-    y_line = y_ptr + (outer * y_stride + place)[:, None]
+    x_start = outer * x_stride + place
+    x_line = x_ptr + tile_start(x_start, UNIT, ENDS)[:, None]
+    y_start = outer * y_stride + place
+    y_line = y_ptr + tile_start(y_start, UNIT, ENDS)[:, None]
+    length, x_ends = size, None
+    if ENDS:
+        _, length, end, is_end = ends_of(y_start, size, there, UNIT, ENDS)
+        x_ends = load_logits(x_ptr + x_start[:, None] + end, is_end, there, True, MASK_LINES)
     if WHOLE:
         col, offset = _columns(0, inner, BLOCK, STRIDED)
-        mask = _mask(there, col, size, MASK_COLS)
+        mask = mask_of(there, col, length, MASK_COLS, ENDS)
         x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
-        shifted = x - tl.max(x, axis=1)[:, None]
-        y = _normalized(shifted, tl.sum(exp(shifted), axis=1), LOG)
+        line_best = max_of(x, x_ends)
+        shifted = x - line_best[:, None]
+        line_total = sum_of(exp(shifted), exp_of_ends(x_ends, line_best))
+        y = _normalized(shifted, line_total, LOG)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
         best = tl.full([LINES, BLOCK], LOWEST, tl.float32)
         total = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = _mask(there, col, size, MASK_COLS)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
             best, total = grow_exponentials(best, total, x)
-        line_best, line_total = sum_exponentials(best, total)
+        line_best, line_total = sum_exponentials(best, total, x_ends)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = _mask(there, col, size, MASK_COLS)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
             y = _normalized(x - line_best[:, None], line_total, LOG)
             store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
+    if ENDS:
+        y = _normalized(x_ends - column(detached(line_best)), detached(line_total), LOG)
+        tl.store(y_ptr + y_start[:, None] + end, y.to(y_ptr.dtype.element_ty), mask=is_end)
 
 
 @triton.jit
@@ -175,9 +190,9 @@ def _summand(g, y, LOG: tl.constexpr):
 @triton.jit
 def _gradient(g, y, total, LOG: tl.constexpr):
     if LOG:
-        return g - exp(y) * total[:, None]
+        return g - exp(y) * column(total)
     else:
-        return (g - total[:, None]) * y
+        return (g - column(total)) * y
 
 
 @triton.jit(do_not_specialize=["lines", "size", "inner", "g_stride", "y_stride"])
@@ -198,40 +213,55 @@ def _backward_kernel(
     MASK_LINES: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
-    size, inner = _units(size, inner, UNIT, STRIDED)
+    APART: tl.constexpr = 1 if ENDS else UNIT
+    size, inner = _units(size, inner, APART, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
-    g_stride = multiple_of(g_stride, UNIT)
-    y_stride = multiple_of(y_stride, UNIT)
+    g_stride = multiple_of(g_stride, APART)
+    y_stride = multiple_of(y_stride, APART)
     dx_stride = size.to(tl.int64) * inner
-    g_line = g_ptr + (outer * g_stride + place)[:, None]
-    y_line = y_ptr + (outer * y_stride + place)[:, None]
-    dx_line = dx_ptr + (outer * dx_stride + place)[:, None]
+    g_start = outer * g_stride + place
+    g_line = g_ptr + tile_start(g_start, UNIT, ENDS)[:, None]
+    y_start = outer * y_stride + place
+    y_line = y_ptr + tile_start(y_start, UNIT, ENDS)[:, None]
+    dx_start = outer * dx_stride + place
+    dx_line = dx_ptr + tile_start(dx_start, UNIT, ENDS)[:, None]
+    length, ends = size, None
+    if ENDS:
+        _, length, end, is_end = ends_of(dx_start, size, there, UNIT, ENDS)
+        g_ends = load_if(g_ptr + g_start[:, None] + end, is_end, True).to(tl.float32)
+        y_ends = load_if(y_ptr + y_start[:, None] + end, is_end, True).to(tl.float32)
+        ends = _summand(g_ends, y_ends, LOG)
     if WHOLE:
         col, offset = _columns(0, inner, BLOCK, STRIDED)
-        mask = _mask(there, col, size, MASK_COLS)
+        mask = mask_of(there, col, length, MASK_COLS, ENDS)
         g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
         y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
-        dx = _gradient(g, y, tl.sum(_summand(g, y, LOG), axis=1), LOG)
+        line_total = sum_of(_summand(g, y, LOG), ends)
+        dx = _gradient(g, y, line_total, LOG)
         store_if(dx_line + offset[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
     else:
         total = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = _mask(there, col, size, MASK_COLS)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
             # Of log-softmax nothing uses y here, and the compiler drops the load.
             y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
             total += _summand(g, y, LOG)
-        line_total = tl.sum(total, axis=1)
+        line_total = sum_of(total, ends)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = _mask(there, col, size, MASK_COLS)
+            mask = mask_of(there, col, length, MASK_COLS, ENDS)
             g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
             y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
             dx = _gradient(g, y, line_total, LOG)
             store_if(dx_line + offset[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
+    if ENDS:
+        dx = _gradient(g_ends, y_ends, detached(line_total), LOG)
+        tl.store(dx_ptr + dx_start[:, None] + end, dx.to(dx_ptr.dtype.element_ty), mask=is_end)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -317,7 +347,8 @@ def _launch(
     is_strided = lines.inner != 1
     contiguous = lines.inner if is_strided else lines.size
     narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
-    unit = unit_of(narrowest, contiguous, *strides)
+    shifted = not is_strided and is_shifted(lines.size, strides, tensors)
+    unit = unit_of(narrowest) if shifted else unit_of(narrowest, contiguous, *strides)
     tile = tile_of(lines.size, lines.inner, widest, largest, unit)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
@@ -334,8 +365,9 @@ def _launch(
             "BLOCK": tile.block,
             "WHOLE": tile.whole,
             "MASK_LINES": tile.lines > 1,
-            "MASK_COLS": lines.size % tile.block != 0,
+            "MASK_COLS": shifted or lines.size % tile.block != 0,
             "UNIT": unit,
+            "ENDS": ends_columns(unit, tile.lines, tile.num_warps) if shifted else 0,
         },
         tile.num_warps,
     )
