@@ -32,7 +32,6 @@ __all__ = [
     "ends_columns",
     "ends_of",
     "exp",
-    "exp_of_ends",
     "grow_exponentials",
     "is_shifted",
     "load_if",
@@ -52,6 +51,7 @@ __all__ = [
     "sum_constexprs",
     "sum_exponentials",
     "sum_of",
+    "sum_of_exponentials",
     "sum_partials_kernel",
     "sums_in_one_launch",
     "tile_start",
@@ -189,15 +189,6 @@ def sum_of(tile, ends):
 
 
 @triton.jit
-def exp_of_ends(ends, best):
-    """The ends' exponentials under the lines' maximum, for `sum_of`; None if there are no ends."""
-    if ends is not None:
-        return exp(ends - column(detached(best)))
-    else:
-        return None
-
-
-@triton.jit
 def detached(values):
     """`values`, one a line, between a tile and the ends; of a single line a scalar.
 
@@ -260,8 +251,19 @@ def sum_exponentials(best, total, ends=None):
     """The maximum of each row, and the sum of exponentials, of what its threads have, and of its
     ends if there are any."""
     row_best = max_of(best, ends)
-    row_total = sum_of(total * exp(best - row_best[:, None]), exp_of_ends(ends, row_best))
-    return row_best, row_total
+    return row_best, sum_of_exponentials(total * exp(best - row_best[:, None]), ends, row_best)
+
+
+@triton.jit
+def sum_of_exponentials(exponentials, ends, best):
+    """The sum of each row's exponentials, and of those of its ends under its maximum if there are
+    any."""
+    # A function of the ends' exponentials, which would be None of none, does not compile in Triton
+    # 3.6.
+    total = tl.sum(exponentials, axis=1)
+    if ends is not None:
+        total += detached(tl.sum(exp(ends - column(detached(best))), axis=1))
+    return total
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from opgraft_kernels.rows import (
     ends_columns,
     ends_of,
     exp,
-    exp_of_ends,
     grow_exponentials,
     is_shifted,
     load_if,
@@ -46,7 +45,7 @@ from opgraft_kernels.rows import (
     multiple_of,
     store_if,
     sum_exponentials,
-    sum_of,
+    sum_of_exponentials,
     tile_start,
     unit_of,
 )
@@ -168,7 +167,7 @@ def _forward_kernel(
         x = load_logits(x_tile[:, None] + place[None, :], mask, in_rows, MASKED, MASK_LINES)
         best = max_of(x, x_ends)
         shifted = x - best[:, None]
-        total = sum_of(exp(shifted), exp_of_ends(x_ends, best))
+        total = sum_of_exponentials(exp(shifted), x_ends, best)
         if SMOOTH:
             # The weights of all classes, and the sum of how far they are below the maximum.
             there = _there(place, classes, mask, ENDS)

@@ -36,7 +36,6 @@ from opgraft_kernels.rows import (
     ends_columns,
     ends_of,
     exp,
-    exp_of_ends,
     grow_exponentials,
     is_shifted,
     load_if,
@@ -48,6 +47,7 @@ from opgraft_kernels.rows import (
     store_if,
     sum_exponentials,
     sum_of,
+    sum_of_exponentials,
     tile_start,
     unit_of,
 )
@@ -155,7 +155,7 @@ def _forward_kernel(
         x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
         line_best = max_of(x, x_ends)
         shifted = x - line_best[:, None]
-        line_total = sum_of(exp(shifted), exp_of_ends(x_ends, line_best))
+        line_total = sum_of_exponentials(exp(shifted), x_ends, line_best)
         y = _normalized(shifted, line_total, LOG)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
