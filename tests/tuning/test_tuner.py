@@ -25,7 +25,7 @@ from opgraft.base import env
 from opgraft.cli import facts
 from opgraft.core import loader
 from opgraft.crossover import models, rule, sources
-from opgraft.crossover.tables import FORMAT, BadTable, Cell
+from opgraft.crossover.tables import FORMAT, BadTable, Cell, entry_of, read
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
@@ -115,6 +115,21 @@ def test_a_table_says_whether_it_is_complete(tmp_path: Path, clock: Clock) -> No
         patch.setattr(tuner._Tuning, "_is_late", lambda self: self._result.measured >= 1)
         assert not says(tune(tmp_path, wider))
     assert says(tune(tmp_path, wider))
+
+
+def test_cells_of_a_boolean_are_read_again(tmp_path: Path, clock: Clock) -> None:
+    declared = opgraft.Crossover(
+        calls=lambda device, rows, half: iter(()),
+        ranges={"rows": (16, 16), "half": (False, True)},
+        rows=when.size("self", 0),
+        half=when.value("half_to_float"),
+    )
+    override = register(declared)
+    result = tune(tmp_path, override)
+    assert result.path is not None and result.measured == 2
+    found = entry_of(read(result.path), "tuned", declared)
+    assert found is not None and set(found.cells) == {(0, 0), (0, 1)}
+    assert tune(tmp_path, override).known == 2
 
 
 def test_the_border_is_found_and_most_cells_are_not_measured(tmp_path: Path, clock: Clock) -> None:

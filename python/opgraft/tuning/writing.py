@@ -74,7 +74,7 @@ def _kind(axis: Axis) -> object:
 
 
 def _value(value: Feature) -> int | str:
-    return dtype_name(value) if isinstance(value, torch.dtype) else value
+    return dtype_name(value) if isinstance(value, torch.dtype) else int(value)  # False is 0
 
 
 def _rounded(microseconds: float | None) -> float | None:
