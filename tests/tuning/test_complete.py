@@ -1,0 +1,121 @@
+"""When a table says that it is complete, and with what it says that it was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opgraft.crossover.tables import Cell, entry_of, read
+from opgraft.tuning import measuring, tuner
+from tests.tuning.conftest import Clock
+from tests.tuning.test_tuner import crossover, only, register, tune
+
+
+def says_complete(result: tuner.Result) -> bool:
+    """Whether the table is complete, as the declaration of `crossover()` reads it."""
+    assert result.path is not None
+    found = entry_of(read(result.path), "tuned", crossover())
+    return found is not None and found.is_complete
+
+
+def test_a_script_s_calls_with_another_version_do_not_make_a_table_complete(
+    tmp_path: Path, clock: Clock
+) -> None:
+    override = register()
+    assert says_complete(tune(tmp_path, override))
+    override.remove()
+    result = tune(tmp_path, register(crossover(version=2)), calls=only(64))
+    assert '"complete"' not in result.path.read_text()  # type: ignore[union-attr]
+
+
+def test_a_table_is_complete_for_the_ranges_that_were_declared(
+    tmp_path: Path, clock: Clock
+) -> None:
+    narrower = register(crossover(ranges={"rows": (1, 64), "dtype": (torch.float32,)}))
+    assert not says_complete(tune(tmp_path, narrower))
+    narrower.remove()
+    override = register()
+    assert not says_complete(tune(tmp_path, override, calls=only(1024)))
+    assert says_complete(tune(tmp_path, override))
+    override.remove()
+    narrower = register(crossover(ranges={"rows": (8, 64), "dtype": (torch.float32,)}))
+    result = tune(tmp_path, narrower)
+    assert result.path is not None
+    found = entry_of(read(result.path), "tuned", narrower.crossover)  # type: ignore[arg-type]
+    assert found is not None and found.is_complete
+
+
+@pytest.mark.parametrize(
+    ("error", "is_complete"),
+    [
+        (measuring.Skip("the condition declines the calls"), True),
+        (torch.OutOfMemoryError("too large"), False),
+        (ValueError("of the impl"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_cell_that_failed_is_left_to_measure(
+    error: Exception, is_complete: bool, tmp_path: Path, clock: Clock
+) -> None:
+    def cell(tuning: Any, at: tuple[int, ...]) -> Cell:
+        if tuning._features(at)["rows"] == 1024:
+            raise error
+        return clock(tuning, at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner._Tuning, "_cell", cell)
+        result = tune(tmp_path, register())
+    assert result.left == 0 and sum(result.skipped.values()) > 0
+    assert says_complete(result) == is_complete
+
+
+def test_a_run_without_time_leaves_a_table_complete(tmp_path: Path, clock: Clock) -> None:
+    override = register()
+
+    def cell(tuning: Any, at: tuple[int, ...]) -> Cell:
+        if tuning._features(at)["rows"] == 1024:
+            raise measuring.Skip("the condition declines the calls")
+        return clock(tuning, at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner._Tuning, "_cell", cell)
+        assert says_complete(tune(tmp_path, override))
+        assert says_complete(tune(tmp_path, override, seconds=0.0))
+
+
+def test_a_script_s_call_that_leaves_cells_around_it_open_ends_completeness(
+    tmp_path: Path, clock: Clock
+) -> None:
+    override = register()
+    assert says_complete(tune(tmp_path, override))
+    clock.from_rows = 1  # faster where cells on both sides are slower
+    result = tune(tmp_path, override, calls=only(4))
+    assert result.measured == 1 and not says_complete(result)
+
+
+def says_of_graphs(result: tuner.Result) -> bool:
+    assert result.path is not None
+    found = entry_of(read(result.path), "tuned", crossover())
+    return found is not None and found.is_complete_in_graphs
+
+
+def test_a_table_is_complete_in_graphs_when_they_were_measured(
+    tmp_path: Path,
+    clock: Clock,
+    graphs: list[int],
+) -> None:
+    override = register()
+    assert not says_of_graphs(tune(tmp_path, override))
+    assert says_of_graphs(tune(tmp_path, override, graphs=True))
+    assert says_of_graphs(tune(tmp_path, override))
+
+
+def test_a_table_is_complete_in_graphs_where_all_calls_are_native_s(
+    tmp_path: Path,
+    clock: Clock,
+) -> None:
+    clock.from_rows = 2**20
+    assert says_of_graphs(tune(tmp_path, register()))
