@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from opgraft.crossover.tables import Cell, entry_of, read
+from opgraft.ops.schema import Call
 from opgraft.tuning import measuring, tuner
 from tests.tuning.conftest import Clock
 from tests.tuning.test_tuner import crossover, only, register, tune
@@ -119,3 +120,24 @@ def test_a_table_is_complete_in_graphs_where_all_calls_are_native_s(
 ) -> None:
     clock.from_rows = 2**20
     assert says_of_graphs(tune(tmp_path, register()))
+
+
+def test_what_graphs_need_of_calls_leaves_no_cell_of_calls_open(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cell(tuning: Any, at: tuple[int, ...]) -> Cell:
+        measured.append(at)
+        rows = tuning._features(at)["rows"]
+        return Cell(10.0, 20.0 if rows == 4 else 5.0, 4.0, None, 4.0, None, None)
+
+    def graph(self: measuring.Measuring, calls: list[Call]) -> tuple[float, float]:
+        return (9.0, 5.0) if calls[0].args[0].shape[0] > 1 else (5.0, 9.0)
+
+    measured: list[tuple[int, ...]] = []
+    monkeypatch.setattr(tuner._Tuning, "_cell", cell)
+    monkeypatch.setattr(measuring.Measuring, "graph", graph)
+    result = tune(tmp_path, register(), graphs=True)
+    assert result.left == 0 and says_complete(result) and says_of_graphs(result)
+    assert len(measured) == len(set(measured))

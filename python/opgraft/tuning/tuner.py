@@ -247,6 +247,10 @@ class _Tuning:
             if self._options.again:
                 self._measure_group(each, self._known_to(each))
             self._measure_rounds(each)
+        # Of a cell that graphs needed alone, calls may be decided otherwise than around it.
+        while not self._is_late() and any(map(self._left_cells, self._passes)):
+            for each in self._passes:
+                self._measure_rounds(each)
 
     def _measure_rounds(self, each: _Pass) -> None:
         for stride in search.strides():
