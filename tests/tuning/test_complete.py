@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,28 @@ def test_a_script_s_call_that_leaves_cells_around_it_open_ends_completeness(
     clock.from_rows = 1  # faster where cells on both sides are slower
     result = tune(tmp_path, override, calls=only(4))
     assert result.measured == 1 and not says_complete(result)
+
+
+def test_what_measures_nothing_does_not_date_a_table_anew(tmp_path: Path, clock: Clock) -> None:
+    override = register()
+    path = tune(tmp_path, override).path
+    assert path is not None
+    before = json.loads(path.read_text())
+    before["overrides"]["tuned"]["measured"] = {"date": "2020-01-01", "torch": "1.0"}
+    path.write_text(json.dumps(before))
+    assert tune(tmp_path, override).measured == 0
+    assert json.loads(path.read_text()) == before
+
+
+def test_the_file_that_graphs_were_recorded_in_stays_named(tmp_path: Path, clock: Clock) -> None:
+    override = register()
+    path = tune(tmp_path, override, calls=only(64)).path
+    assert path is not None
+    content = json.loads(path.read_text())
+    content["overrides"]["tuned"]["measured"]["graphs"] = "recorded.json"
+    path.write_text(json.dumps(content))
+    assert tune(tmp_path, override, calls=only(16)).measured == 1
+    assert json.loads(path.read_text())["overrides"]["tuned"]["measured"]["graphs"]
 
 
 def says_of_graphs(result: tuner.Result) -> bool:

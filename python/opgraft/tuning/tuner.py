@@ -505,7 +505,9 @@ class _Tuning:
                 self._cells[at] = theirs
             elif not rule.is_measured(ours, rule.GRAPH):
                 self._cells[at] = ours._replace(inductor=theirs.inductor, opaque=theirs.opaque)
-        measured = _measured_with(self._override)
+        measured = {} if before is None else dict(before.measured)
+        if self._measured or not measured:
+            measured |= _measured_with(self._override)
         was = before if before is not None and _have_steps(before.axes, self._axes) else None
         entry = writing.entry(
             self._crossover.version,
