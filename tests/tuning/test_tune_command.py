@@ -25,6 +25,8 @@ from opgraft.registry import registry
 from opgraft.tuning import busy, heat, tuner
 from tests import forked_programs
 from tests.crossover.test_sources import UNREADABLE
+from tests.tuning.conftest import Clock
+from tests.tuning.test_tuner import register
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -165,6 +167,26 @@ def test_what_another_process_tunes_is_left_when_the_time_is_up(
     monkeypatch.setattr(claims.Claim, "take", lambda self: False)
     assert tune._tune([override], tmp_path, 0.0, None, {}, progress=False)[0] == 0
     assert seconds[0] <= 0
+
+
+def test_what_others_measure_anew_meanwhile_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
+    override = register()
+    options = tuner.Options(tmp_path)
+    cells = tuner.tune_override(override, torch.device("cpu"), options, print).measured
+    own = tune._next
+
+    def after_another_process(*arguments: Any) -> Any:
+        clock.from_rows = 63
+        again = tuner.Options(tmp_path, again=True)
+        assert tuner.tune_override(override, torch.device("cpu"), again, print).measured >= cells
+        return own(*arguments)
+
+    monkeypatch.setattr(tune, "_next", after_another_process)
+    _, results = tune._tune([override], tmp_path, 60.0, None, {"again": True}, progress=False)
+    assert results[override].measured == 0
 
 
 def test_a_picture_is_drawn_for_each_override(folder: Path) -> None:

@@ -170,6 +170,27 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, clock: Clock) -
     assert again.measured == first.measured and not again.changed
 
 
+def test_what_another_process_measured_anew_is_not_measured_again(
+    tmp_path: Path, clock: Clock, graphs: list[int]
+) -> None:
+    override = register()
+    tune(tmp_path, override, graphs=True)
+    stale = tuner.known(override, CPU, tmp_path)
+    clock.from_rows = 63
+    tune(tmp_path, override, calls=only(64))  # nothing is stale
+    only_64 = {at: cell for at, cell in stale.items() if at[0] == 64}
+    tune(tmp_path, override, again=True, stale=only_64)
+    clock.cells.clear()
+    graphs.clear()
+    result = tune(tmp_path, override, again=True, graphs=True, stale=stale)
+    axes = result.axes.values()
+    again = {
+        tuple(axis.lower(place) for axis, place in zip(axes, at, strict=True)) for at in clock.cells
+    }
+    assert again == stale.keys() - only_64.keys()
+    assert 64 in graphs, "what was measured anew of it were calls"
+
+
 def test_what_is_decided_otherwise_is_told(tmp_path: Path, clock: Clock) -> None:
     tune(tmp_path, register())
     clock.from_rows = 128

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -38,6 +38,12 @@ WRITE_SECONDS = 30.0
 WORKERS = 24
 
 
+#: What is measured together, by the column that each pass measures.
+_TIMES = {rule.PLAN: Cell._fields[:-2], rule.GRAPH: Cell._fields[-2:]}
+#: Where the buckets of a cell begin.
+Corner: TypeAlias = tuple[Feature, ...]
+
+
 @dataclass(frozen=True)
 class Options:
     """How to tune.
@@ -46,6 +52,8 @@ class Options:
         folder: where the tables are.
         seconds: no cell is begun after so many.
         again: measure anew what is there.
+        stale: with `again`, what :func:`known` gave before other processes may have measured some
+            of it anew, too; only what is still so is measured. None: all.
         calls: the features of the calls to measure the cells of; None: all cells that decide.
         graphs: measure compiled graphs too.
     """
@@ -53,6 +61,7 @@ class Options:
     folder: Path
     seconds: float = float("inf")
     again: bool = False
+    stale: Mapping[Corner, Cell] | None = None
     calls: Sequence[tuple[Any, ...]] | None = None
     graphs: bool = False
 
@@ -165,6 +174,21 @@ def tune_override(
         return _Tuning(override, measure, device, options, progress).run()
 
 
+def known(override: Override, device: torch.device, folder: Path) -> dict[Corner, Cell]:
+    """What a table in a folder has of an override already.
+
+    Raises:
+        BadTable: what is there is no table.
+    """
+    found = _entry_in(writing.existing(folder, models.of_device(device)), override)
+    if found is None:
+        return {}
+    return {
+        tuple(axis.lower(place) for axis, place in zip(found.axes, at, strict=True)): cell
+        for at, cell in found.cells.items()
+    }
+
+
 class _Pass(NamedTuple):
     """One way through a grid.
 
@@ -210,9 +234,9 @@ class _Tuning:
         self._started = time.monotonic()
         self._written = time.monotonic()
         #: What the table has outside of the ranges, by where the cells begin. It stays.
-        self._outside: dict[tuple[Feature, ...], Cell] = {}
+        self._outside: dict[Corner, Cell] = {}
         self._cells = self._known_cells(
-            self._entry_in(writing.existing(options.folder, self._model))
+            _entry_in(writing.existing(options.folder, self._model), override)
         )
         #: Those that were measured now. Of the others the table may know more in the meantime.
         self._measured: set[Indices] = set()
@@ -245,7 +269,7 @@ class _Tuning:
     def _measure_open_cells(self) -> None:
         for each in self._passes:
             if self._options.again:
-                self._measure_group(each, self._known_to(each))
+                self._measure_group(each, self._stale(each))
             self._measure_rounds(each)
         # Of a cell that graphs needed alone, calls may be decided otherwise than around it.
         while not self._is_late() and any(map(self._left_cells, self._passes)):
@@ -320,6 +344,22 @@ class _Tuning:
 
     def _known_to(self, each: _Pass) -> list[Indices]:
         return [at for at, cell in self._cells.items() if rule.is_measured(cell, each.column)]
+
+    def _stale(self, each: _Pass) -> list[Indices]:
+        """Those to measure anew."""
+        stale, known = self._options.stale, self._known_to(each)
+        if stale is None:
+            return known
+
+        def times_in(cell: Cell) -> Sequence[float | None]:
+            return [getattr(cell, name) for name in _TIMES[each.column]]
+
+        corners = {at: tuple(self._features(at).values()) for at in known}
+        return [
+            at
+            for at, corner in corners.items()
+            if corner in stale and times_in(stale[corner]) == times_in(self._cells[at])
+        ]
 
     def _pass_of_ways(self) -> _Pass:
         """Native, by a plan, and from Python; what is known of compiled graphs stays."""
@@ -442,15 +482,6 @@ class _Tuning:
 
     # ------------------------------------------------------------------ the table
 
-    def _entry_in(self, table: tables.Table | None) -> tables.Entry | None:
-        """The override's part of a table, if it is of this version of the kernel."""
-        if table is None:
-            return None
-        try:
-            return tables.entry_of(table, self._override.name, self._crossover)
-        except tables.BadTable:  # of another version of the kernel, or of other features
-            return None
-
     def _known_cells(self, found: tables.Entry | None) -> dict[Indices, Cell]:
         if found is None:
             return {}
@@ -497,7 +528,7 @@ class _Tuning:
 
     def _entries(self, table: tables.Table | None) -> dict[str, dict[str, Any]]:
         """The override's part, with what others have measured since the table was read."""
-        before = self._entry_in(table)
+        before = _entry_in(table, self._override)
         known = self._known_cells(before)
         for at, theirs in known.items():
             ours = self._cells.get(at)
@@ -535,6 +566,17 @@ class _Tuning:
         return not left or (
             was_complete and left <= search.left_cells(each.decided(known), self._axes)
         )
+
+
+def _entry_in(table: tables.Table | None, override: Override) -> tables.Entry | None:
+    """The override's part of a table, if it is of this version of the kernel."""
+    assert override.crossover is not None
+    if table is None:
+        return None
+    try:
+        return tables.entry_of(table, override.name, override.crossover)
+    except tables.BadTable:  # of another version of the kernel, or of other features
+        return None
 
 
 def _have_steps(axes: Sequence[Axis], others: Sequence[Axis]) -> bool:
