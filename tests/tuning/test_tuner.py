@@ -354,6 +354,26 @@ def test_it_is_compared_with_the_fastest_of_what_answers_without_it(
     assert behind.hits == 0 and len(opgraft.overrides()) == 4
 
 
+@pytest.mark.parametrize("name", ["native", "native again", "python", "plan"])
+def test_what_answers_without_it_may_have_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = register(crossover(ranges=SMALL), priority=1)
+    opgraft.register_op_override(
+        "aten", "_softmax", "CPU", override.impl, name=name, cond=override.cond
+    )
+    timed: set[int] = set()
+
+    class Counting(timing.Turns):
+        def round(self) -> None:
+            timed.add(len(self._ways))
+            super().round()
+
+    monkeypatch.setattr(measuring, "Turns", Counting)
+    assert tune(tmp_path, override).measured == 1
+    assert timed == {4}, "native twice, the override, and the one behind it"
+
+
 def finds_native_slower(rng: random.Random, ratio: float) -> bool:
     """What is found where others interrupt every third turn."""
     turns = timing.Turns({}, CPU)

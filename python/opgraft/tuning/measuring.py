@@ -55,7 +55,7 @@ class _Twins:
 
     Attributes:
         own: the override's own, `"python"`, and `"plan"` if it has launch plans.
-        others: of those behind it, by name.
+        others: of those behind it.
     """
 
     own: Mapping[str, Override]
@@ -72,7 +72,11 @@ class _Twins:
         enter = self._scopes.enter_context
         ways = ["python", "plan"] if self._override.launch_plan else ["python"]
         self.own = {way: enter(_twin(self._override, way)) for way in ways}
-        self.others = {each.name: enter(_twin(each, _best_way(each))) for each in self._behind}
+        # By their places: an override may have any name, that of a way of this one's, too.
+        self.others = {
+            f"behind {number}": enter(_twin(each, _best_way(each)))
+            for number, each in enumerate(self._behind, 1)
+        }
 
     def begin_kind(self) -> None:
         """Get ready for calls of another kind."""
