@@ -29,7 +29,7 @@ from opgraft.crossover.tables import FORMAT, BadTable, Cell, entry_of, read
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
-from opgraft.tuning import measuring, search, timing, tuner, watching, writing
+from opgraft.tuning import measuring, search, stand_ins, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 from tests import forked_programs, probes
 from tests.crossover import tables
@@ -621,6 +621,34 @@ def test_whatever_is_raised_the_stand_ins_are_gone(
         tuner.tune_override(override, CPU, tuner.Options(tmp_path), progress)
     assert opgraft.overrides() == [override]
     assert override.enabled
+
+
+@pytest.mark.parametrize("scope", ["measuring", "watching"])
+@pytest.mark.parametrize("error", [RegistrationError, KeyboardInterrupt])
+def test_where_a_stand_in_cannot_be_registered_the_others_are_gone(
+    scope: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = register(priority=1)
+    behind = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", override.impl, name="behind", cond=override.cond
+    )
+    registered: list[opgraft.Override] = []
+
+    def register_one(*args: Any, **declared: Any) -> opgraft.Override:
+        if registered:
+            raise error("now")
+        registered.append(own(*args, **declared))
+        return registered[0]
+
+    own = stand_ins.register
+    monkeypatch.setattr(stand_ins, "register", register_one)
+    scopes = {
+        "measuring": lambda: measuring.measuring(override, CPU),
+        "watching": lambda: watching.watching([override, behind]),
+    }
+    with pytest.raises(error), scopes[scope]():
+        pass
+    assert registered and opgraft.overrides() == [override, behind]
 
 
 def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clock) -> None:
