@@ -169,6 +169,13 @@ def test_what_another_process_tunes_is_left_when_the_time_is_up(
     assert seconds[0] <= 0
 
 
+def test_a_folder_is_claimed_by_whatever_path(tmp_path: Path) -> None:
+    (override,) = named(("a", "CPU"), crossover=opgraft.Crossover(n=when.numel("self")))
+    (tmp_path / "link").symlink_to("tables")  # which is made later
+    one, other = (tune._claim(override, tmp_path / name).name for name in ("tables", "link"))
+    assert one == other != tune._claim(override, tmp_path).name
+
+
 def test_what_others_measure_anew_meanwhile_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:

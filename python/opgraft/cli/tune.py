@@ -258,7 +258,7 @@ def _next(
 
 
 def _claim(override: Override, folder: Path | None) -> claims.Claim:
-    place = _options(override, folder).folder.absolute()
+    place = _options(override, folder).folder.resolve()
     model = models.of_device(device_of(override.dispatch_key))
     what = f"{place} {model.name} {_origin(override)} {override.name}"
     return claims.Claim(f"tuning-{hashlib.sha256(what.encode()).hexdigest()[:32]}")
