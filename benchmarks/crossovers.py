@@ -29,7 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ import torch
 
 import opgraft
 from opgraft import when
-from opgraft.base import locks
+from opgraft.base import files, locks
 from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import models, rule
 from opgraft.crossover.models import Model
@@ -220,26 +220,31 @@ def _record(override: Override, tried: Tried) -> dict[str, Any]:
     }
 
 
+def _writing_alone(path: Path) -> AbstractContextManager[None]:
+    return locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock")
+
+
 def _save(model: Model, records: Sequence[Mapping[str, Any]]) -> None:
     """Add records to the results, which other processes may be adding to."""
-    path = _common.path_of("crossovers", model.name)
-    with locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock"):
+    with _writing_alone(_common.path_of("crossovers", model.name)):
         every = _common.with_others("crossovers", model.name, records, "override")
         _common.save("crossovers", model.name, every, capability=model.capability)
 
 
 def report(path: Path) -> None:
     """Print, and save, what today's tables decide of the calls that were measured."""
-    found = json.loads(path.read_text())
-    capability = found.get("capability")
-    model = Model(found["device"], capability and (capability[0], capability[1]))
-    by_name = {record["override"]: record for record in found["records"]}
-    for override in _overrides([""]):
-        tried = _before(override, model, found["records"])
-        if tried.rows:
-            _print(override.name, tried.rows)
-            by_name[override.name].update(_record(override, tried))
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    overrides = _overrides([""])
+    with _writing_alone(path):
+        found = json.loads(path.read_text())
+        capability = found.get("capability")
+        model = Model(found["device"], capability and (capability[0], capability[1]))
+        by_name = {record["override"]: record for record in found["records"]}
+        for override in overrides:
+            tried = _before(override, model, found["records"])
+            if tried.rows:
+                _print(override.name, tried.rows)
+                by_name[override.name].update(_record(override, tried))
+        files.replace(path, json.dumps(found, indent=1) + "\n", mode=0o644)
 
 
 def _overrides(only: Sequence[str]) -> list[Override]:
