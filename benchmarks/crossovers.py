@@ -47,7 +47,7 @@ from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call
 from opgraft.ready import ahead, claims, pool
 from opgraft.registry import Override
-from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
+from opgraft.tuning.measuring import Measuring, cold_calls, measuring
 from opgraft.tuning.tuner import WORKERS, axes_of
 from opgraft.verification.sources import call_of_sample
 from opgraft.when.grid import ExactAxis
@@ -170,26 +170,28 @@ def bench(
             features = _draw(override.crossover, rng)
             try:
                 call = _call(override, features, device)
+                taking = measure.taking(call)
             except NoCall:
                 continue
-            except RuntimeError:  # the measurement says why
-                pass
-            else:
-                for each in measure.taking(call):
-                    compiling.submit(number, each, call)
+            except Exception:  # the measurement says why
+                taking = []
+            for each in taking:
+                compiling.submit(number, each, call)
             waiting[number] = features
         for number, features in waiting.items():
             compiling.wait(number, lambda done, total: None)
             if time.monotonic() > end:
                 break
             drawn = number + 1
+            torch.manual_seed(SEED + number)
             try:
                 calls = cold_calls(functools.partial(_call, override, features, device))
                 found = _features(override, calls[0])
                 rows.append(_row(measure, calls, found, _takes(override, model, found)))
-            except (Skip, RuntimeError) as error:
+            except Exception as error:  # of native, the impl or calls=: others may work
                 failed += 1
-                print(f"  {features}: {str(error).splitlines()[0][:100]}", flush=True)
+                first_line = next(iter(str(error).splitlines()), type(error).__name__)
+                print(f"  {features}: {first_line[:100]}", flush=True)
     return Tried(rows, drawn, failed)
 
 
@@ -197,12 +199,17 @@ def bench(
 
 
 def _before(override: Override, model: Model, records: Sequence[Mapping[str, Any]]) -> Tried:
-    """What earlier runs measured of the kernel's version, by the tables that are there today."""
+    """What earlier runs measured of the kernel's version, by the tables that are there today.
+
+    Of calls with other features than those that are declared nothing can be told.
+    """
     assert override.crossover is not None
     for record in records:
         is_same = record["override"] == override.name
         if is_same and record.get("version") == override.crossover.version:
             rows = [Row(**each) for each in record["rows"]]
+            if any(row.features.keys() != override.crossover.features.keys() for row in rows):
+                break
             rows = [row._replace(taken=_takes(override, model, row.features)) for row in rows]
             return Tried(rows, record["drawn"], record["failed"])
     return Tried([])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,7 +52,9 @@ def register(calls: Callable[..., Iterator[Any]], version: int = 1) -> opgraft.O
 
 
 def calls(device: torch.device, rows: int) -> Iterator[Any]:
-    """None of every third size."""
+    """None of every third size; every fifth cannot be made."""
+    if rows % 5 == 0:
+        raise ValueError
     if rows % 3:
         yield torch.rand(rows, 1, device=device), -1, False
 
@@ -83,6 +86,30 @@ def runs(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(benchmark, monkeypatch)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_calls_are_drawn_alike_and_counted_once_however_runs_end(seed: int, runs: Runs) -> None:
+    override, rng = register(calls), random.Random(seed)
+    script = runs.script
+    tried = script.Tried([])
+    for _ in range(8):
+        tried = runs(override, len(tried.rows) + 5, rng.randint(1, 7), tried)
+    drawn = [
+        script._draw(override.crossover, random.Random(f"{script.SEED} drawn {number}"))["rows"]
+        for number in range(tried.drawn)
+    ]
+    assert [row.features["rows"] for row in tried.rows] == [n for n in drawn if n % 5 and n % 3]
+    assert tried.failed == sum(n % 5 == 0 for n in drawn)
+    assert len(tried.rows) > 8
+
+
+def test_a_call_has_the_same_numbers_whatever_was_measured_before(runs: Runs) -> None:
+    override, nothing = register(calls), runs.script.Tried([])
+    runs(override, 12, 60.0, nothing)
+    at_once, runs.begins = runs.begins, []
+    runs(override, 12, 60.0, runs(override, 12, 2.0, nothing))
+    assert len(at_once) > 2 and runs.begins[: len(at_once)] == at_once
+
+
 def test_another_version_is_measured_from_the_first_call_on(benchmark: Any, runs: Runs) -> None:
     override = register(calls)
     tried = runs(override, 4, 60.0, benchmark.Tried([]))
@@ -90,6 +117,16 @@ def test_another_version_is_measured_from_the_first_call_on(benchmark: Any, runs
     assert tried.rows and benchmark._before(override, MODEL, records) == tried
     override.remove()
     assert benchmark._before(register(calls, version=2), MODEL, records) == benchmark.Tried([])
+
+
+def test_rows_of_other_features_are_not_those_of_this_declaration(
+    benchmark: Any, runs: Runs
+) -> None:
+    override = register(calls)
+    record = benchmark._record(override, runs(override, 4, 60.0, benchmark.Tried([])))
+    for row in record["rows"]:
+        row["features"] = {"lines": 1}
+    assert benchmark._before(override, MODEL, [record]) == benchmark.Tried([])
 
 
 def test_a_report_keeps_what_another_process_saves_meanwhile(
