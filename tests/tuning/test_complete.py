@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from opgraft.crossover.tables import Cell, entry_of, read
+from opgraft.crossover import rule
+from opgraft.crossover.tables import Cell, Entry, entry_of, read
 from opgraft.ops.schema import Call
 from opgraft.tuning import measuring, tuner
 from tests.tuning.conftest import Clock
 from tests.tuning.test_tuner import crossover, only, register, tune
+
+#: The cells of `crossover()`.
+EVERY = [*itertools.product(range(11), range(2))]
 
 
 def says_complete(result: tuner.Result) -> bool:
@@ -164,3 +170,57 @@ def test_what_graphs_need_of_calls_leaves_no_cell_of_calls_open(
     result = tune(tmp_path, register(), graphs=True)
     assert result.left == 0 and says_complete(result) and says_of_graphs(result)
     assert len(measured) == len(set(measured))
+
+
+class SomeTruth:
+    """Stands in for measurements: some cells have no calls, and others fail now and then."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        share = rng.choice([0.0, 0.2])
+        self.faster = {at: rng.random() < 0.7 for at in EVERY}
+        self.without_calls = {at for at in EVERY if rng.random() < share}
+        self.failures = rng.choice([0.0, 0.2])
+
+    def __call__(self, tuning: Any, at: tuple[int, ...]) -> Cell:
+        if at in self.without_calls:
+            raise measuring.Skip("calls= makes none")
+        if self.rng.random() < self.failures:
+            raise torch.OutOfMemoryError("now")
+        return Cell(10.0, 5.0 if self.faster[at] else 20.0, 4.0, None, 4.0, None, None)
+
+    def change(self) -> None:
+        at = self.rng.choice(EVERY)
+        self.faster[at] = not self.faster[at]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_beside_a_complete_table_another_would_decide_nothing(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    truth = SomeTruth(rng)
+    monkeypatch.setattr(tuner._Tuning, "_cell", lambda self, at: truth(self, at))
+    axes = tuple(tuner.axes_of(crossover()).values())
+    taken = Cell(10.0, 5.0, 4.0, None, 4.0, None, None)
+    other = Entry(1, {}, axes, dict.fromkeys(EVERY, taken), False, False, "")
+    override, complete = register(), 0
+    for _ in range(8):
+        most = rng.choice([0, 3, 100])
+        monkeypatch.setattr(
+            tuner._Tuning, "_is_late", lambda self, n=most: self._result.measured >= n
+        )
+        of_script = rng.choice([None, None, only(2 ** rng.randrange(11))])
+        result = tune(tmp_path, override, calls=of_script, again=rng.random() < 0.3)
+        truth.change()
+        found = None if result.path is None else entry_of(read(result.path), "tuned", crossover())
+        if found is None or not found.is_complete:
+            continue
+        complete += 1
+        alone, beside = (
+            rule.grid_of(layers) for layers in ([(found, 0.03)], [(found, 0.03), (other, 0.1)])
+        )
+        for at in set(EVERY) - truth.without_calls:
+            corner = [axis.lower(place) for axis, place in zip(axes, at, strict=True)]
+            assert alone.takes(corner, rule.PLAN) == beside.takes(corner, rule.PLAN), corner
+    assert complete or truth.failures
