@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -112,6 +113,35 @@ def test_it_writes_the_users_table_and_goes_on_where_it_stopped(folder: Path) ->
     title, _, row = (line.split("\t") for line in again.stdout.splitlines())
     assert title == ["OPGRAFT TUNE"]
     assert row[:4] == ["tuned", "0", str(result["measured"]), "0"]
+
+
+#: Ends its process, without a word, when most cells are measured.
+KILLED = """
+import os, signal
+from opgraft.tuning import tuner
+
+def killed(entries, table):
+    found = own(entries, table)
+    if len(found["tuned"]["cells"]) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+tuner.WRITE_SECONDS = 0.0
+own, tuner._Tuning._entries = tuner._Tuning._entries, killed
+"""
+
+
+def test_a_process_that_was_killed_leaves_a_whole_table_and_no_claim(
+    folder: Path, run: Run
+) -> None:
+    (folder / "killed.py").write_text(KILLED)
+    done = run_in_a_process(folder, "--import", "killed")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run("--json", "--budget", "60s")
+    (result,) = json.loads(done.stdout)
+    assert done.returncode == 0 and (result["known"], result["left"]) == (1, 0)
+    tables = folder / "tables" / "user"
+    assert [path.suffix for path in tables.iterdir()] == [".json"]
 
 
 def test_what_another_process_tunes_comes_last(
