@@ -19,7 +19,7 @@ os.environ.setdefault("OPGRAFT_WHEN_NOT_READY", "wait")
 
 import torch
 
-from opgraft.base import processor
+from opgraft.base import files, processor
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -56,7 +56,7 @@ def save(
         **more,
         "records": records,
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    files.replace(path, json.dumps(result, indent=1) + "\n", mode=0o644)
     return path
 
 

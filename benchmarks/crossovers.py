@@ -29,7 +29,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ import torch
 
 import opgraft
 from opgraft import when
-from opgraft.base import locks
+from opgraft.base import files, locks
 from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import models, rule
 from opgraft.crossover.models import Model
@@ -47,7 +47,7 @@ from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call
 from opgraft.ready import ahead, claims, pool
 from opgraft.registry import Override
-from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
+from opgraft.tuning.measuring import Measuring, cold_calls, measuring
 from opgraft.tuning.tuner import WORKERS, axes_of
 from opgraft.verification.sources import call_of_sample
 from opgraft.when.grid import ExactAxis
@@ -170,26 +170,28 @@ def bench(
             features = _draw(override.crossover, rng)
             try:
                 call = _call(override, features, device)
+                taking = measure.taking(call)
             except NoCall:
                 continue
-            except RuntimeError:  # the measurement says why
-                pass
-            else:
-                for each in measure.taking(call):
-                    compiling.submit(number, each, call)
+            except Exception:  # the measurement says why
+                taking = []
+            for each in taking:
+                compiling.submit(number, each, call)
             waiting[number] = features
         for number, features in waiting.items():
             compiling.wait(number, lambda done, total: None)
             if time.monotonic() > end:
                 break
             drawn = number + 1
+            torch.manual_seed(SEED + number)
             try:
                 calls = cold_calls(functools.partial(_call, override, features, device))
                 found = _features(override, calls[0])
                 rows.append(_row(measure, calls, found, _takes(override, model, found)))
-            except (Skip, RuntimeError) as error:
+            except Exception as error:  # of native, the impl or calls=: others may work
                 failed += 1
-                print(f"  {features}: {str(error).splitlines()[0][:100]}", flush=True)
+                first_line = next(iter(str(error).splitlines()), type(error).__name__)
+                print(f"  {features}: {first_line[:100]}", flush=True)
     return Tried(rows, drawn, failed)
 
 
@@ -197,12 +199,17 @@ def bench(
 
 
 def _before(override: Override, model: Model, records: Sequence[Mapping[str, Any]]) -> Tried:
-    """What earlier runs measured of the kernel's version, by the tables that are there today."""
+    """What earlier runs measured of the kernel's version, by the tables that are there today.
+
+    Of calls with other features than those that are declared nothing can be told.
+    """
     assert override.crossover is not None
     for record in records:
         is_same = record["override"] == override.name
         if is_same and record.get("version") == override.crossover.version:
             rows = [Row(**each) for each in record["rows"]]
+            if any(row.features.keys() != override.crossover.features.keys() for row in rows):
+                break
             rows = [row._replace(taken=_takes(override, model, row.features)) for row in rows]
             return Tried(rows, record["drawn"], record["failed"])
     return Tried([])
@@ -220,26 +227,31 @@ def _record(override: Override, tried: Tried) -> dict[str, Any]:
     }
 
 
+def _writing_alone(path: Path) -> AbstractContextManager[None]:
+    return locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock")
+
+
 def _save(model: Model, records: Sequence[Mapping[str, Any]]) -> None:
     """Add records to the results, which other processes may be adding to."""
-    path = _common.path_of("crossovers", model.name)
-    with locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock"):
+    with _writing_alone(_common.path_of("crossovers", model.name)):
         every = _common.with_others("crossovers", model.name, records, "override")
         _common.save("crossovers", model.name, every, capability=model.capability)
 
 
 def report(path: Path) -> None:
     """Print, and save, what today's tables decide of the calls that were measured."""
-    found = json.loads(path.read_text())
-    capability = found.get("capability")
-    model = Model(found["device"], capability and (capability[0], capability[1]))
-    by_name = {record["override"]: record for record in found["records"]}
-    for override in _overrides([""]):
-        tried = _before(override, model, found["records"])
-        if tried.rows:
-            _print(override.name, tried.rows)
-            by_name[override.name].update(_record(override, tried))
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    overrides = _overrides([""])
+    with _writing_alone(path):
+        found = json.loads(path.read_text())
+        capability = found.get("capability")
+        model = Model(found["device"], capability and (capability[0], capability[1]))
+        by_name = {record["override"]: record for record in found["records"]}
+        for override in overrides:
+            tried = _before(override, model, found["records"])
+            if tried.rows:
+                _print(override.name, tried.rows)
+                by_name[override.name].update(_record(override, tried))
+        files.replace(path, json.dumps(found, indent=1) + "\n", mode=0o644)
 
 
 def _overrides(only: Sequence[str]) -> list[Override]:

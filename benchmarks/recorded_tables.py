@@ -87,6 +87,7 @@ class Part:
 
     def __init__(self, crossover: Crossover, entry: Entry) -> None:
         self._features = list(crossover.features)
+        self._ranges = crossover.ranges
         self._entry = entry
         self._grid = rule.grid_of([(entry, rule.MARGIN)])
         self._cells = {
@@ -126,7 +127,9 @@ class Part:
             measured[what] = ", ".join([*dates, *(path.name for path in paths)])
         return writing.entry(
             *(self._entry.version, measured, axes, {}, self._cells),
+            ranges=self._ranges,
             is_complete=self._entry.is_complete,
+            is_complete_in_graphs=self._entry.is_complete_in_graphs,
         )
 
 

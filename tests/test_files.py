@@ -84,3 +84,21 @@ def test_several_that_write_to_one_table_lose_nothing(tmp_path: Path) -> None:
         written = pool.map(lambda name: writing.write(tmp_path, MODEL, {name: entry()}), names)
         (path,) = set(written)
     assert sorted(parse(path, path.read_text()).overrides) == sorted(names)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_interruption_while_a_file_is_replaced_is_that_interruption(
+    replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*paths: str | Path) -> None:
+        if replaced:
+            own(*paths)
+        raise KeyboardInterrupt
+
+    own = os.replace
+    (tmp_path / "a").write_text("before")
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.replace(tmp_path / "a", "after")
+    assert (tmp_path / "a").read_text() == ("after" if replaced else "before")
+    assert [*tmp_path.iterdir()] == [tmp_path / "a"]

@@ -137,7 +137,7 @@ def some_table(rng: random.Random, axes: Sequence[Axis]) -> Entry:
     there_are = list(places(axes))
     share = rng.choice([0.1, 0.3, 0.6])
     measured = [at for at in there_are if rng.random() < share] or [rng.choice(there_are)]
-    return Entry(1, {}, tuple(axes), {at: some_cell(rng) for at in measured}, False, "")
+    return Entry(1, {}, tuple(axes), {at: some_cell(rng) for at in measured}, False, False, "")
 
 
 def some_cell(rng: random.Random) -> Cell:
@@ -167,7 +167,7 @@ def test_of_tables_that_disagree_the_first_decides_from_python_too() -> None:
         cells: dict[Indices, Cell] = {
             (at,): Cell(10.0, 5.0, plan_host=host, **times) for at, host in ends
         }
-        return Entry(1, {}, (SteppedAxis(1, 1, 4),), cells, False, "")
+        return Entry(1, {}, (SteppedAxis(1, 1, 4),), cells, False, False, "")
 
     from_python_alone = table(30.0, 4.0)
     neither_way = table(4.0, 30.0, python_host=30.0)

@@ -103,6 +103,89 @@ def test_beside_a_complete_table_no_other_device_s_counts(
     assert [source.table.model for source in chosen] == counting
 
 
+def in_force_on_h200(shipped: Path, **declared: Any) -> list[tuple[str, Model]]:
+    """Which tables count, as a call asks and as all tables are looked at."""
+    crossed = crossover(tables=shipped, **declared)
+    in_force = Decisions("fast", "user", crossed).in_force(H200)
+    assert in_force is not None
+    chosen = sources.choose(sources.find("fast", "user", crossed), H200, "user")
+    found, all_looked_at = (
+        [(source.owner, source.table.model) for source in each]
+        for each in (in_force.sources, chosen)
+    )
+    assert found == all_looked_at
+    return found
+
+
+def write_both(shipped: Path, h200: dict[str, Any], h100: dict[str, Any]) -> None:
+    for model, part in ((H200, h200), (H100, h100)):
+        write(shipped, table({"fast": part}, model.name, capability=[9, 0]), model.name)
+
+
+def test_a_complete_table_that_does_not_count_leaves_another_device_s_in_force(
+    user_tables: Path, tmp_path: Path
+) -> None:
+    halves = {"rows": {"steps": 2}, "dtype": "exact"}
+    first = table({"fast": entry(cell(4), features=halves)}, H200.name, capability=[9, 0])
+    write(user_tables, first, H200.name)
+    write_both(tmp_path, entry(cell(4), complete=True), entry(cell(4), features=halves))
+    assert in_force_on_h200(tmp_path) == [("user", H200), ("author", H100)]
+
+
+@pytest.mark.parametrize(
+    ("says", "counting"),
+    [
+        ({"complete": True}, [H200, H100]),
+        ({"complete": True, "complete_in_graphs": True}, [H200]),
+        ({"complete_in_graphs": True}, [H200, H100]),
+    ],
+    ids=str,
+)
+def test_what_another_device_s_table_knows_of_graphs_counts_until_they_are_measured(
+    user_tables: Path, tmp_path: Path, says: dict[str, bool], counting: list[Model]
+) -> None:
+    write_both(tmp_path, entry(cell(4), **says), entry(cell(4, inductor=9.0, opaque=5.0)))
+    assert [model for _, model in in_force_on_h200(tmp_path)] == counting
+
+
+@pytest.mark.parametrize(
+    ("ranges", "is_complete"),
+    [
+        ({"rows": "1 64", "dtype": "float16 float32"}, True),
+        ({"rows": "1 128", "dtype": "float32"}, True),
+        ({"rows": "2 64", "dtype": "float32"}, False),
+        ({"rows": "1 63", "dtype": "float32"}, False),
+        ({"rows": "1 64", "dtype": "float16"}, False),
+        ({"rows": "1 64"}, False),
+        ({"rows": "1", "dtype": "float32"}, False),
+        ({"rows": "1 x", "dtype": "float32"}, False),
+        ({"rows": [1, 64], "dtype": "float32"}, False),
+        ("1 64", False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_a_table_is_complete_in_the_ranges_that_it_says(
+    user_tables: Path, tmp_path: Path, ranges: object, is_complete: bool
+) -> None:
+    write_both(tmp_path, entry(cell(4), complete=True, ranges=ranges), entry(cell(4)))
+    declared = {"rows": (1, 64), "dtype": (torch.float32,)}
+    found = in_force_on_h200(tmp_path, ranges=declared)
+    assert (len(found) == 1) == is_complete
+
+
+def test_a_feature_that_was_exact_is_not_complete_between_its_values(
+    user_tables: Path, tmp_path: Path
+) -> None:
+    exact = {"rows": "exact", "dtype": "exact"}
+    ranges = {"rows": "1 64", "dtype": "float32"}
+    part = entry(cell(1), cell(64), features=exact, complete=True, ranges=ranges)
+    write_both(tmp_path, part, entry(cell(1), features=exact))
+    declared = {"rows": (1, 64), "dtype": (torch.float32,)}
+    assert len(in_force_on_h200(tmp_path, ranges=declared)) == 2
+    assert len(in_force_on_h200(tmp_path, ranges=declared, exact=["rows"])) == 1
+
+
 def test_a_table_with_other_buckets_than_the_first_does_not_count(
     user_tables: Path, tmp_path: Path
 ) -> None:

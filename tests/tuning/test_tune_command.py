@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +26,8 @@ from opgraft.registry import registry
 from opgraft.tuning import busy, heat, tuner
 from tests import forked_programs
 from tests.crossover.test_sources import UNREADABLE
+from tests.tuning.conftest import Clock
+from tests.tuning.test_tuner import register
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -112,6 +115,35 @@ def test_it_writes_the_users_table_and_goes_on_where_it_stopped(folder: Path) ->
     assert row[:4] == ["tuned", "0", str(result["measured"]), "0"]
 
 
+#: Ends its process, without a word, when most cells are measured.
+KILLED = """
+import os, signal
+from opgraft.tuning import tuner
+
+def killed(entries, table):
+    found = own(entries, table)
+    if len(found["tuned"]["cells"]) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+tuner.WRITE_SECONDS = 0.0
+own, tuner._Tuning._entries = tuner._Tuning._entries, killed
+"""
+
+
+def test_a_process_that_was_killed_leaves_a_whole_table_and_no_claim(
+    folder: Path, run: Run
+) -> None:
+    (folder / "killed.py").write_text(KILLED)
+    done = run_in_a_process(folder, "--import", "killed")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run("--json", "--budget", "60s")
+    (result,) = json.loads(done.stdout)
+    assert done.returncode == 0 and (result["known"], result["left"]) == (1, 0)
+    tables = folder / "tables" / "user"
+    assert [path.suffix for path in tables.iterdir()] == [".json"]
+
+
 def test_what_another_process_tunes_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +197,33 @@ def test_what_another_process_tunes_is_left_when_the_time_is_up(
     monkeypatch.setattr(claims.Claim, "take", lambda self: False)
     assert tune._tune([override], tmp_path, 0.0, None, {}, progress=False)[0] == 0
     assert seconds[0] <= 0
+
+
+def test_a_folder_is_claimed_by_whatever_path(tmp_path: Path) -> None:
+    (override,) = named(("a", "CPU"), crossover=opgraft.Crossover(n=when.numel("self")))
+    (tmp_path / "link").symlink_to("tables")  # which is made later
+    one, other = (tune._claim(override, tmp_path / name).name for name in ("tables", "link"))
+    assert one == other != tune._claim(override, tmp_path).name
+
+
+def test_what_others_measure_anew_meanwhile_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
+    override = register()
+    options = tuner.Options(tmp_path)
+    cells = tuner.tune_override(override, torch.device("cpu"), options, print).measured
+    own = tune._next
+
+    def after_another_process(*arguments: Any) -> Any:
+        clock.from_rows = 63
+        again = tuner.Options(tmp_path, again=True)
+        assert tuner.tune_override(override, torch.device("cpu"), again, print).measured >= cells
+        return own(*arguments)
+
+    monkeypatch.setattr(tune, "_next", after_another_process)
+    _, results = tune._tune([override], tmp_path, 60.0, None, {"again": True}, progress=False)
+    assert results[override].measured == 0
 
 
 def test_a_picture_is_drawn_for_each_override(folder: Path) -> None:

@@ -25,15 +25,16 @@ from opgraft.base import env
 from opgraft.cli import facts
 from opgraft.core import loader
 from opgraft.crossover import models, rule, sources
-from opgraft.crossover.tables import FORMAT, BadTable, Cell
+from opgraft.crossover.tables import FORMAT, BadTable, Cell, entry_of, read
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
-from opgraft.tuning import measuring, search, timing, tuner, watching, writing
+from opgraft.tuning import measuring, search, stand_ins, timing, tuner, watching, writing
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 from tests import forked_programs, probes
 from tests.crossover import tables
 from tests.crossover.test_sources import UNREADABLE
+from tests.tuning.conftest import Clock
 
 CPU = torch.device("cpu")
 
@@ -69,28 +70,6 @@ def register(declared: opgraft.Crossover | None = None, **keywords: Any) -> opgr
     )
 
 
-class Clock:
-    """Stands in for the clock: native takes a microsecond a row, the override as many always."""
-
-    def __init__(self) -> None:
-        #: From so many rows on the override is faster by the margin.
-        self.from_rows = 64
-        self.cells: list[tuple[int, ...]] = []
-
-    def __call__(self, tuning: Any, at: tuple[int, ...]) -> Cell:
-        self.cells.append(at)
-        native = float(tuning._features(at)["rows"])
-        ours = (self.from_rows - 0.5) / (1 + rule.MARGIN)
-        return Cell(native, ours, native, None, ours, None, None)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(tuner._Tuning, "_cell", lambda self, at: found(self, at))
-    return found
-
-
 def tune(folder: Path, override: opgraft.Override, **options: Any) -> tuner.Result:
     return tuner.tune_override(override, CPU, tuner.Options(folder, **options), lambda line: None)
 
@@ -115,6 +94,21 @@ def test_a_table_says_whether_it_is_complete(tmp_path: Path, clock: Clock) -> No
         patch.setattr(tuner._Tuning, "_is_late", lambda self: self._result.measured >= 1)
         assert not says(tune(tmp_path, wider))
     assert says(tune(tmp_path, wider))
+
+
+def test_cells_of_a_boolean_are_read_again(tmp_path: Path, clock: Clock) -> None:
+    declared = opgraft.Crossover(
+        calls=lambda device, rows, half: iter(()),
+        ranges={"rows": (16, 16), "half": (False, True)},
+        rows=when.size("self", 0),
+        half=when.value("half_to_float"),
+    )
+    override = register(declared)
+    result = tune(tmp_path, override)
+    assert result.path is not None and result.measured == 2
+    found = entry_of(read(result.path), "tuned", declared)
+    assert found is not None and set(found.cells) == {(0, 0), (0, 1)}
+    assert tune(tmp_path, override).known == 2
 
 
 def test_the_border_is_found_and_most_cells_are_not_measured(tmp_path: Path, clock: Clock) -> None:
@@ -174,6 +168,27 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, clock: Clock) -
     assert (known.measured, known.known) == (0, first.measured)
     again = tune(tmp_path, register(), again=True)
     assert again.measured == first.measured and not again.changed
+
+
+def test_what_another_process_measured_anew_is_not_measured_again(
+    tmp_path: Path, clock: Clock, graphs: list[int]
+) -> None:
+    override = register()
+    tune(tmp_path, override, graphs=True)
+    stale = tuner.known(override, CPU, tmp_path)
+    clock.from_rows = 63
+    tune(tmp_path, override, calls=only(64))  # nothing is stale
+    only_64 = {at: cell for at, cell in stale.items() if at[0] == 64}
+    tune(tmp_path, override, again=True, stale=only_64)
+    clock.cells.clear()
+    graphs.clear()
+    result = tune(tmp_path, override, again=True, graphs=True, stale=stale)
+    axes = result.axes.values()
+    again = {
+        tuple(axis.lower(place) for axis, place in zip(axes, at, strict=True)) for at in clock.cells
+    }
+    assert again == stale.keys() - only_64.keys()
+    assert 64 in graphs, "what was measured anew of it were calls"
 
 
 def test_what_is_decided_otherwise_is_told(tmp_path: Path, clock: Clock) -> None:
@@ -241,19 +256,6 @@ def test_it_measures_really(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ compiled graphs
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Stands in for compiling: opaque is faster from 256 rows on. Gives the rows of the calls."""
-    compiled: list[int] = []
-
-    def graph(self: object, calls: list[Any]) -> tuple[float, float]:
-        compiled.append(calls[0].named["self"].size(0))
-        return (2.0, 1.0) if compiled[-1] >= 256 else (1.0, 2.0)
-
-    monkeypatch.setattr(measuring.Measuring, "graph", graph)
-    return compiled
 
 
 def test_graphs_are_measured_where_the_override_is_faster(
@@ -350,6 +352,26 @@ def test_it_is_compared_with_the_fastest_of_what_answers_without_it(
     assert (cell.native, cell.native_host) == native
     assert (cell.override, cell.python_host) == (10.0, 10.0)
     assert behind.hits == 0 and len(opgraft.overrides()) == 4
+
+
+@pytest.mark.parametrize("name", ["native", "native again", "python", "plan"])
+def test_what_answers_without_it_may_have_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = register(crossover(ranges=SMALL), priority=1)
+    opgraft.register_op_override(
+        "aten", "_softmax", "CPU", override.impl, name=name, cond=override.cond
+    )
+    timed: set[int] = set()
+
+    class Counting(timing.Turns):
+        def round(self) -> None:
+            timed.add(len(self._ways))
+            super().round()
+
+    monkeypatch.setattr(measuring, "Turns", Counting)
+    assert tune(tmp_path, override).measured == 1
+    assert timed == {4}, "native twice, the override, and the one behind it"
 
 
 def finds_native_slower(rng: random.Random, ratio: float) -> bool:
@@ -656,6 +678,34 @@ def test_whatever_is_raised_the_stand_ins_are_gone(
         tuner.tune_override(override, CPU, tuner.Options(tmp_path), progress)
     assert opgraft.overrides() == [override]
     assert override.enabled
+
+
+@pytest.mark.parametrize("scope", ["measuring", "watching"])
+@pytest.mark.parametrize("error", [RegistrationError, KeyboardInterrupt])
+def test_where_a_stand_in_cannot_be_registered_the_others_are_gone(
+    scope: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = register(priority=1)
+    behind = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", override.impl, name="behind", cond=override.cond
+    )
+    registered: list[opgraft.Override] = []
+
+    def register_one(*args: Any, **declared: Any) -> opgraft.Override:
+        if registered:
+            raise error("now")
+        registered.append(own(*args, **declared))
+        return registered[0]
+
+    own = stand_ins.register
+    monkeypatch.setattr(stand_ins, "register", register_one)
+    scopes = {
+        "measuring": lambda: measuring.measuring(override, CPU),
+        "watching": lambda: watching.watching([override, behind]),
+    }
+    with pytest.raises(error), scopes[scope]():
+        pass
+    assert registered and opgraft.overrides() == [override, behind]
 
 
 def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clock) -> None:

@@ -44,5 +44,5 @@ def replace(path: Path, content: str | bytes, *, mode: int = 0o600) -> None:
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)  # the interruption may come after it was renamed
         raise

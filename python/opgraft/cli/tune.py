@@ -22,7 +22,7 @@ from opgraft.cli import modules as named_modules
 from opgraft.cli import output, scripts
 from opgraft.core import store
 from opgraft.crossover import models, sources
-from opgraft.crossover.tables import BadTable
+from opgraft.crossover.tables import BadTable, Cell
 from opgraft.ready import claims
 from opgraft.registry import Override
 from opgraft.tuning import busy, heat, tuner, watching
@@ -207,6 +207,8 @@ def _tune(
     results: dict[Override, tuner.Result] = {}
     waiting = list(overrides)
     status, deadline = 0, time.monotonic() + budget
+    # What another process measures anew meanwhile is not measured a third time.
+    stale = {each: _known(each, folder) for each in overrides} if terms.get("again") else {}
     with progress_bar(progress) as tell:
         while waiting:
             try:
@@ -214,7 +216,8 @@ def _tune(
                 seconds = (deadline - time.monotonic()) / len(waiting)
                 waiting.remove(override)
                 calls = None if seen is None else seen.of(override)
-                options = _options(override, folder, seconds=seconds, calls=calls, **terms)
+                own = {"seconds": seconds, "calls": calls, "stale": stale.get(override)}
+                options = _options(override, folder, **own, **terms)
                 device = device_of(override.dispatch_key)
                 try:
                     results[override] = tuner.tune_override(
@@ -227,6 +230,11 @@ def _tune(
                 break
     sources.forget()
     return status, results
+
+
+def _known(override: Override, folder: Path | None) -> dict[tuner.Corner, Cell]:
+    device = device_of(override.dispatch_key)
+    return tuner.known(override, device, _options(override, folder).folder)
 
 
 def _next(
@@ -250,7 +258,7 @@ def _next(
 
 
 def _claim(override: Override, folder: Path | None) -> claims.Claim:
-    place = _options(override, folder).folder.absolute()
+    place = _options(override, folder).folder.resolve()
     model = models.of_device(device_of(override.dispatch_key))
     what = f"{place} {model.name} {_origin(override)} {override.name}"
     return claims.Claim(f"tuning-{hashlib.sha256(what.encode()).hexdigest()[:32]}")

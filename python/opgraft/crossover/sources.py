@@ -123,26 +123,45 @@ def find(name: str, owner: str, crossover: Crossover) -> Found:
 
 
 def find_complete(name: str, owner: str, crossover: Crossover, model: Model) -> Found | None:
-    """What the tables of one model say of an override, if one of them is complete.
+    """What the tables of one model say of an override, if no other model's counts there.
 
-    No other model's counts there, and they are not looked at: that takes as long again, and the
-    first call of an override waits for it.
+    The others are not looked at then: that takes as long again, and the first call of an override
+    waits for it.
 
     Args:
         name: as in `find`, like `owner` and `crossover`.
         model: the model.
     """
-    folders = {
+    folders = _folders(owner, crossover)
+    own: list[Table] = []
+    others: list[Table] = []
+    for table in itertools.chain.from_iterable(folder.tables for folder in folders.values()):
+        (own if table.model.name == model.name else others).append(table)
+
+    def one_says(key: str) -> bool:
+        return any(tables.says(table, name, key) for table in own)
+
+    if not one_says(tables.COMPLETE):
+        return None
+    has_graphs = any(tables.may_have_graphs(table, name) for table in others)
+    if has_graphs and not one_says(tables.COMPLETE_IN_GRAPHS):
+        return None
+    own_alone = {
         whose: folder._replace(
             tables=tuple(table for table in folder.tables if table.model.name == model.name)
         )
-        for whose, folder in _folders(owner, crossover).items()
+        for whose, folder in folders.items()
     }
-    every = (table for folder in folders.values() for table in folder.tables)
-    if not any(tables.says_complete(table, name) for table in every):
-        return None
-    found = _found(name, crossover, folders)
-    return found if any(entry.is_complete for _, entry in (*found.user, *found.author)) else None
+    found = _found(name, crossover, own_alone)
+    return found if _are_complete(_of_this_device(found, model), has_graphs) else None
+
+
+def _are_complete(sources: Iterable[Source], in_graphs: bool) -> bool:
+    """Whether nothing is left to measure beside these, of calls, or of both calls and graphs."""
+    entries = [each.entry for each in sources]
+    return any(entry.is_complete for entry in entries) and (
+        not in_graphs or any(entry.is_complete_in_graphs for entry in entries)
+    )
 
 
 def _folders(owner: str, crossover: Crossover) -> dict[Owner, Folder]:
@@ -187,29 +206,25 @@ def choose(found: Found, model: Model, label: str) -> tuple[Source, ...]:
     First the user's own for exactly this model, then the author's, then that of the nearest device
     of the same architecture, or else of the nearest architecture. A table that says little, such as
     one for the calls of a script, leaves the rest to those behind it. Where one of exactly this
-    model is complete, no other model's counts. One whose buckets are others than those of the first
-    does not count.
+    model is complete, no other model's counts, unless that one knows of graphs what this one does
+    not. One whose buckets are others than those of the first does not count.
 
     Args:
         found: the tables.
         model: the model.
         label: whose overrides they are, for the log.
     """
-    mine = [("user", *each) for each in found.user], [("author", *each) for each in found.author]
-    every: list[tuple[Owner, Table, Entry]] = [*mine[0], *mine[1]]  # type: ignore[list-item]
-    exact = [each for each in every if each[1].model.name == model.name]
-    sources = [
-        Source(table, entry, owner, rule.MARGIN, "this device") for owner, table, entry in exact
-    ]
+    sources = exact = _of_this_device(found, model)
     others = [
         each
-        for each in every
+        for each in _every(found)
         if model.capability and each[1].model.capability and each[1].model.name != model.name
     ]
-    if others and not any(each.entry.is_complete for each in sources):
-        sources.append(
-            _of_other_device(min(others, key=lambda it: _distance(it[1].model, model)), model)
-        )
+    if others:
+        nearest = min(others, key=lambda it: _distance(it[1].model, model))
+        has_graphs = any(rule.is_measured(cell, rule.GRAPH) for cell in nearest[2].cells.values())
+        if not _are_complete(exact, has_graphs):
+            sources = [*exact, _of_other_device(nearest, model)]
     if not sources and model.name not in found.devices:
         # Where there is one, whoever measured the device left this override out.
         env.warn_once(
@@ -222,6 +237,25 @@ def choose(found: Found, model: Model, label: str) -> tuple[Source, ...]:
             f"{sources[0].table.model.name} is used, with a larger margin; {_MEND}"
         )
     return tuple(_joinable(sources))
+
+
+def _every(found: Found) -> list[tuple[Owner, Table, Entry]]:
+    """The user's entries first."""
+    users, authors = (
+        [("user", *each) for each in found.user],
+        [("author", *each) for each in found.author],
+    )
+    return [*users, *authors]  # type: ignore[list-item]
+
+
+def _of_this_device(found: Found, model: Model) -> list[Source]:
+    """The tables of exactly this model that count."""
+    exact = [each for each in _every(found) if each[1].model.name == model.name]
+    return [
+        *_joinable(
+            Source(table, entry, owner, rule.MARGIN, "this device") for owner, table, entry in exact
+        )
+    ]
 
 
 def _of_other_device(chosen: tuple[Owner, Table, Entry], model: Model) -> Source:

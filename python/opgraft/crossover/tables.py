@@ -20,6 +20,7 @@ import torch
 
 from opgraft.crossover.declaration import Crossover, is_dtype
 from opgraft.crossover.models import Model, file_name
+from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import MAX_CELLS, STEPS, Axis, ExactAxis, Feature, SteppedAxis
 
 FORMAT = 2
@@ -113,7 +114,8 @@ class Entry(NamedTuple):
         measured: with what it was measured: `date`, and versions such as `torch` and `triton`.
         axes: the buckets of each feature.
         cells: what was measured, by the buckets' indices.
-        is_complete: whether all was measured that decides.
+        is_complete: whether nothing is left to measure of calls, in the ranges that are declared.
+        is_complete_in_graphs: the same of compiled graphs.
         digest: a hash of all this.
     """
 
@@ -122,6 +124,7 @@ class Entry(NamedTuple):
     axes: tuple[Axis, ...]
     cells: Mapping[tuple[int, ...], Cell]
     is_complete: bool
+    is_complete_in_graphs: bool
     digest: str
 
 
@@ -235,10 +238,33 @@ def entry_of(table: Table, name: str, crossover: Crossover) -> Entry | None:
         raise BadTable(f"override {name!r}: it is nested too deeply") from None
 
 
-def says_complete(table: Table, name: str) -> bool:
-    """Whether an override's part of a table says that it is complete. What it says may be wrong."""
+#: What a part of a table says of itself where nothing is left to measure: of calls, of graphs.
+COMPLETE, COMPLETE_IN_GRAPHS = "complete", "complete_in_graphs"
+
+
+def says(table: Table, name: str, key: str) -> bool:
+    """Whether an override's part of a table says that it is complete. What it says may be wrong.
+
+    Args:
+        table: the table.
+        name: of the override.
+        key: `COMPLETE` or `COMPLETE_IN_GRAPHS`.
+    """
     found = table.overrides.get(name)
-    return isinstance(found, dict) and found.get("complete") is True
+    return isinstance(found, dict) and found.get(key) is True
+
+
+def may_have_graphs(table: Table, name: str) -> bool:
+    """Whether an override's part of a table may have times of compiled graphs.
+
+    It is not looked at for more than that, which takes no time.
+    """
+    found = table.overrides.get(name)
+    cells = found.get("cells") if isinstance(found, dict) else None
+    without = f" {_UNKNOWN} {_UNKNOWN}"
+    return isinstance(cells, list) and not all(
+        isinstance(each, str) and each.endswith(without) for each in cells
+    )
 
 
 def _entry(found: Json, crossover: Crossover) -> Entry:
@@ -282,10 +308,59 @@ def _entry(found: Json, crossover: Crossover) -> Entry:
     measured = dict(zip(corners, map(Cell._make, times), strict=True))
     if len(measured) != len(cells):
         raise BadTable("two cells are at one place")
-    made_with, is_complete = _measured(found.get("measured")), found.get("complete", False)
-    if type(is_complete) is not bool:
-        raise BadTable('"complete" is neither true nor false')
-    return Entry(crossover.version, made_with, axes, measured, is_complete, _hash(found))
+    made_with = _measured(found.get("measured"))
+    of_calls, of_graphs = _flag(found, COMPLETE), _flag(found, COMPLETE_IN_GRAPHS)
+    if of_calls or of_graphs:
+        is_of_these = _holds_ranges(found.get("ranges"), axes, crossover)
+        of_calls, of_graphs = of_calls and is_of_these, of_graphs and is_of_these
+    return Entry(crossover.version, made_with, axes, measured, of_calls, of_graphs, _hash(found))
+
+
+def _flag(found: Json, key: str) -> bool:
+    value = found.get(key, False)
+    if type(value) is not bool:
+        raise BadTable(f'"{key}" is neither true nor false')
+    return value
+
+
+def text_of_range(values: Iterable[Feature]) -> str:
+    """A feature's range as a table has it.
+
+    >>> text_of_range([1, 1024]), text_of_range([torch.float16, torch.float32])
+    ('1 1024', 'float16 float32')
+    """
+    return " ".join(text_of(value) for value in values)
+
+
+def text_of(value: Feature) -> str:
+    """A feature of a call as a table has it: a dtype by its name, and a boolean as 0 or 1."""
+    return dtype_name(value) if isinstance(value, torch.dtype) else str(int(value))
+
+
+def _holds_ranges(said: Json, axes: Sequence[Axis], crossover: Crossover) -> bool:
+    """Whether the ranges that a table is complete in hold those that are declared.
+
+    With a version of its own a pack may declare other ones without another version of the kernel.
+    An override that is measured as another one declares none.
+    """
+    if not crossover.ranges:
+        return True
+    if not isinstance(said, dict) or not all(isinstance(each, str) for each in said.values()):
+        return False
+    return all(
+        _holds_range(said.get(name, "").split(), axis, name, crossover)
+        for axis, name in zip(axes, crossover.features, strict=True)
+    )
+
+
+def _holds_range(said: Sequence[str], axis: Axis, name: str, crossover: Crossover) -> bool:
+    declared = crossover.ranges[name]
+    if name in crossover.exact or not all(type(value) is int for value in declared):
+        return isinstance(axis, ExactAxis) and {*map(text_of, declared)} <= {*said}
+    if isinstance(axis, ExactAxis) or len(said) != 2 or not all(map(_INTEGER.fullmatch, said)):
+        return False
+    low, high = map(int, said)
+    return low <= min(declared) and max(declared) <= high
 
 
 def _hash(found: Json) -> str:

@@ -55,24 +55,30 @@ class _Twins:
 
     Attributes:
         own: the override's own, `"python"`, and `"plan"` if it has launch plans.
-        others: of those behind it, by name.
+        others: of those behind it.
     """
 
     own: Mapping[str, Override]
     others: Mapping[str, Override]
+    _scopes: ExitStack
 
     def __init__(self, override: Override, behind: Sequence[Override]) -> None:
         self._override = override
         self._behind = behind
-        self._scopes = ExitStack()
         self._kinds = 0
         self._register()
 
     def _register(self) -> None:
-        enter = self._scopes.enter_context
         ways = ["python", "plan"] if self._override.launch_plan else ["python"]
-        self.own = {way: enter(_twin(self._override, way)) for way in ways}
-        self.others = {each.name: enter(_twin(each, _best_way(each))) for each in self._behind}
+        with ExitStack() as scopes:  # where one cannot be registered, none is left
+            enter = scopes.enter_context
+            self.own = {way: enter(_twin(self._override, way)) for way in ways}
+            # By their places: an override may have any name, that of a way of this one's, too.
+            self.others = {
+                f"behind {number}": enter(_twin(each, _best_way(each)))
+                for number, each in enumerate(self._behind, 1)
+            }
+            self._scopes = scopes.pop_all()
 
     def begin_kind(self) -> None:
         """Get ready for calls of another kind."""

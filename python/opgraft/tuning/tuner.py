@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -43,6 +43,12 @@ _MOST_CALLS, _CLEAR_GAIN = 4, 1.3
 WORKERS = 24
 
 
+#: What is measured together, by the column that each pass measures.
+_TIMES = {rule.PLAN: Cell._fields[:-2], rule.GRAPH: Cell._fields[-2:]}
+#: Where the buckets of a cell begin.
+Corner: TypeAlias = tuple[Feature, ...]
+
+
 @dataclass(frozen=True)
 class Options:
     """How to tune.
@@ -51,6 +57,8 @@ class Options:
         folder: where the tables are.
         seconds: no cell is begun after so many.
         again: measure anew what is there.
+        stale: with `again`, what :func:`known` gave before other processes may have measured some
+            of it anew, too; only what is still so is measured. None: all.
         calls: the features of the calls to measure the cells of; None: all cells that decide.
         graphs: measure compiled graphs too.
     """
@@ -58,6 +66,7 @@ class Options:
     folder: Path
     seconds: float = float("inf")
     again: bool = False
+    stale: Mapping[Corner, Cell] | None = None
     calls: Sequence[tuple[Any, ...]] | None = None
     graphs: bool = False
 
@@ -170,18 +179,39 @@ def tune_override(
         return _Tuning(override, measure, device, options, progress).run()
 
 
+def known(override: Override, device: torch.device, folder: Path) -> dict[Corner, Cell]:
+    """What a table in a folder has of an override already.
+
+    Raises:
+        BadTable: what is there is no table.
+    """
+    found = _entry_in(writing.existing(folder, models.of_device(device)), override)
+    if found is None:
+        return {}
+    return {
+        tuple(axis.lower(place) for axis, place in zip(found.axes, at, strict=True)): cell
+        for at, cell in found.cells.items()
+    }
+
+
 class _Pass(NamedTuple):
     """One way through a grid.
 
     Attributes:
         column: of the rule, whose times it measures.
-        decided: what was measured of it, as bits.
+        decided: what was measured of it, as bits, of the cells that are known.
         measure: measures a cell.
+        undecidable: cells that there is nothing to decide of: the condition declines their calls,
+            or there are none. So what lies between them and others says nothing either.
+        failed: cells whose measurement failed. They are not asked for again, and are left to be
+            measured: by another run, with more memory or another kernel.
     """
 
     column: int
-    decided: Callable[[], dict[Indices, int]]
+    decided: Callable[[Mapping[Indices, Cell]], dict[Indices, int]]
     measure: Callable[[Indices], Cell]
+    undecidable: set[Indices]
+    failed: set[Indices]
 
 
 class _Tuning:
@@ -209,17 +239,16 @@ class _Tuning:
         self._started = time.monotonic()
         self._written = time.monotonic()
         #: What the table has outside of the ranges, by where the cells begin. It stays.
-        self._outside: dict[tuple[Feature, ...], Cell] = {}
-        self._cells = self._known_cells(writing.existing(options.folder, self._model))
+        self._outside: dict[Corner, Cell] = {}
+        self._cells = self._known_cells(
+            _entry_in(writing.existing(options.folder, self._model), override)
+        )
         #: Those that were measured now. Of the others the table may know more in the meantime.
         self._measured: set[Indices] = set()
         self._check_span()
         self._result.known = len(self._cells)
-        #: Cells whose calls the condition declines, or that cannot be made. There is nothing to
-        #: decide, so what lies between them and others says nothing either.
-        self._without_calls: set[Indices] = set()
-        passes = (self._pass_of_ways, self._pass_of_graphs)
-        self._passes = [make() for make in passes[: 1 + options.graphs]]
+        self._of_calls, self._of_graphs = self._pass_of_ways(), self._pass_of_graphs()
+        self._passes = [self._of_calls, self._of_graphs][: 1 + options.graphs]
 
     # ------------------------------------------------------------------ the cells
 
@@ -245,10 +274,17 @@ class _Tuning:
     def _measure_open_cells(self) -> None:
         for each in self._passes:
             if self._options.again:
-                self._measure_group(each, self._known_to(each))
-            for stride in search.strides():
-                while not self._is_late() and (groups := self._open_cells(each, stride)):
-                    self._measure_group(each, groups[0])
+                self._measure_group(each, self._stale(each))
+            self._measure_rounds(each)
+        # Of a cell that graphs needed alone, calls may be decided otherwise than around it.
+        while not self._is_late() and any(map(self._left_cells, self._passes)):
+            for each in self._passes:
+                self._measure_rounds(each)
+
+    def _measure_rounds(self, each: _Pass) -> None:
+        for stride in search.strides():
+            while not self._is_late() and (groups := self._open_cells(each, stride)):
+                self._measure_group(each, groups[0])
 
     def _measure_group(self, each: _Pass, cells: Sequence[Indices]) -> None:
         with closing(ahead.Ahead(self._is_late)) as compiling:
@@ -281,22 +317,30 @@ class _Tuning:
 
     def _open_cells(self, each: _Pass, stride: int) -> list[list[Indices]]:
         """Those of a round, in the groups of :func:`search.open_cells`."""
-        decided = each.decided()
+        decided = each.decided(self._cells)
         if self._options.calls is None:
             groups = search.open_cells(decided, self._axes, stride)
         else:
             groups = [self._called_cells(decided)]
-        wanted = [[at for at in group if at not in self._without_calls] for group in groups]
+        skipped = self._undecidable(each) | self._failed(each)
+        wanted = [[at for at in group if at not in skipped] for group in groups]
         return [group for group in wanted if group]
 
     def _left_cells(self, each: _Pass) -> set[Indices]:
         """Those that rounds to come would measure."""
-        decided = each.decided()
+        decided = each.decided(self._cells)
         if self._options.calls is None:
             left = search.left_cells(decided, self._axes)
         else:
             left = {*self._called_cells(decided)}
-        return left - self._without_calls
+        return left - self._undecidable(each) - self._failed(each)
+
+    def _undecidable(self, each: _Pass) -> set[Indices]:
+        """Without calls there is nothing to decide of graphs either."""
+        return self._of_calls.undecidable | each.undecidable
+
+    def _failed(self, each: _Pass) -> set[Indices]:
+        return self._of_calls.failed | each.failed
 
     def _called_cells(self, decided: Mapping[Indices, int]) -> list[Indices]:
         called = dict.fromkeys(map(self._cell_of, self._options.calls or ()))
@@ -305,28 +349,44 @@ class _Tuning:
     def _known_to(self, each: _Pass) -> list[Indices]:
         return [at for at, cell in self._cells.items() if rule.is_measured(cell, each.column)]
 
+    def _stale(self, each: _Pass) -> list[Indices]:
+        """Those to measure anew."""
+        stale, known = self._options.stale, self._known_to(each)
+        if stale is None:
+            return known
+
+        def times_in(cell: Cell) -> Sequence[float | None]:
+            return [getattr(cell, name) for name in _TIMES[each.column]]
+
+        corners = {at: tuple(self._features(at).values()) for at in known}
+        return [
+            at
+            for at, corner in corners.items()
+            if corner in stale and times_in(stale[corner]) == times_in(self._cells[at])
+        ]
+
     def _pass_of_ways(self) -> _Pass:
         """Native, by a plan, and from Python; what is known of compiled graphs stays."""
 
-        def decided() -> dict[Indices, int]:
+        def decided(cells: Mapping[Indices, Cell]) -> dict[Indices, int]:
             return {
                 at: _bits(cell) & ~(1 << rule.GRAPH)
-                for at, cell in self._cells.items()
+                for at, cell in cells.items()
                 if rule.is_measured(cell, rule.PLAN)
             }
 
         def measure(at: Indices) -> Cell:
             return self._with_ways(at, self._cells.get(at))
 
-        return _Pass(rule.PLAN, decided, measure)
+        return _Pass(rule.PLAN, decided, measure, set(), set())
 
     def _pass_of_graphs(self) -> _Pass:
         """Compiled graphs, where the override is faster at all."""
 
-        def decided() -> dict[Indices, int]:
+        def decided(cells: Mapping[Indices, Cell]) -> dict[Indices, int]:
             return {
                 at: _bits(cell) >> rule.GRAPH & 1
-                for at, cell in self._cells.items()
+                for at, cell in cells.items()
                 if rule.is_measured(cell, rule.GRAPH) or not _bits(cell)
             }
 
@@ -339,7 +399,7 @@ class _Tuning:
             inductor, opaque = self._measuring.graph(cold_calls(partial(self._call, at, 0)))
             return cell._replace(inductor=inductor, opaque=opaque)
 
-        return _Pass(rule.GRAPH, decided, measure)
+        return _Pass(rule.GRAPH, decided, measure, set(), set())
 
     def _is_late(self) -> bool:
         return time.monotonic() - self._started > self._options.seconds
@@ -359,18 +419,20 @@ class _Tuning:
         try:
             return each.measure(at)
         except Skip as reason:
-            self._skip(at, str(reason))
+            each.undecidable.add(at)
+            self._count_skipped(str(reason))
         except torch.OutOfMemoryError:
-            self._skip(at, "the device has too little memory")
+            each.failed.add(at)
+            self._count_skipped("the device has too little memory")
         except RegistrationError:
             raise
         except (Exception, SystemExit) as error:  # of native, the impl or calls=: others may work
             first_line = next(iter(str(error).splitlines()), "")
-            self._skip(at, f"{type(error).__name__}: {first_line[:200]}")
+            each.failed.add(at)
+            self._count_skipped(f"{type(error).__name__}: {first_line[:200]}")
         return None
 
-    def _skip(self, at: Indices, reason: str) -> None:
-        self._without_calls.add(at)
+    def _count_skipped(self, reason: str) -> None:
         self._result.skipped[reason] = self._result.skipped.get(reason, 0) + 1
 
     def _describe(self, at: Indices) -> str:
@@ -441,13 +503,7 @@ class _Tuning:
 
     # ------------------------------------------------------------------ the table
 
-    def _known_cells(self, table: tables.Table | None) -> dict[Indices, Cell]:
-        if table is None:
-            return {}
-        try:
-            found = tables.entry_of(table, self._override.name, self._crossover)
-        except tables.BadTable:  # of another version of the kernel, or of other features
-            return {}
+    def _known_cells(self, found: tables.Entry | None) -> dict[Indices, Cell]:
         if found is None:
             return {}
         known: dict[Indices, Cell] = {}
@@ -493,27 +549,64 @@ class _Tuning:
 
     def _entries(self, table: tables.Table | None) -> dict[str, dict[str, Any]]:
         """The override's part, with what others have measured since the table was read."""
-        for at, theirs in self._known_cells(table).items():
+        before = _entry_in(table, self._override)
+        known = self._known_cells(before)
+        for at, theirs in known.items():
             ours = self._cells.get(at)
             if ours is None or at not in self._measured:
                 self._cells[at] = theirs
             elif not rule.is_measured(ours, rule.GRAPH):
                 self._cells[at] = ours._replace(inductor=theirs.inductor, opaque=theirs.opaque)
+        measured = {} if before is None else dict(before.measured)
+        if self._measured or not measured:
+            measured |= _measured_with(self._override)
+        was = before if before is not None and _have_steps(before.axes, self._axes) else None
         entry = writing.entry(
             self._crossover.version,
-            _measured_with(self._override),
+            measured,
             self._named_axes,
             self._cells,
             self._outside,
-            is_complete=self._is_complete(table),
+            ranges=self._crossover.ranges,
+            is_complete=self._is_complete(
+                self._of_calls, was is not None and was.is_complete, known
+            ),
+            is_complete_in_graphs=self._is_complete(
+                self._of_graphs, was is not None and was.is_complete_in_graphs, known
+            ),
         )
         return {self._override.name: entry}
 
-    def _is_complete(self, table: tables.Table | None) -> bool:
-        """Whether no cell of calls is left, or was left before a script's were measured."""
-        if self._options.calls is not None:
-            return table is not None and tables.says_complete(table, self._override.name)
-        return not self._left_cells(self._passes[0])
+    def _is_complete(self, each: _Pass, was_complete: bool, known: Mapping[Indices, Cell]) -> bool:
+        """Whether nothing is left to measure in the ranges.
+
+        Where nothing was before, which cells there is nothing to decide of is known no more: those
+        that are left by what the table has. What was measured now has to leave no others.
+        """
+        left = search.left_cells(each.decided(self._cells), self._axes) - self._undecidable(each)
+        return not left or (
+            was_complete and left <= search.left_cells(each.decided(known), self._axes)
+        )
+
+
+def _entry_in(table: tables.Table | None, override: Override) -> tables.Entry | None:
+    """The override's part of a table, if it is of this version of the kernel."""
+    assert override.crossover is not None
+    if table is None:
+        return None
+    try:
+        return tables.entry_of(table, override.name, override.crossover)
+    except tables.BadTable:  # of another version of the kernel, or of other features
+        return None
+
+
+def _have_steps(axes: Sequence[Axis], others: Sequence[Axis]) -> bool:
+    """Whether the buckets of an octave are as many."""
+    return all(
+        isinstance(axis, ExactAxis) == isinstance(other, ExactAxis)
+        and getattr(axis, "steps", None) == getattr(other, "steps", None)
+        for axis, other in zip(axes, others, strict=True)
+    )
 
 
 def _is_corner(axis: Axis, value: Feature) -> bool:

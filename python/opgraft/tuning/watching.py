@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,22 +52,18 @@ def watching(overrides: Sequence[Override]) -> Iterator[Seen]:
     An override that declines every call is put before each of these: its condition notes the call.
     """
     seen = Seen()
-    watchers = [
-        stand_ins.register(
-            override,
-            _never,
-            "watched",
-            cond=_noting(override, seen),
-            priority=stand_ins.FIRST,
-            compile="opaque",
-        )
-        for override in overrides
-    ]
-    try:
+    with ExitStack() as scopes:
+        for override in overrides:
+            watcher = stand_ins.register(
+                override,
+                _never,
+                "watched",
+                cond=_noting(override, seen),
+                priority=stand_ins.FIRST,
+                compile="opaque",
+            )
+            scopes.callback(watcher.remove)
         yield seen
-    finally:
-        for watcher in watchers:
-            watcher.remove()
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,8 @@ from opgraft.crossover import sources
 from opgraft.crossover.models import Model, file_name
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import (
+    COMPLETE,
+    COMPLETE_IN_GRAPHS,
     FORMAT,
     BadTable,
     Cell,
@@ -25,6 +27,7 @@ from opgraft.crossover.tables import (
     line_of,
     parse,
     read,
+    text_of_range,
 )
 from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, ExactAxis, Feature
@@ -40,7 +43,9 @@ def entry(
     cells: Mapping[Indices, Cell],
     others: Mapping[tuple[Feature, ...], Cell] = MappingProxyType({}),
     *,
+    ranges: Mapping[str, Sequence[Feature]] = MappingProxyType({}),
     is_complete: bool = False,
+    is_complete_in_graphs: bool = False,
 ) -> dict[str, Any]:
     """One override's part of a table, as JSON has it.
 
@@ -50,18 +55,24 @@ def entry(
         axes: the buckets of each feature, by name.
         cells: what was measured, by the buckets' indices.
         others: cells outside of the axes, by where their buckets begin.
-        is_complete: whether no cell is left that decides.
+        ranges: what was declared to be measured.
+        is_complete: whether no cell in the ranges is left that decides of calls.
+        is_complete_in_graphs: the same of compiled graphs.
     """
     by_corner = {
         tuple(axis.lower(place) for axis, place in zip(axes.values(), at, strict=True)): cell
         for at, cell in cells.items()
     }
     lines = [([*map(_value, at)], cell) for at, cell in (by_corner | dict(others)).items()]
+    said = {COMPLETE: is_complete, COMPLETE_IN_GRAPHS: is_complete_in_graphs}
+    complete: dict[str, Any] = {key: True for key, is_so in said.items() if is_so}
+    if complete:
+        complete["ranges"] = {name: text_of_range(each) for name, each in ranges.items()}
     return {
         "version": version,
         "features": {name: _kind(axis) for name, axis in axes.items()},
         "measured": dict(measured),
-        **({"complete": True} if is_complete else {}),
+        **complete,
         "columns": columns_of(axes),
         "cells": [
             line_of(at, map(_rounded, cell)) for at, cell in sorted(lines, key=lambda line: line[0])
@@ -74,7 +85,7 @@ def _kind(axis: Axis) -> object:
 
 
 def _value(value: Feature) -> int | str:
-    return dtype_name(value) if isinstance(value, torch.dtype) else value
+    return dtype_name(value) if isinstance(value, torch.dtype) else int(value)  # False is 0
 
 
 def _rounded(microseconds: float | None) -> float | None:
