@@ -551,7 +551,7 @@ MASKED = [op.name for op in overrides._MASKED.ops]
 def _named(op: str, *changes: tuple[str, Any], **features: Any) -> dict[str, Any]:
     """A call that the crossover's samples make, with some of the arguments changed."""
     given = {"rows": 2**8, "keys": 2**5, "dim": 64, "itemsize": 2, **features}
-    (named,) = samples.calls(op, torch.device("cpu"), **given)
+    named, *_ = samples.calls(op, torch.device("cpu"), **given)
     return {**named, **dict(changes)}
 
 
@@ -615,6 +615,14 @@ BY_TABLE = [
     for op in kind.ops
     if op not in overrides._MEASURED_AS
 ]
+
+
+@pytest.mark.parametrize("keys", [64, 128, 256])
+def test_a_cell_has_a_length_that_fills_blocks_and_one_that_fills_none(keys: int) -> None:
+    calls = samples.calls(MASKED[0], torch.device("cpu"), rows=2**10, keys=keys, dim=64)
+    partial, full = (named["key"].shape[2] for named in calls)
+    assert full == keys
+    assert partial % 16 == 8 and partial > keys
 
 
 @pytest.mark.crossovers
