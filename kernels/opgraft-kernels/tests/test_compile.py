@@ -88,11 +88,9 @@ def test_softmax_fits() -> None:
             assert found["narrowest"] == found["constexprs"]["UNIT"] * itemsize, found
 
 
-def _of_a_thread(found: dict[str, Any]) -> tuple[int, int]:
-    """How many loads of 16 bytes a thread has of a tile, and how many elements of the ends."""
-    constexprs, threads = found["constexprs"], found["num_warps"] * 32
-    units = constexprs["LINES"] * constexprs["BLOCK"] // constexprs["UNIT"]
-    return units // threads, max(1, constexprs["LINES"] * constexprs["ENDS"] // threads)
+def _units_of_a_thread(found: dict[str, Any]) -> int:
+    """How many loads of 16 bytes a thread has of a tile."""
+    return found["constexprs"]["BLOCK"] // found["constexprs"]["UNIT"] // found["num_warps"] // 32
 
 
 def test_shifted_rows_of_softmax_are_loaded_and_stored_by_16_bytes() -> None:
@@ -100,23 +98,23 @@ def test_shifted_rows_of_softmax_are_loaded_and_stored_by_16_bytes() -> None:
     for found in compiled_launches("shifted softmax"):
         _check(found, 0)
         itemsize = str(getattr(torch, _dtypes(found)[0]).itemsize)
-        units, ends = _of_a_thread(found)
+        units = _units_of_a_thread(found)
         tensors = 2 if found["kernel"] == "_backward_kernel" else 1
         times = tensors if found["constexprs"]["WHOLE"] else 2 * tensors
         if tensors == 2 and found["constexprs"]["LOG"] and times == 4:
             times = 3
-        assert found["loads"] == {"16": units * times, itemsize: ends * tensors}, found
-        assert found["stores"] == {"16": units, itemsize: ends}, found
+        assert found["loads"] == {"16": units * times, itemsize: tensors}, found
+        assert found["stores"] == {"16": units, itemsize: 1}, found
 
 
 def test_shifted_rows_of_cross_entropy_are_loaded_and_stored_by_16_bytes() -> None:
     for found in compiled_launches("shifted cross_entropy"):
         _check(found, 0)
         itemsize = str(getattr(torch, _dtypes(found)[0]).itemsize)
-        units, ends = _of_a_thread(found)
+        units = _units_of_a_thread(found)
         assert found["loads"]["16"] == units, found
         if found["kernel"] == "_backward_kernel":
-            assert found["stores"] == {"16": units, itemsize: ends}, found
+            assert found["stores"] == {"16": units, itemsize: 1}, found
 
 
 def test_cross_entropy_fits() -> None:

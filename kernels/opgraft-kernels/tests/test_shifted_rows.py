@@ -19,8 +19,9 @@ from opgraft_kernels.softmax import triton_kernels as softmax
 
 INF, NAN = math.inf, math.nan
 aten = torch.ops.aten
-SHORT = [size for size in range(1, 41) if size % 8]
-LONG = (197, 1191, 4097, 50257)
+#: Of these several share a program, and none is shifted.
+SHORT = [*(size for size in range(1, 41) if size % 8), 197]
+LONG = (1191, 4097, 50257)
 
 
 @pytest.fixture(params=[False, True], ids=["softmax", "log_softmax"])
@@ -108,7 +109,7 @@ def test_short_rows_of_softmax(
 ) -> None:
     for size in SHORT:
         x, g = (Buffer(_random(rows, size, dtype, device), NAN) for _ in range(2))
-        _check_softmax(x, g, log, is_shifted=size * dtype.itemsize % 16 != 0)
+        _check_softmax(x, g, log, is_shifted=False)
 
 
 @pytest.mark.parametrize("size", LONG)
@@ -120,7 +121,7 @@ def test_longer_rows_of_softmax(
     _check_softmax(x, g, log, is_shifted=True)
 
 
-@pytest.mark.parametrize("size", [5, 27, 197, 40001])
+@pytest.mark.parametrize("size", [1191, 40001])
 @pytest.mark.parametrize("beyond", [8, 48])
 def test_strides_that_are_congruent(
     size: int, beyond: int, log: bool, device: torch.device
@@ -129,7 +130,7 @@ def test_strides_that_are_congruent(
     _check_softmax(x, g, log, is_shifted=True)
 
 
-@pytest.mark.parametrize("size", [5, 27, 197, 40001])
+@pytest.mark.parametrize("size", [5, 27, 197, 1191, 40001])
 @pytest.mark.parametrize("beyond", [1, 3, 4])
 def test_other_strides_are_read_as_narrowly_as_before(
     size: int, beyond: int, log: bool, device: torch.device
@@ -147,7 +148,7 @@ def test_addresses_that_are_not_aligned(
     _check_softmax(x, g, log, is_shifted=False)
 
 
-@pytest.mark.parametrize("size", [1, 13, 197, 1191, 40001])
+@pytest.mark.parametrize("size", [601, 1191, 40001])
 def test_half_to_float(size: int, log: bool, device: torch.device) -> None:
     x = Buffer(_random(5, size, torch.float16, device), NAN)
     y = Buffer(torch.zeros(5, size, device=device), 7.0)
@@ -164,7 +165,7 @@ def test_half_to_float(size: int, log: bool, device: torch.device) -> None:
     assert not y.has_changed_beside() and not dx.has_changed_beside()
 
 
-@pytest.mark.parametrize("size", [3, 13, 197, 40001])
+@pytest.mark.parametrize("size", [601, 1191, 40001])
 def test_masked_rows_of_softmax(size: int, log: bool, device: torch.device) -> None:
     """All of it, all but its ends, all but one element inside, and a half of it."""
     x = torch.full((9, size), -INF, device=device)
@@ -179,8 +180,8 @@ def test_masked_rows_of_softmax(size: int, log: bool, device: torch.device) -> N
     _assert_close(y.matrix, _forward(x.double(), log))
 
 
-@pytest.mark.parametrize("size", [3, 27, 197, 1191])
-def test_a_program_writes_its_own_rows_alone(size: int, log: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("size", [1191, 4097])
+def test_a_program_writes_its_own_row_alone(size: int, log: bool, device: torch.device) -> None:
     """Others write theirs at the same time."""
     x, g = (_random(300, size, torch.float16, device) for _ in range(2))
     y, dx = (torch.full_like(x, 7.0) for _ in range(2))
@@ -216,7 +217,7 @@ def _check_cross_entropy(
     launch = cross_entropy.plan_forward(
         x.matrix, target, weight, losses, None, statistics, -100, smoothing
     )
-    assert _is_shifted(launch) == is_shifted
+    assert _is_shifted(launch) == (is_shifted and smoothing == 0)
     launch()
     exact = x.matrix.double().requires_grad_()
     right = F.cross_entropy(
@@ -247,8 +248,7 @@ def test_short_rows_of_cross_entropy(
 ) -> None:
     for classes in SHORT:
         x = Buffer(_random(rows, classes, dtype, device), NAN)
-        shifted = classes * dtype.itemsize % 16 != 0
-        _check_cross_entropy(x, classes % 2 == 0, smoothing, is_shifted=shifted)
+        _check_cross_entropy(x, classes % 2 == 0, smoothing, is_shifted=False)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -262,7 +262,7 @@ def test_longer_rows_of_cross_entropy(
 
 
 @pytest.mark.parametrize(("beyond", "is_shifted"), [(8, True), (16, True), (1, False), (4, False)])
-@pytest.mark.parametrize("classes", [27, 40001])
+@pytest.mark.parametrize("classes", [1191, 40001])
 def test_strides_of_cross_entropy(
     classes: int, beyond: int, is_shifted: bool, device: torch.device
 ) -> None:
@@ -272,13 +272,13 @@ def test_strides_of_cross_entropy(
 
 @pytest.mark.parametrize("offset", range(1, 8))
 def test_addresses_of_cross_entropy_that_are_not_aligned(offset: int, device: torch.device) -> None:
-    x = Buffer(_random(5, 197, torch.float16, device), NAN, offset=offset)
+    x = Buffer(_random(5, 1191, torch.float16, device), NAN, offset=offset)
     _check_cross_entropy(x, weighted=False, smoothing=0.0, is_shifted=False)
 
 
-@pytest.mark.parametrize("classes", [27, 40001], ids=["a tile", "in blocks"])
+@pytest.mark.parametrize("classes", [1191, 40001], ids=["a tile", "in blocks"])
 def test_a_program_writes_its_own_block_of_the_gradient(classes: int, device: torch.device) -> None:
-    rows = 300 if classes < 1000 else 2
+    rows = 2
     x = _random(rows, classes, torch.float16, device)
     target = torch.zeros(rows, dtype=torch.int64, device=device)
     statistics = torch.zeros(2, rows, device=device)
@@ -286,9 +286,9 @@ def test_a_program_writes_its_own_block_of_the_gradient(classes: int, device: to
     launch = cross_entropy.plan_backward(g, x, target, None, None, statistics, None, dx, -100, 0.0)
     assert _is_shifted(launch) and launch.grid > 1
     launch._replace(grid=1)()
-    block, lines = launch.constexprs["BLOCK"], launch.constexprs["LINES"]
+    block = launch.constexprs["BLOCK"]
     written = dx != 7.0
-    assert written[:, : min(block, classes)][:lines].all()
-    assert not written[lines:].any()
+    assert written[0, : min(block, classes)].all()
+    assert not written[1].any()
     # The block, and the row's end.
     assert int(written[0].sum()) <= block + launch.constexprs["UNIT"]

@@ -28,12 +28,10 @@ __all__ = [
     "collect_sum",
     "column",
     "contiguous",
-    "detached",
     "ends_columns",
     "ends_of",
     "exp",
     "grow_exponentials",
-    "is_shifted",
     "load_if",
     "load_logits",
     "mask_if",
@@ -44,6 +42,7 @@ __all__ = [
     "plan_sum",
     "power_of_2",
     "publish",
+    "scalar",
     "shared_memory_of_multiprocessor",
     "split_rows",
     "store_if",
@@ -86,19 +85,21 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def exp(x):
-    """e ** x of float32 as exactly as CUDA's `expf`.
+def exp(x, EXACT: tl.constexpr = True):
+    """e ** x of float32; if EXACT as exactly as CUDA's `expf`.
 
     `tl.exp` rounds the exponent of 2: at x = -30 it is wrong by some 1e-6 of its value, and native
-    is not. What rounding took off is added in the first order.
+    is not. What rounding took off is added in the first order. That takes more than twice as many
+    instructions, which is what long rows of 16 bits wait for; rounding to 16 bits hides the error.
     """
-    # Far beyond what is 0 or inf, so that an infinite x has a rest; NaN stays.
-    x = tl.where(x < -256.0, -256.0, x)
-    x = tl.where(x > 256.0, 256.0, x)
-    power = x * _LOG2_E
-    rest = tl.fma(x, tl.full(x.shape, _LOG2_E, tl.float32), -power) + x * _LOG2_E_REST
-    y = tl.exp2(power)
-    return y * (1.0 + rest * _LN_2)
+    if EXACT:
+        # Far beyond what is 0 or inf, so that an infinite x has a rest; NaN stays.
+        x = tl.clamp(x, -256.0, 256.0, propagate_nan=tl.PropagateNan.ALL)
+        power = x * _LOG2_E
+        rest = tl.fma(x, tl.full(x.shape, _LOG2_E, tl.float32), -power) + x * _LOG2_E_REST
+        return tl.exp2(power) * (1.0 + rest * _LN_2)
+    else:
+        return tl.exp(x)
 
 
 @triton.jit
@@ -123,12 +124,10 @@ def multiple_of(length, UNIT: tl.constexpr):
 
 
 @triton.jit
-def mask_of(there, col, length, MASK_COLS: tl.constexpr, ENDS: tl.constexpr):
+def mask_of(there, col, length, MASK_COLS: tl.constexpr):
     """Which of a tile's elements there are: of the lines that are `there` the first `length`."""
     mask = there[:, None]
-    if ENDS:
-        mask = mask & (col[None, :] < length[:, None])
-    elif MASK_COLS:
+    if MASK_COLS:
         mask = mask & (col < length)[None, :]
     return mask
 
@@ -138,11 +137,12 @@ def mask_of(there, col, length, MASK_COLS: tl.constexpr, ENDS: tl.constexpr):
 # --------------------------------------------------------------------------------------------------
 
 # Threads load and store 16 bytes, a unit, at addresses that are multiples of 16. If a line's length
-# is no multiple of that, most lines begin and end inside a unit. Such lines are *shifted*: a tile
-# has the whole units alone, so its loads and stores are as wide as those of aligned lines, and what
-# is before and behind them, less than a unit each, are the *ends*: a second, small tile, of ENDS
-# columns, that is loaded and stored element by element. Nothing outside the line is read, and
-# nothing is written that other programs write. Without such lines ENDS is 0.
+# is no multiple of that, most lines begin and end inside a unit. Such lines are *shifted*, where a
+# program has a single one: its tile has the whole units alone, so its loads and stores are as wide
+# as those of aligned lines, and what is before and behind them, less than a unit each, are the
+# *ends*: a second, small tile, of ENDS columns, that is loaded and stored element by element.
+# Nothing outside the line is read, and nothing is written that other programs write. Without such
+# lines ENDS is 0.
 
 
 @triton.jit
@@ -155,18 +155,18 @@ def tile_start(start, UNIT: tl.constexpr, ENDS: tl.constexpr):
 
 
 @triton.jit
-def ends_of(start, size, there, UNIT: tl.constexpr, ENDS: tl.constexpr):
-    """Of shifted lines: how many elements are before the whole units and how many in those, and
-    the ends: their columns in the lines, and which there are.
+def ends_of(start, size, UNIT: tl.constexpr, ENDS: tl.constexpr):
+    """Of a shifted line: how many elements are before the whole units and how many in those, and
+    the ends: their columns in the line, and which there are.
 
     `start` may be of any tensor of the launch: all begin at the same place in a unit.
     """
-    before = tl.minimum(tile_start(start, UNIT, ENDS) - start, size).to(tl.int32)
+    before = tl.minimum(scalar(tile_start(start, UNIT, ENDS) - start).to(tl.int32), size)
     inside = multiple_of(size - before, UNIT)
     end = tl.arange(0, ENDS)[None, :]
     is_first = end < UNIT
-    col = tl.where(is_first, end, end - UNIT + (before + inside)[:, None])
-    mask = there[:, None] & (col < tl.where(is_first, before[:, None], size))
+    col = tl.where(is_first, end, end - UNIT + before + inside)
+    mask = col < tl.where(is_first, before, size)
     return before, inside, col, mask
 
 
@@ -175,7 +175,7 @@ def max_of(tile, ends):
     """Each line's maximum, also of its ends if there are any, else None."""
     best = tl.max(tile, axis=1)
     if ends is not None:
-        best = tl.maximum(best, detached(tl.max(ends, axis=1)))
+        best = tl.maximum(best, scalar(tl.max(ends, axis=1)))
     return best
 
 
@@ -184,23 +184,21 @@ def sum_of(tile, ends):
     """Each line's sum, likewise."""
     total = tl.sum(tile, axis=1)
     if ends is not None:
-        total += detached(tl.sum(ends, axis=1))
+        total += scalar(tl.sum(ends, axis=1))
     return total
 
 
 @triton.jit
-def detached(values):
-    """`values`, one a line, between a tile and the ends; of a single line a scalar.
+def scalar(value):
+    """The value of a program's one line, for its ends.
 
-    Every thread has a scalar. With a block for both Triton would spread the ends over threads as
+    Every thread has a scalar. With a block for both, Triton would spread the ends over threads as
     the tile, and each would load, and compute with, as many elements as a unit has.
     """
-    if values.shape[0] != 1:
-        return values
-    elif values.dtype == tl.int1:
-        return tl.sum(values.to(tl.int32), axis=0) != 0
+    if value.dtype == tl.int1:
+        return tl.sum(value.to(tl.int32), axis=0) != 0
     else:
-        return tl.sum(values, axis=0)
+        return tl.sum(value, axis=0)
 
 
 @triton.jit
@@ -236,33 +234,42 @@ def load_logits(ptrs, mask, in_rows, MASKED: tl.constexpr, MASK_ROWS: tl.constex
 
 
 @triton.jit
-def grow_exponentials(best, total, x):
-    """`best` and `total`, of which each element has seen one of `x` more."""
-    # One exponential, of the difference, whichever is larger: the special units compute few of
-    # them a cycle. A NaN goes to the sum and stays there.
-    ratio = exp(-tl.abs(x - best))
-    total = tl.where(x > best, total * ratio + 1.0, total + ratio)
-    best = tl.where(x > best, x, best)
+def grow_exponentials(best, total, x, EXACT: tl.constexpr):
+    """`best` and `total`, [rows, n], of which each element has seen one of `x`, [rows, n], more; or
+    `m` neighbours, where `x` is [rows, n * m] and a thread has these."""
+    if x.shape[1] == best.shape[1]:
+        # One exponential, of the difference, whichever is larger. A NaN goes to the sum and stays
+        # there.
+        ratio = exp(-tl.abs(x - best), EXACT)
+        total = tl.where(x > best, total * ratio + 1.0, total + ratio)
+        best = tl.where(x > best, x, best)
+    else:
+        x = tl.reshape(x, [x.shape[0], best.shape[1], x.shape[1] // best.shape[1]])
+        grown = tl.maximum(best, tl.max(x, axis=2))
+        added = tl.sum(exp(x - grown[:, :, None], EXACT), axis=2)
+        total = total * exp(best - grown, EXACT) + added
+        best = grown
     return best, total
 
 
 @triton.jit
-def sum_exponentials(best, total, ends=None):
+def sum_exponentials(best, total, ends, EXACT: tl.constexpr):
     """The maximum of each row, and the sum of exponentials, of what its threads have, and of its
     ends if there are any."""
     row_best = max_of(best, ends)
-    return row_best, sum_of_exponentials(total * exp(best - row_best[:, None]), ends, row_best)
+    exponentials = total * exp(best - row_best[:, None], EXACT)
+    return row_best, sum_of_exponentials(exponentials, ends, row_best, EXACT)
 
 
 @triton.jit
-def sum_of_exponentials(exponentials, ends, best):
+def sum_of_exponentials(exponentials, ends, best, EXACT: tl.constexpr):
     """The sum of each row's exponentials, and of those of its ends under its maximum if there are
     any."""
     # A function of the ends' exponentials, which would be None of none, does not compile in Triton
     # 3.6.
     total = tl.sum(exponentials, axis=1)
     if ends is not None:
-        total += detached(tl.sum(exp(ends - column(detached(best))), axis=1))
+        total += scalar(tl.sum(exp(ends - scalar(best), EXACT), axis=1))
     return total
 
 
@@ -533,31 +540,25 @@ def unit_of(itemsize: int, *lengths: int) -> int:
     return math.gcd(16 // itemsize, *lengths)
 
 
-# The shortest line that is shifted, in bytes.
-SHIFT_FROM = 0
+def ends_columns(
+    lines: int, size: int, strides: tuple[int, ...], tensors: tuple[torch.Tensor, ...]
+) -> int:
+    """ENDS: of lines of `size`, which are so far apart, so many a program. (Of outputs the stride
+    is `size`.)
 
-
-def ends_columns(unit: int, lines: int, num_warps: int) -> int:
-    """ENDS for tiles of so many lines, in so many warps.
-
-    At least as many elements as there are threads: loads of fewer Triton has for cheap, and repeats
-    them in every thread for the unit that it computes with. (Of one line see `detached`.)
+    Lines that share a program are short: a warp has them, and narrow loads are as fast.
     """
-    return 2 * unit if lines == 1 else max(2 * unit, 32 * num_warps // lines)
-
-
-def is_shifted(size: int, strides: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether lines of `size`, which are so far apart, begin inside a unit of 16 bytes, and at the
-    same place in all tensors. (Of their outputs the stride is `size`.)"""
-    narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
-    unit = 16 // narrowest
-    return (
-        size * widest >= SHIFT_FROM
+    narrowest = min(t.element_size() for t in tensors)
+    unit = unit_of(narrowest)
+    is_shifted = (
+        lines == 1
         and unit_of(narrowest, size, *strides) < unit
+        # They begin at the same place in a unit of all tensors.
         and all((stride - size) % unit == 0 for stride in strides)
         # A plan holds for addresses that are the same modulo 16.
         and all(t.data_ptr() % 16 == 0 for t in tensors)
     )
+    return 2 * unit if is_shifted else 0
 
 
 def ceil_div(a: int, b: int) -> int:

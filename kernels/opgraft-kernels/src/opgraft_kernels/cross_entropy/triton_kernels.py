@@ -32,17 +32,16 @@ from opgraft_kernels.rows import (
     ceil_div,
     column,
     contiguous,
-    detached,
     ends_columns,
     ends_of,
     exp,
     grow_exponentials,
-    is_shifted,
     load_if,
     load_logits,
     mask_of,
     max_of,
     multiple_of,
+    scalar,
     store_if,
     sum_exponentials,
     sum_of_exponentials,
@@ -90,15 +89,6 @@ def _beside(values):
 
 
 @triton.jit
-def _columns(place, before, ENDS: tl.constexpr):
-    """The classes of places in a tile; of shifted rows, which have different ones, a matrix."""
-    if ENDS:
-        return before[:, None] + place[None, :]
-    else:
-        return place
-
-
-@triton.jit
 def _weights_of(x, w_ptr, col, classes):
     """The weights of a tile's logits, 1 without `w_ptr`."""
     weights = tl.full(x.shape, 1.0, tl.float32)
@@ -113,15 +103,6 @@ def _where(there, values, MASKED: tl.constexpr):
     if MASKED:
         values = tl.where(there, values, 0.0)
     return values
-
-
-@triton.jit
-def _there(place, classes, mask, ENDS: tl.constexpr):
-    """Which places of a tile are in a row; whatever a place is in a row that there is not."""
-    if ENDS:
-        return mask
-    else:
-        return (place < classes)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows", "classes", "x_stride", "ignore_index"])
@@ -149,6 +130,10 @@ def _forward_kernel(
     """Each row's loss; where `mass_ptr` is there its weight in the mean; and `statistics`."""
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    # A thread has whole units of a row, which have a maximum together; what else it adds up has
+    # one for each logit.
+    TOGETHER: tl.constexpr = 1 if SMOOTH else UNIT
     classes = multiple_of(classes, APART)
     x_stride = multiple_of(x_stride, APART)
     row = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -157,56 +142,51 @@ def _forward_kernel(
     start = row * x_stride
     x_row = x_ptr + start
     x_tile = x_ptr + tile_start(start, UNIT, ENDS)
-    length, before, x_ends = classes, 0, None
+    length, x_ends = classes, None
     if ENDS:
-        before, length, end, is_end = ends_of(start, classes, in_rows, UNIT, ENDS)
+        _, length, end, is_end = ends_of(start, classes, UNIT, ENDS)
         x_ends = load_logits(x_row[:, None] + end, is_end, in_rows, True, MASK_LINES)
     if WHOLE:
         place = tl.arange(0, BLOCK)
-        mask = mask_of(in_rows, place, length, MASK_COLS, ENDS)
+        mask = mask_of(in_rows, place, length, MASK_COLS)
         x = load_logits(x_tile[:, None] + place[None, :], mask, in_rows, MASKED, MASK_LINES)
         best = max_of(x, x_ends)
         shifted = x - best[:, None]
-        total = sum_of_exponentials(exp(shifted), x_ends, best)
+        total = sum_of_exponentials(exp(shifted, EXACT), x_ends, best, EXACT)
         if SMOOTH:
             # The weights of all classes, and the sum of how far they are below the maximum.
-            there = _there(place, classes, mask, ENDS)
-            weights = _weights_of(x, w_ptr, _columns(place, before, ENDS), classes)
+            there = (place < length)[None, :]
+            weights = _weights_of(x, w_ptr, place, classes)
             weights = _where(there, weights, MASK_COLS)
             shifted = _where(there, shifted, MASK_COLS)
             all_weights = tl.sum(weights, axis=1)
             below = tl.sum(weights * shifted, axis=1)
     else:
-        bests = tl.full([LINES, BLOCK], LOWEST, tl.float32)
-        totals = tl.zeros([LINES, BLOCK], tl.float32)
+        bests = tl.full([LINES, BLOCK // TOGETHER], LOWEST, tl.float32)
+        totals = tl.zeros([LINES, BLOCK // TOGETHER], tl.float32)
         if SMOOTH:
             seen = tl.zeros([LINES, BLOCK], tl.float32)
             belows = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, classes, BLOCK):
             place = first + tl.arange(0, BLOCK)
-            mask = mask_of(in_rows, place, length, MASK_COLS, ENDS)
+            mask = mask_of(in_rows, place, length, MASK_COLS)
             x = load_logits(x_tile[:, None] + place[None, :], mask, in_rows, MASKED, MASK_LINES)
             if SMOOTH:
-                weights = _weights_of(x, w_ptr, _columns(place, before, ENDS), classes)
+                weights = _weights_of(x, w_ptr, place, classes)
                 next_bests = tl.where(x > bests, x, bests)
                 # What was seen is further below a new maximum.
                 belows = _lowered(belows, seen, next_bests - bests)
                 shifted = x - next_bests
-                there = _there(place, classes, mask, ENDS)
+                there = (place < length)[None, :]
                 weights = _where(there, weights, MASK_COLS)
                 shifted = _where(there, shifted, MASK_COLS)
                 belows += weights * shifted
                 seen += weights
-            bests, totals = grow_exponentials(bests, totals, x)
-        best, total = sum_exponentials(bests, totals, x_ends)
+            bests, totals = grow_exponentials(bests, totals, x, EXACT)
+        best, total = sum_exponentials(bests, totals, x_ends, EXACT)
         if SMOOTH:
             all_weights = tl.sum(seen, axis=1)
             below = tl.sum(_lowered(belows, seen, best[:, None] - bests), axis=1)
-    if SMOOTH and ENDS:
-        weights = _where(is_end, _weights_of(x_ends, w_ptr, end, classes), True)
-        shifted = _where(is_end, x_ends - column(detached(best)), True)
-        all_weights += detached(tl.sum(weights, axis=1))
-        below += detached(tl.sum(weights * shifted, axis=1))
     # The maximum alone makes it 1, unless the row has no probabilities: what it is then depends on
     # how the row was read.
     has_probabilities = total > 0.0
@@ -299,6 +279,7 @@ def _backward_kernel(
     """The gradient of a tile of the logits."""
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
+    EXACT: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
     classes = multiple_of(classes, APART)
     x_stride = multiple_of(x_stride, APART)
     blocks = tl.cdiv(classes, BLOCK)
@@ -308,8 +289,8 @@ def _backward_kernel(
     place = first + tl.arange(0, BLOCK)
     length, before = classes, 0
     if ENDS:
-        before, length, end, is_end = ends_of(row * classes, classes, in_rows, UNIT, ENDS)
-    mask = mask_of(in_rows, place, length, MASK_COLS, ENDS)
+        before, length, end, is_end = ends_of(row * classes, classes, UNIT, ENDS)
+    mask = mask_of(in_rows, place, length, MASK_COLS)
     x_start = row * x_stride
     x_tile = x_ptr + tile_start(x_start, UNIT, ENDS)
     x = load_if(x_tile[:, None] + place[None, :], mask, MASKED).to(tl.float32)
@@ -325,8 +306,8 @@ def _backward_kernel(
     best = tl.load(statistics_ptr + row, mask=in_rows, other=0.0)
     log_total = tl.load(statistics_ptr + rows + row, mask=in_rows, other=0.0)
     dx = _gradient(
-        *(x, _columns(place, before, ENDS), best, log_total, target, counts, g),
-        *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH),
+        *(x, before + place, best, log_total, target, counts, g),
+        *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH, EXACT),
     )
     dx_start = row * classes
     dx_tile = dx_ptr + tile_start(dx_start, UNIT, ENDS)
@@ -335,9 +316,9 @@ def _backward_kernel(
         if first == 0:
             x_ends = load_if((x_ptr + x_start)[:, None] + end, is_end, True).to(tl.float32)
             dx_ends = _gradient(
-                *(x_ends, end, detached(best), detached(log_total), detached(target)),
-                *(detached(counts), detached(g)),
-                *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH),
+                *(x_ends, end, scalar(best), scalar(log_total), scalar(target)),
+                *(scalar(counts), scalar(g)),
+                *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH, EXACT),
             ).to(dx_ptr.dtype.element_ty)
             tl.store((dx_ptr + dx_start)[:, None] + end, dx_ends, mask=is_end)
 
@@ -356,9 +337,10 @@ def _gradient(
     classes,
     smoothing,
     SMOOTH: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """The gradient of the logits `x` of the classes `col`; the others are one a row."""
-    p = exp((x - column(best)) - column(log_total))
+    p = exp((x - column(best)) - column(log_total), EXACT)
     is_target = _beside(col) == column(target)
     dx = p - tl.where(is_target, 1.0, 0.0)
     if w_ptr is not None:
@@ -386,20 +368,20 @@ _SUM_BLOCK, _SUM_STEPS = 1024, 16
 
 
 def _tile_options(
-    classes: int, stride: int, largest: int, *tensors: Tensor
+    classes: int, stride: int, largest: int, *tensors: Tensor, may_shift: bool = True
 ) -> tuple[dict[str, Any], int, bool]:
     # As of aligned rows: with softmax's tiles for others the kernels here were not measured.
     itemsize = tensors[0].element_size()
     tile = tile_of(classes, 1, itemsize, largest, unit_of(itemsize))
-    shifted = is_shifted(classes, (stride,), tensors)
-    unit = unit_of(itemsize) if shifted else unit_of(itemsize, classes, stride)
+    ends = ends_columns(tile.lines, classes, (stride,), tensors) if may_shift else 0
+    unit = unit_of(itemsize) if ends else unit_of(itemsize, classes, stride)
     constexprs = {
         "LINES": tile.lines,
         "BLOCK": tile.block,
         "MASK_LINES": tile.lines > 1,
-        "MASK_COLS": shifted or classes % tile.block != 0,
+        "MASK_COLS": ends > 0 or classes % tile.block != 0,
         "UNIT": unit,
-        "ENDS": ends_columns(unit, tile.lines, tile.num_warps) if shifted else 0,
+        "ENDS": ends,
     }
     return constexprs, tile.num_warps, tile.whole
 
@@ -422,7 +404,10 @@ def plan_forward(
     """The launch that fills `losses` and `statistics`, and `masses` where there is a mean."""
     rows, classes = target.numel(), x.shape[-1]
     x, x_stride = as_rows(x, rows, classes)
-    constexprs, num_warps, whole = _tile_options(classes, x_stride, FORWARD_TILE, x)
+    # With smoothing there is much to keep for each logit, and the ends' would be spilled.
+    constexprs, num_warps, whole = _tile_options(
+        classes, x_stride, FORWARD_TILE, x, may_shift=smoothing == 0
+    )
     return Launch(
         _forward_kernel,
         ceil_div(rows, constexprs["LINES"]),

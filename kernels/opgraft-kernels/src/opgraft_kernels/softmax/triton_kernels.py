@@ -32,18 +32,17 @@ from opgraft_kernels.rows import (
     as_rows,
     ceil_div,
     column,
-    detached,
     ends_columns,
     ends_of,
     exp,
     grow_exponentials,
-    is_shifted,
     load_if,
     load_logits,
     mask_of,
     max_of,
     multiple_of,
     power_of_2,
+    scalar,
     store_if,
     sum_exponentials,
     sum_of,
@@ -100,12 +99,12 @@ def _columns(first, inner, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
 
 
 @triton.jit
-def _normalized(shifted, total, LOG: tl.constexpr):
+def _normalized(shifted, total, LOG: tl.constexpr, EXACT: tl.constexpr):
     """What a forward writes; `shifted` is x minus the line's maximum."""
     if LOG:
         return shifted - column(tl.log(total))
     else:
-        return exp(shifted) * column(1.0 / total)
+        return exp(shifted, EXACT) * column(1.0 / total)
 
 
 @triton.jit
@@ -137,6 +136,9 @@ def _forward_kernel(
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
+    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    # A thread has whole units of a line, which have a maximum together; of strided ones it has not.
+    TOGETHER: tl.constexpr = 1 if STRIDED else UNIT
     size, inner = _units(size, inner, APART, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
     x_stride = multiple_of(x_stride, APART)
@@ -147,34 +149,34 @@ def _forward_kernel(
     y_line = y_ptr + tile_start(y_start, UNIT, ENDS)[:, None]
     length, x_ends = size, None
     if ENDS:
-        _, length, end, is_end = ends_of(y_start, size, there, UNIT, ENDS)
+        _, length, end, is_end = ends_of(y_start, size, UNIT, ENDS)
         x_ends = load_logits(x_ptr + x_start[:, None] + end, is_end, there, True, MASK_LINES)
     if WHOLE:
         col, offset = _columns(0, inner, BLOCK, STRIDED)
-        mask = mask_of(there, col, length, MASK_COLS, ENDS)
+        mask = mask_of(there, col, length, MASK_COLS)
         x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
         line_best = max_of(x, x_ends)
         shifted = x - line_best[:, None]
-        line_total = sum_of_exponentials(exp(shifted), x_ends, line_best)
-        y = _normalized(shifted, line_total, LOG)
+        line_total = sum_of_exponentials(exp(shifted, EXACT), x_ends, line_best, EXACT)
+        y = _normalized(shifted, line_total, LOG, EXACT)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
-        best = tl.full([LINES, BLOCK], LOWEST, tl.float32)
-        total = tl.zeros([LINES, BLOCK], tl.float32)
+        best = tl.full([LINES, BLOCK // TOGETHER], LOWEST, tl.float32)
+        total = tl.zeros([LINES, BLOCK // TOGETHER], tl.float32)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, ENDS)
+            mask = mask_of(there, col, length, MASK_COLS)
             x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
-            best, total = grow_exponentials(best, total, x)
-        line_best, line_total = sum_exponentials(best, total, x_ends)
+            best, total = grow_exponentials(best, total, x, EXACT)
+        line_best, line_total = sum_exponentials(best, total, x_ends, EXACT)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, ENDS)
+            mask = mask_of(there, col, length, MASK_COLS)
             x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
-            y = _normalized(x - line_best[:, None], line_total, LOG)
+            y = _normalized(x - line_best[:, None], line_total, LOG, EXACT)
             store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     if ENDS:
-        y = _normalized(x_ends - column(detached(line_best)), detached(line_total), LOG)
+        y = _normalized(x_ends - scalar(line_best), scalar(line_total), LOG, EXACT)
         tl.store(y_ptr + y_start[:, None] + end, y.to(y_ptr.dtype.element_ty), mask=is_end)
 
 
@@ -188,9 +190,9 @@ def _summand(g, y, LOG: tl.constexpr):
 
 
 @triton.jit
-def _gradient(g, y, total, LOG: tl.constexpr):
+def _gradient(g, y, total, LOG: tl.constexpr, EXACT: tl.constexpr):
     if LOG:
-        return g - exp(y) * column(total)
+        return g - exp(y, EXACT) * column(total)
     else:
         return (g - column(total)) * y
 
@@ -217,6 +219,7 @@ def _backward_kernel(
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
+    EXACT: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
     size, inner = _units(size, inner, APART, STRIDED)
     outer, place, there = _lines(lines, inner, LINES, STRIDED)
     g_stride = multiple_of(g_stride, APART)
@@ -230,23 +233,23 @@ def _backward_kernel(
     dx_line = dx_ptr + tile_start(dx_start, UNIT, ENDS)[:, None]
     length, ends = size, None
     if ENDS:
-        _, length, end, is_end = ends_of(dx_start, size, there, UNIT, ENDS)
+        _, length, end, is_end = ends_of(dx_start, size, UNIT, ENDS)
         g_ends = load_if(g_ptr + g_start[:, None] + end, is_end, True).to(tl.float32)
         y_ends = load_if(y_ptr + y_start[:, None] + end, is_end, True).to(tl.float32)
         ends = _summand(g_ends, y_ends, LOG)
     if WHOLE:
         col, offset = _columns(0, inner, BLOCK, STRIDED)
-        mask = mask_of(there, col, length, MASK_COLS, ENDS)
+        mask = mask_of(there, col, length, MASK_COLS)
         g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
         y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
         line_total = sum_of(_summand(g, y, LOG), ends)
-        dx = _gradient(g, y, line_total, LOG)
+        dx = _gradient(g, y, line_total, LOG, EXACT)
         store_if(dx_line + offset[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
     else:
         total = tl.zeros([LINES, BLOCK], tl.float32)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, ENDS)
+            mask = mask_of(there, col, length, MASK_COLS)
             g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
             # Of log-softmax nothing uses y here, and the compiler drops the load.
             y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
@@ -254,13 +257,13 @@ def _backward_kernel(
         line_total = sum_of(total, ends)
         for first in range(0, size, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
-            mask = mask_of(there, col, length, MASK_COLS, ENDS)
+            mask = mask_of(there, col, length, MASK_COLS)
             g = load_if(g_line + offset[None, :], mask, MASKED).to(tl.float32)
             y = load_if(y_line + offset[None, :], mask, MASKED).to(tl.float32)
-            dx = _gradient(g, y, line_total, LOG)
+            dx = _gradient(g, y, line_total, LOG, EXACT)
             store_if(dx_line + offset[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
     if ENDS:
-        dx = _gradient(g_ends, y_ends, detached(line_total), LOG)
+        dx = _gradient(g_ends, y_ends, scalar(line_total), LOG, EXACT)
         tl.store(dx_ptr + dx_start[:, None] + end, dx.to(dx_ptr.dtype.element_ty), mask=is_end)
 
 
@@ -347,9 +350,12 @@ def _launch(
     is_strided = lines.inner != 1
     contiguous = lines.inner if is_strided else lines.size
     narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
-    shifted = not is_strided and is_shifted(lines.size, strides, tensors)
-    unit = unit_of(narrowest) if shifted else unit_of(narrowest, contiguous, *strides)
+    unit = unit_of(narrowest)
     tile = tile_of(lines.size, lines.inner, widest, largest, unit)
+    ends = 0 if is_strided else ends_columns(tile.lines, lines.size, strides, tensors)
+    if not ends:
+        unit = unit_of(narrowest, contiguous, *strides)
+        tile = tile_of(lines.size, lines.inner, widest, largest, unit)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
     else:
@@ -365,9 +371,9 @@ def _launch(
             "BLOCK": tile.block,
             "WHOLE": tile.whole,
             "MASK_LINES": tile.lines > 1,
-            "MASK_COLS": shifted or lines.size % tile.block != 0,
+            "MASK_COLS": ends > 0 or lines.size % tile.block != 0,
             "UNIT": unit,
-            "ENDS": ends_columns(unit, tile.lines, tile.num_warps) if shifted else 0,
+            "ENDS": ends,
         },
         tile.num_warps,
     )
