@@ -279,12 +279,18 @@ FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
 # The same where a warp alone has the lines, which it cannot read 32 units at once of. Loads of
 # as many bytes as there can be are another matter: of those a line is spread over fewer warps.
 _NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
+# And of log-softmax: a line is loaded when the one before it is done, so other warps have to wait
+# meanwhile, of which there are more if each has fewer lines.
+_NARROW_LOG_TILE = 512
 # A block of a line that is longer: 16 warps at 32 bytes a thread.
 _BLOCK = 16 * 1024
 # Elements of a thread, where lines are strided and a load has less than 8 bytes.
 _MOST_NARROW = 16
 # What is read together across lines, at least, if there are as many.
 _SEGMENT = 128
+# Strided lines that are no longer than this each have a thread, which has nothing to exchange with
+# others, if there are enough of them for so many warps.
+_LONGEST_OF_A_THREAD, _WARPS_OF_SHORT = 32, 4
 _MIN_BLOCK = 16
 
 
@@ -316,14 +322,19 @@ class Lines(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_of(size: int, inner: int, itemsize: int, largest: int, unit: int) -> Tile:
-    """The tile for lines of `size`, of `largest` bytes at most, that are read in units."""
+def tile_of(
+    size: int, inner: int, itemsize: int, largest: int, unit: int, narrow: int = _NARROW_TILE
+) -> Tile:
+    """The tile for lines of `size`, of `largest` bytes at most, that are read in units; and of
+    `narrow` bytes where a warp alone has lines."""
     block = max(power_of_2(size), _MIN_BLOCK)
     line = block * itemsize
     is_narrow = unit * itemsize < _WIDEST_LOAD
     if inner == 1 and is_narrow and 32 * unit < block and line <= _NARROW_TILE:
         # Triton would spread each line over many warps, and add up each one in shared memory.
-        return Tile(_NARROW_TILE // line, block, True, 1)
+        return Tile(max(1, narrow // line), block, True, 1)
+    if _has_threads_of_lines(size, inner, itemsize, unit):
+        return Tile(32 * _WARPS_OF_SHORT * unit, block, True, _WARPS_OF_SHORT)
     a_warp = 2048
     if inner == 1:
         lines = _SHORT_TILE // line if line <= _SHORT_TILE // 4 else 1
@@ -343,6 +354,12 @@ def tile_of(size: int, inner: int, itemsize: int, largest: int, unit: int) -> Ti
     return Tile(lines, block, whole, min(max(bytes_of_tile // a_warp, 1), 32))
 
 
+def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bool:
+    """Whether threads have lines for themselves, as many as a unit, of 4 bytes, has elements."""
+    threads = 32 * _WARPS_OF_SHORT
+    return size <= _LONGEST_OF_A_THREAD and unit * itemsize == 4 and inner >= threads * unit
+
+
 def _launch(
     kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
     largest: int,
@@ -355,7 +372,11 @@ def _launch(
     ends = 0 if is_strided else ends_columns(tile.lines, lines.size, strides, tensors)
     if not ends:
         unit = unit_of(narrowest, contiguous, *strides)
-        tile = tile_of(lines.size, lines.inner, widest, largest, unit)
+        word = 4 // widest
+        if is_strided and unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
+            unit = word
+        narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
+        tile = tile_of(lines.size, lines.inner, widest, largest, unit, narrow)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
     else:
