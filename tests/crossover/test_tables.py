@@ -200,8 +200,14 @@ def test_a_way_pays_where_native_takes_longer_by_the_margin(
     found = tables.Cell(native, override, native_host, plan_host, python_host, None, None)
     for column in (PLAN, PYTHON):
         one, other = rule.times(found, column)
-        expected = one is not None and other is not None and one >= other * (1 + margin)
-        assert rule.pays(found, column, margin) == expected
+        host = plan_host if column == PLAN and plan_host else python_host
+        if one is None or other is None or host is None:
+            assert not rule.pays(found, column, margin)
+        else:
+            expected = one >= other * (1 + margin) and one >= host * max(
+                1 + margin, 1 + rule.HOST_MARGIN
+            )
+            assert rule.pays(found, column, margin) == expected
 
 
 def grid(

@@ -23,7 +23,7 @@ class Clock:
         self.cells.append(at)
         native = float(tuning._features(at)["rows"])
         ours = (self.from_rows - 0.5) / (1 + rule.MARGIN)
-        return Cell(native, ours, native, None, ours, None, None)
+        return Cell(native, ours, 0.5, None, 0.5, None, None)
 
 
 @pytest.fixture

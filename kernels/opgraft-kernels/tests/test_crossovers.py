@@ -56,18 +56,22 @@ def test_samples_of_permuted_norms_fall_into_their_cells(
     norm: norms.Norm, direction: norms.Direction
 ) -> None:
     ranges = norms._PERMUTED_RANGES[direction]
-    crossover = norms._crossover(norm, direction, ranges, ["itemsize"], is_permuted=True)
+    exact = ["itemsize", "misalignment"]
+    crossover = norms._crossover(norm, direction, ranges, exact, is_permuted=True)
     condition = norms.permuted_condition(norm, direction, "CPU")
     assert crossover.calls is not None
     axis = SteppedAxis(1, 1, 2**31)
-    for hidden, itemsize in itertools.product(ranges["hidden"], ranges["itemsize"]):
-        cell = {"elements": 2**17, "hidden": hidden}
-        (call,) = crossover.calls(CPU, **cell, itemsize=itemsize)
-        assert condition.holds(call) or itemsize == 2
-        found = {key: each.evaluate(call) for key, each in crossover.features.items()}
-        assert found["itemsize"] == itemsize
-        for key, value in cell.items():
-            assert axis.index_of(found[key]) == axis.index_of(value), (cell, found)
+    made = 0
+    for hidden, *values in itertools.product(ranges["hidden"], *(ranges[key] for key in exact)):
+        cell, given = {"elements": 2**17, "hidden": hidden}, dict(zip(exact, values, strict=True))
+        for call in crossover.calls(CPU, **cell, **given):
+            made += 1
+            assert condition.holds(call) or given["itemsize"] == 2
+            found = {key: each.evaluate(call) for key, each in crossover.features.items()}
+            assert {key: found[key] for key in exact} == given
+            for key, value in cell.items():
+                assert axis.index_of(found[key]) == axis.index_of(value), (cell, found)
+    assert made > 12
 
 
 @pytest.mark.parametrize("op", softmax.OPS, ids=lambda op: op.name)

@@ -16,10 +16,14 @@ from opgraft.when.grid import Axis, ExactAxis, Grid, SteppedAxis, joined
 #: measurements of the same call on the same device differ by about as much: a call that is taken
 #: is then hardly slower than natively, and what is declined would be won by a few per cent.
 MARGIN = 0.03
-#: The same where the table is of another device of the same architecture, which runs the same code:
-#: its multiprocessors are as many times as fast for native as for the override, its memory too.
+#: The same as to what the host takes, at the least: its times differ more from one process, and
+#: one computer, to the next.
+HOST_MARGIN = 0.12
+#: As `MARGIN`, where the table is of another device of the same architecture, which runs the same
+#: code: its multiprocessors are as many times as fast for native as for the override, its memory
+#: too.
 OTHER_DEVICE_MARGIN = 0.1
-#: The same where it is of another architecture.
+#: As `MARGIN`, where it is of another architecture.
 OTHER_ARCHITECTURE_MARGIN = 0.5
 
 #: The columns of a grid: by a launch plan, from Python, as an opaque op in a compiled graph.
@@ -75,9 +79,9 @@ def _bits_of_calls(cell: Cell, margin: float) -> int:
         return 0
     if native_host is not None and native_host > native:
         native = native_host
-    border = 1 + margin
-    if native < override * border:
+    if native < override * (1 + margin):
         return 0
+    border = 1 + max(margin, HOST_MARGIN)
     plan_host = plan_host or python_host
     by_plan = plan_host is not None and native >= plan_host * border
     from_python = python_host is not None and native >= python_host * border

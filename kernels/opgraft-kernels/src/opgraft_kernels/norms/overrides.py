@@ -221,12 +221,11 @@ _TRITON_RANGES: dict[str, tuple[int, ...]] = {
     "itemsize": (2, 4),
     "misalignment": (0, 1, 2),
 }
-# Rows whose elements are far apart are never loaded 16 bytes at a time: how they are aligned does
-# not matter.
+# How rows whose elements are far apart are aligned matters to native, which copies them first.
 _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     # A cell is measured between its power of two and the next: there a backward's widths end.
-    "forward": {"elements": (2**12, 2**27), "hidden": (2**4, 2**10), "itemsize": (2, 4)},
-    "backward": {"elements": (2**12, 2**27), "hidden": (2**4, 2**9), "itemsize": (2, 4)},
+    "forward": {**_TRITON_RANGES, "hidden": (2**4, 2**10)},
+    "backward": {**_TRITON_RANGES, "hidden": (2**4, 2**9)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
 PERMUTED_VERSION = 2
@@ -318,7 +317,8 @@ def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> O
     options: dict[str, Any] = {}
     if dispatch_key == "CUDA":
         ranges = _PERMUTED_RANGES[direction]
-        crossover = _crossover(norm, direction, ranges, ["itemsize"], is_permuted=True)
+        exact = ["itemsize", "misalignment"]
+        crossover = _crossover(norm, direction, ranges, exact, is_permuted=True)
         options = {"launch_plan": True, "crossover": crossover}
     return triton_utils.register_op_override(
         "aten",

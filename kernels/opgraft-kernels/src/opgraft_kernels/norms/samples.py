@@ -129,9 +129,7 @@ def calls(
     """
     rows = elements // hidden
     widths: Iterable[int] = [hidden]
-    if is_permuted:
-        widths = [hidden + hidden // 2]  # the middle of the bucket, as in `aligned_widths`
-    elif misalignment is not None:
+    if misalignment is not None:
         widths = aligned_widths(hidden, itemsize, misalignment)
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     random = partial(torch.randn, device=device, dtype=dtype)
