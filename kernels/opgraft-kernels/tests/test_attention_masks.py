@@ -620,7 +620,7 @@ BY_TABLE = [
 @pytest.mark.parametrize("keys", [64, 128, 256])
 def test_a_cell_has_a_length_that_fills_blocks_and_one_that_fills_none(keys: int) -> None:
     calls = samples.calls(MASKED[0], torch.device("cpu"), rows=2**10, keys=keys, dim=64)
-    partial, full = (named["key"].shape[2] for named in calls)
+    full, partial = (named["key"].shape[2] for named in calls)
     assert full == keys
     assert partial % 16 == 8 and partial > keys
 

@@ -150,8 +150,8 @@ def calls(
     """Calls of an attention op to measure, as arguments by name; none if there is no such call.
 
     As many queries as keys, where that many rows are wanted, and up to 16 heads. Kernels compute
-    whole blocks of a sequence, each kernel other ones: a call is of a length that fills none of
-    them, another one of a power of two, which fills the blocks that are powers of two.
+    whole blocks of a sequence, each kernel other ones: a call is of a power of two, which fills
+    those of native, another one of a length that fills none.
 
     Args:
         op: the op's name.
@@ -167,7 +167,7 @@ def calls(
     """
     if dim == 192 and op in _SAME_DIMS:
         return
-    lengths = (min(keys + keys // 2 + 8, 2 * keys - 1), keys)
+    lengths = (keys, min(keys + keys // 2 + 8, 2 * keys - 1))
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     for length in dict.fromkeys(lengths):
         queries = min(length, rows + rows // 2)
