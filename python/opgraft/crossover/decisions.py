@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from opgraft.base import garbage
-from opgraft.crossover import models, rule, sources
+from opgraft.crossover import kept, models, rule, sources
 from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.models import Model
 from opgraft.crossover.sources import Found, Source
@@ -28,11 +28,16 @@ class InForce:
         model: the model.
         sources: the tables; those behind the first count where it decides nothing.
         grid: what they decide.
+        is_told: whether each process is to say something of them: that the first is another
+            device's, or that others are refused.
     """
 
-    def __init__(self, model: Model, sources: tuple[Source, ...]) -> None:
+    def __init__(
+        self, model: Model, sources: tuple[Source, ...], refused: Sequence[str] = ()
+    ) -> None:
         self.model = model
         self.sources = sources
+        self.is_told = sources[0].of != "this device" or bool(refused)
         self.grid = rule.grid_of([(source.entry, source.margin) for source in sources])
 
     @property
@@ -124,6 +129,7 @@ class Decisions:
         self.owner = owner
         self.crossover = crossover
         self._in_force: dict[Model, InForce | None] = {}
+        self._grids: dict[Model, Grid | None] = {}
         #: Conditions: whether it is faster by a launch plan, from Python, and in compiled graphs.
         self.by_plan, self.from_python, self.in_graphs = (
             Lookup(crossover.features, column, column_name, self)
@@ -153,10 +159,41 @@ class Decisions:
         if model not in self._in_force:
             with garbage.collection_paused():
                 alone = sources.find_complete(self.name, self.owner, self.crossover, model)
-            chosen = sources.choose(alone or self.found, model, self.owner)
-            made = InForce(model, chosen) if chosen else None
+            found = alone or self.found
+            chosen = sources.choose(found, model, self.owner)
+            made = InForce(model, chosen, found.refused) if chosen else None
             self._in_force.setdefault(model, made)
         return self._in_force[model]
+
+    def grid_on(self, model: Model) -> Grid | None:
+        """What the tables decide on a model of device; None if there are none in force."""
+        if model not in self._grids:
+            made = model in self._in_force
+            self._grids.setdefault(model, self._made(model) if made else self._kept(model))
+        return self._grids[model]
+
+    def _kept(self, model: Model) -> Grid | None:
+        """The grid that another process made of the same tables, or else one that is made now."""
+        texts = sources.hashes(self.owner, self.crossover)
+        try:
+            place = kept.Kept(self.name, self.owner, self.crossover, model, texts)
+        except OSError:
+            return self._made(model)
+        if (grid := place.load()) is not None:
+            return grid
+        in_force = self.in_force(model)
+        if in_force is not None and not in_force.is_told:
+            place.save(in_force.grid)
+        return self._made(model)
+
+    def _made(self, model: Model) -> Grid | None:
+        in_force = self.in_force(model)
+        return None if in_force is None else in_force.grid
+
+    def prepare(self, dispatch_key: str) -> None:
+        """Make the grids of the devices here that a dispatch key is of."""
+        for model in models.of_dispatch_key(dispatch_key):
+            self.grid_on(model)
 
     def by_model(self, dispatch_key: str) -> Mapping[Model, InForce | None]:
         """What is in force on each model of device here that a dispatch key is of."""
@@ -165,8 +202,7 @@ class Decisions:
     # What a lookup asks.
 
     def grid(self, device: torch.device) -> Grid | None:
-        in_force = self.in_force(models.of_device(device))
-        return None if in_force is None else in_force.grid
+        return self.grid_on(models.of_device(device))
 
     def failure(self, device: torch.device, values: tuple[Any, ...], column: int) -> Failure:
         model = models.of_device(device)

@@ -122,6 +122,15 @@ def find(name: str, owner: str, crossover: Crossover) -> Found:
     return _found(name, crossover, _folders(owner, crossover))
 
 
+def hashes(owner: str, crossover: Crossover) -> list[list[str]]:
+    """Of the tables' texts: the user's, and the author's.
+
+    Args:
+        owner: as in `find`, like `crossover`.
+    """
+    return [[table.sha256 for table in each.tables] for each in _folders(owner, crossover).values()]
+
+
 def find_complete(name: str, owner: str, crossover: Crossover, model: Model) -> Found | None:
     """What the tables of one model say of an override, if no other model's counts there.
 

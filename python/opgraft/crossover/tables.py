@@ -129,11 +129,19 @@ class Entry(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table as it was read: its overrides are looked at when somebody asks for them."""
+    """A table as it was read: its overrides are looked at when somebody asks for them.
+
+    Attributes:
+        path: the file.
+        model: of the device that it is of.
+        overrides: what it says, by name.
+        sha256: of its text.
+    """
 
     path: Path
     model: Model
     overrides: Mapping[str, Json]
+    sha256: str
 
 
 def read(path: Path, read_text: Callable[[Path, os.stat_result], str] | None = None) -> Table:
@@ -173,12 +181,12 @@ def parse(path: Path, text: str) -> Table:
     except ValueError as error:
         raise BadTable(f"it is damaged: {error}") from None
     try:
-        return _table(path, found)
+        return _table(path, found, hashlib.sha256(text.encode()).hexdigest())
     except RecursionError:  # where it is quoted
         raise BadTable("it is damaged: it is nested too deeply") from None
 
 
-def _table(path: Path, found: Json) -> Table:
+def _table(path: Path, found: Json, sha256: str) -> Table:
     if not isinstance(found, dict) or "format" not in found:
         raise BadTable('it is no table: it has no "format"')
     if found["format"] != FORMAT:
@@ -195,7 +203,8 @@ def _table(path: Path, found: Json) -> Table:
     overrides = found.get("overrides")
     if not isinstance(overrides, dict):
         raise BadTable('"overrides" is no object')
-    return Table(path, Model(name, capability and (capability[0], capability[1])), overrides)
+    model = Model(name, capability and (capability[0], capability[1]))
+    return Table(path, model, overrides, sha256)
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

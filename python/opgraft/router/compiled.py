@@ -210,7 +210,7 @@ class CompiledRouter(Router):
             self._on_placeholder_call()
         for override in self.chain.active:
             if override.decisions is not None:
-                override.decisions.by_model(self.chain.dispatch_key)
+                override.decisions.prepare(self.chain.dispatch_key)
 
     # What the core calls.
 

@@ -1,0 +1,121 @@
+"""Grids that processes keep for those after them.
+
+To make a grid of a table takes milliseconds, of all that a pack ships a tenth of a second, and the
+first calls of a program wait for it. What comes out is some kilobytes. It holds for the same
+tables, the same declaration and the same code, whose hashes are in its file. One that is missing,
+damaged, or that others could have written, is made anew.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opgraft.base import files
+from opgraft.core import store
+from opgraft.crossover import rule
+from opgraft.crossover.declaration import Crossover
+from opgraft.crossover.models import Model
+from opgraft.ops.describing import dtype_name
+from opgraft.when import grid as grids
+from opgraft.when.grid import Axis, ExactAxis, Grid, SteppedAxis
+
+log = logging.getLogger(__name__)
+
+
+class Kept:
+    """The place of an override's grid on a model of device.
+
+    Args:
+        name: the override's name in tables.
+        owner: its pack, or `"user"`.
+        crossover: what it declares.
+        model: of the device.
+        texts: hashes of the user's tables, and of the author's.
+
+    Raises:
+        OSError: the code cannot be read, of which a grid depends, too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        owner: str,
+        crossover: Crossover,
+        model: Model,
+        texts: Sequence[Sequence[str]],
+    ) -> None:
+        # Two overrides have one name in tables, where one is measured as the other.
+        is_measured = crossover.measured_as is None
+        place = [name, owner, model.name, model.capability, is_measured]
+        declared = [
+            *(repr(crossover), crossover.version, sorted(crossover.exact)),
+            *(sorted(crossover.open_ended), repr(crossover.ranges)),
+        ]
+        self._name = _hash(json.dumps(place))[:32]
+        self._key = _hash(json.dumps([place, declared, texts, _hash_of_code()]))
+
+    def load(self) -> Grid | None:
+        """The grid that a process kept; None if there is none that holds."""
+        try:
+            body, _, sha256 = store.read_trusted(self._path()).rpartition("\n")
+            if sha256 != _hash(body):
+                raise ValueError("it is damaged")
+            found = json.loads(body)
+            if found["key"] != self._key:
+                return None
+            return Grid([*map(_axis, found["axes"])], base64.b64decode(found["cells"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, RuntimeError, ValueError) as error:  # no home, no access, damaged
+            log.debug("a kept grid is not used: %s", error)
+            return None
+
+    def save(self, grid: Grid) -> None:
+        """Keep a grid, in place of the one that is there."""
+        cells = base64.b64encode(grid.cells).decode()
+        axes = [*map(_described, grid.axes)]
+        body = json.dumps({"key": self._key, "axes": axes, "cells": cells})
+        try:
+            files.make_folder(self._path().parent)
+            files.replace(self._path(), f"{body}\n{_hash(body)}")
+        except (OSError, RuntimeError) as error:  # no home, a disk that is full or read only
+            log.debug("a grid is not kept: %s", error)
+
+    def _path(self) -> Path:
+        return store.root() / "grids" / f"{self._name}.json"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _hash_of_code() -> str:
+    """Of what makes grids of tables."""
+    folder = Path(rule.__file__).parent
+    code = (*sorted(folder.glob("*.py")), Path(grids.__file__))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()
+
+
+def _described(axis: Axis) -> Any:
+    if isinstance(axis, SteppedAxis):
+        last = axis.lower(axis.count - 1)
+        return {"steps": [axis.steps, axis.lower(0), last], "open_ended": axis.open_ended}
+    return [
+        dtype_name(value) if isinstance(value, torch.dtype) else int(value) for value in axis.values
+    ]
+
+
+def _axis(described: Any) -> Axis:
+    if isinstance(described, dict):
+        return SteppedAxis(*described["steps"], open_ended=described["open_ended"])
+    return ExactAxis(vars(torch)[each] if isinstance(each, str) else each for each in described)

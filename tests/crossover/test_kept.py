@@ -1,0 +1,191 @@
+"""Grids that a process keeps for those after it: the same decisions, from the same tables alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opgraft.crossover import kept, sources
+from opgraft.crossover.decisions import Decisions
+from opgraft.crossover.models import Model
+from opgraft.when.grid import ExactAxis, Grid, SteppedAxis
+from tests.crossover.tables import cell, crossover, entry, table, write
+
+H200, H100 = Model("NVIDIA H200", (9, 0)), Model("NVIDIA H100 80GB HBM3", (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "grids"
+
+
+def write_table(folder: Path, *cells: dict[str, Any], model: Model = H200, **changes: Any) -> None:
+    content = table({"fast": entry(*cells, **changes)}, model.name, capability=[9, 0])
+    write(folder, content, model.name)
+    sources.forget()
+
+
+def decisions(folder: Path, **declared: Any) -> Decisions:
+    """As another process has them."""
+    sources.forget()
+    return Decisions("fast", "user", crossover(tables=folder, **declared))
+
+
+def same(one: Grid | None, other: Grid | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    axes = [[axis.compiled() for axis in each.axes] for each in (one, other)]
+    return one.cells == other.cells and axes[0] == axes[1]
+
+
+def is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, **declared: Any) -> bool:
+    """Whether a process finds a grid, which is what it would make itself."""
+    found = decisions(folder, **declared)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decisions, "in_force", lambda self, model: None)
+        grid = found.grid_on(H200)
+    if grid is None:
+        return False
+    in_force = decisions(folder, **declared).in_force(H200)
+    assert in_force is not None and same(grid, in_force.grid)
+    return True
+
+
+def test_another_process_finds_what_the_first_one_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path, cell(4), cell(64))
+    assert not is_kept(tmp_path, monkeypatch)
+    first = decisions(tmp_path).grid_on(H200)
+    assert first is not None and any(first.cells)
+    assert is_kept(tmp_path, monkeypatch)
+
+
+def test_no_table_is_no_grid(tmp_path: Path, cache: Path) -> None:
+    assert decisions(tmp_path).grid_on(H200) is None
+    assert not cache.exists()
+
+
+CHANGES: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "a cell": lambda shipped, user: write_table(shipped, cell(4), cell(32)) or {},
+    "a table of the user's": lambda shipped, user: write_table(user, cell(8)) or {},
+    "another device's table": lambda shipped, user: write_table(shipped, cell(8), model=H100) or {},
+    "no table": lambda shipped, user: (shipped / "nvidia_h200.json").unlink() or {},
+    "the version": lambda shipped, user: {"version": 2},
+    "an open end": lambda shipped, user: {"open_ended": ["rows"]},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_grid_of_other_tables_or_declarations_is_not_taken(
+    change: str, user_tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = tmp_path / "shipped"
+    write_table(shipped, cell(4), cell(64))
+    decisions(shipped).grid_on(H200)
+    declared = CHANGES[change](shipped, user_tables)
+    assert not is_kept(shipped, monkeypatch, **declared)
+    made = decisions(shipped, **declared).grid_on(H200)
+    in_force = decisions(shipped, **declared).in_force(H200)
+    assert same(made, in_force and in_force.grid)
+
+
+def test_a_grid_of_other_code_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path, cell(4))
+    decisions(tmp_path).grid_on(H200)
+    monkeypatch.setattr(kept, "_hash_of_code", lambda: "of another opgraft")
+    assert not is_kept(tmp_path, monkeypatch)
+
+
+def test_where_the_code_cannot_be_read_each_process_makes_its_own(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(kept, "_hash_of_code", unreadable)
+    write_table(tmp_path, cell(4))
+    assert decisions(tmp_path).grid_on(H200) is not None
+    assert not cache.exists()
+
+
+def test_what_is_measured_as_another_has_a_grid_of_its_own(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have one name in tables, and would overwrite each other's."""
+    write_table(tmp_path, cell(4))
+    for _ in range(2):
+        decisions(tmp_path).grid_on(H200)
+        decisions(tmp_path, measured_as="fast").grid_on(H200)
+    assert len(list(cache.iterdir())) == 2
+    assert is_kept(tmp_path, monkeypatch)
+    assert is_kept(tmp_path, monkeypatch, measured_as="fast")
+
+
+@pytest.mark.parametrize("axis", [ExactAxis([torch.float32, torch.bfloat16]), ExactAxis([0, 1])])
+def test_any_grid_is_read_as_it_was_written(axis: ExactAxis, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for number in range(50):
+        lowest, steps = 2 ** rng.randrange(20), rng.choice([1, 2, 4, 8])
+        highest = lowest * 2 ** rng.randrange(8)
+        stepped = SteppedAxis(steps, lowest, highest, open_ended=rng.random() < 0.5)
+        axes = [axis, stepped]
+        grid = Grid(axes, rng.randbytes(axis.count * stepped.count))
+        place = kept.Kept(f"of {number}", "user", crossover(), H200, [[], []])
+        place.save(grid)
+        assert same(place.load(), grid)
+
+
+def test_whatever_byte_is_damaged_the_grid_is_made_anew(tmp_path: Path, cache: Path) -> None:
+    write_table(tmp_path, cell(4), cell(64))
+    right = decisions(tmp_path).grid_on(H200)
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    place = kept.Kept(
+        *("fast", "user", crossover(tables=tmp_path), H200),
+        sources.hashes("user", crossover(tables=tmp_path)),
+    )
+    assert same(place.load(), right)
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert place.load() is None, at
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert same(decisions(tmp_path).grid_on(H200), right)
+
+
+def test_what_others_could_have_written_is_not_taken(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path, cell(4))
+    decisions(tmp_path).grid_on(H200)
+    (path,) = cache.iterdir()
+    path.chmod(0o622)
+    assert not is_kept(tmp_path, monkeypatch)
+
+
+def test_without_a_place_to_keep_it_a_grid_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "file"))
+    write_table(tmp_path / "shipped", cell(4))
+    for _ in range(2):
+        assert decisions(tmp_path / "shipped").grid_on(H200) is not None
+
+
+@pytest.mark.parametrize("what", ["another device's", "refused"])
+def test_a_grid_of_tables_that_each_process_is_to_tell_of_is_not_kept(
+    what: str, tmp_path: Path, cache: Path
+) -> None:
+    write_table(tmp_path, cell(4), model=H100)
+    if what == "refused":
+        write_table(tmp_path, cell(4), version="one")
+    assert decisions(tmp_path).grid_on(H200) is not None
+    assert not cache.exists()
