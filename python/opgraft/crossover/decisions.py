@@ -14,7 +14,7 @@ from opgraft.base import garbage
 from opgraft.crossover import kept, models, rule, sources
 from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.models import Model
-from opgraft.crossover.sources import Found, Source
+from opgraft.crossover.sources import Folders, Found, Source
 from opgraft.crossover.tables import Cell
 from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, Feature, Grid, SteppedAxis, places_in
@@ -137,10 +137,15 @@ class Decisions:
         )
 
     @cached_property
+    def _folders(self) -> Folders:
+        """The tables. All that is asked is answered by the same ones, whatever becomes of files."""
+        return sources.folders(self.owner, self.crossover)
+
+    @cached_property
     def found(self) -> Found:
         """What all tables say of it, whatever the device."""
         with garbage.collection_paused():  # thousands of cells, which stay
-            return sources.find(self.name, self.owner, self.crossover)
+            return sources.find(self.name, self.crossover, self._folders)
 
     @property
     def digest(self) -> str:
@@ -158,7 +163,7 @@ class Decisions:
         """The tables that are in force on a model of device; None if there are none."""
         if model not in self._in_force:
             with garbage.collection_paused():
-                alone = sources.find_complete(self.name, self.owner, self.crossover, model)
+                alone = sources.find_complete(self.name, self.crossover, self._folders, model)
             found = alone or self.found
             chosen = sources.choose(found, model, self.owner)
             made = InForce(model, chosen, found.refused) if chosen else None
@@ -174,11 +179,8 @@ class Decisions:
 
     def _kept(self, model: Model) -> Grid | None:
         """The grid that another process made of the same tables, or else one that is made now."""
-        texts = sources.hashes(self.owner, self.crossover)
-        try:
-            place = kept.Kept(self.name, self.owner, self.crossover, model, texts)
-        except OSError:
-            return self._made(model)
+        texts = sources.hashes(self._folders)
+        place = kept.Kept(self.name, self.owner, self.crossover, model, texts)
         if (grid := place.load()) is not None:
             return grid
         in_force = self.in_force(model)
