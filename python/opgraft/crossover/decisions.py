@@ -91,13 +91,22 @@ _WAYS = {rule.PLAN: "", rule.PYTHON: " from Python", rule.GRAPH: " in graphs"}
 
 
 def _comparison(cell: Cell, column: int, margin: float) -> str:
+    """Why a measured cell is declined."""
     native, way = rule.times(cell, column)
     if native is None or way is None:
         return f"not measured{_WAYS[column]} here"
     text = f"{way:.4g} us against native's {native:.4g}"
     if way > native:
         return f"slower{_WAYS[column]} here: {text}"
-    return f"not {margin:.0%} faster{_WAYS[column]} here: {text}"
+    if native < way * (1 + margin):
+        return f"not {margin:.0%} faster{_WAYS[column]} here: {text}"
+    if column == rule.GRAPH:
+        return f"an opaque op's call would be declined: {_comparison(cell, rule.PLAN, margin)}"
+    host = rule.host_time(cell, column)
+    return (
+        f"not {rule.host_margin(margin):.0%} faster{_WAYS[column]} here, as the host's times have "
+        f"to be: {host:.4g} us on the host against native's {native:.4g}"
+    )
 
 
 def _place(axis: Axis, index: int, value: Any) -> Feature:
