@@ -163,9 +163,7 @@ def test_what_is_told_of_a_declined_cell_is_so(model: Model, tmp_path: Path) -> 
     rows = [2**octave for octave in range(60)]
     names = ("native", "override", "native_host", "plan_host", "python_host", "inductor", "opaque")
     # Around each border, of 3, 10 and 12 per cent.
-    cells = [
-        cell(each, **{name: round(rng.uniform(10, 12), 2) for name in names}) for each in rows
-    ]
+    cells = [cell(each, **{name: round(rng.uniform(10, 12), 2) for name in names}) for each in rows]
     write(tmp_path, table({"fast": entry(*cells)}, H200.name, capability=[9, 0]), H200.name)
     in_force = Decisions("fast", "user", crossover(tables=tmp_path)).in_force(model)
     assert in_force is not None
