@@ -240,6 +240,19 @@ def test_what_others_could_have_written_is_not_taken(
     assert not is_kept(tmp_path, monkeypatch)
 
 
+def test_nothing_is_kept_where_no_process_would_take_it(tmp_path: Path, cache: Path) -> None:
+    """Each one would write all of its grids again, in place of reading them."""
+    write_table(tmp_path, cell(4))
+    cache.parent.mkdir()
+    cache.parent.chmod(0o770)
+    for _ in range(2):
+        assert decisions(tmp_path).grid_on(H200) is not None
+    assert not any(cache.iterdir())
+    cache.parent.chmod(0o700)
+    assert decisions(tmp_path).grid_on(H200) is not None
+    assert any(cache.iterdir())
+
+
 def test_without_a_place_to_keep_it_a_grid_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,11 @@ class Kept:
         axes = [*map(_described, grid.axes)]
         body = json.dumps({"key": self._key, "axes": axes, "cells": cells})
         try:
-            files.make_folder(self._path().parent)
+            folder = self._path().parent
+            files.make_folder(folder)
+            if reason := store.why_untrusted(folder):  # no process would read it
+                log.debug("a grid is not kept: %s", reason)
+                return
             files.replace(self._path(), f"{body}\n{_hash(body)}")
         except (OSError, RuntimeError) as error:  # no home, a disk that is full or read only
             log.debug("a grid is not kept: %s", error)
