@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from opgraft import when
 from opgraft.crossover import kept, sources
 from opgraft.crossover.decisions import Decisions
 from opgraft.crossover.models import Model
@@ -185,17 +186,23 @@ def test_where_the_code_cannot_be_read_each_process_makes_its_own(
     assert not cache.exists()
 
 
-def test_what_is_measured_as_another_has_a_grid_of_its_own(
+def test_what_has_the_same_part_of_a_table_has_a_grid_of_its_own(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have one name in tables, and would overwrite each other's."""
     write_table(tmp_path, cell(4))
+    every: list[dict[str, Any]] = [
+        {},
+        {"measured_as": "fast"},
+        {"measured_as": "fast", "rows": when.numel("self")},
+        {"rows": when.numel("self")},  # of another op, by the same name
+    ]
     for _ in range(2):
-        decisions(tmp_path).grid_on(H200)
-        decisions(tmp_path, measured_as="fast").grid_on(H200)
-    assert len(list(cache.iterdir())) == 2
-    assert is_kept(tmp_path, monkeypatch)
-    assert is_kept(tmp_path, monkeypatch, measured_as="fast")
+        for declared in every:
+            decisions(tmp_path, **declared).grid_on(H200)
+    assert len(list(cache.iterdir())) == len(every)
+    for declared in every:
+        assert is_kept(tmp_path, monkeypatch, **declared)
 
 
 @pytest.mark.parametrize("axis", [ExactAxis([torch.float32, torch.bfloat16]), ExactAxis([0, 1])])

@@ -51,11 +51,12 @@ class Kept:
         model: Model,
         texts: Sequence[Sequence[str]],
     ) -> None:
-        # Two overrides have one name in tables, where one is measured as the other.
+        # Several overrides have one name in tables: those of other ops, and what is measured as
+        # another one.
+        features = [[*each] for each in _repr_of(crossover.features).items()]
         is_measured = crossover.measured_as is None
-        place = [name, owner, model.name, model.capability, is_measured]
+        place = [name, owner, model.name, model.capability, is_measured, features]
         declared = [
-            [[*each] for each in _repr_of(crossover.features).items()],
             *(crossover.version, sorted(crossover.exact)),
             *(sorted(crossover.open_ended), _repr_of(crossover.ranges)),
         ]
