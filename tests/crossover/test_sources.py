@@ -416,3 +416,22 @@ def test_a_damaged_byte_is_an_error_or_changes_one_cell(tmp_path: Path) -> None:
                 others = [a != b for a, b in zip(found, expected, strict=True)]
                 assert sum(others) <= 1, (place, new)
     assert read > 100
+
+
+@pytest.mark.parametrize("margin", ["MARGIN", "HOST_MARGIN"])
+def test_digests_are_of_the_margins_too(
+    margin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers' caches and other ranks compare them: another margin decides otherwise."""
+    content = table({"fast": entry(cell(4))}, H200.name, capability=[9, 0])
+    write(tmp_path, content, H200.name)
+
+    def digests() -> tuple[str, str]:
+        found = Decisions("fast", "user", crossover(tables=tmp_path))
+        in_force = found.in_force(H200)
+        assert in_force is not None
+        return found.digest, in_force.digest
+
+    before = digests()
+    monkeypatch.setattr(rule, margin, 0.2)
+    assert not {*before} & {*digests()}

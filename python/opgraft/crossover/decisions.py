@@ -50,7 +50,8 @@ class InForce:
         """A hash of everything that a decision depends on."""
         ends = [isinstance(axis, SteppedAxis) and axis.open_ended for axis in self.grid.axes]
         parts = [f"{source.entry.digest} {source.margin}" for source in self.sources]
-        return hashlib.sha256(f"{' '.join(parts)} {ends}".encode()).hexdigest()
+        text = f"{' '.join(parts)} {rule.HOST_MARGIN} {ends}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def failure(self, names: list[str], values: tuple[Any, ...], column: int) -> Failure:
         """Why the column declines a call's features."""
@@ -163,7 +164,10 @@ class Decisions:
             f"{table.model} {entry.digest}"
             for table, entry in (*self.found.user, *self.found.author)
         ]
-        margins = rule.MARGIN, rule.OTHER_DEVICE_MARGIN, rule.OTHER_ARCHITECTURE_MARGIN
+        margins = (
+            *(rule.MARGIN, rule.HOST_MARGIN),
+            *(rule.OTHER_DEVICE_MARGIN, rule.OTHER_ARCHITECTURE_MARGIN),
+        )
         ends = sorted(self.crossover.open_ended)
         text = f"{margins} {parts} {len(self.found.user)} {ends}"
         return hashlib.sha256(text.encode()).hexdigest()
