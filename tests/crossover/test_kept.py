@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from opgraft import when
 from opgraft.crossover import kept, sources
 from opgraft.crossover.decisions import Decisions
 from opgraft.crossover.models import Model
@@ -96,36 +101,108 @@ def test_a_grid_of_other_tables_or_declarations_is_not_taken(
     assert same(made, in_force and in_force.grid)
 
 
-def test_a_grid_of_other_code_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_is_not_kept_as_one_of_tables_that_were_written_after_it_read_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path, cell(4))
+    found = decisions(tmp_path)
+    assert found.digest  # of what a compilation is told: it reads the tables
+    write_table(tmp_path, cell(4), cell(64))
+    assert found.grid_on(H200) is not None
+    assert not is_kept(tmp_path, monkeypatch)
+
+
+def test_the_tables_are_those_of_where_a_process_was_when_it_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative folder leads elsewhere after a change of the working directory."""
+    for name, rows in {"one": 4, "other": 64}.items():
+        write_table(tmp_path / name / "tables", cell(rows))
+    monkeypatch.chdir(tmp_path / "one")
+    found = decisions(Path("tables"))
+    assert found.digest
+    monkeypatch.chdir(tmp_path / "other")
+    assert found.grid_on(H200) is not None
+    assert not is_kept(tmp_path / "other" / "tables", monkeypatch)
+
+
+@pytest.mark.parametrize("code", ["_CODE", "_core"])
+def test_a_grid_of_other_code_is_not_taken(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_table(tmp_path, cell(4))
     decisions(tmp_path).grid_on(H200)
-    monkeypatch.setattr(kept, "_hash_of_code", lambda: "of another opgraft")
+    another = "of another opgraft" if code == "_CODE" else lambda: ["another"]
+    monkeypatch.setattr(kept, code, another)
     assert not is_kept(tmp_path, monkeypatch)
+
+
+def test_a_grid_of_another_torch_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path, cell(4))
+    decisions(tmp_path).grid_on(H200)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert not is_kept(tmp_path, monkeypatch)
+
+
+def test_a_grid_with_a_dtype_that_there_is_not_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is refused then, as if no grid were kept."""
+    write_table(tmp_path, cell(4, "float8_e5m2"))
+    assert decisions(tmp_path).grid_on(H200) is not None
+    monkeypatch.delattr(torch, "float8_e5m2")
+    assert decisions(tmp_path).grid_on(H200) is None
+
+
+def test_code_is_that_which_was_imported_and_not_what_an_upgrade_left_in_its_place(
+    tmp_path: Path,
+) -> None:
+    """A process that began before an upgrade makes grids as the former version does."""
+    program = """
+import pathlib, shutil, sys
+package = pathlib.Path(sys.argv[1])
+from opgraft.crossover import kept
+assert pathlib.Path(kept.__file__).is_relative_to(package)
+before = kept._hash_of_code()
+rule = package / "opgraft/crossover/rule.py"
+rule.write_text(rule.read_text() + "# changed")
+assert kept._hash_of_code() != before and kept._CODE == before
+"""
+    package = Path(kept.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "opgraft", ignore=shutil.ignore_patterns("*.so", "csrc"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OPGRAFT_PACKS": ""}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, cwd=tmp_path)
 
 
 def test_where_the_code_cannot_be_read_each_process_makes_its_own(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable() -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(kept, "_hash_of_code", unreadable)
+    monkeypatch.setattr(kept, "_CODE", None)
     write_table(tmp_path, cell(4))
     assert decisions(tmp_path).grid_on(H200) is not None
     assert not cache.exists()
 
 
-def test_what_is_measured_as_another_has_a_grid_of_its_own(
+def test_what_has_the_same_part_of_a_table_has_a_grid_of_its_own(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have one name in tables, and would overwrite each other's."""
     write_table(tmp_path, cell(4))
+    every: list[dict[str, Any]] = [
+        {},
+        {"measured_as": "fast"},
+        {"measured_as": "fast", "rows": when.numel("self")},
+        {"rows": when.numel("self")},  # of another op, by the same name
+    ]
     for _ in range(2):
-        decisions(tmp_path).grid_on(H200)
-        decisions(tmp_path, measured_as="fast").grid_on(H200)
-    assert len(list(cache.iterdir())) == 2
-    assert is_kept(tmp_path, monkeypatch)
-    assert is_kept(tmp_path, monkeypatch, measured_as="fast")
+        for declared in every:
+            decisions(tmp_path, **declared).grid_on(H200)
+    assert len(list(cache.iterdir())) == len(every)
+    for declared in every:
+        assert is_kept(tmp_path, monkeypatch, **declared)
 
 
 @pytest.mark.parametrize("axis", [ExactAxis([torch.float32, torch.bfloat16]), ExactAxis([0, 1])])
@@ -149,7 +226,7 @@ def test_whatever_byte_is_damaged_the_grid_is_made_anew(tmp_path: Path, cache: P
     whole = path.read_bytes()
     place = kept.Kept(
         *("fast", "user", crossover(tables=tmp_path), H200),
-        sources.hashes("user", crossover(tables=tmp_path)),
+        sources.hashes(sources.folders("user", crossover(tables=tmp_path))),
     )
     assert same(place.load(), right)
     for at in range(len(whole)):
@@ -168,6 +245,19 @@ def test_what_others_could_have_written_is_not_taken(
     (path,) = cache.iterdir()
     path.chmod(0o622)
     assert not is_kept(tmp_path, monkeypatch)
+
+
+def test_nothing_is_kept_where_no_process_would_take_it(tmp_path: Path, cache: Path) -> None:
+    """Each one would write all of its grids again, in place of reading them."""
+    write_table(tmp_path, cell(4))
+    cache.parent.mkdir()
+    cache.parent.chmod(0o770)
+    for _ in range(2):
+        assert decisions(tmp_path).grid_on(H200) is not None
+    assert not any(cache.iterdir())
+    cache.parent.chmod(0o700)
+    assert decisions(tmp_path).grid_on(H200) is not None
+    assert any(cache.iterdir())
 
 
 def test_without_a_place_to_keep_it_a_grid_is_made(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch
 import opgraft
 from opgraft import packs, when
 from opgraft.crossover import sources
+from opgraft.crossover.decisions import Decisions
+from opgraft.crossover.models import Model
 from tests import python_router
 from tests.crossover.tables import CPU, GRAPHS_ONLY, cell, crossover, entry, table, write
 
@@ -118,6 +123,17 @@ def test_explain_says_what_was_measured(user_tables: Path) -> None:
     ("cells", "expected"),
     [
         ([cell(4, override=9.9)], "not 3% faster from Python here: 9.9 us against native's 10"),
+        (
+            [cell(4, python_host=9.2)],
+            "not 12% faster from Python here, as the host's times have to be: 9.2 us on the host "
+            "against native's 10",
+        ),
+        (  # what the device takes is longer, and alone it would do
+            [cell(4, override=9.3, python_host=9.2)],
+            "not 12% faster from Python here, as the host's times have to be: 9.2 us on the host "
+            "against native's 10",
+        ),
+        ([cell(4, override=9.9, python_host=9.8)], "not 3% faster from Python here: 9.9 us"),
         ([cell(4, python_host=None)], "not measured from Python here (rows 4"),
         ([cell(16)], "not measured here (rows 5, float32;"),
         ([cell(2), cell(8, **SLOWER)], "not measured here, and not faster in all measured cells"),
@@ -130,6 +146,40 @@ def test_explain_says_why_a_table_declines(
     write(user_tables, table({"fast": entry(*cells)}))
     register()
     assert expected in str(opgraft.explain("aten::_softmax", torch.ones(5, 4), 1, False))
+
+
+H200, H100 = Model("NVIDIA H200", (9, 0)), Model("NVIDIA H100 80GB HBM3", (9, 0))
+#: What a comparison says.
+SENTENCE = re.compile(
+    r"(?:slower|not (?P<share>\d+)% faster)(?: from Python| in graphs)? here"
+    r"(?:, as the host's times have to be)?: (?P<ours>[\d.]+) us(?: on the host)? "
+    r"against native's (?P<native>[\d.]+)$"
+)
+
+
+@pytest.mark.parametrize("model", [H200, H100], ids=["its own table", "another device's"])
+def test_what_is_told_of_a_declined_cell_is_so(model: Model, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [2**octave for octave in range(60)]
+    names = ("native", "override", "native_host", "plan_host", "python_host", "inductor", "opaque")
+    # Around each border, of 3, 10 and 12 per cent.
+    cells = [cell(each, **{name: round(rng.uniform(10, 12), 2) for name in names}) for each in rows]
+    write(tmp_path, table({"fast": entry(*cells)}, H200.name, capability=[9, 0]), H200.name)
+    in_force = Decisions("fast", "user", crossover(tables=tmp_path)).in_force(model)
+    assert in_force is not None
+    told = set()
+    for number, column in itertools.product(rows, range(3)):
+        values = (number, torch.float32)
+        if in_force.grid.takes(values, column):
+            continue
+        part = in_force.failure(["rows", "dtype"], values, column).part
+        found = SENTENCE.search(part)
+        assert found, part
+        border = 1 + int(found["share"]) / 100 if found["share"] else 1.0
+        assert float(found["native"]) < float(found["ours"]) * border, part
+        told.add(part[: found.end("share") if found["share"] else len("slower")])
+    margin = in_force.source.margin
+    assert {"slower", f"not {margin:.0%}"[:-1], "not 12"} <= told
 
 
 def test_explain_says_that_there_is_no_table() -> None:

@@ -15,15 +15,21 @@ import torch
 
 from opgraft.crossover import rule, sources, tables
 from opgraft.crossover.decisions import Decisions
+from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.models import Model
 from opgraft.crossover.rule import PLAN
-from opgraft.crossover.sources import Source
+from opgraft.crossover.sources import Found, Source
 from opgraft.crossover.tables import BadTable
 from tests.crossover.tables import cell, crossover, entry, line, table, write
 
 H200, H100 = Model("NVIDIA H200", (9, 0)), Model("NVIDIA H100 80GB HBM3", (9, 0))
 A100, B200, L40 = Model("NVIDIA A100", (8, 0)), Model("NVIDIA B200", (10, 0)), Model("L40", (8, 9))
 GAUDI = Model("Gaudi")
+
+
+def found_of(declared: Crossover) -> Found:
+    """What all tables say of the override."""
+    return sources.find("fast", declared, sources.folders("user", declared))
 
 
 def chosen(
@@ -35,7 +41,7 @@ def chosen(
             capability = each.capability and list(each.capability)
             content = table({"fast": entry(cell(4))}, each.name, capability=capability)
             write(folder, content, each.name)
-    found = sources.find("fast", "user", crossover(tables=tmp_path / "shipped"))
+    found = found_of(crossover(tables=tmp_path / "shipped"))
     return next(iter(sources.choose(found, model, "user")), None)
 
 
@@ -68,7 +74,7 @@ def test_tables_behind_the_first_count_where_it_decides_nothing(
     user_tables: Path, tmp_path: Path
 ) -> None:
     chosen(user_tables, tmp_path, [H200, A100], [H200, H100, B200], H200)
-    found = sources.find("fast", "user", crossover(tables=tmp_path / "shipped"))
+    found = found_of(crossover(tables=tmp_path / "shipped"))
     kept = sources.choose(found, H200, "user")
     assert [(each.owner, each.table.model, each.margin) for each in kept] == [
         ("user", H200, rule.MARGIN),
@@ -99,7 +105,7 @@ def test_beside_a_complete_table_no_other_device_s_counts(
     in_force = Decisions("fast", "user", declared).in_force(H200)
     assert in_force is not None
     assert [source.table.model for source in in_force.sources] == counting
-    chosen = sources.choose(sources.find("fast", "user", declared), H200, "user")
+    chosen = sources.choose(found_of(declared), H200, "user")
     assert [source.table.model for source in chosen] == counting
 
 
@@ -108,7 +114,7 @@ def in_force_on_h200(shipped: Path, **declared: Any) -> list[tuple[str, Model]]:
     crossed = crossover(tables=shipped, **declared)
     in_force = Decisions("fast", "user", crossed).in_force(H200)
     assert in_force is not None
-    chosen = sources.choose(sources.find("fast", "user", crossed), H200, "user")
+    chosen = sources.choose(found_of(crossed), H200, "user")
     found, all_looked_at = (
         [(source.owner, source.table.model) for source in each]
         for each in (in_force.sources, chosen)
@@ -193,7 +199,7 @@ def test_a_table_with_other_buckets_than_the_first_does_not_count(
     content = table({"fast": entry(cell(4), features=halves)}, H200.name, capability=[9, 0])
     write(user_tables, content, H200.name)
     chosen(user_tables, tmp_path, [], [H200], H200)
-    found = sources.find("fast", "user", crossover(tables=tmp_path / "shipped"))
+    found = found_of(crossover(tables=tmp_path / "shipped"))
     assert [each.owner for each in sources.choose(found, H200, "user")] == ["user"]
 
 
@@ -325,7 +331,7 @@ def test_what_cannot_be_read_is_told_in_a_short_line_and_the_next_source_counts(
     bad.mkdir(parents=True)
     UNREADABLE[what](bad / "nvidia_h200.json")
     with caplog.at_level(logging.WARNING, "opgraft"):
-        found = sources.find("fast", "user", crossover(tables=shipped))
+        found = found_of(crossover(tables=shipped))
     (line,) = [record.message for record in caplog.records]
     assert found.refused == (line,)
     assert line.startswith(f"the table {bad / 'nvidia_h200.json'} is not used: ")
@@ -344,7 +350,7 @@ def test_the_name_of_a_file_is_told_without_control_characters(
 ) -> None:
     user_tables.mkdir(parents=True)
     (user_tables / name).write_text("")
-    (line,) = sources.find("fast", "user", crossover()).refused
+    (line,) = found_of(crossover()).refused
     assert line.isprintable() and ".json is not used: it is damaged" in line
 
 
@@ -353,7 +359,7 @@ def test_the_name_of_a_file_is_told_without_control_characters(
 )
 def test_a_folder_that_cannot_be_is_none(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPGRAFT_TABLES", folder)
-    found = sources.find("fast", "user", crossover(tables=folder))
+    found = found_of(crossover(tables=folder))
     assert found.user == found.author == ()
     assert ["tables are not used" in line for line in found.refused] == [True, True] * (
         "~" in folder
@@ -410,3 +416,22 @@ def test_a_damaged_byte_is_an_error_or_changes_one_cell(tmp_path: Path) -> None:
                 others = [a != b for a, b in zip(found, expected, strict=True)]
                 assert sum(others) <= 1, (place, new)
     assert read > 100
+
+
+@pytest.mark.parametrize("margin", ["MARGIN", "HOST_MARGIN"])
+def test_digests_are_of_the_margins_too(
+    margin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers' caches and other ranks compare them: another margin decides otherwise."""
+    content = table({"fast": entry(cell(4))}, H200.name, capability=[9, 0])
+    write(tmp_path, content, H200.name)
+
+    def digests() -> tuple[str, str]:
+        found = Decisions("fast", "user", crossover(tables=tmp_path))
+        in_force = found.in_force(H200)
+        assert in_force is not None
+        return found.digest, in_force.digest
+
+    before = digests()
+    monkeypatch.setattr(rule, margin, 0.2)
+    assert not {*before} & {*digests()}

@@ -10,6 +10,7 @@ import operator
 import os
 import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -374,6 +375,37 @@ def test_what_answers_without_it_may_have_any_name(
     assert timed == {4}, "native twice, the override, and the one behind it"
 
 
+def rounds_until_clear(rng: random.Random, ratio: float, *, of_host: bool) -> int:
+    """How many rounds a cell takes, where the device's time or the host's is so much less than
+    native's."""
+    turns = timing.Turns({}, CPU)
+    turns.on_device = {"native": [], "native again": [], "plan": []}
+    turns.on_host = {name: [] for name in turns.on_device}
+    while turns.rounds < measuring.MAX_ROUNDS:
+        turns.rounds += 1
+        for name in turns.on_device:
+            longer = (10.0 if name == "plan" else 10.0 * ratio) * math.exp(rng.gauss(0, 0.01))
+            host, device = (longer, 1.0) if of_host and name == "plan" else (1.0, longer)
+            turns.on_device[name].append(device)
+            turns.on_host[name].append(host)
+        if measuring._is_clear(turns, "native", "plan"):
+            break
+    return turns.rounds
+
+
+def test_a_cell_is_measured_longest_at_the_border_that_decides_it() -> None:
+    """The device's time has another one than the host's."""
+    rng = random.Random(0)
+    device, host = (
+        [
+            statistics.fmean(rounds_until_clear(rng, 1 + border, of_host=it) for _ in range(100))
+            for border in (rule.MARGIN, rule.HOST_MARGIN)
+        ]
+        for it in (False, True)
+    )
+    assert device[0] > 2 * device[1] and host[1] > 2 * host[0]
+
+
 def finds_native_slower(rng: random.Random, ratio: float) -> bool:
     """What is found where others interrupt every third turn."""
     turns = timing.Turns({}, CPU)
@@ -633,6 +665,54 @@ def test_the_call_that_gains_least_decides_a_cell(
     (cell,) = result.cells.values()
     assert cell.native == pytest.approx(100.0 * least)
     assert measured == count
+
+
+def decided_by(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, of_calls: Sequence[Cell]
+) -> tuple[Cell, int]:
+    """What a cell has whose calls take these times; and how many of them were measured."""
+    measured = []
+
+    def cell(self: measuring.Measuring, calls: Sequence[Any]) -> Cell:
+        measured.append(of_calls[int(calls[0].args[0][0, 0].item())])
+        return measured[-1]
+
+    def calls(device: torch.device, rows: int, dtype: torch.dtype) -> Iterator[Any]:
+        for number in range(len(of_calls)):
+            yield torch.full((rows, 4), float(number)), -1, False
+
+    monkeypatch.setattr(measuring.Measuring, "cell", cell)
+    override = register(crossover(calls=calls, ranges=SMALL))
+    (found,) = tune(folder, override).cells.values()
+    override.remove()
+    return found, len(measured)
+
+
+def test_a_call_that_the_host_s_time_declines_decides_before_one_that_is_hardly_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_host = Cell(110.0, 50.0, 1.0, None, 100.0, None, None)
+    taken = Cell(105.0, 100.0, 1.0, None, 1.0, None, None)
+    for number, of_calls in enumerate([[by_host, taken], [taken, by_host]]):
+        found, _ = decided_by(tmp_path / str(number), monkeypatch, of_calls)
+        assert found == by_host
+
+
+def test_a_cell_is_taken_where_each_of_its_calls_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(0)
+    decisions = set()
+    for number in range(60):
+        of_calls = [
+            Cell(100.0, rng.uniform(75, 100), 1.0, None, rng.uniform(75, 92), None, None)
+            for _ in range(rng.randrange(1, 4))
+        ]
+        found, measured = decided_by(tmp_path / str(number), monkeypatch, of_calls)
+        every = [rule.pays(cell, rule.PLAN, rule.MARGIN) for cell in of_calls[:measured]]
+        assert rule.pays(found, rule.PLAN, rule.MARGIN) == all(every)
+        decisions.add(all(every))
+    assert decisions == {False, True}
 
 
 def test_of_calls_that_are_all_declined_nothing_is_measured(

@@ -14,7 +14,7 @@ from opgraft.base import garbage
 from opgraft.crossover import kept, models, rule, sources
 from opgraft.crossover.declaration import Crossover
 from opgraft.crossover.models import Model
-from opgraft.crossover.sources import Found, Source
+from opgraft.crossover.sources import Folders, Found, Source
 from opgraft.crossover.tables import Cell
 from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, Feature, Grid, SteppedAxis, places_in
@@ -50,7 +50,8 @@ class InForce:
         """A hash of everything that a decision depends on."""
         ends = [isinstance(axis, SteppedAxis) and axis.open_ended for axis in self.grid.axes]
         parts = [f"{source.entry.digest} {source.margin}" for source in self.sources]
-        return hashlib.sha256(f"{' '.join(parts)} {ends}".encode()).hexdigest()
+        text = f"{' '.join(parts)} {rule.HOST_MARGIN} {ends}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def failure(self, names: list[str], values: tuple[Any, ...], column: int) -> Failure:
         """Why the column declines a call's features."""
@@ -91,13 +92,22 @@ _WAYS = {rule.PLAN: "", rule.PYTHON: " from Python", rule.GRAPH: " in graphs"}
 
 
 def _comparison(cell: Cell, column: int, margin: float) -> str:
+    """Why a measured cell is declined."""
     native, way = rule.times(cell, column)
     if native is None or way is None:
         return f"not measured{_WAYS[column]} here"
     text = f"{way:.4g} us against native's {native:.4g}"
     if way > native:
         return f"slower{_WAYS[column]} here: {text}"
-    return f"not {margin:.0%} faster{_WAYS[column]} here: {text}"
+    if native < way * (1 + margin):
+        return f"not {margin:.0%} faster{_WAYS[column]} here: {text}"
+    if column == rule.GRAPH:
+        return f"an opaque op's call would be declined: {_comparison(cell, rule.PLAN, margin)}"
+    host = rule.host_time(cell, column)
+    return (
+        f"not {rule.host_margin(margin):.0%} faster{_WAYS[column]} here, as the host's times have "
+        f"to be: {host:.4g} us on the host against native's {native:.4g}"
+    )
 
 
 def _place(axis: Axis, index: int, value: Any) -> Feature:
@@ -137,10 +147,15 @@ class Decisions:
         )
 
     @cached_property
+    def _folders(self) -> Folders:
+        """The tables. All that is asked is answered by the same ones, whatever becomes of files."""
+        return sources.folders(self.owner, self.crossover)
+
+    @cached_property
     def found(self) -> Found:
         """What all tables say of it, whatever the device."""
         with garbage.collection_paused():  # thousands of cells, which stay
-            return sources.find(self.name, self.owner, self.crossover)
+            return sources.find(self.name, self.crossover, self._folders)
 
     @property
     def digest(self) -> str:
@@ -149,7 +164,10 @@ class Decisions:
             f"{table.model} {entry.digest}"
             for table, entry in (*self.found.user, *self.found.author)
         ]
-        margins = rule.MARGIN, rule.OTHER_DEVICE_MARGIN, rule.OTHER_ARCHITECTURE_MARGIN
+        margins = (
+            *(rule.MARGIN, rule.HOST_MARGIN),
+            *(rule.OTHER_DEVICE_MARGIN, rule.OTHER_ARCHITECTURE_MARGIN),
+        )
         ends = sorted(self.crossover.open_ended)
         text = f"{margins} {parts} {len(self.found.user)} {ends}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -158,7 +176,7 @@ class Decisions:
         """The tables that are in force on a model of device; None if there are none."""
         if model not in self._in_force:
             with garbage.collection_paused():
-                alone = sources.find_complete(self.name, self.owner, self.crossover, model)
+                alone = sources.find_complete(self.name, self.crossover, self._folders, model)
             found = alone or self.found
             chosen = sources.choose(found, model, self.owner)
             made = InForce(model, chosen, found.refused) if chosen else None
@@ -174,11 +192,8 @@ class Decisions:
 
     def _kept(self, model: Model) -> Grid | None:
         """The grid that another process made of the same tables, or else one that is made now."""
-        texts = sources.hashes(self.owner, self.crossover)
-        try:
-            place = kept.Kept(self.name, self.owner, self.crossover, model, texts)
-        except OSError:
-            return self._made(model)
+        texts = sources.hashes(self._folders)
+        place = kept.Kept(self.name, self.owner, self.crossover, model, texts)
         if (grid := place.load()) is not None:
             return grid
         in_force = self.in_force(model)

@@ -45,8 +45,28 @@ def times(cell: Cell, column: int) -> tuple[float | None, float | None]:
         return cell.inductor, cell.opaque
     # Without the host's time, native counts as faster than it may be.
     native = _longer(cell.native, cell.native_host or 0)
-    host = cell.plan_host if column == PLAN and cell.plan_host else cell.python_host
-    return native, _longer(cell.override, host)
+    return native, _longer(cell.override, host_time(cell, column))
+
+
+def host_time(cell: Cell, column: int) -> float | None:
+    """What the host takes for a call by a column's way."""
+    return cell.plan_host if column == PLAN and cell.plan_host else cell.python_host
+
+
+def gain(native: float, override: float, host: float) -> float:
+    """How many times as fast as native a call is, where it is taken from `1 + MARGIN` on.
+
+    What the host takes counts as longer than it is: by what `HOST_MARGIN` is above `MARGIN`.
+
+    Args:
+        native: what takes longer natively, the device or the host.
+        override: what the device takes for the override.
+        host: what the host does.
+
+    >>> round(gain(20.0, 10.0, 5.0), 2), round(gain(20.0, 10.0, 10.0), 2)
+    (2.0, 1.84)
+    """
+    return native / max(override, host * (1 + HOST_MARGIN) / (1 + MARGIN))
 
 
 def _longer(device: float | None, host: float | None) -> float | None:
@@ -71,6 +91,11 @@ def pays(cell: Cell, column: int, margin: float) -> bool:
     return not is_measured(cell, PLAN) or _bits_of_calls(cell, margin) != 0
 
 
+def host_margin(margin: float) -> float:
+    """By how much native must be slower than the host is, where `margin` is that of the device."""
+    return max(margin, HOST_MARGIN)
+
+
 def _bits_of_calls(cell: Cell, margin: float) -> int:
     """A bit for each of the ways of a call that are faster than native by more than the margin:
     what `times` says of both, for all cells of a table at once, for which calls wait."""
@@ -81,7 +106,7 @@ def _bits_of_calls(cell: Cell, margin: float) -> int:
         native = native_host
     if native < override * (1 + margin):
         return 0
-    border = 1 + max(margin, HOST_MARGIN)
+    border = 1 + host_margin(margin)
     plan_host = plan_host or python_host
     by_plan = plan_host is not None and native >= plan_host * border
     from_python = python_host is not None and native >= python_host * border

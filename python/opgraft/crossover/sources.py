@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from opgraft.base import env
 from opgraft.core import store
@@ -111,37 +111,25 @@ class Found(NamedTuple):
     devices: frozenset[str] = frozenset()
 
 
-def find(name: str, owner: str, crossover: Crossover) -> Found:
-    """All that tables say of an override, whatever the device.
-
-    Args:
-        name: the override's name in tables.
-        owner: its pack, or `"user"`: the user's tables are in a folder for each owner.
-        crossover: what it declares.
-    """
-    return _found(name, crossover, _folders(owner, crossover))
+#: The user's tables and the author's.
+Folders: TypeAlias = Mapping[Owner, Folder]
 
 
-def hashes(owner: str, crossover: Crossover) -> list[list[str]]:
-    """Of the tables' texts: the user's, and the author's.
-
-    Args:
-        owner: as in `find`, like `crossover`.
-    """
-    return [[table.sha256 for table in each.tables] for each in _folders(owner, crossover).values()]
+def hashes(folders: Folders) -> list[list[str]]:
+    """Of the tables' texts: the user's, and the author's."""
+    return [[table.sha256 for table in each.tables] for each in folders.values()]
 
 
-def find_complete(name: str, owner: str, crossover: Crossover, model: Model) -> Found | None:
+def find_complete(name: str, crossover: Crossover, folders: Folders, model: Model) -> Found | None:
     """What the tables of one model say of an override, if no other model's counts there.
 
     The others are not looked at then: that takes as long again, and the first call of an override
     waits for it.
 
     Args:
-        name: as in `find`, like `owner` and `crossover`.
+        name: as in `find`, like `crossover` and `folders`.
         model: the model.
     """
-    folders = _folders(owner, crossover)
     own: list[Table] = []
     others: list[Table] = []
     for table in itertools.chain.from_iterable(folder.tables for folder in folders.values()):
@@ -161,7 +149,7 @@ def find_complete(name: str, owner: str, crossover: Crossover, model: Model) -> 
         )
         for whose, folder in folders.items()
     }
-    found = _found(name, crossover, own_alone)
+    found = find(name, crossover, own_alone)
     return found if _are_complete(_of_this_device(found, model), has_graphs) else None
 
 
@@ -173,8 +161,13 @@ def _are_complete(sources: Iterable[Source], in_graphs: bool) -> bool:
     )
 
 
-def _folders(owner: str, crossover: Crossover) -> dict[Owner, Folder]:
-    """The user's tables and the author's, as they were read."""
+def folders(owner: str, crossover: Crossover) -> Folders:
+    """The tables that there may be of an override, as they were read.
+
+    Args:
+        owner: its pack, or `"user"`: the user's tables are in a folder for each owner.
+        crossover: what it declares.
+    """
 
     def folder_of(whose: Owner) -> Folder:
         try:
@@ -186,7 +179,14 @@ def _folders(owner: str, crossover: Crossover) -> dict[Owner, Folder]:
     return {"user": folder_of("user"), "author": folder_of("author")}
 
 
-def _found(name: str, crossover: Crossover, folders: Mapping[Owner, Folder]) -> Found:
+def find(name: str, crossover: Crossover, folders: Folders) -> Found:
+    """All that tables say of an override, whatever the device.
+
+    Args:
+        name: the override's name in tables.
+        crossover: what it declares.
+        folders: the tables.
+    """
     refused: list[str] = []
     users, authors = (
         tuple(_entries(folders[whose], name, crossover, refused)) for whose in ("user", "author")

@@ -16,8 +16,8 @@ from opgraft.crossover.tables import Cell
 from opgraft.ops.describing import dtype_name
 from opgraft.when.grid import Axis, ExactAxis
 
-#: Ratios from which a cell is green, or below which it is red: the rule's margin on both sides.
-_FASTER, _SLOWER = 1 + rule.MARGIN, 1 - rule.MARGIN
+#: A cell that is taken is green; one whose ratio is below this is red.
+_SLOWER = 1 - rule.MARGIN
 
 
 class _Plane(NamedTuple):
@@ -96,7 +96,8 @@ def _colored(cell: Cell | None, width: int) -> Text:
     ratio = _ratio(cell)
     if ratio is None:
         return Text(f"{'?':>{width}}", style="dim")
-    color = "green" if ratio >= _FASTER else "red" if ratio < _SLOWER else "yellow"
+    is_taken = rule.pays(cell, rule.PLAN, rule.MARGIN)
+    color = "green" if is_taken else "red" if ratio < _SLOWER else "yellow"
     return Text(f"{ratio:>{width}.2f}", style=Style(color=color))
 
 

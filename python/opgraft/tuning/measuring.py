@@ -36,7 +36,7 @@ _PYTHON_ROUNDS, _PYTHON_CALLS = 3, 16
 #: What stands in for an override measures so many kinds of calls at the most, and another one does
 #: the next: each records two launch plans or more of a kind, and recordings are limited.
 _KINDS_OF_A_TWIN = 100
-#: Native's time over the override's from which on it is taken.
+#: The gain from which on an override is taken.
 _BORDER = 1 + rule.MARGIN
 #: By how much native's time may differ from native's, where a cell is near the border.
 _CONTROL = 0.025
@@ -296,7 +296,7 @@ def cold_calls(make: Callable[[], Call]) -> list[Call]:
 
 def _is_clear(turns: Turns, without: str, way: str) -> bool:
     """Whether more rounds would not change the decision, and native is as fast as native."""
-    ratios = turns.ratios(without, way)
+    ratios = turns.gains(without, way)
     control = turns.ratios("native", "native again")
     # Who is interrupted in two rounds may seem far slower. Then so does native beside native.
     apart = max(max(each, 1 / each) for each in control)

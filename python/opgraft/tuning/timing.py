@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from opgraft.crossover import rule
+
 Call: TypeAlias = Callable[[], object]
 
 #: How long the device is kept busy at first while calls are issued, in its clock's cycles.
@@ -83,6 +85,12 @@ class Turns:
     def ratios(self, one: str, other: str) -> list[float]:
         """By round: how much longer one way takes than another, on the device or on the host."""
         return _ratios(self._longer(one), self._longer(other))
+
+    def gains(self, one: str, other: str) -> list[float]:
+        """By round: what the rule compares with `1 + MARGIN`, where `one` stands for native."""
+        others = zip(self.on_device[other], self.on_host[other], strict=True)
+        pairs = zip(self._longer(one), others, strict=True)
+        return [rule.gain(longer, *times) for longer, times in pairs]
 
     def ratios_on_device(self, one: str, other: str) -> list[float]:
         """By round: how much longer one way takes on the device than another."""

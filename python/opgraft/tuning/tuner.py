@@ -473,7 +473,7 @@ class _Tuning:
             cell = self._measuring.cell(cold_calls(partial(self._call, at, number)))
             if least is None or _gain(cell) < _gain(least):
                 least = cell
-            if not 1 + rule.MARGIN <= _gain(least) < _CLEAR_GAIN:
+            if not _pays(least) or _gain(least) >= _CLEAR_GAIN:
                 break
         if least is None:
             raise Skip("the condition declines the calls")
@@ -625,9 +625,13 @@ def _measured_with(override: Override) -> dict[str, str]:
 
 
 def _gain(cell: Cell) -> float:
-    """How many times as fast as native the override is, by a plan if it has one."""
-    native, own = rule.times(cell, rule.PLAN)
-    return native / own if native and own else 0.0
+    """What the override gains, by a plan if it has one, as the rule compares it."""
+    native, host = rule.times(cell, rule.PLAN)[0], rule.host_time(cell, rule.PLAN)
+    return rule.gain(native, cell.override, host) if native and cell.override and host else 0.0
+
+
+def _pays(cell: Cell) -> bool:
+    return rule.pays(cell, rule.PLAN, rule.MARGIN)
 
 
 def _bits(cell: Cell) -> int:
