@@ -128,13 +128,16 @@ def write_both(shipped: Path, h200: dict[str, Any], h100: dict[str, Any]) -> Non
         write(shipped, table({"fast": part}, model.name, capability=[9, 0]), model.name)
 
 
+def of_halves() -> dict[str, Any]:
+    """A part with other buckets: two an octave."""
+    return entry(cell(4), features={"rows": {"steps": 2}, "dtype": "exact"})
+
+
 def test_a_complete_table_that_does_not_count_leaves_another_device_s_in_force(
     user_tables: Path, tmp_path: Path
 ) -> None:
-    halves = {"rows": {"steps": 2}, "dtype": "exact"}
-    first = table({"fast": entry(cell(4), features=halves)}, H200.name, capability=[9, 0])
-    write(user_tables, first, H200.name)
-    write_both(tmp_path, entry(cell(4), complete=True), entry(cell(4), features=halves))
+    write(user_tables, table({"fast": of_halves()}, H200.name, capability=[9, 0]), H200.name)
+    write_both(tmp_path, entry(cell(4), complete=True), of_halves())
     assert in_force_on_h200(tmp_path) == [("user", H200), ("author", H100)]
 
 
@@ -195,9 +198,7 @@ def test_a_feature_that_was_exact_is_not_complete_between_its_values(
 def test_a_table_with_other_buckets_than_the_first_does_not_count(
     user_tables: Path, tmp_path: Path
 ) -> None:
-    halves = {"rows": {"steps": 2}, "dtype": "exact"}
-    content = table({"fast": entry(cell(4), features=halves)}, H200.name, capability=[9, 0])
-    write(user_tables, content, H200.name)
+    write(user_tables, table({"fast": of_halves()}, H200.name, capability=[9, 0]), H200.name)
     chosen(user_tables, tmp_path, [], [H200], H200)
     found = found_of(crossover(tables=tmp_path / "shipped"))
     assert [each.owner for each in sources.choose(found, H200, "user")] == ["user"]

@@ -1,9 +1,9 @@
 """Grids that processes keep for those after them.
 
-To make a grid of a table takes milliseconds, of all that a pack ships a tenth of a second, and the
-first calls of a program wait for it. What comes out is some kilobytes. It holds for the same
-tables, the same declaration and the same code, torch among it, whose hash is in its file. One that
-is missing, damaged, or that others could have written, is made anew.
+Making a grid takes a look at each cell of its tables, and the first calls of a program wait for
+it. What comes out is a byte a bucket. It holds for the same tables, the same declaration and the
+same code, torch among it, whose hash is in its file. One that is missing, damaged, or that others
+could have written, is made anew.
 """
 
 from __future__ import annotations
