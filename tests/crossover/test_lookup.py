@@ -297,8 +297,15 @@ def test_a_bucket_is_from_its_lower_end_to_the_next_one(steps: int, one: int, ot
     assert axis.index_of(highest) == axis.count - 1
 
 
+ROWS = when.size("x", 0)
+
+
 def by_rows(
-    cells: list[bool], *, dynamic: bool, axis: SteppedAxis | None = None
+    cells: list[bool],
+    *,
+    dynamic: bool,
+    axis: Axis | None = None,
+    feature: when.Number = ROWS,
 ) -> tuple[symbolic.Outcomes, int]:
     """The outcomes for a matrix of 2 to 15 rows, in a grid from 2 to 8 rows, and the guards."""
     from torch._subclasses import FakeTensorMode
@@ -315,7 +322,7 @@ def by_rows(
     torch._check(matrix.shape[0] >= 2)
     torch._check(matrix.shape[0] < 16)
     grid = Grid([axis or SteppedAxis(1, 2, 8)], bytes(cells))
-    lookup = Lookup({"rows": when.size("x", 0)}, 0, "plan", Tables(grid))
+    lookup = Lookup({"rows": feature}, 0, "plan", Tables(grid))
     guards = len(env.guards)
     found = symbolic.outcomes(lookup, {"x": matrix})
     return found, len(env.guards) - guards
@@ -344,6 +351,24 @@ def test_symbolic_sizes_beyond_an_open_end_are_decided_by_it(lowest: int, highes
         assert by_rows([cell] * axis.count, dynamic=True, axis=axis) == (expected, 0)
     closed = SteppedAxis(1, lowest, highest)
     assert by_rows([True] * closed.count, dynamic=True, axis=closed)[0] != symbolic.HOLDS
+
+
+@pytest.mark.parametrize(
+    ("values", "taken", "expected"),
+    [
+        ([0, 1], [True, True], symbolic.HOLDS),
+        ([1, 0], [False, False], symbolic.FAILS),
+        ([1, 0], [True, False], symbolic.EITHER),
+        ([0], [True], symbolic.ANY),  # it may be another one, of which nothing is known
+        ([1, 3], [True, True], symbolic.ANY),
+    ],
+)
+def test_symbolic_sizes_are_decided_where_every_exact_number_that_they_can_give_agrees(
+    values: list[int], taken: list[bool], expected: symbolic.Outcomes
+) -> None:
+    feature = 1 // (ROWS % 4 + 1)  # 1 of a multiple of 4, else 0
+    axis = ExactAxis(values)
+    assert by_rows(taken, dynamic=True, axis=axis, feature=feature) == (expected, 0)
 
 
 def test_a_static_size_is_decided_by_its_cell() -> None:

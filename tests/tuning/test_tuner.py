@@ -698,6 +698,26 @@ def test_a_call_that_the_host_s_time_declines_decides_before_one_that_is_hardly_
         assert found == by_host
 
 
+@pytest.mark.parametrize(
+    "declined",
+    [
+        Cell(100.0, 98.0, 1.0, None, 1.0, None, None),
+        Cell(100.0, 50.0, 1.0, None, 90.0, None, None),  # by the host's time
+        Cell(100.0, 50.0, 1.0, 90.0, 10.0, None, None),  # by that of a plan
+        Cell(100.0, None, 1.0, None, 1.0, None, None),
+    ],
+)
+def test_once_a_call_is_declined_no_further_one_is_measured(
+    declined: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides, whatever the others gain."""
+    hardly, far = (Cell(100.0 * n, 100.0, 1.0, None, 1.0, None, None) for n in (1.04, 2.0))
+    for number, before in enumerate([[], [hardly]]):
+        of_calls = [*before, declined, far, hardly]
+        found = decided_by(tmp_path / str(number), monkeypatch, of_calls)
+        assert found == (declined, len(before) + 1)
+
+
 def test_a_cell_is_taken_where_each_of_its_calls_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -545,6 +545,7 @@ def test_backward_conditions_decline(wrong: dict[str, torch.Tensor]) -> None:
 
 
 H200 = models.Model("NVIDIA H200", (9, 0))
+FILLS_NO_TILE = 0
 
 
 @pytest.mark.crossovers
@@ -585,7 +586,7 @@ def test_the_h200_s_table_says_where_flash_attention_4_is_faster(
     assert override.decisions is not None
     in_force = override.decisions.in_force(H200)
     taken = in_force is not None and in_force.grid.takes(
-        [rows, keys, dim, causal, grouped], rule.PLAN
+        [rows, keys, dim, causal, grouped, FILLS_NO_TILE], rule.PLAN
     )
     assert taken == faster
 

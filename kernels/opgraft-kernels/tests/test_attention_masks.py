@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -617,12 +618,75 @@ BY_TABLE = [
 ]
 
 
-@pytest.mark.parametrize("keys", [64, 128, 256])
-def test_a_cell_has_a_length_that_fills_blocks_and_one_that_fills_none(keys: int) -> None:
-    calls = samples.calls(MASKED[0], torch.device("cpu"), rows=2**10, keys=keys, dim=64)
-    full, partial = (named["key"].shape[2] for named in calls)
-    assert full == keys
-    assert partial % 16 == 8 and partial > keys
+META = torch.device("meta")
+
+
+def _lengths(**features: Any) -> list[tuple[int, int]]:
+    """Of the queries and keys that the samples have."""
+    calls = samples.calls(MASKED[0], META, dim=64, **features)
+    return [(named["query"].shape[2], named["key"].shape[2]) for named in calls]
+
+
+@pytest.mark.parametrize(
+    ("keys", "lengths"), [(64, []), (128, [128]), (256, [256, 384]), (4096, [4096, 6144])]
+)
+def test_of_lengths_that_fill_tiles_the_smallest_and_one_from_the_middle_are_measured(
+    keys: int, lengths: list[int]
+) -> None:
+    found = _lengths(rows=2**14, keys=keys, fills_tiles=1)
+    assert found == [(length, length) for length in lengths]
+
+
+@pytest.mark.parametrize("keys", [32, 64, 128, 256, 4096])
+def test_of_lengths_that_fill_no_tile_one_from_the_middle_is_measured(keys: int) -> None:
+    length = keys + keys // 2 + 8
+    assert _lengths(rows=2**14, keys=keys, fills_tiles=0) == [(length, length)]
+
+
+@pytest.mark.parametrize("is_causal", [0, 1])
+@pytest.mark.parametrize("fills_tiles", [0, 1])
+def test_each_cell_that_a_call_can_be_of_has_a_sample(fills_tiles: int, is_causal: int) -> None:
+    """Of as many rows as two sequences have, or one, too."""
+    powers = itertools.product(range(10, 19), range(5, 13))
+    for rows, keys in ((2**row, 2**key) for row, key in powers):
+        can_be = keys >= 128 * fills_tiles and (rows >= keys or not is_causal)
+        features = {"rows": rows, "keys": keys, "is_causal": is_causal}
+        assert bool(_lengths(**features, fills_tiles=fills_tiles)) == can_be, features
+
+
+@pytest.mark.parametrize("fills_tiles", [0, 1])
+def test_random_numbers_have_samples_of_many_lengths(fills_tiles: int) -> None:
+    rng = random.Random(0)
+    lengths = set()
+    for _ in range(200):
+        rows, keys = (round(2 ** rng.uniform(*ends)) for ends in ((10, 18), (7, 12)))
+        for found in _lengths(rows=rows, keys=keys, fills_tiles=fills_tiles):
+            assert (found[0] % 128 == found[1] % 128 == 0) == fills_tiles
+            assert keys <= found[1] < 2 * keys
+            lengths.add(found[1])
+    assert len(lengths) > 25
+    assert not fills_tiles or {384, 640, 896, 1152} <= lengths
+
+
+@pytest.mark.crossovers
+@pytest.mark.parametrize("op", overrides._TRITON.ops, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    ("queries", "keys", "fills"),
+    [(128, 128, 1), (256, 384, 1), (256, 200, 0), (200, 256, 0), (77, 77, 0)],
+)
+def test_both_lengths_have_to_fill_tiles(
+    op: overrides._Op, queries: int, keys: int, fills: int
+) -> None:
+    shapes = {"query": queries, "key": keys}
+    named: dict[str, Any] = {
+        name: torch.empty(
+            [1, 2, length, 64] if op.heads == 1 else [1, length, 2, 64], device="meta"
+        )
+        for name, length in shapes.items()
+    }
+    named |= {"max_q": queries, "max_k": keys}
+    feature = overrides._crossover(op, overrides._TRITON).features["fills_tiles"]
+    assert feature.evaluate(named) == fills
 
 
 @pytest.mark.crossovers
@@ -637,8 +701,9 @@ def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._Kind)
         (2**8, 2**9, 64),
         (2**8, 2**5, 192),
     ):
-        for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for first, second, fills in itertools.product((0, 1), repeat=3):
             features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim}
+            features["fills_tiles"] = fills
             if "itemsize" in crossover.features:
                 features["itemsize"] = 2
             if kind.is_masked:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce, singledispatchmethod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -302,7 +302,21 @@ class _Evaluator:
                 return {index}
             if is_it != FAILS:
                 possible.add(index)
+        if len(possible) > 1 and self._is_surely_among(axis.values, value):
+            possible.remove(None)
         return possible
+
+    def _is_surely_among(self, values: Sequence[object], number: Any) -> bool:
+        """Whether a number must be one of these: all integers from the least to the greatest."""
+        integers = sorted(value for value in values if isinstance(value, int))
+        if not isinstance(number, torch.SymInt) or not integers or len(integers) != len(values):
+            return False
+        low, high = integers[0], integers[-1]
+        return (
+            high - low == len(integers) - 1
+            and self._truth(number >= low) == HOLDS
+            and self._truth(number <= high) == HOLDS
+        )
 
     # Numbers.
 

@@ -289,14 +289,14 @@ _MEASURED_AS = {_RAW_FLASH: _FLASH, _RAW_FLASH_BACKWARD: _FLASH_BACKWARD}
 _FEWEST_QUERIES = 16
 # A tile's height. Tables are measured with as many queries as keys. Of fewer a part of the tile is
 # empty, of which tables know nothing.
-_TILE = 128
+TILE = 128
 _RANGES: dict[str, tuple[Any, ...]] = {"rows": (2**10, 2**18), "keys": (2**5, 2**12)}
 
 
 def _crossover(op: _Op, kind: _Kind) -> Crossover:
     """On what it depends whether `kind`'s kernels are faster than native's."""
     dim = when.size("query", -1)
-    keys = when.value("max_k") if op in _MEASURED_AS else when.size("key", op.length)
+    queries, keys = _lengths(op)
     features: dict[str, Any] = {"rows": when.numel("query") // dim, "keys": keys, "dim": dim}
     more: dict[str, Any] = {}
     if kind.kernels == "triton_kernels":
@@ -309,6 +309,8 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         more["is_causal"] = when.value("is_causal")
     if kind is _CUTEDSL:
         more["is_grouped"] = _is_grouped(op)
+    # 1 where both lengths fill their tiles, else 0: what the rest costs differs between kernels.
+    more["fills_tiles"] = 1 // (queries % TILE + keys % TILE + 1)
     terms: dict[str, Any] = {
         "exact": ["dim", *more],
         "open_ended": ["rows", "keys"],
@@ -371,11 +373,15 @@ def _condition(op: _Op, kind: _Kind) -> Any:
 
 def _has_enough_queries(op: _Op) -> Any:
     """Whether there are so many queries that tables say something of the call."""
+    queries, keys = _lengths(op)
+    return (queries >= _FEWEST_QUERIES) & ((queries >= TILE) | (queries >= keys))
+
+
+def _lengths(op: _Op) -> tuple[Any, Any]:
+    """How many queries and keys a head has; of packed sequences the longest."""
     if op in _MEASURED_AS:
-        queries, keys = when.value("max_q"), when.value("max_k")
-    else:
-        queries, keys = when.size("query", op.length), when.size("key", op.length)
-    return (queries >= _FEWEST_QUERIES) & ((queries >= _TILE) | (queries >= keys))
+        return when.value("max_q"), when.value("max_k")
+    return when.size("query", op.length), when.size("key", op.length)
 
 
 def _cutedsl_dims() -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import aten
-from .overrides import FEWEST_DIMS_32BIT
+from .overrides import FEWEST_DIMS_32BIT, TILE
 
 __all__ = ["calls", "samples"]
 
@@ -146,12 +146,13 @@ def calls(
     for_all_heads: int | None = None,
     is_causal: bool = False,
     is_grouped: bool = False,
+    fills_tiles: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Calls of an attention op to measure, as arguments by name; none if there is no such call.
 
     As many queries as keys, where that many rows are wanted, and up to 16 heads. Kernels compute
-    whole blocks of a sequence, each kernel other ones: a call is of a power of two, which fills
-    those of native, another one of a length that fills none.
+    whole tiles of a sequence, each kernel other ones: lengths that fill them are one kind of calls,
+    and a length that fills none, of native's either, stands for the other kind.
 
     Args:
         op: the op's name.
@@ -164,13 +165,14 @@ def calls(
         for_all_heads: likewise.
         is_causal: whether it is causal; then there are as many queries as keys.
         is_grouped: whether four heads of queries share one of keys, as in Llama.
+        fills_tiles: whether both lengths are multiples of a tile's height, 1 or 0.
     """
     if dim == 192 and op in _SAME_DIMS:
         return
-    lengths = (keys, min(keys + keys // 2 + 8, 2 * keys - 1))
+    most = rows + rows // 2
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
-    for length in dict.fromkeys(lengths):
-        queries = min(length, rows + rows // 2)
+    for length in _lengths(keys, bool(fills_tiles)):
+        queries = min(length, most // TILE * TILE if fills_tiles else most)
         found = _batch_and_heads(rows, queries)
         if found is None or (is_causal and queries != length):
             continue
@@ -191,6 +193,24 @@ def calls(
                 continue
             case = case._replace(bias=(batch, *bias, length))
         yield _measured_call(op, case, device)
+        if not fills_tiles:
+            return
+
+
+def _lengths(keys: int, fills_tiles: bool) -> list[int]:
+    """Numbers of keys to measure: from `keys` to less than twice as many.
+
+    Of those that fill no tile one is enough: the second is for where the first is too long. Both
+    leave the last tile almost empty where `keys` begins a bucket.
+    """
+    middle = keys + keys // 2
+    if fills_tiles:
+        # Random numbers, with which tables are tried, begin no bucket.
+        filling = dict.fromkeys(-(-length // TILE) * TILE for length in (keys, middle))
+        return [length for length in filling if length < 2 * keys]
+    length = min(middle + 8, 2 * keys - 1)
+    length -= 8 * (length % TILE == 0)
+    return [each for each in (length, length - TILE) if each >= keys]
 
 
 def _measured_call(op: str, case: _Case, device: torch.device) -> dict[str, Any]:
