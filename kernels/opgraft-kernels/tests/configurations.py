@@ -343,6 +343,17 @@ def _attention(major: int) -> Iterator[Launch]:
         (torch.float32, 128, 200, (2, 16, 200, 200)),
     ):
         yield from _attention_launches(dtype, dim, length, False, major, bias)
+    for dim, queries, keys, bias in (  # few keys, held at once
+        (64, 4096, 77, None),
+        (128, 1024, 128, None),
+        (64, 197, 197, None),
+        (32, 49, 49, (1, 16, 49, 49)),
+        (64, 128, 128, (1, 1, 1, 128)),
+    ):
+        for batch in (4, 32):
+            yield from _attention_launches(
+                torch.bfloat16, dim, keys, False, major, bias, queries, batch=batch
+            )
     for dim in (64, 128):  # one query of heads that share keys
         yield from _attention_launches(
             torch.bfloat16, dim, 1024, False, major, queries=1, key_heads=4
@@ -358,16 +369,18 @@ def _attention_launches(
     bias_shape: tuple[int, ...] | None = None,
     queries: int | None = None,
     key_heads: int = 16,
+    batch: int = 2,
 ) -> Iterator[Launch]:
     from opgraft_kernels.attention import triton_kernels as kernels
 
     device = kernels.Device(major)
-    x = torch.empty((2, 16, queries or length, dim), dtype=dtype, device="meta")
-    k = torch.empty((2, key_heads, length, dim), dtype=dtype, device="meta")
+    x = torch.empty((batch, 16, queries or length, dim), dtype=dtype, device="meta")
+    k = torch.empty((batch, key_heads, length, dim), dtype=dtype, device="meta")
     logsumexp = torch.empty(x.shape[:3], dtype=torch.float32, device="meta")
     bias, dbias = None, None
     if bias_shape is not None:
-        bias = torch.empty(bias_shape, dtype=dtype, device="meta").expand(2, 16, length, length)
+        of_scores = (batch, 16, queries or length, length)
+        bias = torch.empty(bias_shape, dtype=dtype, device="meta").expand(of_scores)
         dbias = torch.empty(bias.shape, device="meta") if 0 not in bias.stride() else None
     lse = logsumexp if causal or bias is not None else None
     yield from kernels.plan_forward(x, k, k, x, lse, 0.1, causal, device, bias)

@@ -11,11 +11,9 @@ from .triton_tiles import (
     BY_KEY,
     HEADER,
     INF,
-    LOG2_E,
     LOW,
     NO_BIAS,
     NOTHING_BELOW,
-    fast_exp,
     head_at,
     head_rows,
     keys_seen,
@@ -25,6 +23,7 @@ from .triton_tiles import (
     load_rows,
     low_tiles_end,
     norms_of,
+    probabilities,
     store_rows,
     tiles_listed,
 )
@@ -65,16 +64,6 @@ def delta_kernel(
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     row = first + tl.arange(0, BLOCK)
     tl.store(delta_ptr + flat_head.to(tl.int64) * length + row, delta, mask=row < length)
-
-
-@triton.jit
-def _probabilities(scores, bias, lse, scale, BIAS: tl.constexpr):
-    """P from products of queries and keys."""
-    if BIAS == NO_BIAS:
-        return tl.exp2(scores * scale - lse * LOG2_E)
-    # Native's forward may say -inf of a row that attends to nothing.
-    lse = tl.where(lse == -INF, INF, lse)
-    return fast_exp(scores * scale + bias - lse)
 
 
 @triton.jit
@@ -134,7 +123,7 @@ def _gather_keys(
                 stride_sm, stride_sn, BIAS, True,
             )  # fmt: skip
         scores = tl.dot(k, q.T, input_precision=PRECISION)
-        p = _probabilities(scores, bias, lse[None, :], scale, BIAS)
+        p = probabilities(scores, bias, lse[None, :], scale, BIAS)
         if MASKED:
             p = tl.where(key[:, None] <= query[None, :] + shift, p, 0.0)
         grad = load_rows(
@@ -369,7 +358,7 @@ def _gather_queries(
                 stride_sm, stride_sn, BIAS, MASKED,
             )  # fmt: skip
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        p = _probabilities(scores, bias, lse[:, None], scale, BIAS)
+        p = probabilities(scores, bias, lse[:, None], scale, BIAS)
         if MASKED:
             # Keys that are not there are zeros, but where all scores are low exp(0 - L) is inf.
             keep = key < length_k

@@ -10,7 +10,7 @@ from opgraft_kernels.rows import multiple_of
 from .triton_tiles import (
     HEADER,
     INF,
-    LN_2,
+    LOG2_E,
     LOWEST,
     NO_BIAS,
     fast_exp,
@@ -21,7 +21,7 @@ from .triton_tiles import (
     load_bias,
     load_rows,
     norms_of,
-    store_rows,
+    store_attended,
     tiles_listed,
 )
 
@@ -74,13 +74,11 @@ def _attend(
         k = load_rows(k_rows, start, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         key = (start + tl.arange(0, BLOCK_K))[None, :]
-        if BIAS != NO_BIAS:
-            scores = scores * scale
-            if ADDED:
-                scores += load_bias(
-                    bias_ptr, query[:, None], key, length_q, length_k,
-                    stride_sm, stride_sn, BIAS, MASKED,
-                )  # fmt: skip
+        if BIAS != NO_BIAS and ADDED:
+            scores = scores * scale + load_bias(
+                bias_ptr, query[:, None], key, length_q, length_k,
+                stride_sm, stride_sn, BIAS, MASKED,
+            )  # fmt: skip
         if MASKED:
             keep = key < length_k
             if CAUSAL:
@@ -90,13 +88,23 @@ def _attend(
             new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
             p = tl.exp2(scores * scale - new_top[:, None])
             shrink = tl.exp2(top - new_top)
-        else:
+        elif ADDED:
             # Not in powers of two: the lowest float, which stands for -inf in some models' masks,
             # would become -inf, and rows of nothing else would attend to nothing.
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             # Of a row that has seen -inf alone. -inf - -inf would be NaN.
             base = tl.where(new_top == -INF, 0.0, new_top)
             p = fast_exp(scores - base[:, None])
+            shrink = fast_exp(top - base)
+        else:
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+            base = tl.where(new_top == -INF, 0.0, new_top)
+            if PRECISION == "tf32":
+                # One instruction an element in place of three. Products are rounded apart, which
+                # results in 16 bits hide.
+                p = tl.exp2(scores * (scale * LOG2_E) - (base * LOG2_E)[:, None])
+            else:
+                p = fast_exp(scores * scale - base[:, None])
             shrink = fast_exp(top - base)
         total = total * shrink + tl.sum(p, axis=1)
         out = out * shrink[:, None]
@@ -219,15 +227,11 @@ def forward_kernel(
         DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
     )  # fmt: skip
 
-    empty = total == 0.0
-    out = (out / tl.where(empty, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
     out_rows = head_at(out_ptr, batch, head, stride_ob, stride_oh, UNIT)
-    store_rows(out_rows, out, first, length_q, stride_om, DIM_V, BLOCK_Q, BLOCK_DIM_V)
+    lse_head = logsumexp_ptr
     if logsumexp_ptr is not None:
-        ptrs = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh) + query * stride_lm
-        # Infinity where there is nothing: exp(S - L) is then 0 in anybody's backward.
-        logsumexp = top + tl.log(total)
-        if BIAS == NO_BIAS:
-            logsumexp = (top + tl.log2(total)) * LN_2
-        logsumexp = tl.where(empty, INF, logsumexp)
-        tl.store(ptrs, logsumexp, mask=query < length_q)
+        lse_head = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh)
+    store_attended(
+        out_rows, lse_head, out, top, total, first, length_q, stride_om, stride_lm,
+        BIAS, DIM_V, BLOCK_Q, BLOCK_DIM_V,
+    )  # fmt: skip

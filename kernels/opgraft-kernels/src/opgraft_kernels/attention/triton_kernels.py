@@ -13,7 +13,7 @@ The forward finds L as it goes: a row's maximum and sum so far, by which what wa
 scaled down. The backward is two kernels, each of which recomputes P: one walks over queries and
 sums dK and dV, the other walks over keys and sums dQ. That is 7 matrix products instead of the 5
 of one kernel that adds its parts of dQ up in memory, and yet faster here, and it has the same bits
-on every run.
+on every run. Where there are few keys a program holds them all, and one kernel is enough.
 
 A bias is added to the scores: a mask is one of 0 and -inf. Where heads share it, two kernels before
 list the tiles of each row of tiles: those that are -inf throughout are in no list, and not
@@ -40,6 +40,7 @@ from opgraft_kernels.rows import Launch, ceil_div, power_of_2, unit_of
 
 from .triton_backward import backward_keys_kernel, backward_queries_kernel, delta_kernel
 from .triton_forward import forward_kernel
+from .triton_short import short_backward_kernel, short_forward_kernel
 from .triton_tiles import (
     BY_KEY,
     BY_SCORE,
@@ -60,14 +61,18 @@ __all__ = ["MAX_DIM", "Device", "backward", "forward", "plan_backward", "plan_fo
 
 
 class Tile(NamedTuple):
-    """Queries and keys a program holds at once, its warps, how many tiles deep it loads ahead, and
-    whether by descriptors."""
+    """Queries and keys a program holds at once, its warps, how many tiles deep it loads ahead,
+    whether by descriptors, and the most registers of a thread; 0: as the compiler likes."""
 
     q: int
     k: int
     num_warps: int
     stages: int
     described: bool = False
+    registers: int = 0
+
+    def options(self) -> dict[str, Any]:
+        return {"maxnreg": self.registers} if self.registers else {}
 
     def constexprs(self) -> dict[str, Any]:
         return {
@@ -117,6 +122,8 @@ class Kind(NamedTuple):
 
 # Up to here a sequence is short.
 _SHORT = 256
+# Registers of a thread with which 16 warps fit a multiprocessor: otherwise 8 do, and wait.
+_HALF = 128
 
 
 def _is_measured(device: Device, kind: Kind) -> bool:
@@ -134,9 +141,9 @@ def _forward_tile(device: Device, kind: Kind, length_k: int) -> Tile:
         return Tile(64, 32, 4, 3)
     if kind.dim > 64:
         return Tile(128, 64, 4, 2, True)
-    if length_k < 8192 or kind.bias != NO_BIAS.value:
-        return Tile(64, 64, 4, 3)
-    return Tile(64, 128, 4, 3, True)
+    if kind.bias != NO_BIAS.value:
+        return Tile(128, 64, 8, 3, registers=_HALF)
+    return Tile(64, 64, 4, 3) if length_k < 8192 else Tile(64, 128, 4, 3, True)
 
 
 def _backward_keys_tile(device: Device, kind: Kind, length_q: int) -> Tile:
@@ -153,9 +160,11 @@ def _backward_keys_tile(device: Device, kind: Kind, length_q: int) -> Tile:
         return Tile(64, 64, 4, 2, True)
     if kind.bias == BY_SCORE.value and not kind.is_listed:
         return Tile(32, 64, 4, 2, True)
-    if length_q <= _SHORT or kind.bias != NO_BIAS.value:
+    if length_q <= _SHORT:
         return Tile(32, 64, 4, 3)
-    return Tile(32 if length_q < 8192 else 64, 64, 4, 3, True)
+    if length_q >= 8192 and kind.bias == NO_BIAS.value:
+        return Tile(64, 64, 4, 3, True)
+    return Tile(32, 64, 4, 2, True, registers=_HALF)
 
 
 def _backward_queries_tile(device: Device, kind: Kind, length_k: int, causal: bool) -> Tile:
@@ -165,14 +174,160 @@ def _backward_queries_tile(device: Device, kind: Kind, length_k: int, causal: bo
         return _unmeasured_backward_tile(kind)
     if kind.itemsize == 4:
         return Tile(64, 32, 4, 1)
+    if kind.bias != NO_BIAS.value and kind.dim > 64:
+        return Tile(64, 64, 4, 2, True)
+    if kind.bias == BY_SCORE.value and length_k > _SHORT:
+        return Tile(128, 64, 8, 3, registers=_HALF)
     if kind.bias != NO_BIAS.value:
-        return Tile(64, 32, 4, 3) if kind.dim <= 64 else Tile(64, 64, 4, 2, True)
+        return Tile(64, 32, 4, 3)
     if kind.dim > 64:
         return Tile(64, 32, 4, 3, True) if causal else Tile(128, 32, 8, 3, True)
     if length_k <= _SHORT:
         return Tile(64, 32, 4, 3)
     return Tile(128, 64, 8, 3) if length_k < 2048 else Tile(64, 64, 4, 3, True)
 
+
+# ------------------------------------------------------------------ few keys
+
+# Up to so many keys a program can hold, by the device's major: on Hopper their sums fill its
+# registers, and elsewhere nothing was measured.
+_FEW_KEYS = {9: 128}
+# In a backward without a bias more, at heads of half the dimension: there is no tile to leave out.
+_MORE_KEYS = 224
+# Queries from which reading keys once is worth more than having more programs.
+_MANY_QUERIES = 1024
+# So many programs keep a GPU busy, and so few leave half of it idle.
+_MANY_PROGRAMS, _FEW_PROGRAMS = 512, 64
+# Tiles of queries after which a program has read few keys for what it computed.
+_MOST_TILES = 8
+
+
+def _few_keys(device: Device, kind: Kind) -> int:
+    """Up to how many keys are few. In 32 bits a tile has no room for all of them."""
+    return _FEW_KEYS.get(device.major, 0) if kind.itemsize == 2 and kind.dim <= 128 else 0
+
+
+def _forward_holds_keys(
+    device: Device, kind: Kind, causal: bool, length_q: int, length_k: int
+) -> bool:
+    return (
+        length_k <= _few_keys(device, kind)
+        and length_q >= _MANY_QUERIES
+        and kind.bias == NO_BIAS.value
+        and not causal
+    )
+
+
+def _backward_holds_keys(device: Device, kind: Kind, programs: int, length_k: int) -> bool:
+    most = _few_keys(device, kind)
+    if most and kind.bias == NO_BIAS.value and kind.dim <= 64:
+        most = _MORE_KEYS
+    return length_k <= most and programs >= _FEW_PROGRAMS
+
+
+def _short_backward_tile(kind: Kind, programs: int, length_k: int) -> Tile:
+    keys = max(power_of_2(length_k), _MIN_BLOCK_DIM)
+    if keys <= 64:
+        return Tile(32, keys, 4, 1)
+    if keys == 128 and kind.dim <= 64:
+        # Where each multiprocessor has one program at the most it may have all registers.
+        is_alone = programs <= _MANY_PROGRAMS // 2
+        return Tile(64, keys, 8, 2) if is_alone else Tile(32, keys, 8, 2, registers=_HALF)
+    return Tile(32, keys, 8, 2)
+
+
+def _parts(length: int) -> tuple[int, int]:
+    """Powers of two that hold so many keys together; the second may be 0."""
+    padded = ceil_div(length, _MIN_BLOCK_DIM) * _MIN_BLOCK_DIM
+    first = 1 << (padded.bit_length() - 1)
+    rest = padded - first
+    return first, max(power_of_2(rest), _MIN_BLOCK_DIM) if rest else 0
+
+
+def _plan_short_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor | None,
+    scale: float,
+    device: Device,
+) -> list[Launch]:
+    batch, heads, length_q, _ = q.shape
+    _, heads_k, length_k, _ = k.shape
+    rows = 64
+    in_all = ceil_div(length_q, rows) * batch * heads
+    tiles = max(1, min(_MOST_TILES, in_all // _MANY_PROGRAMS))
+    strides = _strides(q, k, v, out)
+    lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
+    common = _constexprs(q, v, strides, device)
+    del common["PRECISION"]  # 16 bits have one
+    keys, more = _parts(length_k)
+    return [
+        Launch(
+            short_forward_kernel,
+            ceil_div(length_q, rows * tiles) * batch * heads,
+            (
+                *(q, k, v, out, logsumexp, *strides, *lse_stride),
+                *(heads, heads // heads_k, length_q, length_k, tiles, _in_kernel(scale, None)),
+            ),
+            {**common, "BLOCK_Q": rows, "KEYS": keys, "MORE": more, "STAGES": 2},
+            4,
+        )
+    ]
+
+
+def _plan_short_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+    causal: bool,
+    device: Device,
+    bias: torch.Tensor | None,
+    dbias: torch.Tensor | None,
+) -> list[Launch]:
+    batch, heads, length_q, _ = q.shape
+    _, heads_k, length_k, _ = k.shape
+    programs = batch * heads_k
+    tile = _short_backward_tile(_kind(q, v, bias, causal), programs, length_k)
+    inputs, results = (grad_out, q, k, v, out), (dq, dk, dv)
+    strides = _strides(*inputs, *results)
+    common = _constexprs(q, v, strides, device)
+    planned = Bias(_bias_kind(bias), bias)
+    of_bias = planned.constexprs()
+    del common["PRECISION"], of_bias["SPLITS"]  # 16 bits have one; no tiles are listed
+    return [
+        Launch(
+            short_backward_kernel,
+            programs,
+            (
+                *(*inputs, logsumexp, bias, *results, dbias),
+                *(*_strides(*inputs), *logsumexp.stride(), *planned.strides()),
+                *(*_strides(*results), 0 if dbias is None else dbias.stride(2)),
+                *(heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale),
+            ),
+            {
+                "CAUSAL": causal,
+                **of_bias,
+                **common,
+                "BLOCK_Q": tile.q,
+                "KEYS": tile.k,
+                "STAGES": tile.stages,
+            },
+            tile.num_warps,
+            tile.options(),
+        )
+    ]
+
+
+# ------------------------------------------------------------------ what was not measured
 
 # What a program holds grows with a head's row: a tile has as many rows less. In float32 it takes
 # registers for three parts of each operand.
@@ -384,7 +539,10 @@ def plan_forward(
     """The launches of a forward, in the stream's order."""
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
-    tile = _forward_tile(device, _kind(q, v, bias, causal), length_k)
+    kind = _kind(q, v, bias, causal)
+    if _forward_holds_keys(device, kind, causal, length_q, length_k):
+        return _plan_short_forward(q, k, v, out, logsumexp, scale, device)
+    tile = _forward_tile(device, kind, length_k)
     planned, listing = _plan_bias(bias, tile, causal)
     planned, norms = _with_norms(planned, planned, k)
     strides = _strides(q, k, v, out)
@@ -416,6 +574,7 @@ def plan_forward(
             **tile.constexprs(),
         },
         tile.num_warps,
+        tile.options(),
     )
     return [*listing, *norms, forward]
 
@@ -446,9 +605,14 @@ def plan_backward(
     """The launches of a backward, in the stream's order. delta is allocated here."""
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
+    kind = _kind(q, v, bias, causal)
+    if _backward_holds_keys(device, kind, batch * heads_k, length_k):
+        return _plan_short_backward(
+            *(grad_out, q, k, v, out, logsumexp, dq, dk, dv),
+            *(scale, causal, device, bias, dbias),
+        )
     inputs = (grad_out, q, k, v)
     common = _constexprs(q, v, _strides(*inputs, out, dq, dk, dv), device)
-    kind = _kind(q, v, bias, causal)
     delta = torch.empty((batch, heads, length_q), dtype=torch.float32, device=q.device)
     delta_launch = Launch(
         delta_kernel,
@@ -490,6 +654,7 @@ def plan_backward(
         ),
         {"CAUSAL": causal, **planned.constexprs(), **common, **tile.constexprs()},
         tile.num_warps,
+        tile.options(),
     )
 
     queries = Launch(
@@ -517,6 +682,7 @@ def plan_backward(
             **tile_q.constexprs(),
         },
         tile_q.num_warps,
+        tile_q.options(),
     )
     return [delta_launch, *listing_q, *norms_k, *listing, *norms_q, keys, queries]
 

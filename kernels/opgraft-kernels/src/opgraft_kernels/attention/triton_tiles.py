@@ -31,6 +31,8 @@ __all__ = [
     "mark_tiles_kernel",
     "norms_kernel",
     "norms_of",
+    "probabilities",
+    "store_attended",
     "store_rows",
     "tiles_listed",
 ]
@@ -122,6 +124,43 @@ def store_rows(
 
 
 @triton.jit
+def store_attended(
+    out_rows,
+    lse_ptr,
+    out,
+    top,
+    total,
+    first,
+    length,
+    stride_om,
+    stride_lm,
+    BIAS: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+):
+    """Stores a tile of outputs, and their logsumexp unless `lse_ptr` is None.
+
+    Args:
+        out: the sum of values.
+        top: the scores' maximum, without a bias in powers of two.
+        total: the sum of ``exp(scores - top)``.
+    """
+    empty = total == 0.0
+    out = out * (1.0 / tl.where(empty, 1.0, total))[:, None]
+    value = out.to(out_rows.dtype.element_ty)
+    store_rows(out_rows, value, first, length, stride_om, DIM_V, BLOCK_Q, BLOCK_DIM_V)
+    if lse_ptr is not None:
+        query = first + tl.arange(0, BLOCK_Q)
+        # Infinity where there is nothing: exp(S - L) is then 0 in anybody's backward.
+        logsumexp = top + tl.log(total)
+        if BIAS == NO_BIAS:
+            logsumexp = (top + tl.log2(total)) * LN_2
+        logsumexp = tl.where(empty, INF, logsumexp)
+        tl.store(lse_ptr + query * stride_lm, logsumexp, mask=query < length)
+
+
+@triton.jit
 def load_bias(
     ptr,
     query,
@@ -149,6 +188,16 @@ def load_bias(
 @triton.jit
 def fast_exp(x):
     return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def probabilities(scores, bias, lse, scale, BIAS: tl.constexpr):
+    """P from products of queries and keys."""
+    if BIAS == NO_BIAS:
+        return tl.exp2(scores * scale - lse * LOG2_E)
+    # Native's forward may say -inf of a row that attends to nothing.
+    lse = tl.where(lse == -INF, INF, lse)
+    return fast_exp(scores * scale + bias - lse)
 
 
 @triton.jit
