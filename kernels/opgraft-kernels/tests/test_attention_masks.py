@@ -668,6 +668,34 @@ def test_random_numbers_have_samples_of_many_lengths(fills_tiles: int) -> None:
     assert not fills_tiles or {384, 640, 896, 1152} <= lengths
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "lengths"),
+    [
+        (2**14, 64, [(1024, 104)]),
+        (2**10, 32, [(1024, 56)]),
+        (2**14, 128, []),
+        (2**9, 64, []),
+    ],
+)
+def test_many_queries_of_few_keys_are_measured_apart(
+    rows: int, keys: int, lengths: list[tuple[int, int]]
+) -> None:
+    assert _lengths(rows=rows, keys=keys, holds_keys=1) == lengths
+    assert _lengths(rows=rows, keys=keys, holds_keys=1, is_causal=True) == []
+
+
+def _feature(op: overrides._Op, name: str, queries: int, keys: int) -> Any:
+    shapes = {"query": queries, "key": keys}
+    named: dict[str, Any] = {
+        name: torch.empty(
+            [1, 2, length, 64] if op.heads == 1 else [1, length, 2, 64], device="meta"
+        )
+        for name, length in shapes.items()
+    }
+    named |= {"max_q": queries, "max_k": keys}
+    return overrides._crossover(op, overrides._TRITON).features[name].evaluate(named)
+
+
 @pytest.mark.crossovers
 @pytest.mark.parametrize("op", overrides._TRITON.ops, ids=lambda op: op.name)
 @pytest.mark.parametrize(
@@ -677,16 +705,20 @@ def test_random_numbers_have_samples_of_many_lengths(fills_tiles: int) -> None:
 def test_both_lengths_have_to_fill_tiles(
     op: overrides._Op, queries: int, keys: int, fills: int
 ) -> None:
-    shapes = {"query": queries, "key": keys}
-    named: dict[str, Any] = {
-        name: torch.empty(
-            [1, 2, length, 64] if op.heads == 1 else [1, length, 2, 64], device="meta"
-        )
-        for name, length in shapes.items()
-    }
-    named |= {"max_q": queries, "max_k": keys}
-    feature = overrides._crossover(op, overrides._TRITON).features["fills_tiles"]
-    assert feature.evaluate(named) == fills
+    assert _feature(op, "fills_tiles", queries, keys) == fills
+
+
+@pytest.mark.crossovers
+@pytest.mark.parametrize("op", overrides._TRITON.ops, ids=lambda op: op.name)
+@pytest.mark.parametrize("keys", [1, 77, 128, 129, 4096])
+@pytest.mark.parametrize("queries", [1, 1023, 1024, 4096])
+def test_tables_know_where_a_forward_holds_all_keys(
+    op: overrides._Op, queries: int, keys: int
+) -> None:
+    holds = triton_kernels._forward_holds_keys(
+        triton_kernels.Device(9), triton_kernels.Kind(64), False, queries, keys
+    )
+    assert _feature(op, "holds_keys", queries, keys) == holds
 
 
 @pytest.mark.crossovers
@@ -700,6 +732,7 @@ def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._Kind)
         (2**9, 2**8, 128),
         (2**8, 2**9, 64),
         (2**8, 2**5, 192),
+        (2**10, 2**6, 64),
     ):
         for first, second, fills in itertools.product((0, 1), repeat=3):
             features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim}
@@ -712,6 +745,8 @@ def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._Kind)
                 features["is_causal"] = bool(first)
             if kind is overrides._CUTEDSL:
                 features["is_grouped"] = second
+            if kind is overrides._TRITON:
+                features["holds_keys"] = second
             for named in samples.calls(op.name, torch.device("cpu"), **features):
                 made += 1
                 found = {key: each.evaluate(named) for key, each in crossover.features.items()}

@@ -290,6 +290,8 @@ _FEWEST_QUERIES = 16
 # A tile's height. Tables are measured with as many queries as keys. Of fewer a part of the tile is
 # empty, of which tables know nothing.
 TILE = 128
+# So many queries of a tile of keys, or more, are measured apart: Triton's forward is another one.
+MANY_QUERIES = 1024
 _RANGES: dict[str, tuple[Any, ...]] = {"rows": (2**10, 2**18), "keys": (2**5, 2**12)}
 
 
@@ -309,6 +311,9 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         more["is_causal"] = when.value("is_causal")
     if kind is _CUTEDSL:
         more["is_grouped"] = _is_grouped(op)
+    if kind is _TRITON:
+        # 1 where a forward holds all keys of a head and walks over its queries, else 0.
+        more["holds_keys"] = 1 // (MANY_QUERIES // (queries + 1) + (keys - 1) // TILE + 1)
     # 1 where both lengths fill their tiles, else 0: what the rest costs differs between kernels.
     more["fills_tiles"] = 1 // (queries % TILE + keys % TILE + 1)
     terms: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import aten
-from .overrides import FEWEST_DIMS_32BIT, TILE
+from .overrides import FEWEST_DIMS_32BIT, MANY_QUERIES, TILE
 
 __all__ = ["calls", "samples"]
 
@@ -146,6 +146,7 @@ def calls(
     for_all_heads: int | None = None,
     is_causal: bool = False,
     is_grouped: bool = False,
+    holds_keys: int = 0,
     fills_tiles: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Calls of an attention op to measure, as arguments by name; none if there is no such call.
@@ -165,6 +166,7 @@ def calls(
         for_all_heads: likewise.
         is_causal: whether it is causal; then there are as many queries as keys.
         is_grouped: whether four heads of queries share one of keys, as in Llama.
+        holds_keys: whether there are many queries of up to a tile of keys, 1 or 0.
         fills_tiles: whether both lengths are multiples of a tile's height, 1 or 0.
     """
     if dim == 192 and op in _SAME_DIMS:
@@ -172,7 +174,10 @@ def calls(
     most = rows + rows // 2
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     for length in _lengths(keys, bool(fills_tiles)):
+        if holds_keys and length > TILE:
+            continue
         queries = min(length, most // TILE * TILE if fills_tiles else most)
+        queries = MANY_QUERIES if holds_keys else queries
         found = _batch_and_heads(rows, queries)
         if found is None or (is_causal and queries != length):
             continue
