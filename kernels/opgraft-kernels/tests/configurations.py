@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 MULTIPROCESSORS = 132  # an H200's
+#: Too few for several programs a multiprocessor, wherever that is.
+FEW_ROWS = 4
 
 
 def launches(family: str, capability: int) -> Iterator[Launch]:
@@ -192,8 +194,9 @@ def _shifted(family: str) -> Iterator[Launch]:
     for dtype in (torch.bfloat16, torch.float32):
         for size in (1191, 4097, 16383, 32767, 50257):
             if family == "cross_entropy":
-                forward, *_, backward = cross_entropy_launches(dtype, 1024, size)
-                yield from (forward, backward)
+                for rows in (FEW_ROWS, 1024):
+                    forward, *_, backward = cross_entropy_launches(dtype, rows, size)
+                    yield from (forward, backward)
             else:
                 for log in (False, True):
                     yield from softmax_launches(dtype, (1024, size), log)
@@ -203,12 +206,15 @@ def _shifted(family: str) -> Iterator[Launch]:
 
 
 def _cross_entropy() -> Iterator[Launch]:
-    """Rows that share a program, that fit one and longer ones, odd sizes, and each option."""
+    """Rows that share a program, that fit one and longer ones, few and many, odd sizes, and each
+    option."""
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     some = cross_entropy_launches
     for dtype in (bfloat16, float32):
         for classes in (2, 16, 128, 1000, 4096, 5496, 8192, 16384, 32768, 50257, 128256, 262144):
             yield from some(dtype, 1024, classes)
+        for classes in (16384, 32768, 128256):
+            yield from some(dtype, FEW_ROWS, classes)
         for classes in (1000, 16384, 50257, 128256):
             for smoothing, is_weighted in ((0.1, False), (0.0, True), (0.1, True)):
                 yield from some(dtype, 1024, classes, smoothing, is_weighted)

@@ -108,11 +108,17 @@ def test_shifted_rows_of_softmax_are_loaded_and_stored_by_16_bytes() -> None:
 
 
 def test_shifted_rows_of_cross_entropy_are_loaded_and_stored_by_16_bytes() -> None:
+    """In a forward's blocks twice: the last one has masks. Where a backward loads ahead, into
+    shared memory, those are other instructions."""
     for found in compiled_launches("shifted cross_entropy"):
         _check(found, 0)
         itemsize = str(getattr(torch, _dtypes(found)[0]).itemsize)
         units = _units_of_a_thread(found)
-        assert found["loads"]["16"] == units, found
+        times = 1 if found["constexprs"].get("WHOLE", True) else 2
+        if found["constexprs"].get("STAGES"):
+            times = 0
+            assert found["shared"] > 0, found
+        assert found["loads"].get("16", 0) == times * units, found
         if found["kernel"] == "_backward_kernel":
             assert found["stores"] == {"16": units, itemsize: 1}, found
 
