@@ -74,17 +74,18 @@ __all__ = [
 
 
 @triton.jit
-def _lines(lines, inner, LINES: tl.constexpr, STRIDED: tl.constexpr):
+def _lines(program, lines, inner, LINES: tl.constexpr, STRIDED: tl.constexpr):
     """A program's lines: by the index of their [size, inner] and the place in it, and which are
     there. The first is 64-bit, since offsets are."""
     index = tl.arange(0, LINES)
     if STRIDED:
-        blocks = tl.cdiv(inner, LINES)
-        outer = (tl.program_id(0) // blocks).to(tl.int64)
-        index = (tl.program_id(0) % blocks) * LINES + index
-        return outer, index, index < inner
+        # Nothing here is larger than `inner`, which may be nearly 2**31.
+        blocks = inner // LINES + (inner % LINES != 0).to(tl.int32)
+        outer = (program // blocks).to(tl.int64)
+        first = (program % blocks) * LINES
+        return outer, first + index, index < inner - first
     else:
-        row = tl.program_id(0).to(tl.int64) * LINES + index
+        row = program.to(tl.int64) * LINES + index
         return row, 0, row < lines
 
 
@@ -140,7 +141,7 @@ def _forward_kernel(
     # A thread has whole units of a line, which have a maximum together; of strided ones it has not.
     TOGETHER: tl.constexpr = 1 if STRIDED else UNIT
     size, inner = _units(size, inner, APART, STRIDED)
-    outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    outer, place, there = _lines(tl.program_id(0), lines, inner, LINES, STRIDED)
     x_stride = multiple_of(x_stride, APART)
     y_stride = size.to(tl.int64) * inner
     x_start = outer * x_stride + place
@@ -221,7 +222,7 @@ def _backward_kernel(
     APART: tl.constexpr = 1 if ENDS else UNIT
     EXACT: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
     size, inner = _units(size, inner, APART, STRIDED)
-    outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    outer, place, there = _lines(tl.program_id(0), lines, inner, LINES, STRIDED)
     g_stride = multiple_of(g_stride, APART)
     y_stride = multiple_of(y_stride, APART)
     dx_stride = size.to(tl.int64) * inner
