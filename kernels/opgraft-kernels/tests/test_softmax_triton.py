@@ -140,6 +140,16 @@ def test_rows_that_are_read_in_blocks(
     _check(function, *_random((2, size), dtype, device), -1)
 
 
+@pytest.mark.parametrize("beyond", [-1, 1, 7, 8, 4096, 8191, 8192, 8200])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_beyond_what_registers_hold(
+    function: Function, rows: int, beyond: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The last block of a row, which is read again first, has any length."""
+    longest = kernels.FORWARD_TILE // dtype.itemsize
+    _check(function, *_random((rows, longest + beyond), dtype, device), -1)
+
+
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [

@@ -61,21 +61,30 @@ __all__ = [
 prepare()
 
 
-@triton.jit
-def load_if(ptrs, mask, MASKED: tl.constexpr, OTHER: tl.constexpr = 0.0):
-    """Loads, with OTHER where `mask` is false; if not MASKED it is true everywhere."""
-    if MASKED:
-        return tl.load(ptrs, mask=mask, other=OTHER)
-    else:
-        return tl.load(ptrs)
+# As a default, Triton 3.6 takes strings in this form alone.
+_NO_HINT = tl.constexpr("")
 
 
 @triton.jit
-def store_if(ptrs, value, mask, MASKED: tl.constexpr):
+def load_if(
+    ptrs, mask, MASKED: tl.constexpr, OTHER: tl.constexpr = 0.0, EVICTION: tl.constexpr = _NO_HINT
+):
+    """Loads, with OTHER where `mask` is false; if not MASKED it is true everywhere.
+
+    EVICTION says whether caches are to keep it longer than other data, or not to keep it.
+    """
     if MASKED:
-        tl.store(ptrs, value, mask=mask)
+        return tl.load(ptrs, mask=mask, other=OTHER, eviction_policy=EVICTION)
     else:
-        tl.store(ptrs, value)
+        return tl.load(ptrs, eviction_policy=EVICTION)
+
+
+@triton.jit
+def store_if(ptrs, value, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr = _NO_HINT):
+    if MASKED:
+        tl.store(ptrs, value, mask=mask, eviction_policy=EVICTION)
+    else:
+        tl.store(ptrs, value, eviction_policy=EVICTION)
 
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -222,12 +231,19 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def load_logits(ptrs, mask, in_rows, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr):
+def load_logits(
+    ptrs,
+    mask,
+    in_rows,
+    MASKED: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    EVICTION: tl.constexpr = _NO_HINT,
+):
     """A tile in float32, with -inf beyond the rows' ends, and zeros in rows that there are not.
 
     Nothing uses those, but -inf throughout would make NaN, of which Triton's interpreter warns.
     """
-    x = load_if(ptrs, mask, MASKED, float("-inf")).to(tl.float32)
+    x = load_if(ptrs, mask, MASKED, float("-inf"), EVICTION).to(tl.float32)
     if MASK_ROWS:
         x = tl.where(in_rows[:, None], x, 0.0)
     return x

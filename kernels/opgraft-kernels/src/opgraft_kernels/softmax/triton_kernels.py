@@ -162,20 +162,29 @@ def _forward_kernel(
         y = _normalized(shifted, line_total, LOG, EXACT)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
+        # What is read again is to stay in the L2 cache, of which nothing is to be taken by what is
+        # done with; and what was read last is the likeliest to be there still, so it is read first.
+        FIRST: tl.constexpr = "" if STRIDED else "evict_last"
+        LAST: tl.constexpr = "" if STRIDED else "evict_first"
         best = tl.full([LINES, BLOCK // TOGETHER], LOWEST, tl.float32)
         total = tl.zeros([LINES, BLOCK // TOGETHER], tl.float32)
-        for first in range(0, size, BLOCK):
+        for first in range(0, length, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = mask_of(there, col, length, MASK_COLS)
-            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
+            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES, FIRST)
             best, total = grow_exponentials(best, total, x, EXACT)
         line_best, line_total = sum_exponentials(best, total, x_ends, EXACT)
-        for first in range(0, size, BLOCK):
+        blocks = tl.cdiv(length, BLOCK)
+        for index in range(0, blocks):
+            if STRIDED:
+                first = index * BLOCK
+            else:
+                first = (blocks - 1 - index) * BLOCK
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = mask_of(there, col, length, MASK_COLS)
-            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
+            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES, LAST)
             y = _normalized(x - line_best[:, None], line_total, LOG, EXACT)
-            store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
+            store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED, LAST)
     if ENDS:
         y = _normalized(x_ends - scalar(line_best), scalar(line_total), LOG, EXACT)
         tl.store(y_ptr + y_start[:, None] + end, y.to(y_ptr.dtype.element_ty), mask=is_end)
@@ -280,9 +289,9 @@ FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
 # The same where a warp alone has the lines, which it cannot read 32 units at once of. Loads of
 # as many bytes as there can be are another matter: of those a line is spread over fewer warps.
 _NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
-# And of log-softmax: a line is loaded when the one before it is done, so other warps have to wait
-# meanwhile, of which there are more if each has fewer lines.
-_NARROW_LOG_TILE = 512
+# And of log-softmax, forward and backward: a line is loaded when the one before it is done, so
+# other warps have to wait meanwhile, of which there are more if each has fewer lines.
+_NARROW_LOG_TILE, _NARROW_LOG_BACKWARD_TILE = 512, 1024
 # A block of a line that is longer: 16 warps at 32 bytes a thread.
 _BLOCK = 16 * 1024
 # Elements of a thread, where lines are strided and a load has less than 8 bytes.
@@ -363,7 +372,7 @@ def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bo
 
 def _launch(
     kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    largest: int,
+    largest: int, narrow: int,
 ) -> Launch:  # fmt: skip
     is_strided = lines.inner != 1
     contiguous = lines.inner if is_strided else lines.size
@@ -376,7 +385,6 @@ def _launch(
         word = 4 // widest
         if is_strided and unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
             unit = word
-        narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
         tile = tile_of(lines.size, lines.inner, widest, largest, unit, narrow)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
@@ -405,14 +413,17 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
     """The launch that fills `y`, contiguous, of which the dtype may be wider than that of `x`."""
     lines = Lines.of(x, dim)
     x, x_stride = lines.matrix(x)
-    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, FORWARD_TILE)
+    narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
+    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, FORWARD_TILE, narrow)
 
 
 def plan_backward(g: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool) -> Launch:
     """The launch that fills `dx`, contiguous, of which the dtype may be narrower than the rest."""
     lines = Lines.of(y, dim)
     (g, g_stride), (y, y_stride) = lines.matrix(g), lines.matrix(y)
-    return _launch(_backward_kernel, (g, y, dx), (g_stride, y_stride), lines, log, BACKWARD_TILE)
+    tensors, strides = (g, y, dx), (g_stride, y_stride)
+    narrow = _NARROW_LOG_BACKWARD_TILE if log else _NARROW_TILE
+    return _launch(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE, narrow)
 
 
 # --------------------------------------------------------------------------------------------------
