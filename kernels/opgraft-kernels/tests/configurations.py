@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opgraft_kernels.rows import Launch
+from opgraft_kernels.rows import Device, Launch
 
 __all__ = [
     "copy_launch",
@@ -119,7 +119,7 @@ def norm_launches(
     dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
     forward = ops.Forward(x, weight, bias, x, mean, rstd, hidden, 1e-6)
     backward = ops.Backward(x, x, weight, mean, rstd, dx, dw, db, hidden)
-    device = triton_kernels.Device(MULTIPROCESSORS, shared_memory, can_wait=True)
+    device = Device(MULTIPROCESSORS, shared_memory, can_wait=True)
     return [
         triton_kernels.plan_forward(forward, device),
         *triton_kernels.plan_backward(backward, device),
@@ -166,6 +166,10 @@ def _softmax() -> Iterator[Launch]:
         yield from softmax_launches(float16, (1024, 4096), log)
         yield from softmax_launches(float16, (1024, 4096), log, wide=float32)
         yield from softmax_launches(float16, (64, 128256), log, wide=float32)
+        # Fewer rows than multiprocessors, which are split in 16 bits too; and where none are split.
+        for dtype in (bfloat16, float16):
+            yield from softmax_launches(dtype, (64, 128256), log)
+        yield from softmax_launches(float32, (1024, 128256), log, can_wait=False)
 
 
 def softmax_launches(
@@ -174,6 +178,8 @@ def softmax_launches(
     log: bool,
     wide: torch.dtype | None = None,
     between: int = 0,
+    shared_memory: int = 228 * 1024,
+    can_wait: bool = True,
 ) -> list[Launch]:
     """The launch of a forward over dimension 1, and of a backward; with elements `between` the
     rows of what they read."""
@@ -183,9 +189,10 @@ def softmax_launches(
     x, dx = (torch.empty(each, dtype=dtype, device="meta") for each in (apart, shape))
     g, y = (torch.empty(each, dtype=wide or dtype, device="meta") for each in (apart, shape))
     x, g = x[..., : shape[-1]], g[..., : shape[-1]]
+    device = Device(MULTIPROCESSORS, shared_memory, can_wait)
     return [
-        triton_kernels.plan_forward(x, y, 1, log),
-        triton_kernels.plan_backward(g, g, dx, 1, log),
+        triton_kernels.plan_forward(x, y, 1, log, device),
+        triton_kernels.plan_backward(g, g, dx, 1, log, device),
     ]
 
 

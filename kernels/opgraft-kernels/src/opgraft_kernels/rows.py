@@ -18,7 +18,9 @@ from opgraft_kernels.interpreter import prepare
 __all__ = [
     "LOWEST",
     "ONE_PROGRAM_ELEMENTS",
+    "OTHER_BYTES",
     "RING",
+    "Device",
     "Launch",
     "Split",
     "Tile",
@@ -28,6 +30,7 @@ __all__ = [
     "collect_sum",
     "column",
     "contiguous",
+    "device_of",
     "ends_columns",
     "ends_of",
     "exp",
@@ -529,6 +532,9 @@ class Tile(NamedTuple):
         return min(255, 65536 // (self.per_sm * self.num_warps * 32) // 8 * 8)
 
 
+# Shared memory that a program takes beside its loads: 1 KB is the system's, the rest for sums.
+OTHER_BYTES = 2560
+
 # How a backward is launched, whichever calls it takes. One whose programs leave sums to add up
 # takes two launches, and each costs the host as long as the GPU takes for half of a small one. One
 # launch is enough where one program computes all of it, of up to so many elements: of more the GPU
@@ -636,6 +642,23 @@ def plan_sum(
         (partial, total, other_total, partials, hidden, ceil_div(partials, tile.rows)),
         {"ROWS": tile.rows, "BLOCK": tile.block},
         tile.num_warps,
+    )
+
+
+class Device(NamedTuple):
+    """What of a device launches depend on."""
+
+    multiprocessors: int
+    shared_memory: int  # of a multiprocessor, in bytes
+    can_wait: bool  # whether programs may wait for one another: the interpreter runs them in turn
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    return Device(
+        multiprocessors(device),
+        shared_memory_of_multiprocessor(device),
+        can_wait=device.type == "cuda",
     )
 
 
