@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opgraft_kernels.rows import Launch
+from opgraft_kernels.rows import Device, Launch
 
 __all__ = [
     "copy_launch",
@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 MULTIPROCESSORS = 132  # an H200's
+#: Too few for several programs a multiprocessor, wherever that is.
+FEW_ROWS = 4
 
 
 def launches(family: str, capability: int) -> Iterator[Launch]:
@@ -117,7 +119,7 @@ def norm_launches(
     dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
     forward = ops.Forward(x, weight, bias, x, mean, rstd, hidden, 1e-6)
     backward = ops.Backward(x, x, weight, mean, rstd, dx, dw, db, hidden)
-    device = triton_kernels.Device(MULTIPROCESSORS, shared_memory, can_wait=True)
+    device = Device(MULTIPROCESSORS, shared_memory, can_wait=True)
     return [
         triton_kernels.plan_forward(forward, device),
         *triton_kernels.plan_backward(backward, device),
@@ -164,6 +166,10 @@ def _softmax() -> Iterator[Launch]:
         yield from softmax_launches(float16, (1024, 4096), log)
         yield from softmax_launches(float16, (1024, 4096), log, wide=float32)
         yield from softmax_launches(float16, (64, 128256), log, wide=float32)
+        # Fewer rows than multiprocessors, which are split in 16 bits too; and where none are split.
+        for dtype in (bfloat16, float16):
+            yield from softmax_launches(dtype, (64, 128256), log)
+        yield from softmax_launches(float32, (1024, 128256), log, can_wait=False)
 
 
 def softmax_launches(
@@ -172,6 +178,8 @@ def softmax_launches(
     log: bool,
     wide: torch.dtype | None = None,
     between: int = 0,
+    shared_memory: int = 228 * 1024,
+    can_wait: bool = True,
 ) -> list[Launch]:
     """The launch of a forward over dimension 1, and of a backward; with elements `between` the
     rows of what they read."""
@@ -181,9 +189,10 @@ def softmax_launches(
     x, dx = (torch.empty(each, dtype=dtype, device="meta") for each in (apart, shape))
     g, y = (torch.empty(each, dtype=wide or dtype, device="meta") for each in (apart, shape))
     x, g = x[..., : shape[-1]], g[..., : shape[-1]]
+    device = Device(MULTIPROCESSORS, shared_memory, can_wait)
     return [
-        triton_kernels.plan_forward(x, y, 1, log),
-        triton_kernels.plan_backward(g, g, dx, 1, log),
+        triton_kernels.plan_forward(x, y, 1, log, device),
+        triton_kernels.plan_backward(g, g, dx, 1, log, device),
     ]
 
 
@@ -192,8 +201,9 @@ def _shifted(family: str) -> Iterator[Launch]:
     for dtype in (torch.bfloat16, torch.float32):
         for size in (1191, 4097, 16383, 32767, 50257):
             if family == "cross_entropy":
-                forward, *_, backward = cross_entropy_launches(dtype, 1024, size)
-                yield from (forward, backward)
+                for rows in (FEW_ROWS, 1024):
+                    forward, *_, backward = cross_entropy_launches(dtype, rows, size)
+                    yield from (forward, backward)
             else:
                 for log in (False, True):
                     yield from softmax_launches(dtype, (1024, size), log)
@@ -203,12 +213,15 @@ def _shifted(family: str) -> Iterator[Launch]:
 
 
 def _cross_entropy() -> Iterator[Launch]:
-    """Rows that share a program, that fit one and longer ones, odd sizes, and each option."""
+    """Rows that share a program, that fit one and longer ones, few and many, odd sizes, and each
+    option."""
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     some = cross_entropy_launches
     for dtype in (bfloat16, float32):
         for classes in (2, 16, 128, 1000, 4096, 5496, 8192, 16384, 32768, 50257, 128256, 262144):
             yield from some(dtype, 1024, classes)
+        for classes in (16384, 32768, 128256):
+            yield from some(dtype, FEW_ROWS, classes)
         for classes in (1000, 16384, 50257, 128256):
             for smoothing, is_weighted in ((0.1, False), (0.0, True), (0.1, True)):
                 yield from some(dtype, 1024, classes, smoothing, is_weighted)

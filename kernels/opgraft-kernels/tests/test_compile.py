@@ -23,6 +23,8 @@ from covering import covering
 
 pytest.importorskip("triton")
 
+from opgraft_kernels.softmax import triton_kernels as kernels
+
 # At the limit of registers ptxas parks some of them; these were measured with the spills.
 ATTENTION_SPILL = 192
 # In float32 six products of bfloat16 need three parts of each operand.
@@ -79,8 +81,16 @@ def test_layer_norm_fits() -> None:
 
 def test_softmax_fits() -> None:
     compiled = compiled_launches("softmax")
-    assert {found["kernel"] for found in compiled} == {"_forward_kernel", "_backward_kernel"}
+    assert {found["kernel"] for found in compiled} == {
+        "_forward_kernel",
+        "_forward_split_kernel",
+        "_backward_kernel",
+        "_backward_split_kernel",
+    }
     for found in compiled:
+        if "_split_" in found["kernel"]:
+            _check_split(found)
+            continue
         *_, size, inner = map(int, [each for each in found["arguments"] if each.isdigit()][:3])
         unaligned = (size if inner == 1 else inner) % 2
         aligned_spill = STRIDED_SPILL if found["constexprs"]["STRIDED"] else 0
@@ -88,6 +98,18 @@ def test_softmax_fits() -> None:
         itemsize = min(getattr(torch, each).itemsize for each in _dtypes(found))
         if not found["constexprs"]["ENDS"]:
             assert found["narrowest"] == found["constexprs"]["UNIT"] * itemsize, found
+
+
+def _check_split(found: dict[str, Any]) -> None:
+    """So many programs of a multiprocessor are to run at once, or the launch fails."""
+    is_forward = found["kernel"] == "_forward_split_kernel"
+    part = kernels._FORWARD_PART if is_forward else kernels._BACKWARD_PART
+    _check(found, 0)
+    assert found["registers"] <= part.registers, found
+    # 1 KB of each program's is the system's, and of a multiprocessor's what else it has more.
+    taken = part.per_sm * (found["shared"] + 1024)
+    assert taken <= SHARED_MEMORY[found["capability"]] + 1024, found
+    assert found["stores"] == {"16": part.block // 16 // part.num_warps // 32}, found
 
 
 def _units_of_a_thread(found: dict[str, Any]) -> int:
@@ -110,11 +132,17 @@ def test_shifted_rows_of_softmax_are_loaded_and_stored_by_16_bytes() -> None:
 
 
 def test_shifted_rows_of_cross_entropy_are_loaded_and_stored_by_16_bytes() -> None:
+    """In a forward's blocks twice: the last one has masks. Where a backward loads ahead, into
+    shared memory, those are other instructions."""
     for found in compiled_launches("shifted cross_entropy"):
         _check(found, 0)
         itemsize = str(getattr(torch, _dtypes(found)[0]).itemsize)
         units = _units_of_a_thread(found)
-        assert found["loads"]["16"] == units, found
+        times = 1 if found["constexprs"].get("WHOLE", True) else 2
+        if found["constexprs"].get("STAGES"):
+            times = 0
+            assert found["shared"] > 0, found
+        assert found["loads"].get("16", 0) == times * units, found
         if found["kernel"] == "_backward_kernel":
             assert found["stores"] == {"16": units, itemsize: 1}, found
 

@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 import special_inputs
 
 import opgraft
+from configurations import FEW_ROWS, cross_entropy_launches
 from opgraft import OpgraftError, Override
 from opgraft_kernels.cross_entropy import kept, triton_kernels
 from opgraft_kernels.cross_entropy.overrides import condition, register
@@ -141,6 +142,40 @@ def test_rows_that_are_read_in_blocks(
 ) -> None:
     logits = _logits((2, classes), dtype, device)
     _check(override, logits, _targets(logits))
+
+
+#: So many that each multiprocessor has several, or the interpreter's two.
+MANY_ROWS = 9
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 8, 4095, 4096, 4097, 8192 + 72])
+def test_many_long_rows(
+    override: Override, beyond: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """From the first length on that is read in small blocks: a few, and tails of every kind."""
+    logits = _logits((MANY_ROWS, 16384 // dtype.itemsize + beyond), dtype, device)
+    _check(override, logits, _targets(logits, ignored=-100), weight=_weight(logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "kib", "smoothing", "is_small"),
+    [
+        (MANY_ROWS, 15, 0.0, False),
+        (MANY_ROWS, 16, 0.0, True),
+        (MANY_ROWS, 64, 0.0, True),
+        (MANY_ROWS, 250, 0.0, True),
+        (MANY_ROWS, 250, 0.1, False),
+        (FEW_ROWS, 64, 0.0, False),
+        (FEW_ROWS, 250, 0.0, False),
+    ],
+)
+def test_many_long_rows_are_read_in_small_blocks(
+    dtype: torch.dtype, rows: int, kib: int, smoothing: float, is_small: bool
+) -> None:
+    launch, *_ = cross_entropy_launches(dtype, rows, kib * 1024 // dtype.itemsize, smoothing)
+    block = launch.constexprs["BLOCK"] * dtype.itemsize
+    assert ((block, launch.num_warps) == (8 * 1024, 4)) is is_small
 
 
 @pytest.mark.parametrize("classes", [7, 40000])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from configurations import FEW_ROWS, cross_entropy_launches
 from opgraft_kernels.cross_entropy import triton_kernels as cross_entropy
 from opgraft_kernels.rows import Launch
 from opgraft_kernels.softmax import triton_kernels as softmax
@@ -261,6 +262,37 @@ def test_longer_rows_of_cross_entropy(
     _check_cross_entropy(x, weighted, smoothing)
 
 
+#: Of so many, each multiprocessor has several, or the interpreter's two.
+MANY_ROWS = 9
+
+
+@pytest.mark.parametrize(("weighted", "smoothing"), [(False, 0.0), (True, 0.0), (True, 0.1)])
+@pytest.mark.parametrize("classes", [16383, 16385, 20479, 20481, 40001, 40007])
+def test_many_long_rows_of_cross_entropy(
+    classes: int, weighted: bool, smoothing: float, device: torch.device
+) -> None:
+    x = Buffer(_random(MANY_ROWS, classes, torch.float16, device), INF)
+    _check_cross_entropy(x, weighted, smoothing)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "classes", "walks"),
+    [
+        (MANY_ROWS, torch.float16, 16383, False),
+        (MANY_ROWS, torch.float16, 16385, True),
+        (MANY_ROWS, torch.float16, 40000, False),
+        (MANY_ROWS, torch.float32, 40001, False),
+        (FEW_ROWS, torch.float16, 40001, False),
+    ],
+)
+def test_programs_of_cross_entropys_backward_walk_over_many_long_rows_of_16_bits(
+    rows: int, dtype: torch.dtype, classes: int, walks: bool
+) -> None:
+    *_, launch = cross_entropy_launches(dtype, rows, classes)
+    assert (launch.constexprs["STAGES"] > 0) is walks
+    assert (launch.grid == rows) is (walks or classes == 16383)
+
+
 @pytest.mark.parametrize(("beyond", "is_shifted"), [(8, True), (16, True), (1, False), (4, False)])
 @pytest.mark.parametrize("classes", [1191, 40001])
 def test_strides_of_cross_entropy(
@@ -276,9 +308,14 @@ def test_addresses_of_cross_entropy_that_are_not_aligned(offset: int, device: to
     _check_cross_entropy(x, weighted=False, smoothing=0.0, is_shifted=False)
 
 
-@pytest.mark.parametrize("classes", [1191, 40001], ids=["a tile", "in blocks"])
-def test_a_program_writes_its_own_block_of_the_gradient(classes: int, device: torch.device) -> None:
-    rows = 2
+@pytest.mark.parametrize(
+    ("rows", "classes"),
+    [(2, 1191), (2, 40001), (MANY_ROWS, 40001)],
+    ids=["a tile", "in blocks", "walking"],
+)
+def test_a_program_writes_its_own_part_of_the_gradient(
+    rows: int, classes: int, device: torch.device
+) -> None:
     x = _random(rows, classes, torch.float16, device)
     target = torch.zeros(rows, dtype=torch.int64, device=device)
     statistics = torch.zeros(2, rows, device=device)
@@ -286,9 +323,9 @@ def test_a_program_writes_its_own_block_of_the_gradient(classes: int, device: to
     launch = cross_entropy.plan_backward(g, x, target, None, None, statistics, None, dx, -100, 0.0)
     assert _is_shifted(launch) and launch.grid > 1
     launch._replace(grid=1)()
-    block = launch.constexprs["BLOCK"]
+    block = classes if launch.grid == rows else launch.constexprs["BLOCK"]
     written = dx != 7.0
-    assert written[0, : min(block, classes)].all()
+    assert written[0, :block].all()
     assert not written[1].any()
     # The block, and the row's end.
     assert int(written[0].sum()) <= block + launch.constexprs["UNIT"]

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import special_inputs
+import triton
+import triton.language as tl
 
 import opgraft
 from opgraft import Override
@@ -138,6 +140,16 @@ def test_rows_that_are_read_in_blocks(
     _check(function, *_random((2, size), dtype, device), -1)
 
 
+@pytest.mark.parametrize("beyond", [-1, 1, 7, 8, 4096, 8191, 8192, 8200])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_beyond_what_registers_hold(
+    function: Function, rows: int, beyond: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The last block of a row, which is read again first, has any length."""
+    longest = kernels.FORWARD_TILE // dtype.itemsize
+    _check(function, *_random((rows, longest + beyond), dtype, device), -1)
+
+
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [
@@ -160,6 +172,33 @@ def test_any_dimension(
     device: torch.device,
 ) -> None:
     _check(function, *_random(shape, dtype, device), dim)
+
+
+@triton.jit(do_not_specialize=["program", "inner"])
+def _keep_lines(outer_ptr, place_ptr, program, inner, LINES: tl.constexpr):
+    outer, place, there = kernels._lines(program, 0, inner, LINES, STRIDED=True)
+    index = tl.arange(0, LINES)
+    tl.store(outer_ptr + index, outer, mask=there)
+    tl.store(place_ptr + index, place, mask=there)
+
+
+@pytest.mark.parametrize("inner", [2**31 - 1, 2**31 - 512, 2**31 - 513, 2**30, 1000, 512, 1])
+def test_lines_of_as_many_elements_between_as_32_bits_count(
+    inner: int, device: torch.device
+) -> None:
+    """Of the last program of the first matrix, and of the first one of the next."""
+    lines = 512
+    last = -(-inner // lines) - 1
+    for program, expected in (
+        (last, (0, range(last * lines, inner))),
+        (last + 1, (1, range(min(lines, inner)))),
+    ):
+        outer, place = torch.full((2, lines), -1, dtype=torch.int64, device=device)
+        _keep_lines[(1,)](outer, place, program, inner, lines)
+        where, places = expected
+        assert place[: len(places)].tolist() == list(places)
+        assert (outer[: len(places)] == where).all()
+        assert (place[len(places) :] == -1).all()
 
 
 LAYOUTS = {

@@ -18,7 +18,9 @@ from opgraft_kernels.interpreter import prepare
 __all__ = [
     "LOWEST",
     "ONE_PROGRAM_ELEMENTS",
+    "OTHER_BYTES",
     "RING",
+    "Device",
     "Launch",
     "Split",
     "Tile",
@@ -28,6 +30,7 @@ __all__ = [
     "collect_sum",
     "column",
     "contiguous",
+    "device_of",
     "ends_columns",
     "ends_of",
     "exp",
@@ -61,21 +64,30 @@ __all__ = [
 prepare()
 
 
-@triton.jit
-def load_if(ptrs, mask, MASKED: tl.constexpr, OTHER: tl.constexpr = 0.0):
-    """Loads, with OTHER where `mask` is false; if not MASKED it is true everywhere."""
-    if MASKED:
-        return tl.load(ptrs, mask=mask, other=OTHER)
-    else:
-        return tl.load(ptrs)
+# As a default, Triton 3.6 takes strings in this form alone.
+_NO_HINT = tl.constexpr("")
 
 
 @triton.jit
-def store_if(ptrs, value, mask, MASKED: tl.constexpr):
+def load_if(
+    ptrs, mask, MASKED: tl.constexpr, OTHER: tl.constexpr = 0.0, EVICTION: tl.constexpr = _NO_HINT
+):
+    """Loads, with OTHER where `mask` is false; if not MASKED it is true everywhere.
+
+    EVICTION says whether caches are to keep it longer than other data, or not to keep it.
+    """
     if MASKED:
-        tl.store(ptrs, value, mask=mask)
+        return tl.load(ptrs, mask=mask, other=OTHER, eviction_policy=EVICTION)
     else:
-        tl.store(ptrs, value)
+        return tl.load(ptrs, eviction_policy=EVICTION)
+
+
+@triton.jit
+def store_if(ptrs, value, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr = _NO_HINT):
+    if MASKED:
+        tl.store(ptrs, value, mask=mask, eviction_policy=EVICTION)
+    else:
+        tl.store(ptrs, value, eviction_policy=EVICTION)
 
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -222,12 +234,19 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def load_logits(ptrs, mask, in_rows, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr):
+def load_logits(
+    ptrs,
+    mask,
+    in_rows,
+    MASKED: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    EVICTION: tl.constexpr = _NO_HINT,
+):
     """A tile in float32, with -inf beyond the rows' ends, and zeros in rows that there are not.
 
     Nothing uses those, but -inf throughout would make NaN, of which Triton's interpreter warns.
     """
-    x = load_if(ptrs, mask, MASKED, float("-inf")).to(tl.float32)
+    x = load_if(ptrs, mask, MASKED, float("-inf"), EVICTION).to(tl.float32)
     if MASK_ROWS:
         x = tl.where(in_rows[:, None], x, 0.0)
     return x
@@ -513,6 +532,9 @@ class Tile(NamedTuple):
         return min(255, 65536 // (self.per_sm * self.num_warps * 32) // 8 * 8)
 
 
+# Shared memory that a program takes beside its loads: 1 KB is the system's, the rest for sums.
+OTHER_BYTES = 2560
+
 # How a backward is launched, whichever calls it takes. One whose programs leave sums to add up
 # takes two launches, and each costs the host as long as the GPU takes for half of a small one. One
 # launch is enough where one program computes all of it, of up to so many elements: of more the GPU
@@ -620,6 +642,23 @@ def plan_sum(
         (partial, total, other_total, partials, hidden, ceil_div(partials, tile.rows)),
         {"ROWS": tile.rows, "BLOCK": tile.block},
         tile.num_warps,
+    )
+
+
+class Device(NamedTuple):
+    """What of a device launches depend on."""
+
+    multiprocessors: int
+    shared_memory: int  # of a multiprocessor, in bytes
+    can_wait: bool  # whether programs may wait for one another: the interpreter runs them in turn
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    return Device(
+        multiprocessors(device),
+        shared_memory_of_multiprocessor(device),
+        can_wait=device.type == "cuda",
     )
 
 

@@ -41,6 +41,7 @@ from opgraft_kernels.rows import (
     mask_of,
     max_of,
     multiple_of,
+    multiprocessors,
     scalar,
     store_if,
     sum_exponentials,
@@ -48,7 +49,7 @@ from opgraft_kernels.rows import (
     tile_start,
     unit_of,
 )
-from opgraft_kernels.softmax.triton_kernels import BACKWARD_TILE, FORWARD_TILE, tile_of
+from opgraft_kernels.softmax.triton_kernels import BACKWARD_TILE, FORWARD_TILE, Tile, tile_of
 
 __all__ = ["backward", "forward", "plan_backward", "plan_forward", "plan_sums"]
 
@@ -167,11 +168,10 @@ def _forward_kernel(
         if SMOOTH:
             seen = tl.zeros([LINES, BLOCK], tl.float32)
             belows = tl.zeros([LINES, BLOCK], tl.float32)
-        for first in range(0, classes, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            mask = mask_of(in_rows, place, length, MASK_COLS)
-            x = load_logits(x_tile[:, None] + place[None, :], mask, in_rows, MASKED, MASK_LINES)
-            if SMOOTH:
+            for first in range(0, classes, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                mask = mask_of(in_rows, place, length, MASK_COLS)
+                x = load_logits(x_tile[:, None] + place[None, :], mask, in_rows, MASKED, MASK_LINES)
                 weights = _weights_of(x, w_ptr, place, classes)
                 next_bests = tl.where(x > bests, x, bests)
                 # What was seen is further below a new maximum.
@@ -182,7 +182,22 @@ def _forward_kernel(
                 shifted = _where(there, shifted, MASK_COLS)
                 belows += weights * shifted
                 seen += weights
-            bests, totals = grow_exponentials(bests, totals, x, EXACT)
+                bests, totals = grow_exponentials(bests, totals, x, EXACT)
+        else:
+            # Without masks but for the last block: there they would cost bandwidth.
+            whole_blocks = length // BLOCK * BLOCK
+            for first in range(0, whole_blocks, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                ptrs = x_tile[:, None] + place[None, :]
+                x = load_logits(ptrs, in_rows[:, None], in_rows, MASK_LINES, MASK_LINES)
+                bests, totals = grow_exponentials(bests, totals, x, EXACT)
+            if MASK_COLS:  # noqa: SIM102 (decided when it is compiled)
+                if whole_blocks < length:
+                    place = whole_blocks + tl.arange(0, BLOCK)
+                    ptrs = x_tile[:, None] + place[None, :]
+                    mask = mask_of(in_rows, place, length, True)
+                    x = load_logits(ptrs, mask, in_rows, True, MASK_LINES)
+                    bests, totals = grow_exponentials(bests, totals, x, EXACT)
         best, total = sum_exponentials(bests, totals, x_ends, EXACT)
         if SMOOTH:
             all_weights = tl.sum(seen, axis=1)
@@ -275,25 +290,28 @@ def _backward_kernel(
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """The gradient of a tile of the logits."""
+    """The gradient of a block of the logits; with STAGES of a row, block after block, of which so
+    many are being loaded."""
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
     EXACT: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
     classes = multiple_of(classes, APART)
     x_stride = multiple_of(x_stride, APART)
-    blocks = tl.cdiv(classes, BLOCK)
+    blocks = 1 if STAGES else tl.cdiv(classes, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64) * LINES + tl.arange(0, LINES)
     in_rows = row < rows
     first = (tl.program_id(0) % blocks) * BLOCK
-    place = first + tl.arange(0, BLOCK)
     length, before = classes, 0
     if ENDS:
         before, length, end, is_end = ends_of(row * classes, classes, UNIT, ENDS)
-    mask = mask_of(in_rows, place, length, MASK_COLS)
     x_start = row * x_stride
     x_tile = x_ptr + tile_start(x_start, UNIT, ENDS)
-    x = load_if(x_tile[:, None] + place[None, :], mask, MASKED).to(tl.float32)
+    if not STAGES:  # before what is waited for below
+        place = first + tl.arange(0, BLOCK)
+        mask = mask_of(in_rows, place, length, MASK_COLS)
+        x = load_if(x_tile[:, None] + place[None, :], mask, MASKED).to(tl.float32)
     target = tl.load(target_ptr + row, mask=in_rows, other=0)
     counts = in_rows & (target != ignore_index)
     g = tl.load(g_ptr + row * g_stride, mask=in_rows, other=0.0).to(tl.float32)
@@ -305,13 +323,24 @@ def _backward_kernel(
     g = tl.where(counts, g, 0.0)
     best = tl.load(statistics_ptr + row, mask=in_rows, other=0.0)
     log_total = tl.load(statistics_ptr + rows + row, mask=in_rows, other=0.0)
-    dx = _gradient(
-        *(x, before + place, best, log_total, target, counts, g),
-        *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH, EXACT),
-    )
     dx_start = row * classes
     dx_tile = dx_ptr + tile_start(dx_start, UNIT, ENDS)
-    store_if(dx_tile[:, None] + place[None, :], dx.to(dx_ptr.dtype.element_ty), mask, MASKED)
+    if STAGES:
+        for start in tl.range(0, length, BLOCK, num_stages=STAGES):
+            place = start + tl.arange(0, BLOCK)
+            mask = mask_of(in_rows, place, length, MASK_COLS)
+            x = load_if(x_tile[:, None] + place[None, :], mask, MASKED).to(tl.float32)
+            dx = _gradient(
+                *(x, before + place, best, log_total, target, counts, g),
+                *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH, EXACT),
+            ).to(dx_ptr.dtype.element_ty)
+            store_if(dx_tile[:, None] + place[None, :], dx, mask, MASKED)
+    else:
+        dx = _gradient(
+            *(x, before + place, best, log_total, target, counts, g),
+            *(w_ptr, all_weights_ptr, classes, smoothing, SMOOTH, EXACT),
+        ).to(dx_ptr.dtype.element_ty)
+        store_if(dx_tile[:, None] + place[None, :], dx, mask, MASKED)
     if ENDS:  # noqa: SIM102 (decided when it is compiled)
         if first == 0:
             x_ends = load_if((x_ptr + x_start)[:, None] + end, is_end, True).to(tl.float32)
@@ -367,23 +396,43 @@ def _gradient(
 _SUM_BLOCK, _SUM_STEPS = 1024, 16
 
 
-def _tile_options(
-    classes: int, stride: int, largest: int, *tensors: Tensor, may_shift: bool = True
-) -> tuple[dict[str, Any], int, bool]:
+# Rows of so many bytes are read in blocks by few warps, if there are enough rows for so many
+# programs a multiprocessor: then some always load while others compute. Fewer rows are read faster
+# if each has more warps.
+_LONG_ROW, _MANY_PROGRAMS = 16 * 1024, 4
+# The block of those, in bytes, and its warps.
+_FORWARD_BLOCK = 8 * 1024, 4
+# Where a backward has several blocks of a shifted row, each program first finds out where the row's
+# units begin, and waits for what is one a row. Many small programs hide that. Of 16 bits, which are
+# more elements to compute with, a program a row is faster still, which does so once, and has blocks
+# on their way meanwhile; if there are enough rows.
+_SHIFTED_BLOCK = 4 * 1024, 4
+_WALKED_BLOCK, _WALKED_STAGES = (8 * 1024, 8), 3
+
+
+def _are_many(rows: int, device: torch.device) -> bool:
+    return rows >= _MANY_PROGRAMS * multiprocessors(device)
+
+
+def _tile(classes: int, largest: int, itemsize: int) -> Tile:
     # As of aligned rows: with softmax's tiles for others the kernels here were not measured.
-    itemsize = tensors[0].element_size()
-    tile = tile_of(classes, 1, itemsize, largest, unit_of(itemsize))
-    ends = ends_columns(tile.lines, classes, (stride,), tensors) if may_shift else 0
-    unit = unit_of(itemsize) if ends else unit_of(itemsize, classes, stride)
-    constexprs = {
+    return tile_of(classes, 1, itemsize, largest, unit_of(itemsize))
+
+
+def _block(bytes_and_warps: tuple[int, int], itemsize: int) -> Tile:
+    size, num_warps = bytes_and_warps
+    return Tile(1, size // itemsize, False, num_warps)
+
+
+def _constexprs(tile: Tile, classes: int, stride: int, ends: int, itemsize: int) -> dict[str, Any]:
+    return {
         "LINES": tile.lines,
         "BLOCK": tile.block,
         "MASK_LINES": tile.lines > 1,
         "MASK_COLS": ends > 0 or classes % tile.block != 0,
-        "UNIT": unit,
+        "UNIT": unit_of(itemsize) if ends else unit_of(itemsize, classes, stride),
         "ENDS": ends,
     }
-    return constexprs, tile.num_warps, tile.whole
 
 
 def _asserting(device: torch.device) -> dict[str, Any]:
@@ -404,19 +453,27 @@ def plan_forward(
     """The launch that fills `losses` and `statistics`, and `masses` where there is a mean."""
     rows, classes = target.numel(), x.shape[-1]
     x, x_stride = as_rows(x, rows, classes)
+    itemsize = x.element_size()
+    tile, ends = _tile(classes, FORWARD_TILE, itemsize), 0
     # With smoothing there is much to keep for each logit, and the ends' would be spilled.
-    constexprs, num_warps, whole = _tile_options(
-        classes, x_stride, FORWARD_TILE, x, may_shift=smoothing == 0
-    )
+    if smoothing == 0:
+        ends = ends_columns(tile.lines, classes, (x_stride,), (x,))
+        is_wide = ends > 0 or unit_of(itemsize, classes, x_stride) == unit_of(itemsize)
+        if is_wide and classes * itemsize >= _LONG_ROW and _are_many(rows, x.device):
+            tile = _block(_FORWARD_BLOCK, itemsize)
     return Launch(
         _forward_kernel,
-        ceil_div(rows, constexprs["LINES"]),
+        ceil_div(rows, tile.lines),
         (
             *(x, contiguous(target), weight, losses, masses, statistics),
             *(rows, classes, x_stride, ignore_index, smoothing),
         ),
-        {"SMOOTH": smoothing > 0, "WHOLE": whole, **constexprs},
-        num_warps,
+        {
+            "SMOOTH": smoothing > 0,
+            "WHOLE": tile.whole,
+            **_constexprs(tile, classes, x_stride, ends, itemsize),
+        },
+        tile.num_warps,
         _asserting(x.device),
     )
 
@@ -467,16 +524,27 @@ def plan_backward(
     where there is smoothing."""
     rows, classes = target.numel(), x.shape[-1]
     x, x_stride = as_rows(x, rows, classes)
-    constexprs, num_warps, _ = _tile_options(classes, x_stride, BACKWARD_TILE, x, dx)
+    itemsize, stages = x.element_size(), 0
+    tile = _tile(classes, BACKWARD_TILE, itemsize)
+    ends = ends_columns(tile.lines, classes, (x_stride,), (x, dx))
+    if ends and not tile.whole:
+        tile = _block(_SHIFTED_BLOCK, itemsize)
+        if itemsize == 2 and _are_many(rows, x.device):
+            tile, stages = _block(_WALKED_BLOCK, itemsize), _WALKED_STAGES
+    blocks = 1 if stages else ceil_div(classes, tile.block)
     return Launch(
         _backward_kernel,
-        ceil_div(rows, constexprs["LINES"]) * ceil_div(classes, constexprs["BLOCK"]),
+        ceil_div(rows, tile.lines) * blocks,
         (
             *(g, x, contiguous(target), weight, all_weights, statistics, mass, dx),
             *(rows, classes, x_stride, g.stride(0) if g.dim() else 0, ignore_index, smoothing),
         ),
-        {"SMOOTH": smoothing > 0, **constexprs},
-        num_warps,
+        {
+            "SMOOTH": smoothing > 0,
+            **_constexprs(tile, classes, x_stride, ends, itemsize),
+            "STAGES": stages,
+        },
+        tile.num_warps,
     )
 
 

@@ -29,7 +29,9 @@ import triton.language as tl
 from opgraft_kernels.norms import ops
 from opgraft_kernels.rows import (
     ONE_PROGRAM_ELEMENTS,
+    OTHER_BYTES,
     RING,
+    Device,
     Launch,
     Split,
     Tile,
@@ -38,14 +40,13 @@ from opgraft_kernels.rows import (
     collect,
     collect_sum,
     contiguous,
+    device_of,
     load_if,
     mask_if,
     multiple_of,
-    multiprocessors,
     plan_sum,
     power_of_2,
     publish,
-    shared_memory_of_multiprocessor,
     split_rows,
     store_if,
     sum_after_barrier,
@@ -745,22 +746,12 @@ _NARROW_ROW_BYTES = 512
 _WHOLE_ROW_BYTES = 32 * 1024
 # Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
 _L1_ROW_BYTES = 64 * 1024
-# Shared memory that a program takes beside its loads: 1 KB is the system's, the rest for sums.
-_OTHER_BYTES = 2560
 
 
 #: g, x, weight, mean and rstd, as a backward's kernels read them.
 _Inputs: TypeAlias = tuple[Any, ...]
 #: Rows, hidden, and how far rows of g and of x are apart.
 _Matrix: TypeAlias = tuple[int, int, int, int]
-
-
-class Device(NamedTuple):
-    """What of a device launches depend on."""
-
-    multiprocessors: int
-    shared_memory: int  # of a multiprocessor, in bytes
-    can_wait: bool  # whether programs may wait for one another: the interpreter runs them in turn
 
 
 class Tiling(NamedTuple):
@@ -964,7 +955,7 @@ def _bytes_ahead(tile: Tile, itemsize: int) -> int:
     one stage less than it is told, which is more where a tile has one row.
     """
     a_line = (tile.block + tile.tail) * itemsize
-    with_weight = (2 * tile.rows + 1) * (tile.stages - 1) * a_line + _OTHER_BYTES
+    with_weight = (2 * tile.rows + 1) * (tile.stages - 1) * a_line + OTHER_BYTES
     return max(2 * tile.rows * tile.stages * a_line, with_weight)
 
 
@@ -1193,22 +1184,13 @@ def _plan_sums(partial: torch.Tensor | None, sums: list[torch.Tensor]) -> list[L
 
 def forward(call: ops.Forward) -> None:
     """Forwards of float32, float16 and bfloat16, in any strides."""
-    plan_forward(call, _device(call.input.device))()
+    plan_forward(call, device_of(call.input.device))()
 
 
 def backward(call: ops.Backward) -> None:
     """Backwards of float32, float16 and bfloat16, in any strides, expanded ones included."""
-    for launch in plan_backward(call, _device(call.input.device)):
+    for launch in plan_backward(call, device_of(call.input.device)):
         launch()
-
-
-@functools.cache
-def _device(device: torch.device) -> Device:
-    return Device(
-        multiprocessors(device),
-        shared_memory_of_multiprocessor(device),
-        can_wait=device.type == "cuda",
-    )
 
 
 # ATen's ops, around these two.

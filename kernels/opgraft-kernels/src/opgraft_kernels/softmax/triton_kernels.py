@@ -1,4 +1,4 @@
-"""Softmax and log-softmax in Triton, each forward and backward: one kernel a direction.
+"""Softmax and log-softmax in Triton, each forward and backward.
 
 A tensor is seen as ``[outer, size, inner]``, with the softmax over `size`. A *line* is what is
 normalised together: `size` elements that are `inner` apart. All arithmetic is in float32::
@@ -9,7 +9,9 @@ normalised together: `size` elements that are `inner` apart. All arithmetic is i
 Both directions are bound by memory. A program holds a tile of lines, which stays in registers
 between the reduction and its use. A longer line is read in blocks, twice: the maximum and the sum
 are found in one pass, the second reads what may still be in the L2 cache. Where inner is 1 threads
-read along a line, otherwise across lines, so that neighbours in memory are read together.
+read along a line, otherwise across lines, so that neighbours in memory are read together. Of the
+longest rows the cache has too little left: they are split over programs, which hold a part of a row
+each and exchange what they found in it.
 
 `size` is a run-time integer under a power-of-two block, as in the norms: another size compiles
 another kernel only if it needs another block, mask, or unit (how wide loads may be).
@@ -28,21 +30,31 @@ from torch import Tensor
 
 from opgraft_kernels.rows import (
     LOWEST,
+    OTHER_BYTES,
+    RING,
+    Device,
     Launch,
+    Split,
     as_rows,
     ceil_div,
+    collect,
+    collect_sum,
     column,
+    device_of,
     ends_columns,
     ends_of,
     exp,
     grow_exponentials,
     load_if,
     load_logits,
+    mask_if,
     mask_of,
     max_of,
     multiple_of,
     power_of_2,
+    publish,
     scalar,
+    split_rows,
     store_if,
     sum_exponentials,
     sum_of,
@@ -50,6 +62,7 @@ from opgraft_kernels.rows import (
     tile_start,
     unit_of,
 )
+from opgraft_kernels.rows import Tile as RowTile
 
 __all__ = [
     "BACKWARD_TILE",
@@ -74,17 +87,18 @@ __all__ = [
 
 
 @triton.jit
-def _lines(lines, inner, LINES: tl.constexpr, STRIDED: tl.constexpr):
+def _lines(program, lines, inner, LINES: tl.constexpr, STRIDED: tl.constexpr):
     """A program's lines: by the index of their [size, inner] and the place in it, and which are
     there. The first is 64-bit, since offsets are."""
     index = tl.arange(0, LINES)
     if STRIDED:
-        blocks = tl.cdiv(inner, LINES)
-        outer = (tl.program_id(0) // blocks).to(tl.int64)
-        index = (tl.program_id(0) % blocks) * LINES + index
-        return outer, index, index < inner
+        # Nothing here is larger than `inner`, which may be nearly 2**31.
+        blocks = inner // LINES + (inner % LINES != 0).to(tl.int32)
+        outer = (program // blocks).to(tl.int64)
+        first = (program % blocks) * LINES
+        return outer, first + index, index < inner - first
     else:
-        row = tl.program_id(0).to(tl.int64) * LINES + index
+        row = program.to(tl.int64) * LINES + index
         return row, 0, row < lines
 
 
@@ -140,7 +154,7 @@ def _forward_kernel(
     # A thread has whole units of a line, which have a maximum together; of strided ones it has not.
     TOGETHER: tl.constexpr = 1 if STRIDED else UNIT
     size, inner = _units(size, inner, APART, STRIDED)
-    outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    outer, place, there = _lines(tl.program_id(0), lines, inner, LINES, STRIDED)
     x_stride = multiple_of(x_stride, APART)
     y_stride = size.to(tl.int64) * inner
     x_start = outer * x_stride + place
@@ -161,20 +175,29 @@ def _forward_kernel(
         y = _normalized(shifted, line_total, LOG, EXACT)
         store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
     else:
+        # What is read again is to stay in the L2 cache, of which nothing is to be taken by what is
+        # done with; and what was read last is the likeliest to be there still, so it is read first.
+        FIRST: tl.constexpr = "" if STRIDED else "evict_last"
+        LAST: tl.constexpr = "" if STRIDED else "evict_first"
         best = tl.full([LINES, BLOCK // TOGETHER], LOWEST, tl.float32)
         total = tl.zeros([LINES, BLOCK // TOGETHER], tl.float32)
-        for first in range(0, size, BLOCK):
+        for first in range(0, length, BLOCK):
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = mask_of(there, col, length, MASK_COLS)
-            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
+            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES, FIRST)
             best, total = grow_exponentials(best, total, x, EXACT)
         line_best, line_total = sum_exponentials(best, total, x_ends, EXACT)
-        for first in range(0, size, BLOCK):
+        blocks = tl.cdiv(length, BLOCK)
+        for index in range(0, blocks):
+            if STRIDED:
+                first = index * BLOCK
+            else:
+                first = (blocks - 1 - index) * BLOCK
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = mask_of(there, col, length, MASK_COLS)
-            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
+            x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES, LAST)
             y = _normalized(x - line_best[:, None], line_total, LOG, EXACT)
-            store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED)
+            store_if(y_line + offset[None, :], y.to(y_ptr.dtype.element_ty), mask, MASKED, LAST)
     if ENDS:
         y = _normalized(x_ends - scalar(line_best), scalar(line_total), LOG, EXACT)
         tl.store(y_ptr + y_start[:, None] + end, y.to(y_ptr.dtype.element_ty), mask=is_end)
@@ -221,7 +244,7 @@ def _backward_kernel(
     APART: tl.constexpr = 1 if ENDS else UNIT
     EXACT: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
     size, inner = _units(size, inner, APART, STRIDED)
-    outer, place, there = _lines(lines, inner, LINES, STRIDED)
+    outer, place, there = _lines(tl.program_id(0), lines, inner, LINES, STRIDED)
     g_stride = multiple_of(g_stride, APART)
     y_stride = multiple_of(y_stride, APART)
     dx_stride = size.to(tl.int64) * inner
@@ -268,6 +291,180 @@ def _backward_kernel(
 
 
 # --------------------------------------------------------------------------------------------------
+# Rows that are split over programs
+# --------------------------------------------------------------------------------------------------
+
+# `rows.py` says how they exchange values. A program keeps its part of a row until the values of the
+# others are there: of 16 bits in pairs, as *words*, since alone each would take a register of 32.
+# PAIRED: there are such. Rows, and what is between two, are multiples of UNIT.
+
+
+@triton.jit
+def _word_ptr(ptr, PAIRED: tl.constexpr):
+    if PAIRED:
+        return ptr.to(tl.pointer_type(tl.int32))
+    else:
+        return ptr
+
+
+@triton.jit
+def _words_of_minus_infinity(DTYPE: tl.constexpr):
+    if tl.bfloat16 == DTYPE:
+        return -0x7F0080  # 0xff80 twice
+    elif tl.float16 == DTYPE:
+        return -0x3FF0400  # 0xfc00 twice
+    else:
+        return float("-inf")
+
+
+@triton.jit
+def _firsts(words, DTYPE: tl.constexpr):
+    """In float32, the first elements of words, or what is no pair."""
+    if tl.bfloat16 == DTYPE:
+        return (words << 16).to(tl.float32, bitcast=True)
+    elif tl.float16 == DTYPE:
+        return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return words.to(tl.float32)
+
+
+@triton.jit
+def _seconds(words, DTYPE: tl.constexpr):
+    if tl.bfloat16 == DTYPE:
+        return (words & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _words_of(firsts, seconds, DTYPE: tl.constexpr):
+    firsts = firsts.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+    seconds = seconds.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+    return (firsts & 0xFFFF) | (seconds << 16)
+
+
+@triton.jit(do_not_specialize=["rows", "size", "x_stride", "splits", "steps"])
+def _forward_split_kernel(
+    x_ptr,
+    y_ptr,
+    slots_ptr,
+    rows,
+    size,
+    x_stride,
+    splits,
+    steps,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A group of `splits` programs reduces a row a step, and writes the one before."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    PAIRED: tl.constexpr = tl.float32 != DTYPE
+    EXACT: tl.constexpr = tl.float32 == DTYPE
+    EACH: tl.constexpr = 2 if PAIRED else 1
+    x_stride = multiple_of(x_stride, UNIT)
+    size = multiple_of(size, UNIT)
+    groups = tl.num_programs(0) // splits
+    group = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    bests_ptr = slots_ptr + group * (2 * RING * SLOTS)
+    totals_ptr = bests_ptr + RING * SLOTS
+    slot = tl.arange(0, SLOTS)
+    col = split * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)
+    in_row = col < multiple_of(size // EACH, UNIT // EACH)
+    previous = tl.zeros([BLOCK // EACH], tl.int32 if PAIRED else tl.float32)
+    for step in tl.range(0, steps + 1, num_stages=STAGES):
+        row = (group + step * groups).to(tl.int64)
+        x = tl.load(
+            _word_ptr(x_ptr + row * x_stride, PAIRED) + col,
+            mask=mask_if(in_row, row < rows),
+            other=_words_of_minus_infinity(DTYPE),
+        )
+        firsts = _firsts(x, DTYPE)
+        if PAIRED:
+            seconds = _seconds(x, DTYPE)
+            best = tl.maximum(tl.max(tl.maximum(firsts, seconds), axis=0), LOWEST)
+            exponentials = exp(firsts - best, EXACT) + exp(seconds - best, EXACT)
+        else:
+            best = tl.maximum(tl.max(firsts, axis=0), LOWEST)
+            exponentials = exp(firsts - best, EXACT)
+        publish(bests_ptr, step, split, best, SLOTS)
+        publish(totals_ptr, step, split, tl.sum(exponentials, axis=0), SLOTS)
+
+        bests = collect(bests_ptr, step - 1, splits, SLOTS)
+        bests = tl.where(slot < splits, bests, LOWEST)
+        totals = collect(totals_ptr, step - 1, splits, SLOTS)
+        row_best = tl.max(bests, axis=0)
+        row_total = tl.sum(totals * exp(bests - row_best, EXACT), axis=0)
+        y = _normalized(_firsts(previous, DTYPE) - row_best, row_total, LOG, EXACT)
+        if PAIRED:
+            shifted = _seconds(previous, DTYPE) - row_best
+            y = _words_of(y, _normalized(shifted, row_total, LOG, EXACT), DTYPE)
+        row -= groups
+        mask = mask_if(mask_if(in_row, row >= 0), row < rows)
+        tl.store(_word_ptr(y_ptr + row * size, PAIRED) + col, y, mask=mask)
+        previous = x
+
+
+@triton.jit(do_not_specialize=["rows", "size", "g_stride", "y_stride", "splits", "steps"])
+def _backward_split_kernel(
+    g_ptr,
+    y_ptr,
+    dx_ptr,
+    slots_ptr,
+    rows,
+    size,
+    g_stride,
+    y_stride,
+    splits,
+    steps,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Likewise."""
+    DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
+    PAIRED: tl.constexpr = tl.float32 != DTYPE
+    EXACT: tl.constexpr = tl.float32 == DTYPE
+    EACH: tl.constexpr = 2 if PAIRED else 1
+    g_stride = multiple_of(g_stride, UNIT)
+    y_stride = multiple_of(y_stride, UNIT)
+    size = multiple_of(size, UNIT)
+    groups = tl.num_programs(0) // splits
+    group = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    slots_ptr += group * (RING * SLOTS)
+    col = split * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)
+    in_row = col < multiple_of(size // EACH, UNIT // EACH)
+    previous_g = tl.zeros([BLOCK // EACH], tl.int32 if PAIRED else tl.float32)
+    previous_y = previous_g
+    for step in tl.range(0, steps + 1, num_stages=STAGES):
+        row = (group + step * groups).to(tl.int64)
+        mask = mask_if(in_row, row < rows)
+        g = tl.load(_word_ptr(g_ptr + row * g_stride, PAIRED) + col, mask=mask, other=0)
+        y = tl.load(_word_ptr(y_ptr + row * y_stride, PAIRED) + col, mask=mask, other=0)
+        summands = _summand(_firsts(g, DTYPE), _firsts(y, DTYPE), LOG)
+        if PAIRED:
+            summands += _summand(_seconds(g, DTYPE), _seconds(y, DTYPE), LOG)
+        publish(slots_ptr, step, split, tl.sum(summands, axis=0), SLOTS)
+
+        total = collect_sum(slots_ptr, step - 1, splits, SLOTS)
+        dx = _gradient(_firsts(previous_g, DTYPE), _firsts(previous_y, DTYPE), total, LOG, EXACT)
+        if PAIRED:
+            second_g, second_y = _seconds(previous_g, DTYPE), _seconds(previous_y, DTYPE)
+            dx = _words_of(dx, _gradient(second_g, second_y, total, LOG, EXACT), DTYPE)
+        row -= groups
+        mask = mask_if(mask_if(in_row, row >= 0), row < rows)
+        tl.store(_word_ptr(dx_ptr + row * size, PAIRED) + col, dx, mask=mask)
+        previous_g = g
+        previous_y = y
+
+
+# --------------------------------------------------------------------------------------------------
 # Launches
 # --------------------------------------------------------------------------------------------------
 
@@ -279,9 +476,9 @@ FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
 # The same where a warp alone has the lines, which it cannot read 32 units at once of. Loads of
 # as many bytes as there can be are another matter: of those a line is spread over fewer warps.
 _NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
-# And of log-softmax: a line is loaded when the one before it is done, so other warps have to wait
-# meanwhile, of which there are more if each has fewer lines.
-_NARROW_LOG_TILE = 512
+# And of log-softmax, forward and backward: a line is loaded when the one before it is done, so
+# other warps have to wait meanwhile, of which there are more if each has fewer lines.
+_NARROW_LOG_TILE, _NARROW_LOG_BACKWARD_TILE = 512, 1024
 # A block of a line that is longer: 16 warps at 32 bytes a thread.
 _BLOCK = 16 * 1024
 # Elements of a thread, where lines are strided and a load has less than 8 bytes.
@@ -292,6 +489,10 @@ _SEGMENT = 128
 # others, if there are enough of them for so many warps.
 _LONGEST_OF_A_THREAD, _WARPS_OF_SHORT = 32, 4
 _MIN_BLOCK = 16
+# Rows of more bytes than this are split, into parts of so many bytes.
+_SPLIT_ROW = 128 * 1024
+_FORWARD_PART = RowTile(1, 8 * 1024, 4, per_sm=4, stages=3)
+_BACKWARD_PART = RowTile(1, 4 * 1024, 4, per_sm=6, stages=3)
 
 
 class Tile(NamedTuple):
@@ -362,7 +563,7 @@ def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bo
 
 def _launch(
     kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    largest: int,
+    largest: int, narrow: int,
 ) -> Launch:  # fmt: skip
     is_strided = lines.inner != 1
     contiguous = lines.inner if is_strided else lines.size
@@ -375,7 +576,6 @@ def _launch(
         word = 4 // widest
         if is_strided and unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
             unit = word
-        narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
         tile = tile_of(lines.size, lines.inner, widest, largest, unit, narrow)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
@@ -400,18 +600,71 @@ def _launch(
     )
 
 
-def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool) -> Launch:
+def _split_of(
+    part: RowTile, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines,
+    device: Device,
+) -> Split | None:  # fmt: skip
+    """How rows are split over programs, by the bytes of a part; None where they are not."""
+    itemsize = tensors[0].element_size()
+    is_aligned = (
+        unit_of(itemsize, lines.size, *strides) == unit_of(itemsize)
+        # Pairs are read as one, and of a plan addresses are the same modulo 16.
+        and all(t.data_ptr() % 16 == 0 and t.element_size() == itemsize for t in tensors)
+    )
+    is_long = lines.inner == 1 and lines.size * itemsize > _SPLIT_ROW
+    ahead = len(strides) * part.block * part.stages
+    fits = part.per_sm * (ahead + OTHER_BYTES) <= device.shared_memory
+    if not (device.can_wait and is_long and is_aligned and fits):
+        return None
+    tile = part._replace(block=part.block // itemsize)
+    return split_rows(tile, lines.outer, lines.size, device.multiprocessors)
+
+
+def _launch_split(
+    kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
+    split: Split, values: int,
+) -> Launch:  # fmt: skip
+    """The launch of programs that exchange so many values a row."""
+    slots = split.zeroed_slots(tensors[0].device, values)
+    steps = ceil_div(lines.outer, split.groups)
+    return Launch(
+        kernel,
+        split.programs,
+        (*tensors, slots, lines.outer, lines.size, *strides, split.splits, steps),
+        {"LOG": log, **split.constexprs, "UNIT": unit_of(tensors[0].element_size())},
+        split.tile.num_warps,
+        split.options,
+    )
+
+
+def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | None = None) -> Launch:
     """The launch that fills `y`, contiguous, of which the dtype may be wider than that of `x`."""
+    device = device or device_of(x.device)
     lines = Lines.of(x, dim)
     x, x_stride = lines.matrix(x)
-    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, FORWARD_TILE)
+    # Of 16 bits there is more to compute than the programs of a group wait for; but for rows that
+    # are fewer than multiprocessors.
+    if x.element_size() == 4 or lines.outer < device.multiprocessors:
+        split = _split_of(_FORWARD_PART, (x, y), (x_stride,), lines, device)
+        if split is not None:
+            return _launch_split(_forward_split_kernel, (x, y), (x_stride,), lines, log, split, 2)
+    narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
+    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, FORWARD_TILE, narrow)
 
 
-def plan_backward(g: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool) -> Launch:
+def plan_backward(
+    g: Tensor, y: Tensor, dx: Tensor, dim: int, log: bool, device: Device | None = None
+) -> Launch:
     """The launch that fills `dx`, contiguous, of which the dtype may be narrower than the rest."""
+    device = device or device_of(y.device)
     lines = Lines.of(y, dim)
     (g, g_stride), (y, y_stride) = lines.matrix(g), lines.matrix(y)
-    return _launch(_backward_kernel, (g, y, dx), (g_stride, y_stride), lines, log, BACKWARD_TILE)
+    tensors, strides = (g, y, dx), (g_stride, y_stride)
+    split = _split_of(_BACKWARD_PART, tensors, strides, lines, device)
+    if split is not None:
+        return _launch_split(_backward_split_kernel, tensors, strides, lines, log, split, 1)
+    narrow = _NARROW_LOG_BACKWARD_TILE if log else _NARROW_TILE
+    return _launch(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE, narrow)
 
 
 # --------------------------------------------------------------------------------------------------
