@@ -356,6 +356,8 @@ def _attention(major: int) -> Iterator[Launch]:
         (torch.float32, 128, 200, (2, 16, 200, 200)),
     ):
         yield from _attention_launches(dtype, dim, length, False, major, bias)
+    for bias in (None, (1, 16, 1024, 1024), (1, 1, 1, 1024)):  # so many that a GPU is full
+        yield from _attention_launches(torch.bfloat16, 64, 1024, False, major, bias, batch=8)
     for dim, queries, keys, bias in (  # few keys, held at once
         (64, 4096, 77, None),
         (128, 1024, 128, None),

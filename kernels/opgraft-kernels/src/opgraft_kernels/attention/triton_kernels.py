@@ -124,13 +124,17 @@ class Kind(NamedTuple):
 _SHORT = 256
 # Registers of a thread with which 16 warps fit a multiprocessor: otherwise 8 do, and wait.
 _HALF = 128
+# Programs of 8 warps, and of 4, from which a GPU has as many at once as it can: of fewer, smaller
+# tiles make more.
+_FULL_OF_8, _FULL_OF_4 = 256, 1024
 
 
 def _is_measured(device: Device, kind: Kind) -> bool:
     return device.major == 9 and kind.dim <= (128 if kind.itemsize == 2 else 64)
 
 
-def _forward_tile(device: Device, kind: Kind, length_k: int) -> Tile:
+def _forward_tile(device: Device, kind: Kind, queries: int, length_k: int) -> Tile:
+    """Of so many queries, of all heads together."""
     if device.major == 0:
         return Tile(32, 32, 4, 1)
     if not _is_measured(device, kind):
@@ -141,12 +145,15 @@ def _forward_tile(device: Device, kind: Kind, length_k: int) -> Tile:
         return Tile(64, 32, 4, 3)
     if kind.dim > 64:
         return Tile(128, 64, 4, 2, True)
-    if kind.bias != NO_BIAS.value:
+    if kind.bias != NO_BIAS.value and queries >= 128 * _FULL_OF_8:
         return Tile(128, 64, 8, 3, registers=_HALF)
-    return Tile(64, 64, 4, 3) if length_k < 8192 else Tile(64, 128, 4, 3, True)
+    if kind.bias != NO_BIAS.value or length_k < 8192:
+        return Tile(64, 64, 4, 3)
+    return Tile(64, 128, 4, 3, True)
 
 
-def _backward_keys_tile(device: Device, kind: Kind, length_q: int) -> Tile:
+def _backward_keys_tile(device: Device, kind: Kind, length_q: int, keys: int) -> Tile:
+    """Of so many keys, of all heads together."""
     if device.major == 0:
         return Tile(32, 32, 4, 1)
     # One query Triton knows of: it unrolls the loop over queries, and cannot pipeline the one over
@@ -158,16 +165,20 @@ def _backward_keys_tile(device: Device, kind: Kind, length_q: int) -> Tile:
         return Tile(32, 64, 4, 1)
     if kind.dim > 64:
         return Tile(64, 64, 4, 2, True)
+    has_bias = kind.bias != NO_BIAS.value
     if kind.bias == BY_SCORE.value and not kind.is_listed:
         return Tile(32, 64, 4, 2, True)
-    if length_q <= _SHORT:
+    if length_q > _SHORT and keys >= 64 * _FULL_OF_4 and (has_bias or length_q < 8192):
+        return Tile(32, 64, 4, 2, True, registers=_HALF)
+    if length_q <= _SHORT or has_bias:
         return Tile(32, 64, 4, 3)
-    if length_q >= 8192 and kind.bias == NO_BIAS.value:
-        return Tile(64, 64, 4, 3, True)
-    return Tile(32, 64, 4, 2, True, registers=_HALF)
+    return Tile(32 if length_q < 8192 else 64, 64, 4, 3, True)
 
 
-def _backward_queries_tile(device: Device, kind: Kind, length_k: int, causal: bool) -> Tile:
+def _backward_queries_tile(
+    device: Device, kind: Kind, queries: int, length_k: int, causal: bool
+) -> Tile:
+    """Of so many queries, of all heads together."""
     if device.major == 0:
         return Tile(32, 32, 4, 1)
     if not _is_measured(device, kind):
@@ -176,7 +187,8 @@ def _backward_queries_tile(device: Device, kind: Kind, length_k: int, causal: bo
         return Tile(64, 32, 4, 1)
     if kind.bias != NO_BIAS.value and kind.dim > 64:
         return Tile(64, 64, 4, 2, True)
-    if kind.bias == BY_SCORE.value and length_k > _SHORT:
+    is_full = queries >= 128 * _FULL_OF_8
+    if kind.bias == BY_SCORE.value and length_k > _SHORT and is_full:
         return Tile(128, 64, 8, 3, registers=_HALF)
     if kind.bias != NO_BIAS.value:
         return Tile(64, 32, 4, 3)
@@ -542,7 +554,7 @@ def plan_forward(
     kind = _kind(q, v, bias, causal)
     if _forward_holds_keys(device, kind, causal, length_q, length_k):
         return _plan_short_forward(q, k, v, out, logsumexp, scale, device)
-    tile = _forward_tile(device, kind, length_k)
+    tile = _forward_tile(device, kind, batch * heads * length_q, length_k)
     planned, listing = _plan_bias(bias, tile, causal)
     planned, norms = _with_norms(planned, planned, k)
     strides = _strides(q, k, v, out)
@@ -629,11 +641,11 @@ def plan_backward(
     strides = (*_strides(*inputs), *logsumexp.stride())
     sizes = (heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale)
 
-    tile_q = _backward_queries_tile(device, kind, length_k, causal)
+    tile_q = _backward_queries_tile(device, kind, batch * heads * length_q, length_k, causal)
     # Every element of dbias is to be written, those of tiles, too, that are in no list.
     planned_q, listing_q = _plan_bias(bias, tile_q, causal or dbias is not None)
     planned_q, norms_k = _with_norms(planned_q, planned_q, k)
-    tile = _backward_keys_tile(device, kind, length_q)
+    tile = _backward_keys_tile(device, kind, length_q, batch * heads_k * length_k)
     planned, listing = _plan_bias(bias, tile, causal, by_keys=True)
     planned, norms_q = _with_norms(planned, planned_q if planned.tiles is None else planned, q)
     keys = Launch(
