@@ -146,9 +146,18 @@ class EnvironmentWithTorch(Environment):
         super().__init__(folder)
         self._programs = programs
 
-    def after_torch(self, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def after_torch(
+        self, text: str, *arguments: object, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program as `program` does, in a process that has just imported torch."""
-        return self._programs.run(text, env=self.variables() | variables, cwd=self.folder)
+        env = self.variables() | variables
+        return self._programs.run(text, *arguments, env=env, cwd=self.folder)
+
+    def module_after_torch(
+        self, name: str, *arguments: object, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a module as `python -m` does, in a process that has just imported torch."""
+        return self.after_torch(_MODULE.format(name=name), *arguments, **variables)
 
 
 @contextmanager
