@@ -2,7 +2,8 @@
 #
 #   make quickstart   set up, then run examples/quickstart.py
 #   make test         tests and doctests          PYTEST_ARGS="-k name"  JOBS=3
-#   make compile-all  every configuration of the kernels for every architecture, of which the tests compile a sample
+#   make compile-all  every configuration of the kernels for every architecture, of which the tests compile a sample;
+#                     and every combination of cross-entropy's options
 #   make lint types   ruff and clang-format; mypy
 #   make sanitize     the core under address, undefined-behaviour and thread sanitizers; 5 to 10 minutes
 #   make bench        every script in benchmarks/ BENCH_ARGS=--smoke  BENCHMARKS=benchmarks/rms_norm.py
@@ -64,7 +65,8 @@ test: $(STAMPS)/probes
 # All of a family of kernels is one test.
 compile-all: $(STAMPS)/bytecode
 	@COMPILE_ALL=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --timeout 3600 $(PYTEST_ARGS) \
-		$(addprefix kernels/opgraft-kernels/tests/,test_compile.py test_rms_norm_compile.py)
+		$(addprefix kernels/opgraft-kernels/tests/,test_compile.py test_rms_norm_compile.py \
+			test_cross_entropy_triton.py::test_options)
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check .

@@ -24,6 +24,7 @@ for variable in ("OPGRAFT_DISABLE", "OPGRAFT_STRICT", "OPGRAFT_LOG"):
 from benchmarks import _environment
 from benchmarks._environment import Environment
 from opgraft.registry import registry
+from tests.forked_programs import EnvironmentWithTorch, with_torch_imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,19 +52,45 @@ def same_random_numbers() -> None:
 
 
 @pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The wheels of opgraft and opgraft-kernels, built once for all processes that run tests."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # one of several, whose folder is in the shared one
-        shared = shared.parent
-    with filelock.FileLock(shared / "wheels.lock"):
-        return _environment.wheels(shared / "built")
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run of tests, one for all processes that take part."""
+    folder = tmp_path_factory.getbasetemp()
+    # One of several has a folder in the shared one.
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Environment:
-    """A virtual environment with both installed. Tests leave it as it is."""
-    return _environment.with_opgraft(tmp_path_factory.mktemp("environment") / "venv", wheels)
+def wheels(of_all_workers: Path) -> list[Path]:
+    """The wheels of opgraft and opgraft-kernels, built once for all processes that run tests."""
+    with filelock.FileLock(of_all_workers / "wheels.lock"):
+        return _environment.wheels(of_all_workers / "built")
+
+
+@pytest.fixture(scope="session")
+def shared_environment(of_all_workers: Path, wheels: list[Path]) -> Environment:
+    """A virtual environment with both installed, for all processes. Tests leave it as it is."""
+    folder, whole = of_all_workers / "environment", of_all_workers / "environment.whole"
+    with filelock.FileLock(of_all_workers / "environment.lock"):
+        if whole.exists():
+            return Environment(folder)
+        made = _environment.with_opgraft(folder, wheels)
+        whole.touch()
+        return made
+
+
+@pytest.fixture
+def environment(shared_environment: Environment) -> Environment:
+    return shared_environment
+
+
+@pytest.fixture(scope="session")
+def environment_with_torch(
+    shared_environment: Environment, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EnvironmentWithTorch]:
+    """The same, with a process that has imported torch."""
+    written = tmp_path_factory.mktemp("programs")
+    with with_torch_imported(shared_environment, written) as with_torch:
+        yield with_torch
 
 
 @pytest.fixture

@@ -22,8 +22,15 @@ from benchmarks._environment import Environment
 
 #: What a child does is what `python -c` does, with `import torch` before the program: that looks
 #: for backends at its end, by the child's variables. It ends as an interpreter does.
+#: What is there before the fork is frozen: at its end an interpreter looks through all objects that
+#: it knows, and would copy the memory of all of torch's. What is about tensors of several processes
+#: is what `torch.testing.assert_close` imports, and sympy with it.
 _SERVER = """
-import json, os, sys, torch
+import gc, json, os, sys, torch
+if torch.distributed.is_available():
+    import torch.distributed.tensor
+gc.collect()
+gc.freeze()
 
 def requests():
     for line in sys.stdin:
@@ -43,7 +50,7 @@ os.environ.update(request["variables"])
 sys.path[1:1] = request["paths"]
 sys.argv[1:] = request["arguments"]
 program = request["program"]
-del request, requests, number, path, flags
+del gc, request, requests, number, path, flags
 if torch._is_device_backend_autoload_enabled():
     torch._import_device_backends()
 exec(compile(program, "<string>", "exec"))
@@ -146,9 +153,18 @@ class EnvironmentWithTorch(Environment):
         super().__init__(folder)
         self._programs = programs
 
-    def after_torch(self, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def after_torch(
+        self, text: str, *arguments: object, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program as `program` does, in a process that has just imported torch."""
-        return self._programs.run(text, env=self.variables() | variables, cwd=self.folder)
+        env = self.variables() | variables
+        return self._programs.run(text, *arguments, env=env, cwd=self.folder)
+
+    def module_after_torch(
+        self, name: str, *arguments: object, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a module as `python -m` does, in a process that has just imported torch."""
+        return self.after_torch(_MODULE.format(name=name), *arguments, **variables)
 
 
 @contextmanager

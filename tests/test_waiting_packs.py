@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
-from benchmarks._environment import Environment
 from opgraft.core import loader
 from tests import probes
-from tests.forked_programs import EnvironmentWithTorch, with_torch_imported
+from tests.forked_programs import EnvironmentWithTorch
 
 pytestmark = pytest.mark.skipif(
     loader.load() is None, reason="without a compiled core packs are not activated"
@@ -55,12 +54,9 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def environment(
-    environment: Environment, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EnvironmentWithTorch]:
-    with with_torch_imported(environment, tmp_path_factory.mktemp("programs")) as with_torch:
-        yield with_torch
+@pytest.fixture
+def environment(environment_with_torch: EnvironmentWithTorch) -> EnvironmentWithTorch:
+    return environment_with_torch
 
 
 @pytest.fixture

@@ -37,18 +37,19 @@ def fuzz(count: int, seed: int, device: str = "cpu", **environment: str) -> dict
 @pytest.mark.slow
 @pytest.mark.skipif(loader.in_use() is None, reason="the same as the other, without a core")
 def test_programs_end_as_in_stock_pytorch() -> None:
-    result = fuzz(2000, seed=0)
-    assert (result["programs"], result["failures"]) == (2000, [])
-    assert result["hits"] > 8_000 and result["misses"] > 1_000 and result["shadowed"] > 500
+    # As many reach each op, each mode and each kind of call; campaigns of more are run by hand.
+    result = fuzz(1000, seed=0)
+    assert (result["programs"], result["failures"]) == (1000, [])
+    assert result["hits"] > 4_000 and result["misses"] > 500 and result["shadowed"] > 250
     assert set(result["modes"]) == {"plain", "shadow", "threads"}  # type: ignore[call-overload]
     assert len(result["hit_ops"]) > 25  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 def test_programs_end_as_in_stock_pytorch_where_python_routes() -> None:
-    result = fuzz(300, seed=10_000, OPGRAFT_ROUTER="python")
-    assert (result["programs"], result["failures"]) == (300, [])
-    assert result["hits"] > 1_000
+    result = fuzz(200, seed=10_000, OPGRAFT_ROUTER="python")
+    assert (result["programs"], result["failures"]) == (200, [])
+    assert result["hits"] > 700
 
 
 @pytest.mark.gpu

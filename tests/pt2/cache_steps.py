@@ -4,7 +4,8 @@
 
 A step is a dict in JSON; see `main`. Each runs in a process that is forked before it knows anything
 of opgraft, and prints one line of JSON: what the function returned, how often the override ran, and
-what the caches did.
+what the caches did. What the compiler finds out of the machine alone, once for a process, is found
+before: which instructions the processor has, and which version its C++ compiler is of.
 """
 
 from __future__ import annotations
@@ -73,7 +74,20 @@ def register(step: dict[str, Any], folder: Path) -> Any:
     return override
 
 
+def warm_up() -> None:
+    """Import what the compiler imports when it first compiles, and leave nothing in its caches."""
+    without = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    with (
+        torch._inductor.config.patch(without),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        torch.compile(lambda x: x + 1, fullgraph=True)(torch.ones(4, 8))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
 def main(folder: Path, steps: list[str]) -> None:
+    warm_up()
     for text in steps:
         step = json.loads(text)
         sys.stdout.flush()

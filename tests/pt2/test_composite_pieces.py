@@ -108,13 +108,14 @@ def exported(inputs: Inputs) -> list[str]:
 
 
 WAYS = (in_eager, compiled, compiled_as_inductor_does, exported)
+BOTH = (True, False)
 
 
-def pieces() -> dict[str, list[str]]:
+def pieces(of_training: tuple[bool, ...] = BOTH) -> dict[str, list[str]]:
     """What is seen on each way, in training and without gradients."""
     found = {}
     for way in WAYS:
-        for trains in (True, False):
+        for trains in of_training:
             inputs = [
                 torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
                 for _, shape in CALLS.values()
@@ -126,6 +127,16 @@ def pieces() -> dict[str, list[str]]:
     return found
 
 
+#: In which states of the overrides is looked, in training, without gradients or both.
+States = dict[str, tuple[bool, ...]]
+#: Graphs are made and ops are decomposed above both routers, so every pair of a router, a state and
+#: a kind of run is enough of the one in Python.
+STATES: dict[str, States] = {
+    "": {"take no call": BOTH, "are removed": BOTH},
+    "python": {"take no call": (True,), "are removed": (False,)},
+}
+
+
 def never(symbol: str) -> Any:
     """A condition that no call of an op meets, whatever its sizes."""
     arguments = resolve(f"aten::{symbol}").arguments
@@ -133,7 +144,7 @@ def never(symbol: str) -> Any:
     return (when.ndim(first.name) if first.is_tensor else when.length(first.name)) == 99
 
 
-def differences(stock: dict[str, list[str]]) -> Iterator[str]:
+def differences(stock: dict[str, list[str]], states: States) -> Iterator[str]:
     """How what the ops are made of differs from before the first override was registered."""
     overrides = [
         opgraft.register_op_override(
@@ -144,10 +155,9 @@ def differences(stock: dict[str, list[str]]) -> Iterator[str]:
         )
         for symbol in CALLS
     ]
-    for state in ("take no call", "are removed"):
-        now = pieces()
-        for way, before in stock.items():
-            differing = difflib.ndiff(before, now[way])
+    for state, of_training in states.items():
+        for way, now in pieces(of_training).items():
+            differing = difflib.ndiff(stock[way], now)
             lines = [line for line in differing if line[0] in "+-"]
             if lines:
                 yield f"{way}, the overrides {state}: {lines}"
@@ -178,11 +188,11 @@ def main() -> int:
     torch._dynamo.config.allow_rnn = True
     stock = pieces()
     assert all(stock.values())
-    for router in ("", "python"):
+    for router, states in STATES.items():
         child = os.fork()
         if child == 0:
             os.environ["OPGRAFT_ROUTER"] = router
-            for difference in differences(stock):
+            for difference in differences(stock, states):
                 print(difference)
             print(f"{len(CALLS)} ops, routed in {'C++' if loader.in_use() else 'Python'}")
             return 0

@@ -21,7 +21,7 @@ import opgraft
 from opgraft_kernels.attention import aten, overrides, samples, triton_kernels
 
 # In tiles of 32, the interpreter's, and a part of one.
-BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 40, 70, 16
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 40, 70, 16
 SCALE = DIM**-0.5
 # As a mask is broadcast; by heads and queries that share it, kernels read it otherwise.
 SHAPES = {
@@ -35,11 +35,19 @@ SHAPES = {
 NAMES = ("out", "logsumexp", "dq", "dk", "dv", "dbias")
 
 
-def inputs(dtype: torch.dtype, device: torch.device, heads_k: int = HEADS) -> list[torch.Tensor]:
+def inputs(
+    dtype: torch.dtype, device: torch.device, *, heads: int = HEADS, heads_k: int = HEADS
+) -> list[torch.Tensor]:
     """Query, key, value and the output's gradient."""
     torch.manual_seed(1)
-    shapes = [(HEADS, QUERIES), (heads_k, KEYS), (heads_k, KEYS), (HEADS, QUERIES)]
+    shapes = [(heads, QUERIES), (heads_k, KEYS), (heads_k, KEYS), (heads, QUERIES)]
     return [torch.randn(BATCH, *each, DIM, device=device).to(dtype) for each in shapes]
+
+
+@pytest.fixture(autouse=True)
+def tiles_are_listed_for_these_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels do not depend on how many heads share a list, and the interpreter's time does."""
+    monkeypatch.setattr(triton_kernels, "_LIST_FROM_HEADS", HEADS)
 
 
 def bias_of(shape: tuple[int, ...], lowest: float, device: torch.device) -> torch.Tensor:
@@ -122,8 +130,8 @@ def test_a_bias_is_added(
 def test_query_heads_that_share_keys_have_their_own_bias(
     heads_k: int, device: torch.device
 ) -> None:
-    tensors = inputs(torch.float16, device, heads_k)
-    bias = expanded(bias_of(SHAPES["for each score"], 0.0, device), torch.float16)
+    tensors = inputs(torch.float16, device, heads=4, heads_k=heads_k)
+    bias = bias_of((BATCH, 4, QUERIES, KEYS), 0.0, device).half()
     native, right = (by_formula(tensors, bias, each) for each in (torch.float16, torch.float64))
     assert_right(by_triton(tensors, bias), native, right)
 
@@ -178,7 +186,8 @@ def _random_call(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_calls(seed: int, device: torch.device) -> None:
+def test_random_calls(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of three heads and of four
     tensors, bias, causal, with_dbias = _random_call(seed, device)
     dtype = tensors[0].dtype
     native, right = (
@@ -338,6 +347,15 @@ def test_low_scores_beside_keys_that_are_not_there(
     native = by_formula(tensors, bias, tensors[0].dtype, causal=causal)
     assert right[1].max() < -200
     assert_right(by_triton(tensors, bias if has_bias else None, causal=causal), native, right)
+
+
+def test_tiles_are_listed_where_several_heads_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    shared = torch.zeros(1, 1, 8, 8).expand(1, 4, 8, 8)
+    assert triton_kernels._is_listed(shared, causal=False)
+    assert not triton_kernels._is_listed(shared[:, :3], causal=False)
+    assert not triton_kernels._is_listed(shared.contiguous(), causal=False)
+    assert not triton_kernels._is_listed(shared, causal=True)
 
 
 def test_the_largest_head_dimension_is_the_kernels() -> None:
