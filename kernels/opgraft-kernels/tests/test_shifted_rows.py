@@ -23,7 +23,7 @@ aten = torch.ops.aten
 #: Of these several share a program, and none is shifted.
 SHORT = [*(size for size in range(1, 41) if size % 8), 197]
 #: Alone, as many as share a program or fewer, and more. Each size comes with one of the few.
-FEW_ROWS = {1: SHORT, 2: SHORT[::3], 3: SHORT[1::3], 5: SHORT[2::3], 129: SHORT}
+SIZES = {1: SHORT, 2: SHORT[::3], 3: SHORT[1::3], 5: SHORT[2::3], 129: SHORT}
 LONG = (1191, 4097, 50257)
 
 
@@ -106,11 +106,11 @@ def _check_softmax(x: Buffer, g: Buffer, log: bool, is_shifted: bool) -> None:
     assert not y.has_changed_beside() and not dx.has_changed_beside()
 
 
-@pytest.mark.parametrize("rows", FEW_ROWS)
+@pytest.mark.parametrize("rows", SIZES)
 def test_short_rows_of_softmax(
     rows: int, log: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    for size in FEW_ROWS[rows]:
+    for size in SIZES[rows]:
         x, g = (Buffer(_random(rows, size, dtype, device), NAN) for _ in range(2))
         _check_softmax(x, g, log, is_shifted=False)
 
@@ -244,12 +244,12 @@ def _check_cross_entropy(
     assert not dx.has_changed_beside()
 
 
-@pytest.mark.parametrize("rows", FEW_ROWS)
+@pytest.mark.parametrize("rows", SIZES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_short_rows_of_cross_entropy(
     rows: int, smoothing: float, dtype: torch.dtype, device: torch.device
 ) -> None:
-    for classes in FEW_ROWS[rows]:
+    for classes in SIZES[rows]:
         x = Buffer(_random(rows, classes, dtype, device), NAN)
         _check_cross_entropy(x, classes % 2 == 0, smoothing, is_shifted=False)
 
