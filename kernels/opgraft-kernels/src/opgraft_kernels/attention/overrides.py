@@ -279,7 +279,7 @@ _CUTEDSL = _Kind(
     *("cutedsl", "cutedsl_kernels", False, (40, 64, 72, 80, 88, 96, 128, 192, 256), _CUDA_OPS),
     priority=1,
 )
-_TRITON = _Kind("triton", "triton_kernels", False, (32, 64, 80, 128), _CUDA_OPS)
+_TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
 # `_scaled_dot_product_flash_attention` calls this op: native is one kernel, and so are ours. What
