@@ -23,6 +23,9 @@ _CASES: tuple[tuple[tuple[int, ...], int, str], ...] = (
     ((3, 4097), -1, ""),
     ((2, 40000), -1, ""),
     ((2, 50257), -1, ""),
+    # On a GPU split over programs.
+    ((3, 65600), -1, ""),
+    ((3, 65600), -1, "masked"),
     ((5, 1), -1, ""),
     # Lines that are strided: short, and read in blocks.
     ((2, 21, 33, 17), 1, ""),
