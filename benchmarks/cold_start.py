@@ -8,7 +8,9 @@ turns. `cold` ones have an empty Triton cache; `warm` ones have what the cold on
 left. A call is timed with its work on the GPU. `beyond native` sums what all calls took above those
 of the native process: its first call of a kind, and the median of the later ones; `largest` is
 the call that took most above it, but for the first of all; `stalls` are those that took 10 ms more.
-`until first` is the time from before CUDA starts until the first call has ended.
+`until first` is the time from before CUDA starts until the first call has ended. `loads` are the
+milliseconds that each plan took that was loaded from disk: until it was found, and until it was
+loaded with its kernels.
 
 `--what hits`: how long after its first call a kind of call first hits, in a process that goes on
 calling, and when a worker had started and compiled its kernels.
@@ -43,6 +45,22 @@ import opgraft
 is_gpu, seconds = sys.argv[2] == "cuda", float(sys.argv[3])
 DTYPE = torch.bfloat16 if is_gpu else torch.float32
 found = {"calls": [], "import_ms": (time.perf_counter() - begun) * 1e3}
+
+def time_loads():
+    from opgraft.cache import plans
+    find, load = plans.find, plans.load
+    def finding(*arguments):
+        begun = time.perf_counter()
+        entry = find(*arguments)
+        found["finds"].append((time.perf_counter() - begun) * 1e3)
+        return entry
+    def loading(*arguments):
+        begun = time.perf_counter()
+        plan = load(*arguments)
+        found["loads"].append((time.perf_counter() - begun) * 1e3)
+        return plan
+    found["finds"], found["loads"] = [], []
+    plans.find, plans.load = finding, loading
 
 def timed(name, function):
     begun = time.perf_counter()
@@ -124,6 +142,7 @@ def attention_until_hit():
     q, k, v = (tensor(1, 8, 4096 if is_gpu else 64, 128) for _ in range(3))
     until_hit(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
+time_loads()
 started = time.perf_counter()
 if is_gpu:
     torch.zeros(1, device="cuda")
@@ -175,6 +194,19 @@ def beyond(run: dict[str, Any], native: dict[str, Any]) -> list[tuple[int, str, 
     return more
 
 
+def _loads(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all processes, how many plans were loaded, and milliseconds of what that consists of."""
+    finds, loads = ([ms for run in found for ms in run[each]] for each in ("finds", "loads"))
+    if not loads:
+        return {"plans_loaded": 0}
+    return {
+        "plans_loaded": len(loads),
+        "find_ms": round(statistics.median(finds), 3),
+        "load_ms": round(statistics.median(loads), 3),
+        "longest_load_ms": round(max(loads), 3),
+    }
+
+
 def records(runs: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     rows = []
     for (what, kind, cache), found in runs.items():
@@ -193,6 +225,7 @@ def records(runs: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict
                 "worst_beyond_ms": round(max(sums), 1),
                 "largest_ms": round(statistics.median(largest), 1),
                 "ready_ms": round(max(run.get("ready_ms", 0.0) for run in found), 1),
+                **_loads(found),
                 **{"hits": found[-1]["hits"], "dsls": found[-1]["dsls"]},
                 "stalls": [[n, name, round(ms, 1)] for n, name, ms in each[-1] if ms >= 10],
                 "calls": [[name, round(ms, 2)] for name, ms in found[-1]["calls"][:40]],
