@@ -673,7 +673,8 @@ def test_random_numbers_have_samples_of_many_lengths(fills_tiles: int) -> None:
     [
         (2**14, 64, [(1024, 104)]),
         (2**10, 32, [(1024, 56)]),
-        (2**14, 128, []),
+        (2**14, 128, [(1088, 128)]),
+        (2**14, 256, []),
         (2**9, 64, []),
     ],
 )
@@ -682,6 +683,13 @@ def test_many_queries_of_few_keys_are_measured_apart(
 ) -> None:
     assert _lengths(rows=rows, keys=keys, holds_keys=1) == lengths
     assert _lengths(rows=rows, keys=keys, holds_keys=1, is_causal=True) == []
+
+
+@pytest.mark.parametrize(("keys", "lengths"), [(64, []), (128, [(1024, 128)]), (256, [])])
+def test_many_queries_of_a_tile_of_keys_fill_theirs(
+    keys: int, lengths: list[tuple[int, int]]
+) -> None:
+    assert _lengths(rows=2**14, keys=keys, holds_keys=1, fills_tiles=1) == lengths
 
 
 def _feature(op: overrides._Op, name: str, queries: int, keys: int) -> Any:
@@ -733,6 +741,7 @@ def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._Kind)
         (2**8, 2**9, 64),
         (2**8, 2**5, 192),
         (2**10, 2**6, 64),
+        (2**10, 2**7, 64),
     ):
         for first, second, fills in itertools.product((0, 1), repeat=3):
             features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim}
