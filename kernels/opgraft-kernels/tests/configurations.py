@@ -341,8 +341,8 @@ def copy_launch(source: torch.dtype, target: torch.dtype) -> Launch:
 
 
 def _attention(major: int) -> Iterator[Launch]:
-    """Every tile, causal with a logsumexp and full without; heads that need padding; and each way
-    to read a bias, of what tiles grow with."""
+    """Every tile, causal with a logsumexp and full without; heads that need padding; each way to
+    read a bias, of what tiles grow with; and rows that are far apart."""
     for dim in (64, 128):
         for causal in (False, True):
             for length in (1024, 4096, 16384):
@@ -369,6 +369,10 @@ def _attention(major: int) -> Iterator[Launch]:
             yield from _attention_launches(
                 torch.bfloat16, dim, keys, False, major, bias, queries, batch=batch
             )
+    for queries, keys, bias in ((1024, 1024, (1, 1, 1024, 1024)), (1024, 128, None)):
+        yield from _attention_launches(
+            torch.bfloat16, 64, keys, False, major, bias, queries, batch=4, apart=2**24
+        )
     for dim in (64, 128):  # one query of heads that share keys
         yield from _attention_launches(
             torch.bfloat16, dim, 1024, False, major, queries=1, key_heads=4
@@ -385,12 +389,20 @@ def _attention_launches(
     queries: int | None = None,
     key_heads: int = 16,
     batch: int = 2,
+    apart: int | None = None,
 ) -> Iterator[Launch]:
+    """`apart`: how far rows are; None: as they are if all is contiguous."""
     from opgraft_kernels.attention import triton_kernels as kernels
 
+    def heads_of(count: int, rows: int) -> torch.Tensor:
+        shape = (batch, count, rows, dim)
+        if apart is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        strides = (count * dim, dim, apart, 1)
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
     device = kernels.Device(major)
-    x = torch.empty((batch, 16, queries or length, dim), dtype=dtype, device="meta")
-    k = torch.empty((batch, key_heads, length, dim), dtype=dtype, device="meta")
+    x, k = heads_of(16, queries or length), heads_of(key_heads, length)
     logsumexp = torch.empty(x.shape[:3], dtype=torch.float32, device="meta")
     bias, dbias = None, None
     if bias_shape is not None:

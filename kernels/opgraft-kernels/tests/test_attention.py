@@ -187,6 +187,52 @@ def test_triton_backward_has_the_same_bits(device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+# What a call reads and writes by tiles of rows.
+BY_ROWS = ("q", "k", "v", "grad", "out", "dq", "dk", "dv")
+
+
+def assert_rows_may_be_far_apart(
+    name: str, inputs: Tensors, folder: Path, bias: torch.Tensor | None = None
+) -> None:
+    """Rows of a tile 2**31 elements apart and more, where offsets of 32 bits would wrap around."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    near = inputs._asdict()
+    for each, like in (("out", "q"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        near[each] = torch.zeros_like(near[like])
+    far = {each: t.clone() for each, t in near.items()}
+    apart, start = 2**27, 2**31
+    _, heads, length, dim = near[name].shape
+    # Of the file only what is written takes space.
+    size = start + length * apart
+    memory = torch.from_file(str(folder / "far"), shared=True, size=size, dtype=torch.float16)
+    far[name] = memory[start:].as_strided((1, heads, length, dim), (dim, dim, apart, 1))
+    far[name].copy_(near[name])
+    for t in (near, far):
+        q, k, v, grad, out, *gradients = (t[each] for each in BY_ROWS)
+        logsumexp = torch.empty(q.shape[:3])
+        triton_kernels.forward(q, k, v, out, logsumexp, 0.25, False, bias)
+        triton_kernels.backward(grad, q, k, v, out, logsumexp, *gradients, 0.25, False, bias)
+    assert all(torch.equal(near[each], far[each]) for each in BY_ROWS)
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_triton_rows_lie_more_than_2_to_the_31_elements_apart(name: str, tmp_path: Path) -> None:
+    inputs = _tensors(Case(length_q=20, length_k=20), torch.float16, "cpu")
+    assert_rows_may_be_far_apart(name, inputs, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_triton_norms_are_of_rows_that_far_apart(name: str, tmp_path: Path) -> None:
+    """A score that makes up for a low tile of the mask is expected where the norm says so."""
+    case = Case(heads=4, heads_k=4, length_q=20, length_k=40)
+    inputs = _tensors(case, torch.float16, "cpu")
+    inputs.q[:, :, 18], inputs.k[:, :, 35] = 200.0, 20.0
+    bias = torch.zeros(1, 1, 20, 40)
+    bias[..., 32:] = -9984.0
+    assert_rows_may_be_far_apart(name, inputs, tmp_path, bias.expand(1, 4, 20, 40))
+
+
 def test_triton_leaves_the_allocator_of_the_user() -> None:
     from triton.runtime import _allocation
 

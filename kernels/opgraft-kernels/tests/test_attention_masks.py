@@ -223,7 +223,7 @@ def test_a_bias_lies_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> Non
     far[:start:apart] = -math.inf
     bias = far[start::apart].expand(BATCH, HEADS, QUERIES, KEYS)
     tensors = inputs(torch.float16, torch.device("cpu"))
-    near = bias.contiguous()[:, :, :1].expand_as(bias)
+    near = bias[:1, :1, :1].contiguous().expand_as(bias)
     for one, other in zip(
         by_triton(tensors, bias, with_dbias=False)[:5],
         by_triton(tensors, near, with_dbias=False)[:5],
@@ -691,7 +691,8 @@ def test_random_numbers_have_samples_of_many_lengths(fills_tiles: int) -> None:
     [
         (2**14, 64, [(1024, 104)]),
         (2**10, 32, [(1024, 56)]),
-        (2**14, 128, []),
+        (2**14, 128, [(1088, 128)]),
+        (2**14, 256, []),
         (2**9, 64, []),
     ],
 )
@@ -700,6 +701,13 @@ def test_many_queries_of_few_keys_are_measured_apart(
 ) -> None:
     assert _lengths(rows=rows, keys=keys, holds_keys=1) == lengths
     assert _lengths(rows=rows, keys=keys, holds_keys=1, is_causal=True) == []
+
+
+@pytest.mark.parametrize(("keys", "lengths"), [(64, []), (128, [(1024, 128)]), (256, [])])
+def test_many_queries_of_a_tile_of_keys_fill_theirs(
+    keys: int, lengths: list[tuple[int, int]]
+) -> None:
+    assert _lengths(rows=2**14, keys=keys, holds_keys=1, fills_tiles=1) == lengths
 
 
 def _feature(op: overrides._Op, name: str, queries: int, keys: int) -> Any:
@@ -751,6 +759,7 @@ def test_samples_fall_into_their_cells(op: overrides._Op, kind: overrides._Kind)
         (2**8, 2**9, 64),
         (2**8, 2**5, 192),
         (2**10, 2**6, 64),
+        (2**10, 2**7, 64),
     ):
         for first, second, fills in itertools.product((0, 1), repeat=3):
             features: dict[str, Any] = {"rows": rows, "keys": keys, "dim": dim}

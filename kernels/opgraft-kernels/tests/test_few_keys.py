@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_attention import Case, _assert_as_good, _by, _reference, _tensors
+from test_attention import (
+    BY_ROWS,
+    Case,
+    _assert_as_good,
+    _by,
+    _reference,
+    _tensors,
+    assert_rows_may_be_far_apart,
+)
 from test_attention_masks import assert_right, bias_of, by_formula
 
 from opgraft_kernels.attention import triton_kernels
@@ -163,6 +172,15 @@ def test_the_backward_has_the_same_bits(device: torch.device) -> None:
     t = _tensors(Case(heads=4, heads_k=2, causal=True), torch.float16, device)
     first, again = (_by(triton_kernels, t, True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_rows_lie_more_than_2_to_the_31_elements_apart(
+    name: str, tmp_path: Path, launched: list[Any]
+) -> None:
+    inputs = _tensors(Case(length_q=20, length_k=20), torch.float16, "cpu")
+    assert_rows_may_be_far_apart(name, inputs, tmp_path)
+    assert launched == [*SHORT, *SHORT]
 
 
 # ------------------------------------------------------------------------- which calls get them

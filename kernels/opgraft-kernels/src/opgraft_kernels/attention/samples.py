@@ -174,10 +174,14 @@ def calls(
     most = rows + rows // 2
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     for length in _lengths(keys, bool(fills_tiles)):
-        if holds_keys and length > TILE:
-            continue
         queries = min(length, most // TILE * TILE if fills_tiles else most)
-        queries = MANY_QUERIES if holds_keys else queries
+        if holds_keys:
+            if keys > TILE:
+                return
+            length = min(length, TILE)
+            # Of a whole tile of keys, queries that fill none are the other kind.
+            is_other = length == TILE and not fills_tiles
+            queries = MANY_QUERIES + TILE // 2 if is_other else MANY_QUERIES
         found = _batch_and_heads(rows, queries)
         if found is None or (is_causal and queries != length):
             continue

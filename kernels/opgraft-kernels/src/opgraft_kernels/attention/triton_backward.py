@@ -24,6 +24,7 @@ from .triton_tiles import (
     low_tiles_end,
     norms_of,
     probabilities,
+    row_stride,
     store_rows,
     tiles_listed,
 )
@@ -48,10 +49,11 @@ def delta_kernel(
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     UNIT: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """delta = rowsum(dO * O), ``[batch, heads, length]`` without gaps."""
-    stride_gm = multiple_of(stride_gm, UNIT)
-    stride_om = multiple_of(stride_om, UNIT)
+    stride_gm = row_stride(stride_gm, UNIT, FAR)
+    stride_om = row_stride(stride_om, UNIT, FAR)
     blocks = tl.cdiv(length, BLOCK)
     first = tl.program_id(0) % blocks * BLOCK
     flat_head = tl.program_id(0) // blocks
@@ -203,18 +205,19 @@ def backward_keys_kernel(
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
     UNIT: tl.constexpr,
+    FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A program sums dk and dv of BLOCK_K keys of one key head, over all queries of its group."""
-    stride_gm = multiple_of(stride_gm, UNIT)
-    stride_qm = multiple_of(stride_qm, UNIT)
-    stride_kn = multiple_of(stride_kn, UNIT)
-    stride_vn = multiple_of(stride_vn, UNIT)
+    stride_gm = row_stride(stride_gm, UNIT, FAR)
+    stride_qm = row_stride(stride_qm, UNIT, FAR)
+    stride_kn = row_stride(stride_kn, UNIT, FAR)
+    stride_vn = row_stride(stride_vn, UNIT, FAR)
     stride_sm = multiple_of(stride_sm, UNIT_BIAS)
-    stride_dkn = multiple_of(stride_dkn, UNIT)
-    stride_dvn = multiple_of(stride_dvn, UNIT)
+    stride_dkn = row_stride(stride_dkn, UNIT, FAR)
+    stride_dvn = row_stride(stride_dvn, UNIT, FAR)
     blocks = tl.cdiv(length_k, BLOCK_K)
     first = tl.program_id(0) % blocks * BLOCK_K
     heads_k = heads // group
@@ -430,6 +433,7 @@ def backward_queries_kernel(
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
     UNIT: tl.constexpr,
+    FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -438,12 +442,12 @@ def backward_queries_kernel(
 
     HAS_TAIL: the keys are no multiple of BLOCK_K.
     """
-    stride_gm = multiple_of(stride_gm, UNIT)
-    stride_qm = multiple_of(stride_qm, UNIT)
-    stride_kn = multiple_of(stride_kn, UNIT)
-    stride_vn = multiple_of(stride_vn, UNIT)
+    stride_gm = row_stride(stride_gm, UNIT, FAR)
+    stride_qm = row_stride(stride_qm, UNIT, FAR)
+    stride_kn = row_stride(stride_kn, UNIT, FAR)
+    stride_vn = row_stride(stride_vn, UNIT, FAR)
     stride_sm = multiple_of(stride_sm, UNIT_BIAS)
-    stride_dqm = multiple_of(stride_dqm, UNIT)
+    stride_dqm = row_stride(stride_dqm, UNIT, FAR)
     blocks = tl.cdiv(length_q, BLOCK_Q)
     block = tl.program_id(0) % blocks
     if CAUSAL:

@@ -21,6 +21,7 @@ from .triton_tiles import (
     load_bias,
     load_rows,
     norms_of,
+    row_stride,
     store_attended,
     tiles_listed,
 )
@@ -161,15 +162,16 @@ def forward_kernel(
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
     UNIT: tl.constexpr,
+    FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A program computes BLOCK_Q rows of one head. Without a bias `scale` is in powers of two."""
-    stride_qm = multiple_of(stride_qm, UNIT)
-    stride_kn = multiple_of(stride_kn, UNIT)
-    stride_vn = multiple_of(stride_vn, UNIT)
-    stride_om = multiple_of(stride_om, UNIT)
+    stride_qm = row_stride(stride_qm, UNIT, FAR)
+    stride_kn = row_stride(stride_kn, UNIT, FAR)
+    stride_vn = row_stride(stride_vn, UNIT, FAR)
+    stride_om = row_stride(stride_om, UNIT, FAR)
     stride_sm = multiple_of(stride_sm, UNIT_BIAS)
     blocks = tl.cdiv(length_q, BLOCK_Q)
     block = tl.program_id(0) % blocks

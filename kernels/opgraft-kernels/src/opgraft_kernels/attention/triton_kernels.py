@@ -370,6 +370,15 @@ def _kind(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: b
     return Kind(dim, q.element_size(), _bias_kind(bias), _is_listed(bias, causal))
 
 
+# Rows that a tile has at the most.
+_TALLEST = 256
+
+
+def _are_far_apart(apart: tuple[int, ...]) -> bool:
+    """Whether 32 bits are too few for where a tile's rows begin. `apart`: as `_strides` has it."""
+    return _TALLEST * max(apart[2::3]) >= 2**31
+
+
 def _constexprs(
     q: torch.Tensor, v: torch.Tensor, apart: tuple[int, ...], device: Device
 ) -> dict[str, Any]:
@@ -381,6 +390,7 @@ def _constexprs(
         "BLOCK_DIM": _block_dim(dim),
         "BLOCK_DIM_V": _block_dim(dim_v),
         "UNIT": unit_of(q.element_size(), *apart),
+        "FAR": _are_far_apart(apart),
         "PRECISION": device.precision if q.dtype is torch.float32 else "tf32",
     }
 
@@ -528,6 +538,7 @@ def _with_norms(planned: Bias, listed: Bias, x: torch.Tensor) -> tuple[Bias, lis
             "BLOCK_TILES": power_of_2(listed.tiles.shape[1]),
             "SPLITS": splits,
             "UNIT": unit_of(x.element_size(), *strides),
+            "FAR": _are_far_apart(strides),
         },
         4,
     )
@@ -635,6 +646,7 @@ def plan_backward(
             "BLOCK": _DELTA_ROWS,
             "BLOCK_DIM": common["BLOCK_DIM_V"],
             "UNIT": common["UNIT"],
+            "FAR": common["FAR"],
         },
         4,
     )

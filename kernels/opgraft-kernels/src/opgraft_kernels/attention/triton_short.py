@@ -20,6 +20,7 @@ from .triton_tiles import (
     load_bias,
     load_rows,
     probabilities,
+    row_stride,
     store_attended,
     store_rows,
 )
@@ -78,16 +79,17 @@ def short_forward_kernel(
     MORE: tl.constexpr,
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """A program computes up to `tiles` tiles of BLOCK_Q rows of one head.
 
     A block's size is a power of two: keys are held in one of KEYS and, unless it is 0, one of MORE.
     `scale` is in powers of two.
     """
-    stride_qm = multiple_of(stride_qm, UNIT)
-    stride_kn = multiple_of(stride_kn, UNIT)
-    stride_vn = multiple_of(stride_vn, UNIT)
-    stride_om = multiple_of(stride_om, UNIT)
+    stride_qm = row_stride(stride_qm, UNIT, FAR)
+    stride_kn = row_stride(stride_kn, UNIT, FAR)
+    stride_vn = row_stride(stride_vn, UNIT, FAR)
+    stride_om = row_stride(stride_om, UNIT, FAR)
     runs = tl.cdiv(length_q, BLOCK_Q * tiles)
     run = tl.program_id(0) % runs
     batch = tl.program_id(0) // runs // heads
@@ -232,18 +234,19 @@ def short_backward_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
+    FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
 ):
     """A program computes all gradients of one key head, and of the query heads of its group."""
-    stride_gm = multiple_of(stride_gm, UNIT)
-    stride_qm = multiple_of(stride_qm, UNIT)
-    stride_kn = multiple_of(stride_kn, UNIT)
-    stride_vn = multiple_of(stride_vn, UNIT)
-    stride_om = multiple_of(stride_om, UNIT)
+    stride_gm = row_stride(stride_gm, UNIT, FAR)
+    stride_qm = row_stride(stride_qm, UNIT, FAR)
+    stride_kn = row_stride(stride_kn, UNIT, FAR)
+    stride_vn = row_stride(stride_vn, UNIT, FAR)
+    stride_om = row_stride(stride_om, UNIT, FAR)
     stride_sm = multiple_of(stride_sm, UNIT_BIAS)
-    stride_dqm = multiple_of(stride_dqm, UNIT)
-    stride_dkn = multiple_of(stride_dkn, UNIT)
-    stride_dvn = multiple_of(stride_dvn, UNIT)
+    stride_dqm = row_stride(stride_dqm, UNIT, FAR)
+    stride_dkn = row_stride(stride_dkn, UNIT, FAR)
+    stride_dvn = row_stride(stride_dvn, UNIT, FAR)
     heads_k = heads // group
     batch = tl.program_id(0) // heads_k
     head_k = tl.program_id(0) % heads_k

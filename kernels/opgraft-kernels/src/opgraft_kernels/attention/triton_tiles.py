@@ -32,6 +32,7 @@ __all__ = [
     "norms_kernel",
     "norms_of",
     "probabilities",
+    "row_stride",
     "store_attended",
     "store_rows",
     "tiles_listed",
@@ -53,6 +54,19 @@ def head_at(ptr, batch, head, stride_batch, stride_head, UNIT: tl.constexpr = 1)
     """Where one head of one batch begins: a multiple of UNIT elements after the first one."""
     offset = batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
     return ptr + multiple_of(offset, UNIT)
+
+
+@triton.jit
+def row_stride(stride, UNIT: tl.constexpr, FAR: tl.constexpr):
+    """How far rows are apart: a multiple of UNIT.
+
+    FAR: times a tile's rows that may be more than 32 bits hold.
+    """
+    stride = multiple_of(stride, UNIT)
+    if FAR:
+        return tl.full([], stride, tl.int64)
+    else:
+        return stride
 
 
 @triton.jit
@@ -397,6 +411,7 @@ def norms_kernel(
     BLOCK_TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     UNIT: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """The largest norm of a head's rows, ``[batch, heads, SPLITS]``: a program has one of SPLITS.
 
@@ -408,7 +423,7 @@ def norms_kernel(
     entries_ptr = head_at(tiles_ptr, batch, flat_head, stride_tb, 0) + tile * stride_tm
     others = tl.load(entries_ptr + 2, mask=tile < row_tiles, other=0)
     listed = tl.load(entries_ptr + 3, mask=tile < row_tiles, other=0)
-    stride_xm = multiple_of(stride_xm, UNIT)
+    stride_xm = row_stride(stride_xm, UNIT, FAR)
     rows = head_at(x_ptr, batch, flat_head % heads, stride_xb, stride_xh, UNIT)
     largest = tl.zeros([BLOCK], tl.float32)
     if tl.sum(listed - others, axis=0) > 0:
