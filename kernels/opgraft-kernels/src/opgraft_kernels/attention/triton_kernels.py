@@ -242,7 +242,7 @@ def _short_backward_tile(kind: Kind, programs: int, length_k: int) -> Tile:
     if keys <= 64:
         return Tile(32, keys, 4, 1)
     if keys == 128 and kind.dim <= 64:
-        # Where each multiprocessor has one program at the most it may have all registers.
+        # Where there are hardly more programs than multiprocessors each may have all registers.
         is_alone = programs <= _MANY_PROGRAMS // 2
         return Tile(64, keys, 8, 2) if is_alone else Tile(32, keys, 8, 2, registers=_HALF)
     return Tile(32, keys, 8, 2)
