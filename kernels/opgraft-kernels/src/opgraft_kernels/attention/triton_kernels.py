@@ -206,8 +206,8 @@ def _backward_queries_tile(
 _FEW_KEYS = {9: 128}
 # In a backward without a bias more, at heads of half the dimension: there is no tile to leave out.
 _MORE_KEYS = 224
-# Queries from which reading keys once is worth more than having more programs. Tables ask for it, too:
-# `overrides.MANY_QUERIES`, which imports no Triton; a test compares the two by what they take.
+# Queries from which reading keys once is worth more than having more programs. Tables ask for it,
+# too: `overrides.MANY_QUERIES`, where Triton is not imported. A test holds the two together.
 _MANY_QUERIES = 1024
 # So many programs keep a GPU busy, and so few leave half of it idle.
 _MANY_PROGRAMS, _FEW_PROGRAMS = 512, 64
