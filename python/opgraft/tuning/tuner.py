@@ -25,7 +25,7 @@ from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call
 from opgraft.ready import ahead, pool
 from opgraft.registry import Override
-from opgraft.tuning import search, writing
+from opgraft.tuning import host_times, search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.verification.runner import Progress
 from opgraft.verification.sources import call_of_sample
@@ -261,13 +261,14 @@ class _Tuning:
             self._measure_open_cells()
         finally:
             self._write()
+        cells = self._usual()
         self._result.changed = [
             f"{self._describe(at)}: {_decision(before[at])} -> {_decision(cell)}"
-            for at, cell in self._cells.items()
+            for at, cell in cells.items()
             if at in before and _decides_otherwise(before[at], cell)
         ]
         self._result.seconds = time.monotonic() - self._started
-        self._result.cells = self._cells
+        self._result.cells = cells
         self._result.left = sum(len(self._left_cells(each)) for each in self._passes)
         return self._result
 
@@ -317,7 +318,7 @@ class _Tuning:
 
     def _open_cells(self, each: _Pass, stride: int) -> list[list[Indices]]:
         """Those of a round, in the groups of :func:`search.open_cells`."""
-        decided = each.decided(self._cells)
+        decided = self._decided(each)
         if self._options.calls is None:
             groups = search.open_cells(decided, self._axes, stride)
         else:
@@ -328,12 +329,21 @@ class _Tuning:
 
     def _left_cells(self, each: _Pass) -> set[Indices]:
         """Those that rounds to come would measure."""
-        decided = each.decided(self._cells)
+        decided = self._decided(each)
         if self._options.calls is None:
             left = search.left_cells(decided, self._axes)
         else:
             left = {*self._called_cells(decided)}
         return left - self._undecidable(each) - self._failed(each)
+
+    def _decided(self, each: _Pass) -> dict[Indices, int]:
+        """What the cells, as they are written, say of a pass."""
+        return each.decided(self._usual())
+
+    def _usual(self) -> Mapping[Indices, Cell]:
+        """The cells as they are written. On the CPU the host's time is the device's."""
+        is_apart = self._device.type != "cpu"
+        return host_times.usual(self._cells, self._axes) if is_apart else self._cells
 
     def _undecidable(self, each: _Pass) -> set[Indices]:
         """Without calls there is nothing to decide of graphs either."""
@@ -565,7 +575,7 @@ class _Tuning:
             self._crossover.version,
             measured,
             self._named_axes,
-            self._cells,
+            self._usual(),
             self._outside,
             ranges=self._crossover.ranges,
             is_complete=self._is_complete(
@@ -583,7 +593,7 @@ class _Tuning:
         Where nothing was before, which cells there is nothing to decide of is known no more: those
         that are left by what the table has. What was measured now has to leave no others.
         """
-        left = search.left_cells(each.decided(self._cells), self._axes) - self._undecidable(each)
+        left = search.left_cells(self._decided(each), self._axes) - self._undecidable(each)
         return not left or (
             was_complete and left <= search.left_cells(each.decided(known), self._axes)
         )
