@@ -214,10 +214,10 @@ def read(
         checks_files: whether the entry's files are looked at, too. Each is when it is read.
     """
     try:
-        place = place or cache()
-        if not place.has(file_of(key)):  # the common case
+        place, name = place or cache(), file_of(key)
+        if not place.has(name):  # the common case
             return None
-        return _read(place, key, checks_files)
+        return _read(place, name, key, checks_files)
     except FileNotFoundError:  # removed meanwhile, by who made room
         return None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -226,8 +226,7 @@ def read(
         return None
 
 
-def _read(place: Place, key: dict[str, Any], checks_files: bool) -> Entry:
-    name = file_of(key)
+def _read(place: Place, name: str, key: dict[str, Any], checks_files: bool) -> Entry:
     text = place.read(name).decode()
     body, _, rest = text.partition("\n")
     if rest != f"{hash_of(body.encode())}\n":

@@ -160,14 +160,21 @@ def relative(path: str) -> str:
 
 def absolute(path: str) -> str:
     """The file that :func:`relative` was given, as this process finds it."""
-    return path if os.path.isabs(path) else _found(path, tuple(each for each in sys.path if each))
+    return path if os.path.isabs(path) else _found(path, tuple(sys.path))
 
 
 @cache
 def _found(path: str, folders: tuple[str, ...]) -> str:
     """Each is looked for once, as each is read once."""
-    places = (os.path.join(each, path) for each in folders)
+    top = path.partition(os.sep)[0]
+    places = (os.path.join(each, path) for each in _folders_with(top, folders))
     return next(filter(os.path.isfile, places), path)
+
+
+@cache
+def _folders_with(name: str, folders: tuple[str, ...]) -> list[str]:
+    """The folders that have something of this name: most have not, and a package many files."""
+    return [each for each in folders if each and os.path.exists(os.path.join(each, name))]
 
 
 @cache
@@ -182,6 +189,7 @@ def _began() -> float:
 def _hash(path: str) -> str:
     """A file's hash; empty where there is none. Each is read once: so is a module."""
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        with open(path, "rb", buffering=0) as file:
+            return hashlib.sha256(file.read()).hexdigest()
     except OSError:
         return ""
