@@ -166,9 +166,12 @@ def _softmax() -> Iterator[Launch]:
         yield from softmax_launches(float16, (1024, 4096), log)
         yield from softmax_launches(float16, (1024, 4096), log, wide=float32)
         yield from softmax_launches(float16, (64, 128256), log, wide=float32)
-        # Fewer rows than multiprocessors, which are split in 16 bits too; and where none are split.
-        for dtype in (bfloat16, float16):
-            yield from softmax_launches(dtype, (64, 128256), log)
+        # Few rows, which are split from a larger size on; and where none are split.
+        for dtype in (bfloat16, float32):
+            for size in (16384, 50264):
+                yield from softmax_launches(dtype, (64, size), log)
+        yield from softmax_launches(float16, (64, 128256), log)
+        yield from softmax_launches(float16, (1024, 128257), log)
         yield from softmax_launches(float32, (1024, 128256), log, can_wait=False)
 
 

@@ -24,6 +24,7 @@ import opgraft
 from configurations import MULTIPROCESSORS, softmax_launches
 from opgraft_kernels import rows as shared
 from opgraft_kernels.rows import Device, Launch
+from opgraft_kernels.rows import Tile as RowTile
 from opgraft_kernels.softmax import triton_kernels as kernels
 from opgraft_kernels.softmax.overrides import register
 
@@ -31,8 +32,8 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 aten = torch.ops.aten
 #: Of a device with so few multiprocessors a few groups of programs run at once.
 FEW = Device(multiprocessors=20, shared_memory=228 * 1024, can_wait=True)
-#: The longest rows that are not split, in bytes.
-LONGEST = 128 * 1024
+#: The longest rows that are not split, in bytes: where they are few; and of many, where most are.
+LONGEST, LONGEST_OF_MANY = 128 * 1024, 32 * 1024
 
 
 @triton.jit
@@ -51,6 +52,11 @@ def _values_of_step(ptrs, tag):
     return tl.where((found >> 32).to(tl.int32) == tag, values, float("nan"))
 
 
+@triton.jit
+def _values_of_step_in_two(ptrs, others, tag):
+    return _values_of_step(ptrs, tag), _values_of_step(others, tag)
+
+
 @pytest.fixture(autouse=True)
 def programs_run_in_turn(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -61,9 +67,12 @@ def programs_run_in_turn(
         return
     ring = tl.constexpr(64)
     monkeypatch.setattr(shared, "_wait_for_slots", _values_of_step)
+    monkeypatch.setattr(shared, "_wait_for_two_slots", _values_of_step_in_two)
     monkeypatch.setattr(shared, "RING", ring)
     monkeypatch.setattr(kernels, "RING", ring)
     monkeypatch.setattr(kernels, "publish", _publish)
+    if "device" in request.fixturenames:  # rows of three programs say as much as those of seventeen
+        monkeypatch.setattr(kernels, "_SPLIT_ROW", 16 * 1024)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -118,23 +127,73 @@ def _check(x: torch.Tensor, g: torch.Tensor, log: bool) -> None:
 @pytest.mark.parametrize(("rows", "beyond"), [(1, 16), (2, 8192), (5, 12288 - 16)])
 def test_rows(rows: int, beyond: int, log: bool, dtype: torch.dtype, device: torch.device) -> None:
     """The last program's part has any length."""
-    size = (LONGEST + beyond) // dtype.itemsize
+    size = (kernels._SPLIT_ROW + beyond) // dtype.itemsize
     x, g = torch.randn(2, rows, size, device=device)
     _check((4 * x).to(dtype), g.to(dtype), log)
 
 
-@pytest.mark.parametrize("between", [8, 64])
-def test_rows_that_are_apart(
-    between: int, log: bool, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize(("rows", "beyond"), [(1, 1), (3, 3), (2, 4095)])
+def test_rows_that_begin_anywhere(
+    rows: int, beyond: int, log: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    size = LONGEST // dtype.itemsize + 8
-    x, g = torch.randn(2, 5, size + between, device=device).to(dtype)
+    """In a unit of 16 bytes; what is before and behind whole units is the first program's."""
+    shape = rows, kernels._SPLIT_ROW // dtype.itemsize + beyond
+    x, g = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    _check(4 * x, g, log)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_ends_of_several_steps(steps: int, log: bool, device: torch.device) -> None:
+    """A group goes from row to row, and ends are loaded for the next one; here it is one program,
+    so the interpreter can run it."""
+    size = LONGEST_OF_MANY // 2 + 1
+    x, g = (torch.randn(3 * steps, size, device=device).half() for _ in range(2))
+    y, dx = torch.full_like(x, 7.0), torch.full_like(x, 7.0)
+    alone = Device(multiprocessors=3, shared_memory=2**20, can_wait=True)
+    part = RowTile(1, 2 * LONGEST_OF_MANY, 4)
+    for kernel, values, tensors in (
+        (kernels._forward_split_kernel, 2, (x, y)),
+        (kernels._backward_split_kernel, 1, (g, y, dx)),
+    ):
+        lines, strides = kernels.Lines.of(x, 1), (size,) * (len(tensors) - 1)
+        launch = kernels._launch_split(kernel, part, values, 0, tensors, strides, lines, log, alone)
+        assert launch is not None and launch.grid == 3 and launch.constexprs["ENDS"] > 0
+        _run(launch, device)
+    _assert_close(y, _op(log)(x.double(), 1, False))
+    _assert_close(dx, _backward_op(log)(g.double(), y.double(), 1, torch.float64))
+
+
+@pytest.mark.parametrize("beyond", [8, 11])
+def test_nothing_beside_rows_is_read_or_written(
+    beyond: int, log: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    size = kernels._SPLIT_ROW // dtype.itemsize + beyond
+    x, g, y, dx = (
+        torch.full((2 * size + 128,), math.nan, dtype=dtype, device=device) for _ in range(4)
+    )
+    rows = [each[64:-64].view(2, size) for each in (x, g, y, dx)]
+    rows[0].normal_()
+    rows[1].normal_()
+    _run(kernels.plan_forward(rows[0], rows[2], 1, log, FEW), device)
+    _run(kernels.plan_backward(rows[1], rows[2], rows[3], 1, log, FEW), device)
+    for written, inside in ((y, rows[2]), (dx, rows[3])):
+        assert inside.isfinite().all()
+        assert written[:64].isnan().all() and written[-64:].isnan().all()
+
+
+@pytest.mark.parametrize("between", [8, 64])
+@pytest.mark.parametrize("beyond", [8, 5])
+def test_rows_that_are_apart(
+    between: int, beyond: int, log: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    size = kernels._SPLIT_ROW // dtype.itemsize + beyond
+    x, g = (torch.randn(3, size + between, device=device).to(dtype) for _ in range(2))
     x[:, size:] = g[:, size:] = math.nan
     _check(x[:, :size], g[:, :size], log)
 
 
 def test_special_values(log: bool, device: torch.device) -> None:
-    x = special_inputs.special_rows(LONGEST // 4 + 240).to(device)
+    x = special_inputs.special_rows(kernels._SPLIT_ROW // 4 + 240).to(device)
     native, right = _op(log)(x, 1, False), _op(log)(x.double(), 1, False)
     _check_special(_forward(x, log), native, right)
     g = torch.randn_like(x)
@@ -150,10 +209,11 @@ def _check_special(one: torch.Tensor, native: torch.Tensor, right: torch.Tensor)
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("beyond", [8, 1])
 def test_one_program_alone_has_a_finite_value(
-    where: str, log: bool, dtype: torch.dtype, device: torch.device
+    where: str, beyond: int, log: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    size = LONGEST // dtype.itemsize + 8
+    size = kernels._SPLIT_ROW // dtype.itemsize + beyond
     x = torch.full((2, size), -math.inf, dtype=dtype, device=device)
     x[:, 0 if where == "first" else -1] = 3.0
     torch.testing.assert_close(_forward(x, log), _op(log)(x, 1, False))
@@ -166,18 +226,24 @@ def _is_split(launches: list[Launch]) -> list[bool]:
     return [bool(launch.options) for launch in launches]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_split_that_are_longer_than_so_many_bytes(dtype: torch.dtype, log: bool) -> None:
-    longest = LONGEST // dtype.itemsize
-    assert _is_split(softmax_launches(dtype, (64, longest), log)) == [False, False]
-    unit = 16 // dtype.itemsize
-    assert _is_split(softmax_launches(dtype, (64, longest + unit), log)) == [True, True]
-    assert _is_split(softmax_launches(dtype, (64, longest + 1), log)) == [False, False]
+MANY = 2 * MULTIPROCESSORS
+#: The longest rows that are not split, in bytes, of a forward and a backward.
+UNSPLIT = {
+    (torch.float32, MANY): (LONGEST_OF_MANY, LONGEST_OF_MANY),
+    (torch.bfloat16, MANY): (LONGEST, LONGEST_OF_MANY),
+    (torch.float32, MANY - 1): (LONGEST, LONGEST),
+    (torch.bfloat16, MANY - 1): (LONGEST, LONGEST),
+}
 
 
-def test_forwards_of_16_bits_are_split_where_rows_are_few(log: bool) -> None:
-    for rows, few in ((MULTIPROCESSORS - 1, True), (MULTIPROCESSORS, False)):
-        assert _is_split(softmax_launches(torch.bfloat16, (rows, 128256), log)) == [few, True]
+@pytest.mark.parametrize(("dtype", "rows"), UNSPLIT, ids=str)
+def test_rows_are_split_that_are_longer_than_so_many_bytes(
+    dtype: torch.dtype, rows: int, log: bool
+) -> None:
+    for number, longest in enumerate(UNSPLIT[dtype, rows]):
+        for beyond in (0, 1, 16 // dtype.itemsize):
+            shape = (rows, longest // dtype.itemsize + beyond)
+            assert _is_split(softmax_launches(dtype, shape, log))[number] == (beyond > 0)
 
 
 OTHER: dict[str, dict[str, Any]] = {
@@ -216,12 +282,13 @@ def test_rows_at_addresses_that_are_not_aligned_are_not_split(
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
+@pytest.mark.parametrize("size", [128256, 100001])
 @pytest.mark.parametrize("rows", [1, 64, 131, 1000])
 def test_as_many_rows_as_use_slots_again(
-    rows: int, log: bool, dtype: torch.dtype, device: torch.device
+    rows: int, size: int, log: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """With the same bits every time."""
-    x, g = torch.randn(2, rows, 128256, device=device).to(dtype)
+    x, g = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
     y = _op(log)(x, 1, False)
     forward = kernels.log_softmax_forward if log else kernels.softmax_forward
     backward = kernels.log_softmax_backward if log else kernels.softmax_backward

@@ -28,6 +28,7 @@ __all__ = [
     "ceil_div",
     "collect",
     "collect_sum",
+    "collect_two",
     "column",
     "contiguous",
     "device_of",
@@ -100,9 +101,10 @@ _LN_2 = tl.constexpr(math.log(2.0))
 def exp(x, EXACT: tl.constexpr = True):
     """e ** x of float32; if EXACT as exactly as CUDA's `expf`.
 
-    `tl.exp` rounds the exponent of 2: at x = -30 it is wrong by some 1e-6 of its value, and native
-    is not. What rounding took off is added in the first order. That takes more than twice as many
+    Rounding the exponent of 2 makes an error: at x = -30 some 1e-6 of the value, which native has
+    not. What rounding took off is added in the first order. That takes more than twice as many
     instructions, which is what long rows of 16 bits wait for; rounding to 16 bits hides the error.
+    Either way a value below 2**-126 is 0: `tl.exp`, which has them, takes twice the instructions.
     """
     if EXACT:
         # Far beyond what is 0 or inf, so that an infinite x has a rest; NaN stays.
@@ -111,7 +113,7 @@ def exp(x, EXACT: tl.constexpr = True):
         rest = tl.fma(x, tl.full(x.shape, _LOG2_E, tl.float32), -power) + x * _LOG2_E_REST
         return tl.exp2(power) * (1.0 + rest * _LN_2)
     else:
-        return tl.exp(x)
+        return tl.exp2(x * _LOG2_E)
 
 
 @triton.jit
@@ -207,7 +209,9 @@ def scalar(value):
     Every thread has a scalar. With a block for both, Triton would spread the ends over threads as
     the tile, and each would load, and compute with, as many elements as a unit has.
     """
-    if value.dtype == tl.int1:
+    if len(value.shape) == 0:
+        return value
+    elif value.dtype == tl.int1:
         return tl.sum(value.to(tl.int32), axis=0) != 0
     else:
         return tl.sum(value, axis=0)
@@ -459,6 +463,30 @@ def _wait_for_slots(ptrs, tag):
 
 
 @triton.jit
+def _wait_for_two_slots(ptrs, others, tag):
+    """As `_wait_for_slots`, of the slots at `others`, too. One wait: a second one would only begin
+    when the first is over, and takes as long as a load."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred ready;
+        .reg .b32 found;
+        .reg .b32 other;
+        spin:
+        ld.relaxed.gpu.global.v2.b32 {$0, found}, [$2];
+        ld.relaxed.gpu.global.v2.b32 {$1, other}, [$3];
+        setp.eq.u32 ready, found, $4;
+        setp.eq.and.u32 ready, other, $4, ready;
+        @!ready bra spin;
+        }""",
+        "=r,=r,l,l,r",
+        [ptrs.to(tl.int64), others.to(tl.int64), tag],
+        dtype=(tl.float32, tl.float32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def publish(slots_ptr, step, split, value, SLOTS: tl.constexpr):
     """Writes this program's value for `step` into its slot of the group's ring."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
@@ -468,14 +496,31 @@ def publish(slots_ptr, step, split, value, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def _slots_of_step(slots_ptr, step, splits, SLOTS: tl.constexpr):
+    """The group's slots for `step`."""
+    slot = tl.arange(0, SLOTS)
+    # Lanes beyond the group's size read its last slot and count for nothing.
+    return slots_ptr + ((step + RING) % RING) * SLOTS + tl.minimum(slot, splits - 1)
+
+
+@triton.jit
 def collect(slots_ptr, step, splits, SLOTS: tl.constexpr):
     """The values of the group's programs for `step`, once all are there, then zeros up to SLOTS;
     all zeros for step -1 (zeroed slots)."""
-    slot = tl.arange(0, SLOTS)
-    # Lanes beyond the group's size read its last slot and count for nothing.
-    ptrs = slots_ptr + ((step + RING) % RING) * SLOTS + tl.minimum(slot, splits - 1)
+    ptrs = _slots_of_step(slots_ptr, step, splits, SLOTS)
     values = _wait_for_slots(ptrs, step + 1 + tl.zeros([SLOTS], tl.int32))
-    return tl.where(slot < splits, values, 0.0)
+    return tl.where(tl.arange(0, SLOTS) < splits, values, 0.0)
+
+
+@triton.jit
+def collect_two(slots_ptr, others_ptr, step, splits, SLOTS: tl.constexpr, OTHER: tl.constexpr):
+    """As `collect`, from two rings; in place of the first's zeros up to SLOTS is OTHER."""
+    ptrs = _slots_of_step(slots_ptr, step, splits, SLOTS)
+    others = _slots_of_step(others_ptr, step, splits, SLOTS)
+    tag = step + 1 + tl.zeros([SLOTS], tl.int32)
+    values, other_values = _wait_for_two_slots(ptrs, others, tag)
+    is_used = tl.arange(0, SLOTS) < splits
+    return tl.where(is_used, values, OTHER), tl.where(is_used, other_values, 0.0)
 
 
 @triton.jit

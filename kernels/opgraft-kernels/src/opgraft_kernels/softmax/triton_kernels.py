@@ -34,11 +34,10 @@ from opgraft_kernels.rows import (
     RING,
     Device,
     Launch,
-    Split,
     as_rows,
     ceil_div,
-    collect,
     collect_sum,
+    collect_two,
     column,
     device_of,
     ends_columns,
@@ -296,7 +295,12 @@ def _backward_kernel(
 
 # `rows.py` says how they exchange values. A program keeps its part of a row until the values of the
 # others are there: of 16 bits in pairs, as *words*, since alone each would take a register of 32.
-# PAIRED: there are such. Rows, and what is between two, are multiples of UNIT.
+# PAIRED: there are such. Rows, and what is between two, are multiples of UNIT; but not of shifted
+# rows, of which the first program of a group has the ends, too.
+#
+# Triton loads ahead only in loops where nothing is carried over more than one iteration. So ends,
+# which it does not load ahead, are loaded for the next row here; and those of the row before are
+# loaded again, which the cache still has.
 
 
 @triton.jit
@@ -337,10 +341,43 @@ def _seconds(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _words_of(firsts, seconds, DTYPE: tl.constexpr):
-    firsts = firsts.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
-    seconds = seconds.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
-    return (firsts & 0xFFFF) | (seconds << 16)
+def _units_of_row(row, stride, size, UNIT: tl.constexpr, ENDS: tl.constexpr):
+    """Where a row's whole units begin, and how many elements they have."""
+    start = row * stride
+    if ENDS:
+        _, inside, _, _ = ends_of(start, size, UNIT, ENDS)
+        return tile_start(start, UNIT, ENDS), inside
+    else:
+        return start, size
+
+
+@triton.jit
+def _if_row(mask, row, rows):
+    """`mask` where there is such a row."""
+    return mask_if(mask_if(mask, row >= 0), row < rows)
+
+
+@triton.jit
+def _ends_of_row(row, rows, stride, size, split, UNIT: tl.constexpr, ENDS: tl.constexpr):
+    """Where a row's ends are, and which there are, for this program."""
+    start = row * stride
+    _, _, end, is_end = ends_of(start, size, UNIT, ENDS)
+    return start + end, mask_if(_if_row(is_end, row, rows), split == 0)
+
+
+@triton.jit
+def _load_ends(
+    ptr, row, rows, stride, size, split,
+    OTHER: tl.constexpr, UNIT: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    end, is_end = _ends_of_row(row, rows, stride, size, split, UNIT, ENDS)
+    return tl.load(ptr + end, mask=is_end, other=OTHER).to(tl.float32)
+
+
+@triton.jit
+def _store_ends(ptr, values, row, rows, size, split, UNIT: tl.constexpr, ENDS: tl.constexpr):
+    end, is_end = _ends_of_row(row, rows, size, size, split, UNIT, ENDS)
+    tl.store(ptr + end, values.to(ptr.dtype.element_ty), mask=is_end)
 
 
 @triton.jit(do_not_specialize=["rows", "size", "x_stride", "splits", "steps"])
@@ -358,53 +395,76 @@ def _forward_split_kernel(
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """A group of `splits` programs reduces a row a step, and writes the one before."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PAIRED: tl.constexpr = tl.float32 != DTYPE
     EXACT: tl.constexpr = tl.float32 == DTYPE
-    EACH: tl.constexpr = 2 if PAIRED else 1
-    x_stride = multiple_of(x_stride, UNIT)
-    size = multiple_of(size, UNIT)
+    WORD: tl.constexpr = 2 if PAIRED else 1
+    APART: tl.constexpr = 1 if ENDS else UNIT
+    x_stride = multiple_of(x_stride, APART)
+    size = multiple_of(size, APART)
     groups = tl.num_programs(0) // splits
     group = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     bests_ptr = slots_ptr + group * (2 * RING * SLOTS)
     totals_ptr = bests_ptr + RING * SLOTS
-    slot = tl.arange(0, SLOTS)
-    col = split * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)
-    in_row = col < multiple_of(size // EACH, UNIT // EACH)
-    previous = tl.zeros([BLOCK // EACH], tl.int32 if PAIRED else tl.float32)
+    word = split * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)
+    col = split * BLOCK + tl.arange(0, BLOCK)
+    previous = tl.zeros([BLOCK // WORD], tl.int32 if PAIRED else tl.float32)
+    if ENDS:
+        first_row = group.to(tl.int64)
+        next_ends = _load_ends(
+            x_ptr, first_row, rows, x_stride, size, split, float("-inf"), UNIT, ENDS
+        )
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
+        start, length = _units_of_row(row, x_stride, size, UNIT, ENDS)
         x = tl.load(
-            _word_ptr(x_ptr + row * x_stride, PAIRED) + col,
-            mask=mask_if(in_row, row < rows),
+            _word_ptr(x_ptr + start, PAIRED) + word,
+            mask=_if_row(word < length // WORD, row, rows),
             other=_words_of_minus_infinity(DTYPE),
         )
+        if ENDS:
+            ends = next_ends
+            previous_ends = _load_ends(
+                x_ptr, row - groups, rows, x_stride, size, split, float("-inf"), UNIT, ENDS
+            )
+            next_ends = _load_ends(
+                x_ptr, row + groups, rows, x_stride, size, split, float("-inf"), UNIT, ENDS
+            )
         firsts = _firsts(x, DTYPE)
         if PAIRED:
             seconds = _seconds(x, DTYPE)
-            best = tl.maximum(tl.max(tl.maximum(firsts, seconds), axis=0), LOWEST)
-            exponentials = exp(firsts - best, EXACT) + exp(seconds - best, EXACT)
+            best = tl.max(tl.maximum(firsts, seconds), axis=0)
         else:
-            best = tl.maximum(tl.max(firsts, axis=0), LOWEST)
-            exponentials = exp(firsts - best, EXACT)
+            best = tl.max(firsts, axis=0)
+        if ENDS:
+            best = tl.maximum(best, scalar(tl.max(ends, axis=1)))
+        best = tl.maximum(best, LOWEST)
+        exponentials = exp(firsts - best, EXACT)
+        if PAIRED:
+            exponentials += exp(seconds - best, EXACT)
+        total = tl.sum(exponentials, axis=0)
+        if ENDS:
+            total += scalar(tl.sum(exp(ends - best, EXACT), axis=1))
         publish(bests_ptr, step, split, best, SLOTS)
-        publish(totals_ptr, step, split, tl.sum(exponentials, axis=0), SLOTS)
+        publish(totals_ptr, step, split, total, SLOTS)
 
-        bests = collect(bests_ptr, step - 1, splits, SLOTS)
-        bests = tl.where(slot < splits, bests, LOWEST)
-        totals = collect(totals_ptr, step - 1, splits, SLOTS)
+        bests, totals = collect_two(bests_ptr, totals_ptr, step - 1, splits, SLOTS, LOWEST)
         row_best = tl.max(bests, axis=0)
         row_total = tl.sum(totals * exp(bests - row_best, EXACT), axis=0)
         y = _normalized(_firsts(previous, DTYPE) - row_best, row_total, LOG, EXACT)
         if PAIRED:
             shifted = _seconds(previous, DTYPE) - row_best
-            y = _words_of(y, _normalized(shifted, row_total, LOG, EXACT), DTYPE)
+            y = tl.interleave(y, _normalized(shifted, row_total, LOG, EXACT))
         row -= groups
-        mask = mask_if(mask_if(in_row, row >= 0), row < rows)
-        tl.store(_word_ptr(y_ptr + row * size, PAIRED) + col, y, mask=mask)
+        start, length = _units_of_row(row, size, size, UNIT, ENDS)
+        tl.store(y_ptr + start + col, y.to(DTYPE), mask=_if_row(col < length, row, rows))
+        if ENDS:
+            y_ends = _normalized(previous_ends - row_best, row_total, LOG, EXACT)
+            _store_ends(y_ptr, y_ends, row, rows, size, split, UNIT, ENDS)
         previous = x
 
 
@@ -425,41 +485,62 @@ def _backward_split_kernel(
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """Likewise."""
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
     PAIRED: tl.constexpr = tl.float32 != DTYPE
     EXACT: tl.constexpr = tl.float32 == DTYPE
-    EACH: tl.constexpr = 2 if PAIRED else 1
-    g_stride = multiple_of(g_stride, UNIT)
-    y_stride = multiple_of(y_stride, UNIT)
-    size = multiple_of(size, UNIT)
+    WORD: tl.constexpr = 2 if PAIRED else 1
+    APART: tl.constexpr = 1 if ENDS else UNIT
+    g_stride = multiple_of(g_stride, APART)
+    y_stride = multiple_of(y_stride, APART)
+    size = multiple_of(size, APART)
     groups = tl.num_programs(0) // splits
     group = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
     slots_ptr += group * (RING * SLOTS)
-    col = split * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)
-    in_row = col < multiple_of(size // EACH, UNIT // EACH)
-    previous_g = tl.zeros([BLOCK // EACH], tl.int32 if PAIRED else tl.float32)
+    word = split * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)
+    col = split * BLOCK + tl.arange(0, BLOCK)
+    previous_g = tl.zeros([BLOCK // WORD], tl.int32 if PAIRED else tl.float32)
     previous_y = previous_g
+    if ENDS:
+        first_row = group.to(tl.int64)
+        next_g = _load_ends(g_ptr, first_row, rows, g_stride, size, split, 0.0, UNIT, ENDS)
+        next_y = _load_ends(y_ptr, first_row, rows, y_stride, size, split, 0.0, UNIT, ENDS)
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         row = (group + step * groups).to(tl.int64)
-        mask = mask_if(in_row, row < rows)
-        g = tl.load(_word_ptr(g_ptr + row * g_stride, PAIRED) + col, mask=mask, other=0)
-        y = tl.load(_word_ptr(y_ptr + row * y_stride, PAIRED) + col, mask=mask, other=0)
+        g_start, length = _units_of_row(row, g_stride, size, UNIT, ENDS)
+        y_start, length = _units_of_row(row, y_stride, size, UNIT, ENDS)
+        mask = _if_row(word < length // WORD, row, rows)
+        g = tl.load(_word_ptr(g_ptr + g_start, PAIRED) + word, mask=mask, other=0)
+        y = tl.load(_word_ptr(y_ptr + y_start, PAIRED) + word, mask=mask, other=0)
+        if ENDS:
+            ends = _summand(next_g, next_y, LOG)
+            before, after = row - groups, row + groups
+            g_ends = _load_ends(g_ptr, before, rows, g_stride, size, split, 0.0, UNIT, ENDS)
+            y_ends = _load_ends(y_ptr, before, rows, y_stride, size, split, 0.0, UNIT, ENDS)
+            next_g = _load_ends(g_ptr, after, rows, g_stride, size, split, 0.0, UNIT, ENDS)
+            next_y = _load_ends(y_ptr, after, rows, y_stride, size, split, 0.0, UNIT, ENDS)
         summands = _summand(_firsts(g, DTYPE), _firsts(y, DTYPE), LOG)
         if PAIRED:
             summands += _summand(_seconds(g, DTYPE), _seconds(y, DTYPE), LOG)
-        publish(slots_ptr, step, split, tl.sum(summands, axis=0), SLOTS)
+        part = tl.sum(summands, axis=0)
+        if ENDS:
+            part += scalar(tl.sum(ends, axis=1))
+        publish(slots_ptr, step, split, part, SLOTS)
 
         total = collect_sum(slots_ptr, step - 1, splits, SLOTS)
         dx = _gradient(_firsts(previous_g, DTYPE), _firsts(previous_y, DTYPE), total, LOG, EXACT)
         if PAIRED:
             second_g, second_y = _seconds(previous_g, DTYPE), _seconds(previous_y, DTYPE)
-            dx = _words_of(dx, _gradient(second_g, second_y, total, LOG, EXACT), DTYPE)
+            dx = tl.interleave(dx, _gradient(second_g, second_y, total, LOG, EXACT))
         row -= groups
-        mask = mask_if(mask_if(in_row, row >= 0), row < rows)
-        tl.store(_word_ptr(dx_ptr + row * size, PAIRED) + col, dx, mask=mask)
+        start, length = _units_of_row(row, size, size, UNIT, ENDS)
+        tl.store(dx_ptr + start + col, dx.to(DTYPE), mask=_if_row(col < length, row, rows))
+        if ENDS:
+            dx_ends = _gradient(g_ends, y_ends, total, LOG, EXACT)
+            _store_ends(dx_ptr, dx_ends, row, rows, size, split, UNIT, ENDS)
         previous_g = g
         previous_y = y
 
@@ -489,10 +570,17 @@ _SEGMENT = 128
 # others, if there are enough of them for so many warps.
 _LONGEST_OF_A_THREAD, _WARPS_OF_SHORT = 32, 4
 _MIN_BLOCK = 16
-# Rows of more bytes than this are split, into parts of so many bytes.
+# Of fewer rows a multiprocessor than this, what counts is how soon one is done; of more, that some
+# are loaded while others are computed with.
+_MANY_ROWS = 2
+# Then forwards hold no more than this of a row, either.
+_TILE_OF_MANY = 32 * 1024
+# Rows of more bytes than this are split, whatever they are; of many, all that are not held whole,
+# but for forwards of 16 bits: a program that waits does not compute, of which there is more there.
 _SPLIT_ROW = 128 * 1024
-_FORWARD_PART = RowTile(1, 8 * 1024, 4, per_sm=4, stages=3)
-_BACKWARD_PART = RowTile(1, 4 * 1024, 4, per_sm=6, stages=3)
+# A program's part of a row that is split.
+_FORWARD_PART = RowTile(1, 8 * 1024, 2, per_sm=6, stages=3)
+_BACKWARD_PART = RowTile(1, 4 * 1024, 2, per_sm=6, stages=3)
 
 
 class Tile(NamedTuple):
@@ -600,38 +688,39 @@ def _launch(
     )
 
 
-def _split_of(
-    part: RowTile, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines,
-    device: Device,
-) -> Split | None:  # fmt: skip
-    """How rows are split over programs, by the bytes of a part; None where they are not."""
-    itemsize = tensors[0].element_size()
-    is_aligned = (
-        unit_of(itemsize, lines.size, *strides) == unit_of(itemsize)
-        # Pairs are read as one, and of a plan addresses are the same modulo 16.
-        and all(t.data_ptr() % 16 == 0 and t.element_size() == itemsize for t in tensors)
-    )
-    is_long = lines.inner == 1 and lines.size * itemsize > _SPLIT_ROW
-    ahead = len(strides) * part.block * part.stages
-    fits = part.per_sm * (ahead + OTHER_BYTES) <= device.shared_memory
-    if not (device.can_wait and is_long and is_aligned and fits):
-        return None
-    tile = part._replace(block=part.block // itemsize)
-    return split_rows(tile, lines.outer, lines.size, device.multiprocessors)
+def _are_many(lines: Lines, device: Device) -> bool:
+    return lines.outer >= _MANY_ROWS * device.multiprocessors
 
 
 def _launch_split(
-    kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    split: Split, values: int,
-) -> Launch:  # fmt: skip
-    """The launch of programs that exchange so many values a row."""
+    kernel: Any, part: RowTile, values: int, longest: int, tensors: tuple[Tensor, ...],
+    strides: tuple[int, ...], lines: Lines, log: bool, device: Device,
+) -> Launch | None:  # fmt: skip
+    """The launch of programs that have a part of a row each and exchange so many values; None of
+    rows that are not split, as they have no more than `longest` bytes, or for another reason."""
+    itemsize = tensors[0].element_size()
+    if not device.can_wait or lines.inner != 1 or lines.size * itemsize <= longest:
+        return None
+    unit = unit_of(itemsize)
+    ends = ends_columns(1, lines.size, strides, tensors)
+    is_aligned = ends > 0 or unit_of(itemsize, lines.size, *strides) == unit
+    # Pairs are read as one, and of a plan addresses are the same modulo 16.
+    is_alike = all(t.data_ptr() % 16 == 0 and t.element_size() == itemsize for t in tensors)
+    ahead = len(strides) * part.block * part.stages
+    fits = part.per_sm * (ahead + OTHER_BYTES) <= device.shared_memory
+    if not (is_aligned and is_alike and fits):
+        return None
+    tile = part._replace(block=part.block // itemsize)
+    split = split_rows(tile, lines.outer, lines.size, device.multiprocessors)
+    if split is None:
+        return None
     slots = split.zeroed_slots(tensors[0].device, values)
     steps = ceil_div(lines.outer, split.groups)
     return Launch(
         kernel,
         split.programs,
         (*tensors, slots, lines.outer, lines.size, *strides, split.splits, steps),
-        {"LOG": log, **split.constexprs, "UNIT": unit_of(tensors[0].element_size())},
+        {"LOG": log, **split.constexprs, "UNIT": unit, "ENDS": ends},
         split.tile.num_warps,
         split.options,
     )
@@ -642,14 +731,17 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | Non
     device = device or device_of(x.device)
     lines = Lines.of(x, dim)
     x, x_stride = lines.matrix(x)
-    # Of 16 bits there is more to compute than the programs of a group wait for; but for rows that
-    # are fewer than multiprocessors.
-    if x.element_size() == 4 or lines.outer < device.multiprocessors:
-        split = _split_of(_FORWARD_PART, (x, y), (x_stride,), lines, device)
-        if split is not None:
-            return _launch_split(_forward_split_kernel, (x, y), (x_stride,), lines, log, split, 2)
+    tensors, strides = (x, y), (x_stride,)
+    are_many = _are_many(lines, device)
+    longest = _TILE_OF_MANY if are_many and x.element_size() == 4 else _SPLIT_ROW
+    split = _launch_split(
+        _forward_split_kernel, _FORWARD_PART, 2, longest, tensors, strides, lines, log, device
+    )
+    if split is not None:
+        return split
+    largest = _TILE_OF_MANY if are_many and lines.inner == 1 else FORWARD_TILE
     narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
-    return _launch(_forward_kernel, (x, y), (x_stride,), lines, log, FORWARD_TILE, narrow)
+    return _launch(_forward_kernel, tensors, strides, lines, log, largest, narrow)
 
 
 def plan_backward(
@@ -660,9 +752,12 @@ def plan_backward(
     lines = Lines.of(y, dim)
     (g, g_stride), (y, y_stride) = lines.matrix(g), lines.matrix(y)
     tensors, strides = (g, y, dx), (g_stride, y_stride)
-    split = _split_of(_BACKWARD_PART, tensors, strides, lines, device)
+    longest = BACKWARD_TILE if _are_many(lines, device) else _SPLIT_ROW
+    split = _launch_split(
+        _backward_split_kernel, _BACKWARD_PART, 1, longest, tensors, strides, lines, log, device
+    )
     if split is not None:
-        return _launch_split(_backward_split_kernel, tensors, strides, lines, log, split, 1)
+        return split
     narrow = _NARROW_LOG_BACKWARD_TILE if log else _NARROW_TILE
     return _launch(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE, narrow)
 
