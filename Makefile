@@ -56,10 +56,13 @@ quickstart: $(STAMPS)/install
 
 # Programs that tests start import these, hundreds of times: with bytecode, also where the environment keeps none.
 OWN_BYTECODE = $(PY) -m compileall -qq python kernels/opgraft-kernels/src || true
+# Where it is not written pytest does what is in it.
+REWRITTEN = $(PY) -m tests.rewritten 2>/dev/null || true
 
 # Processes share the cores: a thread of OpenMP that spins while it waits takes the core from the one that it waits for.
 test: $(STAMPS)/probes
 	@$(OWN_BYTECODE)
+	@$(REWRITTEN)
 	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # All of a family of kernels is one test.

@@ -22,6 +22,7 @@ import opgraft
 from opgraft import when
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op, resolve_symbol
+from opgraft.verification import opinfo
 from tests.modes import RecordOps
 
 Call = Callable[..., Any]
@@ -86,8 +87,9 @@ def programs(shard: int, shards: int) -> Iterator[tuple[str, Call, Any]]:
 
 
 def _of_info(info: Any, dtype: torch.dtype) -> Iterator[tuple[str, Call, Any]]:
-    samples = info.sample_inputs("cpu", dtype, requires_grad=False)
-    for index, sample in zip(range(2), samples, strict=False):
+    cpu = torch.device("cpu")
+    samples = opinfo.function_calls(info, dtype, cpu, 0, requires_grad=False, limit=2)
+    for index, (_, sample) in enumerate(samples):
         for each in (info, *info.aliases):
             kinds = ["op", "method_variant", "inplace_variant"][: 3 if index == 0 else 1]
             calls = {kind: getattr(each, kind) for kind in kinds}

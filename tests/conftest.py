@@ -27,7 +27,28 @@ from opgraft.registry import registry
 from tests.forked_programs import EnvironmentWithTorch, with_torch_imported
 
 
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Begin each worker's part of the tests with its share of those marked `longest`.
+
+    A worker is given one part after the other of the list, and when it is through takes over from
+    others what they have not begun: not what they are at, nor their last one.
+    """
+    longest = [item for item in items if "longest" in item.keywords]
+    others = [item for item in items if "longest" not in item.keywords]
+    workers, count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), len(items)
+    items.clear()
+    for worker in range(workers):
+        own = longest[worker::workers]
+        room = (count - len(items)) // (workers - worker) - len(own)  # as xdist divides them
+        items += own + others[: max(room, 0)]
+        del others[: max(room, 0)]
+    items += others
+
+
+# After pytest's own, which puts tests together that share a fixture.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _longest_first(items)
     for marker, devices in (("gpu", 1), ("multigpu", 2)):
         if torch.cuda.device_count() < devices:
             needed = "a CUDA device" if devices == 1 else f"{devices} CUDA devices"

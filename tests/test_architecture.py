@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def target(each: Import) -> str | None:
     return name or None
 
 
+@cache
 def arrows() -> dict[str, dict[str, int]]:
     """Every module of the framework, with those that it imports and the line where it does."""
     found: dict[str, dict[str, int]] = {}
@@ -100,9 +102,6 @@ def arrows() -> dict[str, dict[str, int]]:
             if to is not None and to != name:
                 own.setdefault(to, each.line)
     return found
-
-
-ARROWS = arrows()
 
 
 def room(module: str) -> str:
@@ -134,7 +133,7 @@ def test_the_table_has_no_circle() -> None:
 def test_a_room_imports_what_the_table_allows(name: str) -> None:
     wrong = [
         f"{MODULES[module].relative_to(ROOT)}:{line} imports {to}"
-        for module, found in ARROWS.items()
+        for module, found in arrows().items()
         for to, line in found.items()
         if room(module) == name and room(to) not in {name, *ALLOWED[name]}
     ]
@@ -143,7 +142,7 @@ def test_a_room_imports_what_the_table_allows(name: str) -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     try:
-        TopologicalSorter(ARROWS).prepare()
+        TopologicalSorter(arrows()).prepare()
     except CycleError as error:
         # Each of what graphlib names is imported by the one behind it.
         pytest.fail(" -> ".join(reversed(error.args[1])))

@@ -829,30 +829,35 @@ def test_what_the_compiler_says_is_shown_where_it_fails(
     assert not (project.parent / "_C_test.so").exists()
 
 
+@pytest.mark.longest
 @pytest.mark.slow
 @has_compiler
 def test_the_sources_of_the_core_go_together(tmp_path: Path) -> None:
-    """Whatever the number of processes, and so the units, is."""
+    """Whatever the number of processes, and so the units, is.
+
+    All are one unit here, each name of theirs beside every other one, and in the order in which no
+    build has them: a source that needs what another one includes comes before it. The other order
+    is that of the core that tests run with, which has two units of it.
+    """
     unit = tmp_path / "all.cpp"
-    sources = sorted(path.name for path in (ROOT / "csrc").glob("*.cpp"))
-    for names in (sources, sources[::-1]):
-        unit.write_text("".join(f'#include "{name}"\n' for name in names))
-        folders = [TORCH_HEADERS, TORCH_HEADERS / "torch/csrc/api/include"]
-        folders.append(Path(sysconfig.get_path("include")))
-        done = subprocess.run(
-            [
-                *building.find_compiler(),
-                *("-std=c++20", "-fsyntax-only", "-w", f"-iquote{ROOT / 'csrc'}"),
-                *("-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C_test"),
-                *('-DOPGRAFT_TORCH_VERSION="1.99.0"', '-DOPGRAFT_TORCH_COMMIT=""'),
-                *(f"-isystem{each}" for each in folders),
-                str(unit),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+    sources = sorted((path.name for path in (ROOT / "csrc").glob("*.cpp")), reverse=True)
+    unit.write_text("".join(f'#include "{name}"\n' for name in sources))
+    folders = [TORCH_HEADERS, TORCH_HEADERS / "torch/csrc/api/include"]
+    folders.append(Path(sysconfig.get_path("include")))
+    done = subprocess.run(
+        [
+            *building.find_compiler(),
+            *("-std=c++20", "-fsyntax-only", "-w", f"-iquote{ROOT / 'csrc'}"),
+            *("-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C_test"),
+            *('-DOPGRAFT_TORCH_VERSION="1.99.0"', '-DOPGRAFT_TORCH_COMMIT=""'),
+            *(f"-isystem{each}" for each in folders),
+            str(unit),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_packs_wheel_holds_its_package_alone(wheels: list[Path]) -> None:

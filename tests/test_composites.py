@@ -46,6 +46,7 @@ PARTS = {
 }
 
 
+@pytest.mark.longest
 @pytest.mark.skipif(IN_PYTHON, reason="these are programs of their own")
 @pytest.mark.parametrize("part", PARTS)
 def test_a_composite_op_that_no_override_takes_is_as_without_us(part: str) -> None:

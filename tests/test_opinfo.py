@@ -121,7 +121,8 @@ def samples(case: Case, dtype: torch.dtype, *, requires_grad: bool) -> Iterator[
     info = case.info
     if dtype not in info.supported_dtypes("cpu"):
         pytest.skip(f"{case} has no samples of {dtype} on CPU")
-    for sample in info.sample_inputs("cpu", dtype, requires_grad=requires_grad):
+    # Not `info.sample_inputs`: it searches the stack for a test's name, which takes longer.
+    for sample in info.sample_inputs_func(info, "cpu", dtype, requires_grad):
         yield sample
         yield sample.noncontiguous()
 

@@ -655,6 +655,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     return forked_programs.run_module("opgraft", "verify", *arguments, env=env, cwd=ROOT)
 
 
+@pytest.mark.longest
 @pytest.mark.timeout(900)  # it takes minutes where other tests run beside it
 def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
     """In Triton's interpreter, in a process of its own."""

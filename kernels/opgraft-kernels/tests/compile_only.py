@@ -7,11 +7,11 @@ A driver stands in for CUDA's, so this has to run in a process of its own, witho
 
 compiles a sample of `configurations.launches(FAMILY, CAPABILITY)` for each compute capability, or
 all with `COMPILE_ALL=1`. In the sample each kernel is compiled for each capability, and each value
-of a constexpr, each number of warps and each kind of argument of a kernel for one of them. It
-prints one JSON object a line: the capability, the kernel's name, its constexprs, its warps, and the
-registers, spilled bytes and shared memory of the machine code, how many bytes its narrowest and its
-widest access to global memory have, how many a thread has of each width, and whether it asserts
-anything.
+of a constexpr, each number of warps, each bound on a thread's registers and each kind of argument
+of a kernel for one of them. It prints one JSON object a line: the capability, the kernel's name,
+its constexprs, its warps, and the registers, spilled bytes and shared memory of the machine code,
+how many bytes its narrowest and its widest access to global memory have, how many a thread has of
+each width, and whether it asserts anything.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def _values(launch: Any, capability: int) -> Iterator[tuple[object, ...]]:
     kernel = launch.kernel.__name__
     yield kernel, "capability", capability
     yield kernel, "num_warps", launch.num_warps
+    yield kernel, "maxnreg", launch.options.get("maxnreg")
     for name, value in launch.constexprs.items():
         yield kernel, name, value
     for position, argument in enumerate(launch.arguments):
@@ -158,6 +159,7 @@ def _distinct(launches: Iterator[Any]) -> list[Any]:
                 [_specialization(each) for each in launch.arguments],
                 launch.constexprs,
                 launch.num_warps,
+                launch.options.get("maxnreg"),
             )
         )
         found.setdefault(key, launch)

@@ -43,6 +43,7 @@ def _check(found: dict[str, Any], spill: int) -> None:
     assert found["registers"] * found["num_warps"] * 32 <= 65536, found
 
 
+@pytest.mark.longest
 def test_attention_fits() -> None:
     few_keys = {"short_backward_kernel", "short_forward_kernel"}
     compiled = compiled_launches("attention", hopper=few_keys)
