@@ -91,6 +91,8 @@ def test_long_rows_of_layer_norm_are_split_where_pieces_would_not_load_ahead(
         ("layer_norm", 14336, 7),
         ("layer_norm", 14464, 1),  # too many to load ahead
         ("layer_norm", 13825, 1),  # odd
+        ("layer_norm", 9220, 5),
+        ("layer_norm", 13828, 1),  # no multiple of 16 bytes
         ("rms_norm", 1152, 1),
         ("rms_norm", 3584, 4),
         ("rms_norm", 5120, 1),

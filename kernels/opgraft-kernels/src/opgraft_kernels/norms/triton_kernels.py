@@ -1100,7 +1100,9 @@ def _backward_tile(
     block, tail = _blocks(hidden)
     row = (2 * block if tail else block) * itemsize
     is_short = _has_short_tail(hidden, itemsize)
-    if unit > 1:  # single elements take more addresses and masks than there are registers
+    # Shorter loads take more addresses and masks: single elements always more than there are
+    # registers, others where a row is long.
+    if unit * itemsize == 16 or (unit > 1 and hidden * itemsize <= 24 * 1024):
         pieces = _backward_pieces(hidden, itemsize, has_mean)
         if pieces is not None and _bytes_ahead(pieces, itemsize) <= shared_memory:
             return pieces
