@@ -172,7 +172,8 @@ def _copy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 
 def _launches(norm: str) -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """Every kernel once: of rows that fit a program, that are split, and that are longer still."""
+    """Every kernel once: of rows that fit a program, that are split, and that are longer still; of
+    rows with a tail, and of pieces that leave registers for the weight, and that do not."""
     import torch
 
     from configurations import norm_launches
@@ -182,6 +183,9 @@ def _launches(norm: str) -> Iterator[tuple[str, dict[str, list[Any]]]]:
         (torch.float32, 8192),
         (torch.bfloat16, 65536),
         (torch.bfloat16, 1 << 22),
+        (torch.bfloat16, 2560),
+        (torch.bfloat16, 3584),
+        (torch.bfloat16, 13824),
     ):
         forward, *backward = norm_launches(norm, dtype, hidden)
         name = f"{dtype} {hidden}".removeprefix("torch.")

@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 MULTIPROCESSORS = 132  # an H200's
+#: Of a multiprocessor, in bytes, by compute capability.
+SHARED_MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 #: Too few for several programs a multiprocessor, wherever that is.
 FEW_ROWS = 4
 
@@ -51,7 +53,7 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
         return _copies()
     if family == "permuted":
         return _permuted()
-    return _attention(capability // 10) if family == "attention" else _norms(family)
+    return _attention(capability // 10) if family == "attention" else _norms(family, capability)
 
 
 def cutedsl_kinds(family: str) -> Iterator[Any]:
@@ -62,11 +64,11 @@ def cutedsl_kinds(family: str) -> Iterator[Any]:
 # ------------------------------------------------------------------ norms
 
 
-def _norms(norm: str) -> Iterator[Launch]:
+def _norms(norm: str, capability: int) -> Iterator[Launch]:
     """Powers of two in 16 and 32 bits, and at a few sizes each: unaligned rows, no weight, no
     bias, some of the gradients, more or fewer rows."""
     has_mean = norm == "layer_norm"
-    some = functools.partial(norm_launches, norm)
+    some = functools.partial(norm_launches, norm, shared_memory=SHARED_MEMORY[capability])
     bfloat16, float32 = torch.bfloat16, torch.float32
     for log2 in (4, 7, *range(10, 16), 17) if has_mean else range(4, 18):
         yield from some(bfloat16, 1 << log2)
@@ -79,13 +81,20 @@ def _norms(norm: str) -> Iterator[Launch]:
         yield from some(bfloat16, hidden, has_weight=False, has_bias=False)
         yield from some(bfloat16, hidden, needs=(True, False, False))
         yield from some(bfloat16, hidden, needs=(False, True, True))
-    # Rows with a tail, of a few lengths between each two powers of two. The last two are multiples
-    # of 8 bytes, and of 2.
-    lengths = (40, 96, 320, 768, 1280, 2560, 4224, 5120, 5496, 6144, 7168, 12288, 13824, 5500, 4225)
-    for hidden in lengths:
+    # Of a few lengths between each two powers of two, some exactly so many pieces. The last are
+    # multiples of 8 bytes, and of 2.
+    lengths = (40, 96, 320, 768, 1280, 2560, 3584, 4224, 5120, 5496, 6144, 7168)
+    for hidden in (*lengths, 10240, 12288, 13824, 14336, 15360, 5500, 9220, 13828, 4225):
         yield from some(bfloat16, hidden)
-    for hidden in (96, 1280, 5120):
+    for hidden in (96, 1280, 5120, 7168):
         yield from some(float32, hidden)
+    for hidden in (3584, 13824):
+        yield from some(torch.float16, hidden)
+        yield from some(bfloat16, hidden, rows=1023)
+        yield from some(bfloat16, hidden, has_weight=False, has_bias=False)
+        yield from some(bfloat16, hidden, needs=(True, False, False))
+        yield from some(bfloat16, hidden, needs=(False, True, True))
+    yield from some(bfloat16, 1152, rows=1023)
     for hidden in (128, 4096):
         yield from some(bfloat16, hidden, rows=1)
     # Few programs that add up their sums in the same launch, and more elements than are.

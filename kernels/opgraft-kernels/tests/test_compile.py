@@ -69,6 +69,7 @@ def test_layer_norm_fits() -> None:
         "_forward_chunks_kernel",
         "_forward_split_kernel",
         "_backward_rows_kernel",
+        "_backward_pieces_kernel",
         "_backward_split_kernel",
         "_row_means_kernel",
         "_backward_columns_kernel",

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from configurations import MULTIPROCESSORS, norm_launches
 from opgraft_kernels import rows as shared
+from opgraft_kernels.norms import ops, triton_kernels
 
 
 def backward_launches(norm: str, rows: int, hidden: int) -> list[Any]:
@@ -57,17 +58,89 @@ def test_a_program_that_loads_ahead_fits() -> None:
     assert launch.constexprs["STAGES"] == 1
 
 
-@pytest.mark.parametrize("hidden", [8320, 8448, 10240, 12288])
 @pytest.mark.parametrize(
-    ("kib", "kernel"),
-    [(100, "_backward_split_kernel"), (164, "_backward_rows_kernel")],
+    ("hidden", "kib"),  # which are enough, and 64 less are not
+    [(8320, 164), (8448, 164), (10240, 164), (10248, 228), (12288, 228), (14336, 228)],
 )
-def test_rows_of_layer_norm_with_a_short_tail_are_split_where_they_would_not_load_ahead(
-    kib: int, kernel: str, hidden: int
+def test_long_rows_of_layer_norm_are_split_where_pieces_would_not_load_ahead(
+    hidden: int, kib: int
 ) -> None:
-    _, launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden, shared_memory=kib * 1024)
-    assert launch.kernel.__name__ == kernel
-    assert launch.constexprs["STAGES"] == 3
+    for size, kernel in ((kib, "_backward_pieces_kernel"), (kib - 64, "_backward_split_kernel")):
+        (_, launch, *_) = norm_launches(
+            "layer_norm", torch.bfloat16, hidden, shared_memory=size * 1024
+        )
+        assert launch.kernel.__name__ == kernel
+        assert launch.constexprs["STAGES"] == 3
+
+
+@pytest.mark.parametrize(
+    ("norm", "hidden", "blocks"),
+    [
+        ("layer_norm", 1152, 3),
+        ("layer_norm", 1280, 3),
+        ("layer_norm", 1288, 1),
+        ("layer_norm", 3072, 1),
+        ("layer_norm", 3584, 4),
+        ("layer_norm", 4096, 1),
+        ("layer_norm", 4480, 5),
+        ("layer_norm", 5120, 5),
+        ("layer_norm", 5248, 1),
+        ("layer_norm", 8192, 1),
+        ("layer_norm", 8320, 5),
+        ("layer_norm", 12288, 6),
+        ("layer_norm", 14336, 7),
+        ("layer_norm", 14464, 1),  # too many to load ahead
+        ("layer_norm", 13825, 1),  # odd
+        ("layer_norm", 9220, 5),
+        ("layer_norm", 13828, 1),  # no multiple of 16 bytes
+        ("rms_norm", 1152, 1),
+        ("rms_norm", 3584, 4),
+        ("rms_norm", 5120, 1),
+        ("rms_norm", 12288, 1),
+        ("rms_norm", 13824, 7),
+        ("rms_norm", 14464, 1),
+    ],
+)
+def test_blocks_of_a_row_in_a_backward(norm: str, hidden: int, blocks: int) -> None:
+    _, launch, *_ = norm_launches(norm, torch.bfloat16, hidden)
+    assert launch.constexprs.get("BLOCKS", 1) == blocks
+    if blocks > 1:
+        assert launch.constexprs["SPARING"] == (blocks > 5)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "blocks", "has_parameters_first"),
+    [
+        (3072, 1, True),
+        (3584, 7, True),
+        (4480, 1, False),
+        (5120, 5, True),
+        (6144, 3, False),
+        (7168, 7, True),
+        (7296, 1, False),
+        (8192, 1, False),
+        (8320, 5, False),
+        (12288, 6, False),
+        (13824, 7, False),
+        (16256, 8, False),
+    ],
+)
+def test_blocks_of_a_row_in_a_forward_of_layer_norm(
+    hidden: int, blocks: int, has_parameters_first: bool
+) -> None:
+    launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden)
+    assert launch.constexprs["BLOCKS"] == blocks
+    assert launch.constexprs["PARAMETERS_FIRST"] == has_parameters_first
+
+
+@pytest.mark.parametrize("hidden", [1152, 3584, 5120, 10240, 13824])
+def test_rows_of_pieces_that_are_an_odd_distance_apart_are_none(hidden: int) -> None:
+    """Single elements take more addresses and masks than there are registers."""
+    x = torch.empty(1024, hidden + 1, dtype=torch.bfloat16, device="meta")[:, :hidden]
+    w, rstd = torch.empty(hidden, dtype=x.dtype, device="meta"), torch.empty(1024, device="meta")
+    call = ops.Backward(x, x, w, rstd, rstd, torch.empty_like(x), w, w, hidden)
+    launch, *_ = triton_kernels.plan_backward(call, shared.Device(132, 228 * 1024, True))
+    assert "BLOCKS" not in launch.constexprs
 
 
 def test_one_program_makes_all_of_the_smallest() -> None:

@@ -38,6 +38,7 @@ def test_configurations_fit() -> None:
         "_forward_chunks_kernel",
         "_forward_split_kernel",
         "_backward_rows_kernel",
+        "_backward_pieces_kernel",
         "_backward_split_kernel",
         "_row_means_kernel",
         "_backward_columns_kernel",

@@ -132,6 +132,19 @@ def test_rows_with_a_tail(hidden: int, dtype: torch.dtype, device: torch.device)
     _check(*_case((3, hidden), 1, dtype, device))
 
 
+# A backward of equal pieces: exactly so many, and not. In 16 bits the last two have no registers
+# for the weight.
+@pytest.mark.parametrize("hidden", [3080, 3584, 3585, 12424, 14336])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_pieces(rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    _check(*_case((rows, hidden), 1, dtype, device))
+
+
+@pytest.mark.parametrize("hidden", [3584, 13824])
+def test_pieces_without_a_weight(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    _check(*_case((3, hidden), 1, dtype, device, has_weight=False))
+
+
 # Rows that the forward reads twice, and the backward in columns or by groups of programs.
 @pytest.mark.parametrize("shape", [(2, 20000), (3, 34000)], ids=str)
 def test_long_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -154,7 +167,7 @@ def test_a_row_alone(dtype: torch.dtype, device: torch.device) -> None:
     _check(*_case((33,), 1, dtype, device))
 
 
-@pytest.mark.parametrize("hidden", [24, 20000])
+@pytest.mark.parametrize("hidden", [24, 1792, 20000])
 @pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_output_mask(
@@ -190,7 +203,7 @@ def _misaligned(t: torch.Tensor) -> torch.Tensor:
 LAYOUTS = [_transposed, _sliced, _every_other_column, _misaligned]
 
 
-@pytest.mark.parametrize("hidden", [48, 20000])
+@pytest.mark.parametrize("hidden", [48, 1792, 20000])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_layouts(
     layout: Callable[[torch.Tensor], torch.Tensor], hidden: int, device: torch.device

@@ -557,8 +557,8 @@ class Launch(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program of `num_warps` warps holds of a matrix: `rows` x `block` elements, and
-    `rows` x `tail` more where that is not 0.
+    """What a program of `num_warps` warps holds of a matrix: in each of `rows` rows `blocks` times
+    `block` elements, and `tail` more where that is not 0.
 
     `per_sm` is how many such programs a multiprocessor is to run at once, where programs walk over
     the rows, and `stages` how many tiles deep they load ahead, into shared memory.
@@ -570,6 +570,11 @@ class Tile(NamedTuple):
     per_sm: int = 1
     stages: int = 1
     tail: int = 0
+    blocks: int = 1
+
+    @property
+    def columns(self) -> int:
+        return self.blocks * self.block + self.tail
 
     @property
     def registers(self) -> int:

@@ -9,11 +9,13 @@ write y, the backward to read x and g and to write dx, once each. Everything her
 * dw and db are summed in float32, in registers, by as many programs as the device runs at once,
   which walk over the rows. Each writes one row of partial sums, and the same programs or those of a
   second kernel add those up, in a fixed order: no atomics on floats, the same bits on every run;
-* ``hidden`` is a run-time integer under a power-of-two block, and a second one, the tail, where it
-  is no power of two: one block around 5120 columns would keep 3072 lanes and their registers idle.
-  A new hidden size compiles a kernel only when it needs other blocks or another unit (how wide
-  loads may be). A new number of rows compiles no forward, and a backward only where it changes by
-  whom, and in which of three ways, the partial sums are added up.
+* ``hidden`` is a run-time integer under a power-of-two block. Where it is no power of two, one
+  block around 5120 columns would keep 3072 lanes and their registers idle: a row is a block and a
+  second one, the tail, or as many equal pieces as it needs, whichever is faster. Of those only the
+  last has masks. A new hidden size compiles a kernel only when it needs other blocks or another
+  unit (how wide loads may be). A new number of rows compiles no forward, and a backward only where
+  it changes by whom, and in which of three ways, the partial sums are added up, or whether rows
+  fill tiles of pieces.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from opgraft import triton_utils
 from opgraft_kernels.norms import ops
 from opgraft_kernels.rows import (
     ONE_PROGRAM_ELEMENTS,
@@ -69,6 +72,9 @@ __all__ = [
 # --------------------------------------------------------------------------------------------------
 # Kernels
 # --------------------------------------------------------------------------------------------------
+
+# In the interpreter there is no inline assembly.
+_IS_INTERPRETED = tl.constexpr(triton_utils.interpreted())
 
 # What a call does not have is None, and compiles to nothing: the mean of RMSNorm, a weight or bias,
 # the gradient of the input where that is not wanted.
@@ -152,6 +158,7 @@ def _forward_rows_kernel(
     eps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     TAIL: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     MASK_COLS: tl.constexpr,
@@ -159,83 +166,133 @@ def _forward_rows_kernel(
     TOGETHER: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """A program normalises a tile of ROWS whole rows, which stays in registers: BLOCK columns, and
-    TAIL more where that is not 0.
+    """A program normalises a tile of ROWS whole rows, which stays in registers: its pieces are
+    BLOCKS of BLOCK columns, and one of TAIL more where that is not 0.
 
     MASK_ROWS, MASK_COLS: the tile may hold more rows, or columns, than there are. Where it does
     not, masks would cost some percent of the bandwidth. PARAMETERS_FIRST: weight and bias are
     loaded while x is on its way, and take registers from there on; after the reduction they would
-    be waited for once more. TOGETHER: see `_sum_rows`.
+    be waited for once more, and of several blocks once for each. TOGETHER: see `_sum_rows`.
     """
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
+    LAST: tl.constexpr = BLOCKS - (TAIL == 0)
+    IN_TURN: tl.constexpr = BLOCKS > 1 and not PARAMETERS_FIRST
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # What is left over is in the last block.
-    MASK_BLOCK: tl.constexpr = MASK_COLS and TAIL == 0
-    col = tl.arange(0, BLOCK)
-    mask = _tile_mask(row, rows, col, hidden, MASK_BLOCK)
-    x = load_if(_tile(x_ptr, row, x_stride, col), mask, MASK_ROWS or MASK_BLOCK).to(tl.float32)
-    if TAIL:
-        tail = BLOCK + tl.arange(0, TAIL)
-        tail_mask = _tile_mask(row, rows, tail, hidden, MASK_COLS)
-        x_tail = load_if(_tile(x_ptr, row, x_stride, tail), tail_mask, MASK_ROWS or MASK_COLS)
-        x_tail = x_tail.to(tl.float32)
+    xs = ()
+    for i in tl.static_range(LAST + 1):
+        # What is left over is in the last piece.
+        col = _columns(i, BLOCK, BLOCKS, TAIL)
+        x = _load_tile(x_ptr, row, rows, x_stride, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
+        xs += (x.to(tl.float32),)
     if PARAMETERS_FIRST:
-        w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
-        if TAIL:
-            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, tail < hidden, MASK_COLS)
-    if not TAIL:
-        x_tail = x  # which nothing reads
+        parameters = _load_all_parameters(w_ptr, b_ptr, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS)
     if mean_ptr is not None:
-        mean = _sum_rows(x, x_tail, TAIL, TOGETHER) / hidden
-        x = _center(x, mean, col < hidden, MASK_BLOCK)
-        if TAIL:
-            x_tail = _center(x_tail, mean, tail < hidden, MASK_COLS)
+        mean = _sum_rows(xs, TOGETHER) / hidden
+        centered = ()
+        for i in tl.static_range(LAST + 1):
+            col = _columns(i, BLOCK, BLOCKS, TAIL)
+            centered += (_center(xs[i], mean, col < hidden, MASK_COLS and i == LAST),)
+        xs = centered
         tl.store(mean_ptr + row, mean, mask=row < rows)
-    squares = _sum_rows(x * x, x_tail * x_tail, TAIL, TOGETHER)
+    squares = ()
+    for i in tl.static_range(LAST + 1):
+        squares += (xs[i] * xs[i],)
+    squares = _sum_rows(squares, TOGETHER)
     rstd = tl.rsqrt(squares / hidden + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    if not PARAMETERS_FIRST:
-        w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_BLOCK)
-        if TAIL:
-            w_tail, b_tail = _load_parameters(w_ptr, b_ptr, tail, tail < hidden, MASK_COLS)
-    y = _scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
-    store_if(_tile(y_ptr, row, hidden, col), y, mask, MASK_ROWS or MASK_BLOCK)
-    if TAIL:
-        y = _scale_and_shift(x_tail * rstd[:, None], w_ptr, w_tail, b_ptr, b_tail)
-        y = y.to(y_ptr.dtype.element_ty)
-        store_if(_tile(y_ptr, row, hidden, tail), y, tail_mask, MASK_ROWS or MASK_COLS)
+    if not PARAMETERS_FIRST and not IN_TURN:
+        parameters = _load_all_parameters(w_ptr, b_ptr, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS)
+    for i in tl.static_range(LAST + 1):
+        col = _columns(i, BLOCK, BLOCKS, TAIL)
+        if IN_TURN:
+            w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_COLS and i == LAST)
+        else:
+            w, b = parameters[i]
+        y = _scale_and_shift(xs[i] * rstd[:, None], w_ptr, w, b_ptr, b)
+        _store_tile(y_ptr, y, row, rows, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
 
 
 @triton.jit
-def _sum_rows(values, tail, TAIL: tl.constexpr, TOGETHER: tl.constexpr):
-    """The sums of rows of a block and a tail. `tail` is anything where TAIL is 0.
+def _load_all_parameters(
+    w_ptr,
+    b_ptr,
+    hidden,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TAIL: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+):
+    """Weight and bias of each piece of a row."""
+    LAST: tl.constexpr = BLOCKS - (TAIL == 0)
+    parameters = ()
+    for i in tl.static_range(LAST + 1):
+        col = _columns(i, BLOCK, BLOCKS, TAIL)
+        some = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_COLS and i == LAST)
+        parameters += (some,)
+    return parameters
 
-    TOGETHER: by one reduction, where two would make all warps of a program wait twice. A row of the
-    tail must have an element for each thread: else parts of the block move between threads.
-    """
-    if TAIL and TOGETHER:
-        total = tl.sum(_with_tail(values, tail), axis=1)
+
+@triton.jit
+def _columns(i: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr):
+    """The columns of a piece of a row: of a block, or of the tail."""
+    if i < BLOCKS:
+        return i * BLOCK + tl.arange(0, BLOCK)
     else:
-        total = tl.sum(values, axis=1)
-        if TAIL:
-            total += tl.sum(tail, axis=1)
+        return i * BLOCK + tl.arange(0, TAIL)
+
+
+@triton.jit
+def _sum_rows(pieces, TOGETHER: tl.constexpr):
+    """The sums of rows, of which `pieces` are the last one's width or multiples of it.
+
+    TOGETHER: by one reduction, where several would make all warps of a program wait as often. A row
+    of the last piece must have an element for each thread: else parts of others move between
+    threads.
+    """
+    if TOGETHER:
+        total = tl.sum(_add_pieces(pieces), axis=1)
+    else:
+        total = tl.sum(pieces[0], axis=1)
+        for i in tl.static_range(1, len(pieces)):
+            total += tl.sum(pieces[i], axis=1)
     return total
 
 
 @triton.jit
-def _with_tail(values, tail):
-    """The tail of rows, and equal parts of their block added to it, in the same threads."""
-    ROWS: tl.constexpr = values.shape[0]
-    BLOCK: tl.constexpr = values.shape[1]
-    TAIL: tl.constexpr = tail.shape[1]
-    return tl.sum(tl.reshape(values, [ROWS, BLOCK // TAIL, TAIL]), axis=1) + tail
+def _add_pieces(pieces):
+    """The last piece of rows, and equal parts of the others added to it, in the same threads."""
+    LAST: tl.constexpr = len(pieces) - 1
+    ROWS: tl.constexpr = pieces[LAST].shape[0]
+    COLS: tl.constexpr = pieces[LAST].shape[1]
+    PARTS: tl.constexpr = pieces[0].shape[1] // COLS
+    total = tl.sum(tl.reshape(pieces[0], [ROWS, PARTS, COLS]), axis=1)
+    for i in tl.static_range(1, LAST):
+        total += tl.sum(tl.reshape(pieces[i], [ROWS, PARTS, COLS]), axis=1)
+    return total + pieces[LAST]
 
 
 @triton.jit
 def _tile(ptr, row, stride, col):
     """Pointers to columns of rows."""
     return ptr + (row * stride)[:, None] + col[None, :]
+
+
+@triton.jit
+def _load_tile(
+    ptr, row, rows, stride, col, hidden, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr
+):
+    mask = _tile_mask(row, rows, col, hidden, MASK_COLS)
+    return load_if(_tile(ptr, row, stride, col), mask, MASK_ROWS or MASK_COLS)
+
+
+@triton.jit
+def _store_tile(
+    ptr, values, row, rows, col, hidden, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr
+):
+    mask = _tile_mask(row, rows, col, hidden, MASK_COLS)
+    values = values.to(ptr.dtype.element_ty)
+    store_if(_tile(ptr, row, hidden, col), values, mask, MASK_ROWS or MASK_COLS)
 
 
 @triton.jit
@@ -476,22 +533,20 @@ def _backward_rows_kernel(
                 dw_tail += g_tail * xhat_tail
         if dx_ptr is not None:
             g = _weigh(g, w_ptr, col, hidden)
-            gx = g * xhat
+            gs, products = (g,), (g * xhat,)
             if TAIL:
                 g_tail = _weigh(g_tail, w_ptr, tail, hidden)
-                gx_tail = g_tail * xhat_tail
-            else:  # which nothing reads
-                g_tail = g
-                gx_tail = gx
+                gs += (g_tail,)
+                products += (g_tail * xhat_tail,)
             mean_g = 0.0
             if mean_ptr is not None and TOGETHER:
                 mean_gx, mean_g = tl.reduce(
-                    (_with_tail(gx, gx_tail), _with_tail(g, g_tail)), axis=1, combine_fn=_add_pairs
+                    (_add_pieces(products), _add_pieces(gs)), axis=1, combine_fn=_add_pairs
                 )
             else:
-                mean_gx = _sum_rows(gx, gx_tail, TAIL, TOGETHER)
+                mean_gx = _sum_rows(products, TOGETHER)
                 if mean_ptr is not None:
-                    mean_g = _sum_rows(g, g_tail, TAIL, TOGETHER)
+                    mean_g = _sum_rows(gs, TOGETHER)
             mean_gx = mean_gx / hidden
             if mean_ptr is not None:
                 mean_g = mean_g / hidden
@@ -541,6 +596,144 @@ def _dx_of_tile(g, mean_ptr, mean_g, xhat, mean_gx, rstd):
     if mean_ptr is not None:
         g = g - mean_g[:, None]
     return (g - xhat * mean_gx[:, None]) * rstd[:, None]
+
+
+@triton.jit(do_not_specialize=["rows", "hidden", "g_stride", "x_stride", "tiles"])
+def _backward_pieces_kernel(
+    g_ptr,
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    sum_ptr,
+    other_sum_ptr,
+    rows,
+    hidden,
+    g_stride,
+    x_stride,
+    tiles,
+    NEED_DW: tl.constexpr,
+    NEED_DB: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+    SPARING: tl.constexpr,
+    STAGES: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """As `_backward_rows_kernel`, of rows of BLOCKS equal pieces, of which only the last is masked.
+
+    The weight stays in registers. SPARING: it is loaded ahead for each row, and nothing of a row
+    stays there in float32 until its sums are known.
+    """
+    hidden = multiple_of(hidden, UNIT)
+    g_stride = multiple_of(g_stride, UNIT)
+    x_stride = multiple_of(x_stride, UNIT)
+    LAST: tl.constexpr = BLOCKS - 1
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    ws, dws, dbs = (), (), ()
+    for i in tl.static_range(BLOCKS):
+        if not SPARING:
+            ws += (_load_block(w_ptr, i, hidden, BLOCK, MASK_COLS and i == LAST),)
+        dws += (tl.zeros([ROWS, BLOCK], tl.float32),)
+        dbs += (tl.zeros([ROWS, BLOCK], tl.float32),)
+    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        xs, gs = (), ()
+        for i in tl.static_range(BLOCKS):
+            col = i * BLOCK + tl.arange(0, BLOCK)
+            x = _load_tile(
+                x_ptr, row, rows, x_stride, col, hidden, MASK_ROWS, MASK_COLS and i == LAST
+            )
+            g = _load_tile(
+                g_ptr, row, rows, g_stride, col, hidden, MASK_ROWS, MASK_COLS and i == LAST
+            )
+            xs += (x,)
+            gs += (g,)
+        mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, row < rows)
+        if dx_ptr is not None:
+            sums = tl.zeros([ROWS, BLOCK], tl.float32)
+            products = tl.zeros([ROWS, BLOCK], tl.float32)
+            for i in tl.static_range(BLOCKS):
+                if SPARING:
+                    w = _load_block(w_ptr, i, hidden, BLOCK, MASK_COLS and i == LAST)
+                else:
+                    w = ws[i]
+                wg = _scale_and_shift(gs[i].to(tl.float32), w_ptr, w, None, 0.0)
+                sums += wg
+                products += wg * _standardize(xs[i], mean_ptr, mean, rstd)
+            if mean_ptr is not None:
+                mean_g, mean_gx = tl.reduce((sums, products), axis=1, combine_fn=_add_pairs)
+                mean_g = mean_g / hidden * rstd
+            else:
+                mean_gx = tl.sum(products, axis=1)
+            mean_gx = mean_gx / hidden * rstd
+        new_dws, new_dbs = (), ()
+        for i in tl.static_range(BLOCKS):
+            dw, db = dws[i], dbs[i]
+            xhat = _standardize(_as_loaded(xs[i], SPARING), mean_ptr, mean, rstd)
+            g = _as_loaded(gs[i], SPARING).to(tl.float32)
+            if NEED_DB:
+                db += g
+            if NEED_DW:
+                dw += g * xhat
+            new_dws += (dw,)
+            new_dbs += (db,)
+            if dx_ptr is not None:
+                if SPARING:
+                    w = _load_block(w_ptr, i, hidden, BLOCK, MASK_COLS and i == LAST)
+                else:
+                    w = ws[i]
+                rest = xhat * mean_gx[:, None]
+                if mean_ptr is not None:
+                    rest = rest + mean_g[:, None]
+                dx = _scale_and_shift(g, w_ptr, w, None, 0.0) * rstd[:, None] - rest
+                col = i * BLOCK + tl.arange(0, BLOCK)
+                _store_tile(dx_ptr, dx, row, rows, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
+        dws, dbs = new_dws, new_dbs
+    for i in tl.static_range(BLOCKS):
+        col = i * BLOCK + tl.arange(0, BLOCK)
+        _store_partial_sums(
+            partial_ptr,
+            program,
+            programs,
+            hidden,
+            col,
+            col < hidden,
+            dws[i],
+            dbs[i],
+            NEED_DW,
+            NEED_DB,
+        )
+    if sum_ptr is not None:
+        sum_after_barrier(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
+
+
+@triton.jit
+def _load_block(w_ptr, i: tl.constexpr, hidden, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Block `i` of the weight."""
+    col = i * BLOCK + tl.arange(0, BLOCK)
+    w, _ = _load_parameters(w_ptr, None, col, col < hidden, MASKED)
+    return w
+
+
+@triton.jit
+def _as_loaded(values, ANEW: tl.constexpr):
+    """The same 16-bit values. ANEW: the compiler does not know that they are, so it converts them
+    to float32 once more, and need not keep the results of the first time."""
+    if ANEW and values.dtype.primitive_bitwidth == 16 and not _IS_INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
+        )
+    else:
+        return values
 
 
 @triton.jit(do_not_specialize=["hidden", "g_stride", "x_stride"])
@@ -777,11 +970,8 @@ class Tiling(NamedTuple):
     #: So many bytes of the block a warp, in a forward of narrow rows with a tail.
     narrow_warp_bytes: int
     #: Rows of up to this many bytes are not split in the backward: the sums of longer ones take all
-    #: of a program's registers, and loading ahead stops.
+    #: of a program's registers, and loading ahead stops. Those seen as pieces are not either.
     whole_backward_bytes: int
-    #: The same for rows with a tail that is shorter than their block, where the longest of them fit
-    #: into shared memory three times.
-    short_tail_backward_bytes: int
     #: Rows with a tail share a program of the backward, up to so many bytes of them.
     backward_bytes: int
     #: A backward of up to this many elements is computed by one program.
@@ -799,7 +989,6 @@ _RMS_NORM = Tiling(
     twice_tail=1,
     narrow_warp_bytes=512,
     whole_backward_bytes=_WHOLE_ROW_BYTES,
-    short_tail_backward_bytes=_WHOLE_ROW_BYTES,
     backward_bytes=16 * 1024,
     one_program_elements=ONE_PROGRAM_ELEMENTS,
 )
@@ -814,7 +1003,6 @@ _LAYER_NORM = Tiling(
     twice_tail=0.5,
     narrow_warp_bytes=2048,
     whole_backward_bytes=16 * 1024,
-    short_tail_backward_bytes=24 * 1024,
     backward_bytes=8 * 1024,  # it sums two gradients
     one_program_elements=0,  # the sums of two gradients are always added up afterwards
 )
@@ -853,8 +1041,13 @@ def _is_tail_for_all_threads(tile: Tile, itemsize: int) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
+def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile | None:
+    """None: rows are too long for registers, or faster if they are read again."""
     sizes = tiling(has_mean)
+    if has_mean and unit > 1 and (pieces := _forward_pieces(hidden, itemsize)) is not None:
+        return pieces
+    if hidden * itemsize > _WHOLE_ROW_BYTES or _is_read_twice(hidden, itemsize, sizes):
+        return None
     block, tail = _blocks(hidden)
     row = (2 * block if tail else block) * itemsize
     rows = 1 if row > 2048 else sizes.forward_bytes // row
@@ -872,6 +1065,19 @@ def _forward_tile(hidden: int, itemsize: int, has_mean: bool) -> Tile:
     return tile
 
 
+def _forward_pieces(hidden: int, itemsize: int) -> Tile | None:
+    """That of LayerNorm's long rows, and of shorter ones that few pieces hold exactly: equal pieces
+    with 16 bytes for each thread. None: of others."""
+    row = hidden * itemsize
+    if 16384 < row < 32768:
+        piece = 4096
+    elif 6144 < row <= 16384 and row // (row & -row) in (3, 5, 7):
+        piece = row & -row
+    else:
+        return None
+    return Tile(1, piece // itemsize, piece // 512, blocks=ceil_div(row, piece))
+
+
 def _is_exact(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
     """Whether a block and a tail hold a row exactly, and leave registers for weight and bias."""
     is_small = tile.block * itemsize <= sizes.exact_block_bytes
@@ -880,15 +1086,28 @@ def _is_exact(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
 
 def _has_parameters_first(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
     """Whether a forward loads weight and bias before the reduction."""
+    if tile.blocks > 1:
+        return tile.num_warps <= 4
     most = sizes.parameters_first_block_bytes if tile.tail else sizes.parameters_first_bytes
     return tile.block * itemsize <= most or _is_exact(tile, hidden, itemsize, sizes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_tile(hidden: int, itemsize: int, has_mean: bool, shared_memory: int) -> Tile:
+def _backward_tile(
+    hidden: int, itemsize: int, unit: int, has_mean: bool, shared_memory: int
+) -> Tile | None:
+    """None: rows are too long for a program."""
     block, tail = _blocks(hidden)
     row = (2 * block if tail else block) * itemsize
     is_short = _has_short_tail(hidden, itemsize)
+    # Shorter loads take more addresses and masks: single elements always more than there are
+    # registers, others where a row is long.
+    if unit * itemsize == 16 or (unit > 1 and hidden * itemsize <= 24 * 1024):
+        pieces = _backward_pieces(hidden, itemsize, has_mean)
+        if pieces is not None and _bytes_ahead(pieces, itemsize) <= shared_memory:
+            return pieces
+    if hidden * itemsize > tiling(has_mean).whole_backward_bytes:
+        return None
     if has_mean and tail and unit_of(itemsize, hidden) > 1:
         tile = _layer_norm_backward_tile(block, tail, itemsize)
         if tile is not None and _bytes_ahead(tile, itemsize) <= shared_memory:
@@ -909,6 +1128,22 @@ def _backward_tile(hidden: int, itemsize: int, has_mean: bool, shared_memory: in
     return Tile(rows, block, 4, per_sm=2, stages=3, tail=tail)
 
 
+def _backward_pieces(hidden: int, itemsize: int, has_mean: bool) -> Tile | None:
+    """That of rows of equal pieces, with 16 bytes for each thread. None: of those for which a block
+    and a tail, or one block, are as fast."""
+    block, tail = _blocks(hidden)
+    size, is_whole, is_short = block * itemsize, tail == block, 0 < tail <= block // 4
+    if size == 16384 and (is_whole or (has_mean and tail)):
+        tile = Tile(1, 4096 // itemsize, 8, stages=3)
+    elif (size == 4096 and is_whole) or (size == 8192 and is_short and has_mean):
+        tile = Tile(1, 2048 // itemsize, 4, per_sm=2, stages=3)
+    elif size == 2048 and is_short and has_mean:
+        tile = Tile(2, 1024 // itemsize, 4, per_sm=3, stages=3)
+    else:
+        return None
+    return tile._replace(blocks=ceil_div(hidden, tile.block))
+
+
 def _layer_norm_backward_tile(block: int, tail: int, itemsize: int) -> Tile | None:
     """That of LayerNorm's rows with a tail, by their bytes; None: as RMSNorm's."""
     size, is_whole = block * itemsize, tail == block
@@ -918,12 +1153,8 @@ def _layer_norm_backward_tile(block: int, tail: int, itemsize: int) -> Tile | No
         return Tile(1, block, 4, per_sm=2, stages=4, tail=max(tail, block // 2))
     if size == 8192 and is_whole:
         return Tile(1, 2 * block, 8, stages=4)
-    if size == 8192 and tail <= block // 4:
-        return Tile(1, block, 4, per_sm=2, stages=3, tail=block // 4)
     if size == 8192:
         return Tile(2, block, 8, stages=3, tail=tail)
-    if size == 16384 and not is_whole:
-        return Tile(1, block, 8, stages=3, tail=tail)
     return None
 
 
@@ -945,17 +1176,24 @@ def _is_ahead_faster(tile: Tile, load: int) -> bool:
 
 def _a_thread(tile: Tile) -> int:
     """Elements of each tensor that a thread has."""
-    return tile.rows * (tile.block + tile.tail) // (tile.num_warps * 32)
+    return tile.rows * tile.columns // (tile.num_warps * 32)
+
+
+def _is_sparing(tile: Tile) -> bool:
+    """Whether a backward of pieces has no registers left to keep the weight in."""
+    return tile.blocks > 1 and _a_thread(tile) > 40
 
 
 def _bytes_ahead(tile: Tile, itemsize: int) -> int:
     """The shared memory that a program of a backward takes for loading ahead, at most.
 
-    Two tensors' rows are in it. Triton loads the weight's columns ahead as well, and everything in
-    one stage less than it is told, which is more where a tile has one row.
+    Two tensors' rows are in it. Triton loads the weight's columns ahead as well, as often as the
+    kernel loads them, and everything in one stage less than it is told, which is more where a tile
+    has one row.
     """
-    a_line = (tile.block + tile.tail) * itemsize
-    with_weight = (2 * tile.rows + 1) * (tile.stages - 1) * a_line + OTHER_BYTES
+    a_line = tile.columns * itemsize
+    weights = 2 if _is_sparing(tile) else 1
+    with_weight = (2 * tile.rows + weights) * (tile.stages - 1) * a_line + OTHER_BYTES
     return max(2 * tile.rows * tile.stages * a_line, with_weight)
 
 
@@ -972,8 +1210,8 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     tensors = (x, weight, bias, call.output, call.mean, call.rstd)
     unit = {"UNIT": unit_of(itemsize, hidden, x_stride)}
-    if hidden * itemsize <= _WHOLE_ROW_BYTES and not _is_read_twice(hidden, itemsize, sizes):
-        tile = _forward_tile(hidden, itemsize, call.mean is not None)
+    tile = _forward_tile(hidden, itemsize, unit["UNIT"], call.mean is not None)
+    if tile is not None:
         return Launch(
             _forward_rows_kernel,
             ceil_div(rows, tile.rows),
@@ -981,11 +1219,12 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
             {
                 "ROWS": tile.rows,
                 "BLOCK": tile.block,
+                "BLOCKS": tile.blocks,
                 "TAIL": tile.tail,
                 "MASK_ROWS": tile.rows > 1,
-                "MASK_COLS": hidden < tile.block + tile.tail,
+                "MASK_COLS": hidden < tile.columns,
                 "PARAMETERS_FIRST": _has_parameters_first(tile, hidden, itemsize, sizes),
-                "TOGETHER": _is_tail_for_all_threads(tile, itemsize),
+                "TOGETHER": tile.blocks > 1 or _is_tail_for_all_threads(tile, itemsize),
                 **unit,
             },
             tile.num_warps,
@@ -1031,23 +1270,20 @@ def plan_backward(call: ops.Backward, device: Device) -> list[Launch]:
     x, x_stride = as_rows(call.input, rows, hidden)
     inputs = (g, x, *map(contiguous, (call.weight, call.mean, call.rstd)))
     matrix = (rows, hidden, g_stride, x_stride)
-    whole = sizes.whole_backward_bytes
-    longest = Tile(1, sizes.short_tail_backward_bytes // itemsize, 8, stages=3)
-    fits = _bytes_ahead(longest, itemsize) <= device.shared_memory
-    if fits and _has_short_tail(hidden, itemsize):
-        whole = sizes.short_tail_backward_bytes
-    if hidden * itemsize <= whole:
-        return _plan_backward_rows(call, inputs, matrix, sizes, device)
-    tile = sizes.backward_split(itemsize)
+    unit = _unit(call, matrix)["UNIT"]
+    tile = _backward_tile(hidden, itemsize, unit, call.mean is not None, device.shared_memory)
+    if tile is not None:
+        return _plan_backward_rows(call, inputs, matrix, tile, device)
+    part = sizes.backward_split(itemsize)
     if device.can_wait and call.dx is not None:
-        split = split_rows(tile, rows, hidden, device.multiprocessors)
+        split = split_rows(part, rows, hidden, device.multiprocessors)
         if split is not None:
             return _plan_backward_split(call, inputs, matrix, split)
-    return _plan_backward_columns(call, inputs, matrix, tile, device)
+    return _plan_backward_columns(call, inputs, matrix, part, device)
 
 
 def _plan_backward_rows(
-    call: ops.Backward, inputs: _Inputs, matrix: _Matrix, sizes: Tiling, device: Device
+    call: ops.Backward, inputs: _Inputs, matrix: _Matrix, tile: Tile, device: Device
 ) -> list[Launch]:
     """The narrowest rows of LayerNorm are computed without fused multiply-add.
 
@@ -1057,13 +1293,12 @@ def _plan_backward_rows(
     rows, hidden, *_ = matrix
     has_mean, sums = call.mean is not None, _sums(call)
     itemsize = call.input.element_size()
-    tile = _backward_tile(hidden, itemsize, has_mean, device.shared_memory)
     tiles = ceil_div(rows, tile.rows)
     # All of them at once, for they may wait for one another.
     fitting = max(1, device.shared_memory // _bytes_ahead(tile, itemsize))
     per_sm = min(tile.per_sm, fitting)
     programs = min(device.multiprocessors * per_sm, tiles)
-    if rows * hidden <= sizes.one_program_elements:
+    if rows * hidden <= tiling(has_mean).one_program_elements:
         # Its partial sums are the sums, which saves small calls a launch.
         programs, partial, sums = 1, call.dw, []
     else:
@@ -1072,20 +1307,30 @@ def _plan_backward_rows(
     unit = _unit(call, matrix)
     stages = tile.stages if _is_ahead_faster(tile, unit["UNIT"] * itemsize) else 1
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
+    constexprs = {
+        **_needs(call),
+        "ROWS": tile.rows,
+        "BLOCK": tile.block,
+        "STAGES": stages,
+        **sum_constexprs(hidden, programs, one_launch),
+        **unit,
+    }
+    if tile.blocks > 1:
+        kernel, steps = _backward_pieces_kernel, tiles
+        constexprs |= {
+            "BLOCKS": tile.blocks,
+            "MASK_ROWS": rows % tile.rows > 0,
+            "MASK_COLS": hidden < tile.columns,
+            "SPARING": _is_sparing(tile),
+        }
+    else:
+        kernel, steps = _backward_rows_kernel, ceil_div(tiles, programs)
+        constexprs |= {"TAIL": tile.tail, "TOGETHER": _sums_together(tile, itemsize, has_mean)}
     launch = Launch(
-        _backward_rows_kernel,
+        kernel,
         programs,
-        (*inputs, call.dx, partial, *to_sum, *matrix, ceil_div(tiles, programs)),
-        {
-            **_needs(call),
-            "ROWS": tile.rows,
-            "BLOCK": tile.block,
-            "TAIL": tile.tail,
-            "TOGETHER": _sums_together(tile, itemsize, has_mean),
-            "STAGES": stages,
-            **sum_constexprs(hidden, programs, one_launch),
-            **unit,
-        },
+        (*inputs, call.dx, partial, *to_sum, *matrix, steps),
+        constexprs,
         tile.num_warps,
         {
             "maxnreg": tile.registers,
