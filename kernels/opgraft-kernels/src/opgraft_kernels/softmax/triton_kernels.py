@@ -560,8 +560,10 @@ _NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
 # And of log-softmax, forward and backward: a line is loaded when the one before it is done, so
 # other warps have to wait meanwhile, of which there are more if each has fewer lines.
 _NARROW_LOG_TILE, _NARROW_LOG_BACKWARD_TILE = 512, 1024
-# A block of a line that is longer: 16 warps at 32 bytes a thread.
-_BLOCK = 16 * 1024
+# A block of a line that is longer: 16 warps at 32 bytes a thread. Forwards read rows of 16 bits
+# again from the L2 cache. Of rows of more than so many bytes it has too little for all that are read
+# at once: there a program has 32 warps, so that a multiprocessor runs half as many.
+_BLOCK, _WIDE_BLOCK, _WIDE_ROW = 16 * 1024, 32 * 1024, 48 * 1024
 # Elements of a thread, where lines are strided and a load has less than 8 bytes.
 _MOST_NARROW = 16
 # What is read together across lines, at least, if there are as many.
@@ -612,10 +614,11 @@ class Lines(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile_of(
-    size: int, inner: int, itemsize: int, largest: int, unit: int, narrow: int = _NARROW_TILE
-) -> Tile:
+    size: int, inner: int, itemsize: int, largest: int, unit: int, narrow: int = _NARROW_TILE,
+    longer: int = _BLOCK,
+) -> Tile:  # fmt: skip
     """The tile for lines of `size`, of `largest` bytes at most, that are read in units; and of
-    `narrow` bytes where a warp alone has lines."""
+    `narrow` bytes where a warp alone has lines, of `longer` bytes where a line is no tile."""
     block = max(power_of_2(size), _MIN_BLOCK)
     line = block * itemsize
     is_narrow = unit * itemsize < _WIDEST_LOAD
@@ -636,7 +639,7 @@ def tile_of(
                 lines = min(lines, largest // line)
     whole = lines * line <= largest
     if not whole:
-        block = _BLOCK // itemsize // lines
+        block = longer // itemsize // lines
     bytes_of_tile = lines * block * itemsize
     if bytes_of_tile <= _SHORT_TILE or not whole:
         a_warp = min(a_warp, 1024)
@@ -651,20 +654,20 @@ def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bo
 
 def _launch(
     kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    largest: int, narrow: int,
+    largest: int, narrow: int, longer: int = _BLOCK,
 ) -> Launch:  # fmt: skip
     is_strided = lines.inner != 1
     contiguous = lines.inner if is_strided else lines.size
     narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
     unit = unit_of(narrowest)
-    tile = tile_of(lines.size, lines.inner, widest, largest, unit)
+    tile = tile_of(lines.size, lines.inner, widest, largest, unit, longer=longer)
     ends = 0 if is_strided else ends_columns(tile.lines, lines.size, strides, tensors)
     if not ends:
         unit = unit_of(narrowest, contiguous, *strides)
         word = 4 // widest
         if is_strided and unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
             unit = word
-        tile = tile_of(lines.size, lines.inner, widest, largest, unit, narrow)
+        tile = tile_of(lines.size, lines.inner, widest, largest, unit, narrow, longer)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
     else:
@@ -741,7 +744,9 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | Non
         return split
     largest = _TILE_OF_MANY if are_many and lines.inner == 1 else FORWARD_TILE
     narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
-    return _launch(_forward_kernel, tensors, strides, lines, log, largest, narrow)
+    is_wide = are_many and x.element_size() == 2 and 2 * lines.size > _WIDE_ROW
+    longer = _WIDE_BLOCK if is_wide and lines.inner == 1 else _BLOCK
+    return _launch(_forward_kernel, tensors, strides, lines, log, largest, narrow, longer)
 
 
 def plan_backward(
