@@ -561,8 +561,8 @@ _NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
 # other warps have to wait meanwhile, of which there are more if each has fewer lines.
 _NARROW_LOG_TILE, _NARROW_LOG_BACKWARD_TILE = 512, 1024
 # A block of a line that is longer: 16 warps at 32 bytes a thread. Forwards read rows of 16 bits
-# again from the L2 cache. Of rows of more than so many bytes it has too little for all that are read
-# at once: there a program has 32 warps, so that a multiprocessor runs half as many.
+# again from the L2 cache. Of rows of more than so many bytes it has too little for all that are
+# read at once: there a program has 32 warps, so that a multiprocessor runs half as many.
 _BLOCK, _WIDE_BLOCK, _WIDE_ROW = 16 * 1024, 32 * 1024, 48 * 1024
 # Elements of a thread, where lines are strided and a load has less than 8 bytes.
 _MOST_NARROW = 16
