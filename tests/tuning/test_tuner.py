@@ -30,7 +30,16 @@ from opgraft.crossover.tables import FORMAT, BadTable, Cell, entry_of, read
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
-from opgraft.tuning import measuring, search, stand_ins, timing, tuner, watching, writing
+from opgraft.tuning import (
+    host_times,
+    measuring,
+    search,
+    stand_ins,
+    timing,
+    tuner,
+    watching,
+    writing,
+)
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 from tests import forked_programs, probes
 from tests.crossover import tables
@@ -190,6 +199,30 @@ def test_what_another_process_measured_anew_is_not_measured_again(
     }
     assert again == stale.keys() - only_64.keys()
     assert 64 in graphs, "what was measured anew of it were calls"
+
+
+def test_what_is_usual_for_the_host_by_another_process_s_cells_is_measured_anew(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process measured while the machine had time makes the host's times of other
+    cells unusual: they are written otherwise, and have not been measured."""
+    busy, usual = [2.0], host_times.usual
+    monkeypatch.setattr(tuner._Tuning, "_usual", lambda self: usual(self._cells, self._axes))
+    monkeypatch.setattr(
+        tuner._Tuning, "_cell", lambda self, at: clock(self, at)._replace(python_host=busy[0])
+    )
+    override = register()
+    tune(tmp_path, override)
+    stale = tuner.known(override, CPU, tmp_path)
+    busy[0], clock.from_rows = 0.5, 63
+    theirs = {at: cell for at, cell in stale.items() if at[0] < 64}
+    tune(tmp_path, override, again=True, stale=theirs)
+    assert all(
+        cell.python_host != stale[at].python_host
+        for at, cell in tuner.known(override, CPU, tmp_path).items()
+    )
+    result = tune(tmp_path, override, again=True, stale=stale)
+    assert result.measured == len(stale) - len(theirs) > 0
 
 
 def test_what_is_decided_otherwise_is_told(tmp_path: Path, clock: Clock) -> None:

@@ -366,7 +366,9 @@ class _Tuning:
             return known
 
         def times_in(cell: Cell) -> Sequence[float | None]:
-            return [getattr(cell, name) for name in _TIMES[each.column]]
+            # The host's are written otherwise when those of other cells say what is usual.
+            names = (name for name in _TIMES[each.column] if name not in host_times.COLUMNS)
+            return [getattr(cell, name) for name in names]
 
         corners = {at: tuple(self._features(at).values()) for at in known}
         return [
