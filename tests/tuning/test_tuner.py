@@ -250,6 +250,19 @@ def test_graphs_of_a_cell_that_is_taken_by_what_is_usual_for_the_host_are_measur
     assert result.left == 0 and 1024 in graphs
 
 
+def test_a_check_compares_with_what_is_usual_for_the_host(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _let_the_host_be_apart(monkeypatch)
+    override = register()
+    tune(tmp_path, override)
+    monkeypatch.setattr(
+        tuner._Tuning, "_cell", lambda self, at: clock(self, at)._replace(python_host=5000.0)
+    )
+    checked = tuner.check(override, CPU, tuner.Options(tmp_path), 3, seed=0)
+    assert checked.measured == 3 and not checked.otherwise
+
+
 def test_what_is_decided_otherwise_is_told(tmp_path: Path, clock: Clock) -> None:
     tune(tmp_path, register())
     clock.from_rows = 128

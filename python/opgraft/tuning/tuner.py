@@ -464,6 +464,7 @@ class _Tuning:
             if cell is None:
                 continue
             measured += 1
+            cell = self._usual({at: cell})[at]
             if _decides_otherwise(self._cells[at], cell):
                 what = f"{_decision(self._cells[at])} -> {_decision(cell)}"
                 otherwise.append(f"{self._describe(at)}: {what}")
