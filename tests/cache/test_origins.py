@@ -97,3 +97,18 @@ def test_a_module_without_a_source_is_refused(place: Path) -> None:
 
 def test_versions_stand_for_what_is_not_looked_at() -> None:
     assert "torch" in origins.versions()
+
+
+def test_a_file_of_a_package_that_came_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is installed while the process runs, or another folder joins a namespace."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "earlier")
+    (tmp_path / "earlier" / "late_space").mkdir(parents=True)
+    for folder in ("late_pack", "late_space"):
+        assert origins.absolute(f"{folder}/one.py") == f"{folder}/one.py"
+        (tmp_path / folder).mkdir()
+        other = tmp_path / folder / "other.py"
+        other.touch()
+        assert origins.absolute(f"{folder}/other.py") == str(other)

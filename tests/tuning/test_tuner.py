@@ -12,7 +12,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +30,16 @@ from opgraft.crossover.tables import FORMAT, BadTable, Cell, entry_of, read
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
-from opgraft.tuning import measuring, search, stand_ins, timing, tuner, watching, writing
+from opgraft.tuning import (
+    host_times,
+    measuring,
+    search,
+    stand_ins,
+    timing,
+    tuner,
+    watching,
+    writing,
+)
 from opgraft.when.grid import Axis, ExactAxis, SteppedAxis
 from tests import forked_programs, probes
 from tests.crossover import tables
@@ -190,6 +199,68 @@ def test_what_another_process_measured_anew_is_not_measured_again(
     }
     assert again == stale.keys() - only_64.keys()
     assert 64 in graphs, "what was measured anew of it were calls"
+
+
+def _let_the_host_be_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU."""
+
+    def usual(self: Any, more: Mapping[Any, Cell] | None = None) -> Mapping[Any, Cell]:
+        return host_times.usual(self._cells | dict(more or {}), self._axes)
+
+    monkeypatch.setattr(tuner._Tuning, "_usual", usual)
+
+
+def test_what_is_usual_for_the_host_by_another_process_s_cells_is_measured_anew(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process measured while the machine had time makes the host's times of other
+    cells unusual: they are written otherwise, and have not been measured."""
+    busy = [2.0]
+    _let_the_host_be_apart(monkeypatch)
+    monkeypatch.setattr(
+        tuner._Tuning, "_cell", lambda self, at: clock(self, at)._replace(python_host=busy[0])
+    )
+    override = register()
+    tune(tmp_path, override)
+    stale = tuner.known(override, CPU, tmp_path)
+    busy[0], clock.from_rows = 0.5, 63
+    theirs = {at: cell for at, cell in stale.items() if at[0] < 64}
+    tune(tmp_path, override, again=True, stale=theirs)
+    assert all(
+        cell.python_host != stale[at].python_host
+        for at, cell in tuner.known(override, CPU, tmp_path).items()
+    )
+    result = tune(tmp_path, override, again=True, stale=stale)
+    assert result.measured == len(stale) - len(theirs) > 0
+
+
+def test_graphs_of_a_cell_that_is_taken_by_what_is_usual_for_the_host_are_measured(
+    tmp_path: Path, clock: Clock, graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was measured, the machine being busy, the cell would be declined."""
+    _let_the_host_be_apart(monkeypatch)
+
+    def cell(tuning: Any, at: tuple[int, ...]) -> Cell:
+        found = clock(tuning, at)
+        is_last = tuning._features(at)["rows"] == 1024
+        return found._replace(python_host=5000.0) if is_last else found
+
+    monkeypatch.setattr(tuner._Tuning, "_cell", cell)
+    result = tune(tmp_path, register(), graphs=True, seconds=10)
+    assert result.left == 0 and 1024 in graphs
+
+
+def test_a_check_compares_with_what_is_usual_for_the_host(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _let_the_host_be_apart(monkeypatch)
+    override = register()
+    tune(tmp_path, override)
+    monkeypatch.setattr(
+        tuner._Tuning, "_cell", lambda self, at: clock(self, at)._replace(python_host=5000.0)
+    )
+    checked = tuner.check(override, CPU, tuner.Options(tmp_path), 3, seed=0)
+    assert checked.measured == 3 and not checked.otherwise
 
 
 def test_what_is_decided_otherwise_is_told(tmp_path: Path, clock: Clock) -> None:

@@ -167,7 +167,8 @@ def absolute(path: str) -> str:
 def _found(path: str, folders: tuple[str, ...]) -> str:
     """Each is looked for once, as each is read once."""
     top = path.partition(os.sep)[0]
-    places = (os.path.join(each, path) for each in _folders_with(top, folders))
+    # In the others, too, if need be: a package may have come since it was looked for.
+    places = (os.path.join(each, path) for each in (*_folders_with(top, folders), *folders) if each)
     return next(filter(os.path.isfile, places), path)
 
 

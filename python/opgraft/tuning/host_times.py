@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from opgraft.crossover.rule import Indices
 from opgraft.crossover.tables import Cell
@@ -12,41 +12,58 @@ from opgraft.when.grid import Axis, ExactAxis
 SPREAD = 1.25
 #: So many cells have to say what is usual.
 _FEWEST = 4
-_COLUMNS = ("native_host", "plan_host", "python_host")
+#: The columns of a table that are the host's.
+COLUMNS = ("native_host", "plan_host", "python_host")
 
 
 def usual(cells: Mapping[Indices, Cell], axes: Sequence[Axis]) -> dict[Indices, Cell]:
-    """Cells in which no time of the host's is far above what is usual for calls of their kind.
+    """Cells in which no time of the host's is far above what is usual for calls like them.
 
-    The host's work depends on the kind of a call, its exact features, and hardly on its sizes. What
-    is measured of it varies by as much as a factor of two where workers compile on the same machine
-    or another GPU is tuned, and of native and the override not at the same time. Left as it is, a
-    cell would be decided by that. The lower quartile is what the machine takes when it has time.
+    The host's work depends on the kind of a call, its exact features, and hardly on its sizes; but
+    from some size on it may be another algorithm's, of more launches: native's backward of an
+    embedding sorts more than 3072 tokens, which takes the host nine times as long. What is measured
+    of it varies by as much as a factor of two where workers compile on the same machine or another
+    GPU is tuned, and of native and the override not at the same time. Left as it is, a cell would
+    be decided by that. The lower quartile is what the machine takes when it has time: of the kind,
+    or of those of the kind in the same bucket of a size where even that is far above the kind's.
 
     Args:
         cells: what was measured.
         axes: of their indices.
     """
-    kinds: dict[Indices, list[Indices]] = {}
-    for at in cells:
-        exact = (place for place, axis in zip(at, axes, strict=True) if isinstance(axis, ExactAxis))
-        kinds.setdefault(tuple(exact), []).append(at)
+    groups = {at: _groups_of(at, axes) for at in cells}
     found = dict(cells)
-    for places in kinds.values():
-        for column in _COLUMNS:
-            most = _most(getattr(found[at], column) for at in places)
-            for at in places if most is not None else ():
-                time = getattr(found[at], column)
-                if time is not None and time > most:
-                    found[at] = found[at]._replace(**{column: most})
+    for column in COLUMNS:
+        times: dict[tuple[int, ...], list[float]] = {}
+        for at, cell in cells.items():
+            if (time := getattr(cell, column)) is not None:
+                for group in groups[at]:
+                    times.setdefault(group, []).append(time)
+        most = {group: _most(each) for group, each in times.items()}
+        for at, cell in cells.items():
+            of_kind, *of_sizes = (most.get(group) for group in groups[at])
+            time = getattr(cell, column)
+            if time is None or of_kind is None:
+                continue
+            others = [each for each in of_sizes if each is not None and each > SPREAD * of_kind]
+            limit = max([of_kind, *others])
+            if time > limit:
+                found[at] = found[at]._replace(**{column: limit})
     return found
 
 
-def _most(times: Iterable[float | None]) -> float | None:
+def _groups_of(at: Indices, axes: Sequence[Axis]) -> list[tuple[int, ...]]:
+    """Those of a cell: its kind's, and for each size those of its kind in the same bucket."""
+    exact = tuple(p for p, axis in zip(at, axes, strict=True) if isinstance(axis, ExactAxis))
+    sizes = (n for n, axis in enumerate(axes) if not isinstance(axis, ExactAxis))
+    return [exact, *((*exact, n, at[n]) for n in sizes)]
+
+
+def _most(times: Sequence[float]) -> float | None:
     """The longest time that is usual; None where too few say so.
 
-    >>> _most([10.0, 11.0, 12.0, 30.0]), _most([10.0, None])
+    >>> _most([10.0, 11.0, 12.0, 30.0]), _most([10.0])
     (12.5, None)
     """
-    known = sorted(time for time in times if time is not None)
+    known = sorted(times)
     return SPREAD * known[(len(known) - 1) // 4] if len(known) >= _FEWEST else None

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -340,10 +341,10 @@ class _Tuning:
         """What the cells, as they are written, say of a pass."""
         return each.decided(self._usual())
 
-    def _usual(self) -> Mapping[Indices, Cell]:
-        """The cells as they are written. On the CPU the host's time is the device's."""
-        is_apart = self._device.type != "cpu"
-        return host_times.usual(self._cells, self._axes) if is_apart else self._cells
+    def _usual(self, more: Mapping[Indices, Cell] = MappingProxyType({})) -> dict[Indices, Cell]:
+        """The cells and `more` as they are written. On the CPU the host's time is the device's."""
+        cells = self._cells | dict(more)
+        return host_times.usual(cells, self._axes) if self._device.type != "cpu" else cells
 
     def _undecidable(self, each: _Pass) -> set[Indices]:
         """Without calls there is nothing to decide of graphs either."""
@@ -366,7 +367,9 @@ class _Tuning:
             return known
 
         def times_in(cell: Cell) -> Sequence[float | None]:
-            return [getattr(cell, name) for name in _TIMES[each.column]]
+            # The host's are written otherwise when those of other cells say what is usual.
+            names = (name for name in _TIMES[each.column] if name not in host_times.COLUMNS)
+            return [getattr(cell, name) for name in names]
 
         corners = {at: tuple(self._features(at).values()) for at in known}
         return [
@@ -404,7 +407,7 @@ class _Tuning:
             cell = self._cells.get(at)
             if cell is None or not rule.is_measured(cell, rule.PLAN):
                 cell = self._with_ways(at, cell)
-            if not _bits(cell):
+            if not _bits(self._usual({at: cell})[at]):  # as `decided` has it
                 return cell
             inductor, opaque = self._measuring.graph(cold_calls(partial(self._call, at, 0)))
             return cell._replace(inductor=inductor, opaque=opaque)
@@ -461,6 +464,7 @@ class _Tuning:
             if cell is None:
                 continue
             measured += 1
+            cell = self._usual({at: cell})[at]
             if _decides_otherwise(self._cells[at], cell):
                 what = f"{_decision(self._cells[at])} -> {_decision(cell)}"
                 otherwise.append(f"{self._describe(at)}: {what}")
