@@ -445,6 +445,7 @@ RING = tl.constexpr(4)
 @triton.jit
 def _wait_for_slots(ptrs, tag):
     """Spins until the upper 32 bits of every slot at `ptrs` are `tag`; the lower as float32."""
+    # What is found must not have the address's registers, which the next turn reads (&).
     return tl.inline_asm_elementwise(
         """{
         .reg .pred ready;
@@ -454,7 +455,7 @@ def _wait_for_slots(ptrs, tag):
         setp.eq.u32 ready, found, $2;
         @!ready bra spin;
         }""",
-        "=r,l,r",
+        "=&r,l,r",
         [ptrs.to(tl.int64), tag],
         dtype=tl.float32,
         is_pure=False,
@@ -478,7 +479,7 @@ def _wait_for_two_slots(ptrs, others, tag):
         setp.eq.and.u32 ready, other, $4, ready;
         @!ready bra spin;
         }""",
-        "=r,=r,l,l,r",
+        "=&r,=&r,l,l,r",
         [ptrs.to(tl.int64), others.to(tl.int64), tag],
         dtype=(tl.float32, tl.float32),
         is_pure=False,
