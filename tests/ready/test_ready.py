@@ -76,6 +76,13 @@ def end_workers() -> None:
 
 
 @pytest.fixture
+def a_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program's, where others are forked from a process that has imported torch."""
+    end_workers()
+    monkeypatch.setattr(pool, "subprocess", subprocess)
+
+
+@pytest.fixture
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is asked for waits, in pools of this test's own: no worker of other tests ends."""
     monkeypatch.setattr(pool, "_pools", {})
@@ -136,6 +143,7 @@ def expect_native_for_good(override: opgraft.Override, why: str) -> None:
     assert override.hits == 0
 
 
+@pytest.mark.usefixtures("a_worker_is_started")
 def test_a_call_is_natives_until_its_kernels_are_ready(register: Register) -> None:
     override = register(impls.negated)
     call()
@@ -1496,9 +1504,9 @@ def test_nothing_is_asked_for_once_the_process_ends(
     assert (override.misses, states(override), submitted) == (2, [], [])
 
 
+@pytest.mark.usefixtures("a_worker_is_started")
 def test_ctrl_c_is_the_parents(register: Register) -> None:
     """It goes to the whole process group: a worker that is just being started is not of it."""
-    end_workers()
     register(impls.negated)
     call()
     until(lambda: bool(pool.shared().workers()))
