@@ -784,14 +784,15 @@ def test_a_child_of_a_fork_has_workers_of_its_own(register: Register, own_cache:
 
 #: Three processes that make the same call.
 TOGETHER = f"""
-import os, sys, torch, opgraft
-from opgraft.ready import pool
-pool.most_workers = lambda: 4
+import os, sys
 children = []
 while len(children) < 3 and (child := os.fork()):
     children.append(child)
 if len(children) == 3:
     sys.exit(any([os.waitpid(each, 0)[1] for each in children]))
+{forked_programs.FORKS_WORKERS}
+from opgraft.ready import pool
+pool.most_workers = lambda: 4
 {PROGRAM[: PROGRAM.index("torch.neg")]}
 x = torch.ones(128)
 first = -(x.data_ptr() // 4) % 64  # in every process it begins alike
