@@ -203,7 +203,7 @@ def seeded(seed: int) -> Iterator[None]:
         numpy = None  # type: ignore[assignment]
     state = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        _seed_torch(seed)
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
@@ -213,6 +213,15 @@ def seeded(seed: int) -> Iterator[None]:
             random.setstate(python)
             if numpy is not None and state is not None:
                 numpy.random.set_state(state)
+
+
+def _seed_torch(seed: int) -> None:
+    """Seed PyTorch's generators, of which most machines have one alone. For each kind of device
+    that is not there `torch.manual_seed` writes down the stack of the call."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 class _Recorder(TorchDispatchMode):
