@@ -69,7 +69,10 @@ def clean_registry() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Whether a bound holds is not left to chance, nor to the tests that ran before."""
-    torch.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # that would write down the stack, for each kind of device that is not there
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

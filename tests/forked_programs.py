@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks._environment import Environment
+from tests import forked_workers
 
 #: What a child does is what `python -c` does, with `import torch` before the program: that looks
 #: for backends at its end, by the child's variables. It ends as an interpreter does.
@@ -29,6 +30,7 @@ _SERVER = """
 import gc, json, os, sys, torch
 if torch.distributed.is_available():
     import torch.distributed.tensor
+# Here: more that its programs import, or their workers.
 gc.collect()
 gc.freeze()
 
@@ -56,6 +58,14 @@ if torch._is_device_backend_autoload_enabled():
 exec(compile(program, "<string>", "exec"))
 """
 
+#: What a program begins with that forks opgraft's workers.
+FORKS_WORKERS = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from tests import forked_workers
+del sys.path[0]
+forked_workers.fork_those_of_this_program()
+"""
 _MODULE = "import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
@@ -91,16 +101,19 @@ class Programs:
 
 
 @contextmanager
-def programs(python: Path | str, env: Mapping[str, str], written: Path) -> Iterator[Programs]:
+def programs(
+    python: Path | str, env: Mapping[str, str], written: Path, more: str = ""
+) -> Iterator[Programs]:
     """Programs of an interpreter while this lasts.
 
     Args:
         python: the interpreter.
         env: with what torch is imported; a program has variables of its own.
         written: a folder for what they write.
+        more: that is imported before.
     """
     with subprocess.Popen(
-        [python, "-c", _SERVER],
+        [python, "-c", _SERVER.replace("# Here:", f"{more}\n#")],
         env={**env, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         cwd=written,
         stdin=subprocess.PIPE,
@@ -112,13 +125,14 @@ def programs(python: Path | str, env: Mapping[str, str], written: Path) -> Itera
 
 
 @functools.cache
-def _of_this_interpreter() -> Programs:
+def _of_this_interpreter(fork_workers: bool) -> Programs:
     """Until this process ends."""
     stack = ExitStack()
     atexit.register(stack.close)
     written = stack.enter_context(tempfile.TemporaryDirectory())
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return stack.enter_context(programs(sys.executable, env, Path(written)))
+    more = forked_workers.FIRST_RUN if fork_workers else ""
+    return stack.enter_context(programs(sys.executable, env, Path(written), more))
 
 
 def run(
@@ -126,11 +140,24 @@ def run(
     *arguments: object,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    forks_workers: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program with this interpreter, as `subprocess.run` would `python -c`."""
+    """Run a program with this interpreter, as `subprocess.run` would `python -c`.
+
+    Args:
+        text: the program.
+        arguments: of the program.
+        env: its variables.
+        cwd: its folder.
+        forks_workers: whether opgraft's workers are forked, too.
+    """
     given = os.environ if env is None else env
+    if forks_workers:
+        text = FORKS_WORKERS + text
     try:
-        return _of_this_interpreter().run(text, *arguments, env=given, cwd=cwd or Path.cwd())
+        return _of_this_interpreter(forks_workers).run(
+            text, *arguments, env=given, cwd=cwd or Path.cwd()
+        )
     except BaseException:
         _of_this_interpreter.cache_clear()  # the next test has another
         raise
@@ -141,9 +168,11 @@ def run_module(
     *arguments: object,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    forks_workers: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module with this interpreter, as `subprocess.run` would `python -m`."""
-    return run(_MODULE.format(name=name), *arguments, env=env, cwd=cwd)
+    """Run a module with this interpreter, as `subprocess.run` would `python -m`; see `run`."""
+    text = _MODULE.format(name=name)
+    return run(text, *arguments, env=env, cwd=cwd, forks_workers=forks_workers)
 
 
 class EnvironmentWithTorch(Environment):

@@ -194,13 +194,19 @@ def fake_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 @pytest.mark.slow
 @pytest.mark.skipif(loader.load() is None, reason="without a compiled core packs are not activated")
 @pytest.mark.parametrize("document", having("console"), ids=names)
-def test_console(document: Path, own_environment: Environment, tmp_path: Path) -> None:
+def test_console(document: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
-    for block in to_run(document, "console"):
+    found = to_run(document, "console")
+    changes_it = any(re.search(r"\b(pip|make)\b", block.text) for block in found)
+    environment: Environment | None = None
+    for block in found:
         for command, expected in commands(block.text):
-            code, printed, folder = shell(command, own_environment, folder)
+            if environment is None:
+                name = "own_environment" if changes_it else "environment"
+                environment = request.getfixturevalue(name)
+            code, printed, folder = shell(command, environment, folder)
             assert code == 0, f"{block}: $ {command}\n{printed}"
             if expected:
                 assert matches(expected, printed), f"{block}: $ {command}\n{printed}"

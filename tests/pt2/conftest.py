@@ -17,18 +17,20 @@ os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+#: Names the folder to the processes that tests start to run others once more.
+_SHARED = "OPGRAFT_TESTS_INDUCTOR_CACHE"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for what Inductor compiles, one for all workers of the session."""
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "inductor"
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    else:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    folder = Path(os.environ.get(_SHARED, folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        patch.setenv(_SHARED, str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)

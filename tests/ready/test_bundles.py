@@ -57,7 +57,7 @@ def run(
     calls: int = 6, waits: bool = True, program: str = PROGRAM, **environment: str
 ) -> list[str]:
     program = program.replace("{calls}", str(calls)).replace("{waits}", str(waits))
-    done = forked_programs.run(program, env=os.environ | environment)
+    done = forked_programs.run(program, env=os.environ | environment, forks_workers=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -210,7 +210,8 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def warm_up(script: Path, folder: Path, *options: str) -> str:
-    done = forked_programs.run_module("opgraft", "warmup", "--bundle", folder, *options, script)
+    words = "warmup", "--bundle", folder, *options, script
+    done = forked_programs.run_module("opgraft", *words, forks_workers=True)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

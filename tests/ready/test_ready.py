@@ -76,6 +76,13 @@ def end_workers() -> None:
 
 
 @pytest.fixture
+def a_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program's, where others are forked from a process that has imported torch."""
+    end_workers()
+    monkeypatch.setattr(pool, "subprocess", subprocess)
+
+
+@pytest.fixture
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is asked for waits, in pools of this test's own: no worker of other tests ends."""
     monkeypatch.setattr(pool, "_pools", {})
@@ -136,6 +143,7 @@ def expect_native_for_good(override: opgraft.Override, why: str) -> None:
     assert override.hits == 0
 
 
+@pytest.mark.usefixtures("a_worker_is_started")
 def test_a_call_is_natives_until_its_kernels_are_ready(register: Register) -> None:
     override = register(impls.negated)
     call()
@@ -776,14 +784,15 @@ def test_a_child_of_a_fork_has_workers_of_its_own(register: Register, own_cache:
 
 #: Three processes that make the same call.
 TOGETHER = f"""
-import os, sys, torch, opgraft
-from opgraft.ready import pool
-pool.most_workers = lambda: 4
+import os, sys
 children = []
 while len(children) < 3 and (child := os.fork()):
     children.append(child)
 if len(children) == 3:
     sys.exit(any([os.waitpid(each, 0)[1] for each in children]))
+{forked_programs.FORKS_WORKERS}
+from opgraft.ready import pool
+pool.most_workers = lambda: 4
 {PROGRAM[: PROGRAM.index("torch.neg")]}
 x = torch.ones(128)
 first = -(x.data_ptr() // 4) % 64  # in every process it begins alike
@@ -1496,9 +1505,9 @@ def test_nothing_is_asked_for_once_the_process_ends(
     assert (override.misses, states(override), submitted) == (2, [], [])
 
 
+@pytest.mark.usefixtures("a_worker_is_started")
 def test_ctrl_c_is_the_parents(register: Register) -> None:
     """It goes to the whole process group: a worker that is just being started is not of it."""
-    end_workers()
     register(impls.negated)
     call()
     until(lambda: bool(pool.shared().workers()))

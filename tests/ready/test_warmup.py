@@ -48,7 +48,9 @@ def command(folder: Path, *words: str, ending: str = "") -> tuple[list[str], dic
 
 def warm_up(folder: Path, *words: str, ending: str = "") -> subprocess.CompletedProcess[str]:
     (_, _, name, *arguments), environment = command(folder, *words, ending=ending)
-    return forked_programs.run_module(name, *arguments, env=environment, cwd=folder)
+    return forked_programs.run_module(
+        name, *arguments, env=environment, cwd=folder, forks_workers=True
+    )
 
 
 def cells(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +26,8 @@ from opgraft.verification.samples import Values
 
 #: Samples that are run for each OpInfo and dtype.
 MAX_SAMPLES = 40
+#: Those that are run of every OpInfo there is.
+_FEW_SAMPLES = 2
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,40 @@ def op_calls(
         differentiate: whether to run them in grad mode, with a backward.
         limit: how many samples to run.
     """
+    runs = _runs(op, info, dtype, device, seed, differentiate, limit)
+    for function_call, recorder in runs:
+        for number, values in enumerate(recorder.calls):
+            yield OpCall(function_call, number, values, differentiate)
+
+
+#: What `called` has found. An OpInfo cannot be hashed, and lives as long as its database.
+_called: dict[Hashable, set[Any]] = {}
+
+
+def called(
+    info: Any, dtype: torch.dtype, device: torch.device, seed: int, *, differentiate: bool
+) -> set[Any]:
+    """The overloads that an OpInfo's first samples call, recorded below autograd.
+
+    All OpInfos are run to find those that call an op of another name: once for all ops.
+    """
+    key = id(info), dtype, device, seed, differentiate
+    if key not in _called:
+        runs = _runs(None, info, dtype, device, seed, differentiate, _FEW_SAMPLES)
+        _called[key] = {each for _, recorder in runs for each in recorder.called}
+    return _called[key]
+
+
+def _runs(
+    op: Op | None,
+    info: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    differentiate: bool,
+    limit: int,
+) -> Iterator[tuple[FunctionCall, _Recorder]]:
+    """What an OpInfo's samples call, of those that this backend supports."""
     samples = function_calls(info, dtype, device, seed, requires_grad=differentiate, limit=limit)
     for function_call, sample in samples:
         with _Recorder(op) as recorder:
@@ -142,8 +178,7 @@ def op_calls(
                         gradients(result, grad_inputs(sample), seed)
             except Exception:  # this backend does not support the sample
                 continue
-        for number, values in enumerate(recorder.calls):
-            yield OpCall(function_call, number, values, differentiate)
+        yield function_call, recorder
 
 
 def function_calls(
@@ -203,7 +238,7 @@ def seeded(seed: int) -> Iterator[None]:
         numpy = None  # type: ignore[assignment]
     state = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        _seed_torch(seed)
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
@@ -215,17 +250,29 @@ def seeded(seed: int) -> Iterator[None]:
                 numpy.random.set_state(state)
 
 
-class _Recorder(TorchDispatchMode):
-    """Keeps the arguments of every call of an op, below autograd and above the backend."""
+def _seed_torch(seed: int) -> None:
+    """Seed PyTorch's generators, of which most machines have one alone. For each kind of device
+    that is not there `torch.manual_seed` writes down the stack of the call."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
-    def __init__(self, op: Op) -> None:
+
+class _Recorder(TorchDispatchMode):
+    """Keeps which ops are called, below autograd and above the backend, and the arguments of every
+    call of one of them."""
+
+    def __init__(self, op: Op | None) -> None:
         super().__init__()
         self._op = op
         self.calls: list[Values] = []
+        self.called: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is self._op.overload:
+        self.called.add(func)
+        if self._op is not None and func is self._op.overload:
             call = self._op.bind(args, kwargs)
             self.calls.append(tree_map_only(torch.Tensor, _copied, call.values))
         return func(*args, **kwargs)

@@ -496,10 +496,11 @@ def _edit(
     shape = [edits.get(replace(position, dim=dim), size) for dim, size in enumerate(value.shape)]
     if any(size < 0 for size in shape):
         raise CannotMake(f"{position} cannot have the sizes {shape}")
-    fresh = value.detach().clone()
     with_new_values = Position(EVERY_VALUE) in edits and value.is_floating_point()
     if with_new_values or shape != list(value.shape):
         fresh = _similar_values(value, shape, rng)
+    else:
+        fresh = value.detach().clone()
     if dtype is not None and (fresh.is_floating_point() or fresh.is_complex()):
         fresh = fresh.to(dtype)
     return fresh
@@ -522,7 +523,9 @@ def _similar_values(tensor: torch.Tensor, shape: list[int], rng: RandomValues) -
 
 def _range(tensor: torch.Tensor) -> tuple[float, float]:
     """The least and the greatest finite value of a tensor; from -1 to 1 where there is none."""
-    values = tensor.detach().double()
+    values = tensor.detach()
+    if values.dtype.itemsize == 1:  # not every operation is there for those
+        values = values.double()
     if values.numel():
         low, high = map(float, values.aminmax())
         if math.isfinite(low) and math.isfinite(high):  # as in most tensors

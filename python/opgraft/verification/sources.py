@@ -186,15 +186,16 @@ def _reaching_bases(
     infos = [
         info
         for info in opinfo.infos_by_name(op)[:_MAX_INFOS]
-        if _reaches(op, info, dtypes, device, seed, differentiate, opinfo.MAX_SAMPLES)
+        if _reaches(op, info, dtypes, device, seed, differentiate)
     ]
     if (
-        not infos and any_name and op.name.startswith("aten::")
+        not infos and any_name and op.name.startswith("aten::") and dtypes
     ):  # the OpInfo has another name: all are tried, with few samples each
         infos = [
             info
             for info in opinfo.all_infos()
-            if _reaches(op, info, dtypes[:1], device, seed, differentiate, 2)
+            if op.overload
+            in opinfo.called(info, dtypes[0], device, seed, differentiate=differentiate)
         ][:_MAX_INFOS]
     for dtype in dtypes:
         found = [
@@ -215,14 +216,11 @@ def _reaches(
     device: torch.device,
     seed: int,
     differentiate: bool,
-    limit: int,
 ) -> bool:
     return any(
         True
         for dtype in dtypes
-        for _ in _op_call_bases(
-            op, info, dtype, device, seed, differentiate=differentiate, limit=limit
-        )
+        for _ in _op_call_bases(op, info, dtype, device, seed, differentiate=differentiate)
     )
 
 
