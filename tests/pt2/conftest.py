@@ -17,8 +17,9 @@ os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-#: Names the folder to the processes that tests start to run others once more.
-_SHARED = "OPGRAFT_TESTS_INDUCTOR_CACHE"
+#: Names the folder to the processes that tests start to run others once more. opgraft would warn of
+#: a name like its own that it does not know.
+_SHARED = "TESTS_INDUCTOR_CACHE"
 
 
 @pytest.fixture(scope="session", autouse=True)
