@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -17,19 +18,21 @@ FREE = sorted(outputs.UNSPECIFIED)
 NAMES = [*FREE, "logsumexp"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library() -> Iterator[None]:
+@functools.cache
+def library() -> torch.library.Library:
+    """Once in a process: workers take tests over from one another, so one may come to this module
+    more than once, and an op that is defined anew has no router."""
     made = torch.library.Library("exempt", "DEF")
     for name in NAMES:
         made.define(f"with_{name}(Tensor x) -> (Tensor out, Tensor {name})")
         made.impl(f"with_{name}", lambda x: (x * 2, torch.zeros(3)), "CPU")
         made.impl(f"with_{name}", lambda x: (x * 2, x.new_empty(3)), "Meta")
-    yield
-    made._destroy()
+    return made
 
 
 @pytest.fixture
 def override(request: pytest.FixtureRequest) -> Iterator[opgraft.Override]:
+    library()
     registered = opgraft.register_op_override(
         "exempt",
         f"with_{request.param}",
