@@ -12,8 +12,8 @@ elements and over the whole range of each other feature, sizes between powers of
 measures each against native (as `opgraft tune` does: interleaved, with a control, the device's time
 or the host's, the longer one), and compares with what the table in force says. The goals: of the
 calls that are taken by a plan the median ratio is 1.05 at least and none is below 0.98 beyond the
-control; of those that are declined at most 3 % would have been faster by more than 5 %, beyond it,
-too.
+control; of those that are declined at most 3 % would have been faster by more than 5 %, also beyond
+the control.
 
 What was measured of a kernel's version stays in the results, and later runs add to it. Processes on
 several GPUs can measure at a time: each takes other overrides.

@@ -20,12 +20,12 @@ def usual(cells: Mapping[Indices, Cell], axes: Sequence[Axis]) -> dict[Indices, 
     """Cells in which no time of the host's is far above what is usual for calls like them.
 
     The host's work depends on the kind of a call, its exact features, and hardly on its sizes; but
-    from some size on it may be another algorithm's, of more launches: native's backward of an
-    embedding sorts more than 3072 tokens, which takes the host nine times as long. What is measured
-    of it varies by as much as a factor of two where workers compile on the same machine or another
-    GPU is tuned, and of native and the override not at the same time. Left as it is, a cell would
-    be decided by that. The lower quartile is what the machine takes when it has time: of the kind,
-    or of those of the kind in the same bucket of a size where even that is far above the kind's.
+    from some size on it may be another algorithm's, of more launches, as in native's backward of an
+    embedding, which sorts many tokens. What is measured of it varies where workers compile on the
+    same machine or another GPU is tuned, and of native and the override not at the same time. Left
+    as it is, a cell would be decided by that. The lower quartile is what the machine takes when it
+    has time: of the kind, or of those of the kind in the same bucket of a size where even that is
+    far above the kind's.
 
     Args:
         cells: what was measured.

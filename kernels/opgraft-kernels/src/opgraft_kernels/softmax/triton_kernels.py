@@ -7,11 +7,12 @@ normalised together: `size` elements that are `inner` apart. All arithmetic is i
     log_softmax    y = x - max(x) - log(sum(exp(x - max(x))))      dx = g - exp(y) * sum(g)
 
 Both directions are bound by memory. A program holds a tile of lines, which stays in registers
-between the reduction and its use. A longer line is read in blocks, twice: the maximum and the sum
-are found in one pass, the second reads what may still be in the L2 cache. Where inner is 1 threads
-read along a line, otherwise across lines, so that neighbours in memory are read together. Of the
-longest rows the cache has too little left: they are split over programs, which hold a part of a row
-each and exchange what they found in it.
+between the reduction and its use. Where inner is 1 threads read along a line, otherwise across
+lines, so that neighbours in memory are read together. A longer row is split over programs, which
+hold a part of it each and exchange what they found in it; or a program reads it in blocks, twice:
+the maximum and the sum are found in one pass, the second reads what may still be in the L2 cache.
+That is for other lines, for devices whose programs cannot wait, and for forwards of 16 bits, of all
+but the longest rows, of which the cache has too little left.
 
 `size` is a run-time integer under a power-of-two block, as in the norms: another size compiles
 another kernel only if it needs another block, mask, or unit (how wide loads may be).
