@@ -24,6 +24,7 @@ for variable in ("OPGRAFT_DISABLE", "OPGRAFT_STRICT", "OPGRAFT_LOG"):
 from benchmarks import _environment
 from benchmarks._environment import Environment
 from opgraft.registry import registry
+from opgraft.verification.opinfo import seed_torch
 from tests.forked_programs import EnvironmentWithTorch, with_torch_imported
 
 
@@ -69,10 +70,7 @@ def clean_registry() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Whether a bound holds is not left to chance, nor to the tests that ran before."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(0)
-    else:  # that would write down the stack, for each kind of device that is not there
-        torch.default_generator.manual_seed(0)
+    seed_torch(0)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import opgraft
+from opgraft.verification.opinfo import seed_torch
 from opgraft_kernels.attention import overrides as attention
 from opgraft_kernels.copies import overrides as copies
 from opgraft_kernels.cross_entropy import overrides as cross_entropy
@@ -46,10 +47,7 @@ def no_override_outlives_its_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """Whether a bound holds is not left to chance, nor to the tests that ran before."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(0)
-    else:  # that would write down the stack, for each kind of device that is not there
-        torch.default_generator.manual_seed(0)
+    seed_torch(0)
 
 
 @pytest.fixture(autouse=True)

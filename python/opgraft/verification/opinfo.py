@@ -238,7 +238,7 @@ def seeded(seed: int) -> Iterator[None]:
         numpy = None  # type: ignore[assignment]
     state = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng():
-        _seed_torch(seed)
+        seed_torch(seed)
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
@@ -250,7 +250,7 @@ def seeded(seed: int) -> Iterator[None]:
                 numpy.random.set_state(state)
 
 
-def _seed_torch(seed: int) -> None:
+def seed_torch(seed: int) -> None:
     """Seed PyTorch's generators, of which most machines have one alone. For each kind of device
     that is not there `torch.manual_seed` writes down the stack of the call."""
     if torch.accelerator.is_available():
