@@ -69,6 +69,7 @@ class Row(NamedTuple):
         ratio: native's time over ours.
         control: native's time over native's.
         native: microseconds.
+        devices: what the device takes natively and by ours, microseconds; None of earlier runs.
     """
 
     features: dict[str, Any]
@@ -76,6 +77,7 @@ class Row(NamedTuple):
     ratio: float
     control: float
     native: float
+    devices: Sequence[float] | None = None
 
     @property
     def is_slower(self) -> bool:
@@ -127,8 +129,12 @@ def _call(override: Override, features: Mapping[str, Any], device: torch.device)
 def _row(measure: Measuring, calls: Sequence[Call], features: dict[str, Any], taken: bool) -> Row:
     turns, without, way = measure.turns(calls)
     control, _, _ = median_and_interval(turns.ratios("native", "native again"))
-    native, own = max(turns.median(without)), max(turns.median(way))
-    return Row(features, taken, round(native / own, 4), round(control, 4), round(native, 2))
+    native, own = turns.median(without), turns.median(way)
+    ratio = max(native) / max(own)
+    devices = round(native[0], 2), round(own[0], 2)
+    return Row(
+        features, taken, round(ratio, 4), round(control, 4), round(max(native), 2), devices
+    )
 
 
 def _takes(override: Override, model: Model, features: Mapping[str, Any]) -> bool:
@@ -179,8 +185,10 @@ def bench(
             for each in taking:
                 compiling.submit(number, each, call)
             waiting[number] = features
-        for number, features in waiting.items():
+        # All of them first: what workers compile would be in what the host takes.
+        for number in waiting:
             compiling.wait(number, lambda done, total: None)
+        for number, features in waiting.items():
             if time.monotonic() > end:
                 break
             drawn = number + 1
