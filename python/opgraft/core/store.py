@@ -9,6 +9,7 @@ file.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import stat
@@ -29,7 +30,16 @@ __all__ = [
 
 def root() -> Path:
     """The cache's folder: `OPGRAFT_CACHE`, or `~/.cache/opgraft`."""
-    return Path(os.environ.get("OPGRAFT_CACHE") or "~/.cache/opgraft").expanduser().absolute()
+    given = os.environ.get("OPGRAFT_CACHE") or "~/.cache/opgraft"
+    if given.startswith("~"):
+        return _below_home(given, os.environ.get("HOME"))
+    return Path(given).absolute()
+
+
+@functools.cache
+def _below_home(path: str, home: str | None) -> Path:
+    """`path` with ``~`` in it. Each plan that is loaded asks; `home` says where that is, if set."""
+    return Path(path).expanduser().absolute()
 
 
 def core_path(torch_version: str) -> Path:
@@ -64,7 +74,7 @@ def find(torch_version: str) -> tuple[Path | None, str]:
 _ATTEMPTS = 10
 
 
-def open_trusted(path: Path, *, by_anybody: bool = False) -> str:
+def open_trusted(path: str | Path, *, by_anybody: bool = False) -> str:
     """Open a file that nobody else could have written; returns a name of the open file.
 
     The name stays that of the checked file, even if another one replaces it at `path`. The file is
@@ -94,7 +104,7 @@ def read_trusted(path: Path) -> str:
     return read_trusted_bytes(path).decode()
 
 
-def read_trusted_bytes(path: Path, *, by_anybody: bool = False) -> bytes:
+def read_trusted_bytes(path: str | Path, *, by_anybody: bool = False) -> bytes:
     """The content of a file that nobody else could have written.
 
     Args:
@@ -110,7 +120,7 @@ def read_trusted_bytes(path: Path, *, by_anybody: bool = False) -> bytes:
         return file.read()
 
 
-def _open(path: Path, *, by_anybody: bool) -> int:
+def _open(path: str | Path, *, by_anybody: bool) -> int:
     for _ in range(_ATTEMPTS):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         reason = _why_open_file_untrusted(descriptor, by_anybody=by_anybody)
