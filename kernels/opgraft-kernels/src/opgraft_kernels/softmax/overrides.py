@@ -37,9 +37,9 @@ class Op(NamedTuple):
 
 OPS = (
     Op("_softmax", "softmax", "forward"),
-    Op("_log_softmax", "log_softmax", "forward"),
+    Op("_log_softmax", "log_softmax", "forward", version=8),
     Op("_softmax_backward_data", "softmax", "backward"),
-    Op("_log_softmax_backward_data", "log_softmax", "backward"),
+    Op("_log_softmax_backward_data", "log_softmax", "backward", version=8),
 )
 
 

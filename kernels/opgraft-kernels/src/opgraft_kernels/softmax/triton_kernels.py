@@ -558,9 +558,10 @@ FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
 # The same where a warp alone has the lines, which it cannot read 32 units at once of. Loads of
 # as many bytes as there can be are another matter: of those a line is spread over fewer warps.
 _NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
-# And of log-softmax, forward and backward: a line is loaded when the one before it is done, so
-# other warps have to wait meanwhile, of which there are more if each has fewer lines.
-_NARROW_LOG_TILE, _NARROW_LOG_BACKWARD_TILE = 512, 1024
+# And of log-softmax: a line is loaded when the one before it is done, so other warps have to wait
+# meanwhile, of which there are more if each has fewer lines. But with a single one of 16 bits a
+# warp has too little to do for what it takes to begin.
+_NARROW_LOG_TILE, _FEWEST_NARROW_LOG_LINES = 1024, 2
 # A block of a line that is longer: 16 warps at 32 bytes a thread. Forwards read rows of 16 bits
 # again from the L2 cache. Of rows of more than so many bytes it has too little for all that are
 # read at once: there a program has 32 warps, so that a multiprocessor runs half as many.
@@ -615,17 +616,17 @@ class Lines(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile_of(
-    size: int, inner: int, itemsize: int, largest: int, unit: int, narrow: int = _NARROW_TILE,
+    size: int, inner: int, itemsize: int, largest: int, unit: int, log: bool = False,
     longer: int = _BLOCK,
 ) -> Tile:  # fmt: skip
     """The tile for lines of `size`, of `largest` bytes at most, that are read in units; and of
-    `narrow` bytes where a warp alone has lines, of `longer` bytes where a line is no tile."""
+    `longer` bytes where a line is no tile. log: of log-softmax."""
     block = max(power_of_2(size), _MIN_BLOCK)
     line = block * itemsize
     is_narrow = unit * itemsize < _WIDEST_LOAD
     if inner == 1 and is_narrow and 32 * unit < block and line <= _NARROW_TILE:
         # Triton would spread each line over many warps, and add up each one in shared memory.
-        return Tile(max(1, narrow // line), block, True, 1)
+        return Tile(_narrow_lines(line, itemsize, log), block, True, 1)
     if _has_threads_of_lines(size, inner, itemsize, unit):
         return Tile(32 * _WARPS_OF_SHORT * unit, block, True, _WARPS_OF_SHORT)
     a_warp = 2048
@@ -647,6 +648,13 @@ def tile_of(
     return Tile(lines, block, whole, min(max(bytes_of_tile // a_warp, 1), 32))
 
 
+def _narrow_lines(line: int, itemsize: int, log: bool) -> int:
+    """How many lines of so many bytes a warp has that alone has them."""
+    if not log:
+        return _NARROW_TILE // line
+    return max(_FEWEST_NARROW_LOG_LINES if itemsize == 2 else 1, _NARROW_LOG_TILE // line)
+
+
 def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bool:
     """Whether threads have lines for themselves, as many as a unit, of 4 bytes, has elements."""
     threads = 32 * _WARPS_OF_SHORT
@@ -655,20 +663,20 @@ def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bo
 
 def _launch(
     kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    largest: int, narrow: int, longer: int = _BLOCK,
+    largest: int, longer: int = _BLOCK,
 ) -> Launch:  # fmt: skip
     is_strided = lines.inner != 1
     contiguous = lines.inner if is_strided else lines.size
     narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
     unit = unit_of(narrowest)
-    tile = tile_of(lines.size, lines.inner, widest, largest, unit, longer=longer)
+    tile = tile_of(lines.size, lines.inner, widest, largest, unit, log, longer)
     ends = 0 if is_strided else ends_columns(tile.lines, lines.size, strides, tensors)
     if not ends:
         unit = unit_of(narrowest, contiguous, *strides)
         word = 4 // widest
         if is_strided and unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
             unit = word
-        tile = tile_of(lines.size, lines.inner, widest, largest, unit, narrow, longer)
+        tile = tile_of(lines.size, lines.inner, widest, largest, unit, log, longer)
     if is_strided:
         programs = lines.outer * ceil_div(lines.inner, tile.lines)
     else:
@@ -744,10 +752,9 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | Non
     if split is not None:
         return split
     largest = _TILE_OF_MANY if are_many and lines.inner == 1 else FORWARD_TILE
-    narrow = _NARROW_LOG_TILE if log else _NARROW_TILE
     is_wide = are_many and x.element_size() == 2 and 2 * lines.size > _WIDE_ROW
     longer = _WIDE_BLOCK if is_wide and lines.inner == 1 else _BLOCK
-    return _launch(_forward_kernel, tensors, strides, lines, log, largest, narrow, longer)
+    return _launch(_forward_kernel, tensors, strides, lines, log, largest, longer)
 
 
 def plan_backward(
@@ -764,8 +771,7 @@ def plan_backward(
     )
     if split is not None:
         return split
-    narrow = _NARROW_LOG_BACKWARD_TILE if log else _NARROW_TILE
-    return _launch(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE, narrow)
+    return _launch(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE)
 
 
 # --------------------------------------------------------------------------------------------------
