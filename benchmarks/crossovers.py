@@ -132,9 +132,7 @@ def _row(measure: Measuring, calls: Sequence[Call], features: dict[str, Any], ta
     native, own = turns.median(without), turns.median(way)
     ratio = max(native) / max(own)
     devices = round(native[0], 2), round(own[0], 2)
-    return Row(
-        features, taken, round(ratio, 4), round(control, 4), round(max(native), 2), devices
-    )
+    return Row(features, taken, round(ratio, 4), round(control, 4), round(max(native), 2), devices)
 
 
 def _takes(override: Override, model: Model, features: Mapping[str, Any]) -> bool:
