@@ -52,6 +52,10 @@ class Entry(NamedTuple):
 
 ZOO: dict[str, Entry] = {}
 
+#: Of models whose configuration drops attention weights in training unless it is told otherwise: no
+#: override takes such attention.
+WITHOUT_DROPOUT = "no attention dropout"
+
 
 def entry(name: str, source: str, *, compiles: bool = True) -> Callable[[Any], Any]:
     """Add a function that makes a model."""
@@ -227,6 +231,9 @@ entry("gemma3-1b train", "transformers")(_causal_training("Gemma3Text", _GEMMA3,
 entry("gemma3-1b prefill", "transformers")(_causal_prefill("Gemma3Text", _GEMMA3, 4, 4096))
 entry("qwen3-moe train", "transformers")(_causal_training("Qwen3Moe", _QWEN3_MOE, 4, 2048, False))
 entry("gpt2-medium train", "transformers")(_causal_training("GPT2", _GPT2, 8, 1024, True))
+entry(f"gpt2-medium train, {WITHOUT_DROPOUT}", "transformers")(
+    _causal_training("GPT2", {**_GPT2, "attn_pdrop": 0.0}, 8, 1024, True)
+)
 
 
 def _generate(cache: str) -> Callable[[str, bool], Work]:
@@ -262,15 +269,14 @@ def _padding(batch: int, length: int, device: str) -> torch.Tensor:
     return (torch.arange(length, device=device) < lengths[:, None]).long()
 
 
-@entry("bert-large train, padded", "transformers")
-def _bert(device: str, small: bool) -> Work:
+def _bert(device: str, small: bool, attention_dropout: float = 0.1) -> Work:
     import transformers
 
     sizes = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16)
     sizes["intermediate_size"] = 4096
     if small:
         sizes = _sized(sizes, small)
-    config = transformers.BertConfig(**sizes)
+    config = transformers.BertConfig(**sizes, attention_probs_dropout_prob=attention_dropout)
     config._attn_implementation = "sdpa"
     model = _made(lambda: transformers.BertForMaskedLM(config), device, torch.float32)
     batch, length = (2, 16) if small else (32, 512)
@@ -284,14 +290,19 @@ def _bert(device: str, small: bool) -> Work:
     return Work(_training(model, loss, device, autocast=True), batch * length, "tokens", (model,))
 
 
-@entry("t5-base train, padded", "transformers")
-def _t5(device: str, small: bool) -> Work:
+entry("bert-large train, padded", "transformers")(_bert)
+entry(f"bert-large train, padded, {WITHOUT_DROPOUT}", "transformers")(
+    functools.partial(_bert, attention_dropout=0.0)
+)
+
+
+def _t5(device: str, small: bool, dropout: float = 0.1) -> Work:
     import transformers
 
     sizes: dict[str, Any] = dict(d_model=768, d_ff=3072, num_layers=12, num_heads=12)
     if small:
         sizes = dict(d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=16, vocab_size=101)
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=dropout)
     config._attn_implementation = "sdpa"
     model = _made(lambda: transformers.T5ForConditionalGeneration(config), device, torch.float32)
     batch, length, out = (2, 16, 8) if small else (32, 512, 128)
@@ -304,6 +315,13 @@ def _t5(device: str, small: bool) -> Work:
 
     step = _training(model, loss, device, autocast=True)
     return Work(step, batch * (length + out), "tokens", (model,))
+
+
+entry("t5-base train, padded", "transformers")(_t5)
+# It has one probability for attention and all else.
+entry(f"t5-base train, padded, {WITHOUT_DROPOUT}", "transformers")(
+    functools.partial(_t5, dropout=0.0)
+)
 
 
 @entry("whisper-small train", "transformers")
@@ -358,11 +376,26 @@ def _vit(device: str, small: bool) -> Work:
 
 
 def _timm(
-    name: str, batch: int, *, size: int = 224, channels_last: bool = False, trains: bool = True
+    name: str,
+    batch: int,
+    *,
+    size: int = 224,
+    channels_last: bool = False,
+    trains: bool = True,
+    fuses_windows: bool = False,
 ) -> Callable[[str, bool], Work]:
+    """A model of timm.
+
+    Args:
+        fuses_windows: call F.scaled_dot_product_attention for windows too, as TIMM_FUSED_ATTN=2
+            lets it; else timm writes their attention out.
+    """
+
     def make(device: str, small: bool) -> Work:
         import timm
 
+        if fuses_windows:
+            timm.layers.set_fused_attn(True, experimental=True)
         model = _made(lambda: timm.create_model(name), device, torch.float32)
         count = 1 if small else batch
         images = torch.randn(count, 3, size, size, device=device)
@@ -388,6 +421,9 @@ def _timm(
 
 entry("convnext-base train", "timm")(_timm("convnext_base", 64))
 entry("swin-base train", "timm")(_timm("swin_base_patch4_window7_224", 64))
+entry("swin-base train, fused attention", "timm")(
+    _timm("swin_base_patch4_window7_224", 64, fuses_windows=True)
+)
 entry("efficientnet-b3 train", "timm")(_timm("efficientnet_b3", 64, size=300))
 entry("resnet50 train", "timm")(_timm("resnet50", 128, channels_last=True))
 entry("vit-base infer", "timm")(_timm("vit_base_patch16_224", 128, trains=False))
