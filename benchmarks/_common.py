@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ os.environ.setdefault("OPGRAFT_WHEN_NOT_READY", "wait")
 
 import torch
 
-from opgraft.base import files, processor
+from opgraft.base import files, locks, processor
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -70,16 +72,38 @@ def load(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["records"] if path.exists() else []
 
 
-def with_others(
-    name: str, device: str, records: Sequence[Mapping[str, Any]], *by: str
-) -> list[dict[str, Any]]:
-    """The records with today's date, and those of earlier runs that this one did not measure.
+def add(
+    name: str,
+    device: str,
+    records: Sequence[Mapping[str, Any]],
+    *by: str,
+    versions: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Path:
+    """Write the records with today's date, beside those of earlier runs that this one did not
+    measure. Other processes may be adding theirs to the same file.
 
     Args:
-        name: as in `save`, like `device` and `records`.
         by: the keys that say which record is of the same.
+        name, device, records, versions, more: as in :func:`save`.
+
+    Returns:
+        The path of the JSON file.
     """
     path = path_of(name, device)
+    with alone(path):
+        every = _with_others(path, records, by)
+        return save(name, device, every, versions=versions, **more)
+
+
+def alone(path: Path) -> AbstractContextManager[None]:
+    """Holds off the other processes that write a file."""
+    return locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock")
+
+
+def _with_others(
+    path: Path, records: Sequence[Mapping[str, Any]], by: Sequence[str]
+) -> list[dict[str, Any]]:
     before = json.loads(path.read_text()) if path.exists() else {"records": []}
     measured = [{key: record[key] for key in by} for record in records]
     kept = [

@@ -305,8 +305,7 @@ def main() -> None:
         print(f"{row['what']:8} {row['kind']:12} {row['cache']:6}{figures}")
     if not options.smoke:
         name = torch.cuda.get_device_name()
-        rows = _common.with_others("cold_start", name, rows, "what", "kind", "cache")
-        print(_common.save("cold_start", name, rows))
+        print(_common.add("cold_start", name, rows, "what", "kind", "cache"))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ import json
 import math
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ import torch
 
 import opgraft
 from opgraft import when
-from opgraft.base import files, locks
+from opgraft.base import files
 from opgraft.base.rounds import median_and_interval
 from opgraft.crossover import models, rule
 from opgraft.crossover.models import Model
@@ -234,21 +233,14 @@ def _record(override: Override, tried: Tried) -> dict[str, Any]:
     }
 
 
-def _writing_alone(path: Path) -> AbstractContextManager[None]:
-    return locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock")
-
-
 def _save(model: Model, records: Sequence[Mapping[str, Any]]) -> None:
-    """Add records to the results, which other processes may be adding to."""
-    with _writing_alone(_common.path_of("crossovers", model.name)):
-        every = _common.with_others("crossovers", model.name, records, "override")
-        _common.save("crossovers", model.name, every, capability=model.capability)
+    _common.add("crossovers", model.name, records, "override", capability=model.capability)
 
 
 def report(path: Path) -> None:
     """Print, and save, what today's tables decide of the calls that were measured."""
     overrides = _overrides([""])
-    with _writing_alone(path):
+    with _common.alone(path):
         found = json.loads(path.read_text())
         capability = found.get("capability")
         model = Model(found["device"], capability and (capability[0], capability[1]))

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import importlib
 import itertools
@@ -354,7 +353,10 @@ def _print_row(row: Mapping[str, Any]) -> None:
 
 
 def bench(plan: Plan, modes: Sequence[str], only: Sequence[str], again: bool, device: str) -> None:
-    """Measure what is not there yet, and write each row when it is done."""
+    """Measure what is not there yet, and write each row when it is done.
+
+    Processes on several GPUs can measure at a time.
+    """
     path = _common.path_of(RESULTS_NAME, device)
     rows = _common.load(path)
     for mode, entry in itertools.product(modes, _model_zoo.ZOO.values()):
@@ -365,15 +367,13 @@ def bench(plan: Plan, modes: Sequence[str], only: Sequence[str], again: bool, de
         if any("error" not in row for row in of_it) and not again:
             continue
         row: dict[str, Any] = {"model": entry.name, "mode": mode, "source": entry.source}
-        row["date"] = datetime.date.today().isoformat()
         try:
             row |= MEASURE[mode](entry, plan)
         except RuntimeError as error:
             row["error"] = str(error)
-        rows = [each for each in rows if each not in of_it] + [row]
         _print_row(row)
-        _common.save(RESULTS_NAME, device, rows, versions=_versions())
-    _print_means(rows)
+        _common.add(RESULTS_NAME, device, [row], "model", "mode", versions=_versions())
+    _print_means(_common.load(path))
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -247,8 +247,7 @@ def main() -> None:
 
     versions = {"triton": triton.__version__}
     name = torch.cuda.get_device_name()
-    records = _common.with_others("rows", name, records, "op", "shape", "dim", "dtype")
-    path = _common.save("rows", name, records, versions=versions)
+    path = _common.add("rows", name, records, "op", "shape", "dim", "dtype", versions=versions)
     print("written to", path)
 
 

@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,18 @@ def test_results_are_never_half_written(benchmark: Any) -> None:
     with contextlib.suppress(TypeError):
         benchmark._common.save("some", "GPU", [{"n": object()}])
     assert len(benchmark._common.load(path)) == 1000
+
+
+def test_processes_add_their_records_to_the_same_results(benchmark: Any) -> None:
+    def add(number: int) -> None:
+        benchmark._common.add("some", "GPU", [{"name": number, "value": number}], "name")
+
+    add(0)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(add, range(1, 17)))
+    benchmark._common.add("some", "GPU", [{"name": 3, "value": -3}], "name")
+
+    records = benchmark._common.load(benchmark._common.path_of("some", "GPU"))
+    values = {record["name"]: record["value"] for record in records}
+    assert values == {number: number for number in range(17)} | {3: -3}
+    assert len(records) == 17
