@@ -367,6 +367,7 @@ def bench(plan: Plan, modes: Sequence[str], only: Sequence[str], again: bool, de
         if any("error" not in row for row in of_it) and not again:
             continue
         row: dict[str, Any] = {"model": entry.name, "mode": mode, "source": entry.source}
+        row["changed"] = entry.changed
         try:
             row |= MEASURE[mode](entry, plan)
         except RuntimeError as error:
@@ -377,8 +378,8 @@ def bench(plan: Plan, modes: Sequence[str], only: Sequence[str], again: bool, de
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The geometric mean of the ratios, by mode."""
-    measured = [row for row in rows if "error" not in row]
+    """The geometric mean of the ratios of models in which nothing was changed, by mode."""
+    measured = [row for row in rows if "error" not in row and not row.get("changed")]
     return {
         mode: statistics.geometric_mean(row["ratio"] for row in measured if row["mode"] == mode)
         for mode in MEASURE
