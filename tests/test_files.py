@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +28,41 @@ MODEL = Model("Some GPU")
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("cache", [None, "", "~/x", "~", "x", "~root/x", "./~/x"], ids=repr)
+@pytest.mark.parametrize("home", ["home", "", "/", "/home/somebody/", "..", None, "~"], ids=repr)
+def test_the_cache_is_where_the_environment_says_now(
+    cache: str | None, home: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After another home, and from another working folder."""
+    for number, each in enumerate(("/other", home, home)):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        for name, value in (("OPGRAFT_CACHE", cache), ("HOME", each)):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        try:
+            expected = Path(cache or "~/.cache/opgraft").expanduser().absolute()
+        except RuntimeError:
+            with pytest.raises(RuntimeError, match="home"):
+                store.root()
+        else:
+            assert store.root() == expected
+
+
+def test_the_cache_is_in_the_home_of_the_user_that_the_process_has_become(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing but the user says which home that is."""
+    monkeypatch.delenv("OPGRAFT_CACHE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    for home in ("/home/root", "/home/somebody"):
+        user = SimpleNamespace(pw_dir=home)
+        monkeypatch.setattr(pwd, "getpwuid", lambda _, user=user: user)
+        assert store.root() == Path(home, ".cache/opgraft")
 
 
 @pytest.fixture(params=[0o002, 0o000, 0o077], ids=oct)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -140,6 +141,72 @@ def test_a_library_that_was_removed_is_not_missed_aloud(caplog: pytest.LogCaptur
     next(each for each in files() if each.suffix == ".so").unlink()
     assert entries.read(KEY) is None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO])
+def test_a_folder_that_cannot_be_looked_into_is_told(
+    code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stat(*_: object, **__: object) -> os.stat_result:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stat)
+        assert entries.read(KEY) is None
+    (line,) = caplog.records
+    assert os.strerror(code) in line.getMessage()
+
+
+def test_a_cache_whose_folder_is_a_file_is_an_empty_one(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_cache.write_bytes(b"")
+    assert entries.read(KEY) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", "../x.so", "a/b.so", "/x.so", "x.so/", "a\0b.so", "\ud800.so"),
+        3,
+        None,
+        b"x",
+    ],
+    ids=repr,
+)
+def test_a_name_of_no_file_of_the_folder_is_not_read(
+    name: Any, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by an entry that names it, nor of a bundle whose manifest does."""
+    write(KEY, LIBRARY)
+    (own_cache / "x.so").write_bytes(LIBRARY)
+    cache, bundle = entries.cache(), entries.Place(entries.folder(), {name: ""})
+    for place in (cache, bundle):
+        for get in (place.read, place.open):
+            with pytest.raises((ValueError, TypeError)):
+                get(name)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["é", "模型", "a b", "~", "-", "...", "\udcff"], ids=ascii)
+def test_a_cache_may_have_any_name(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OPGRAFT_CACHE", str(tmp_path / name))
+    write(KEY, LIBRARY)
+    assert content(entries.read(KEY)) == LIBRARY
+    assert (tmp_path / name / "kernels" / entries.file_of(KEY)).is_file()
+
+
+def test_a_cache_may_be_a_link_that_leads_elsewhere_later(own_cache: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir(mode=0o700)
+        own_cache.unlink(missing_ok=True)
+        own_cache.symlink_to(name)
+        assert entries.read(KEY) is None
+        write(KEY, name.encode())
+        assert content(entries.read(KEY)) == name.encode()
 
 
 def test_what_was_used_longest_ago_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

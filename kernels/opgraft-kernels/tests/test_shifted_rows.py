@@ -142,6 +142,18 @@ def test_other_strides_are_read_as_narrowly_as_before(
     _check_softmax(x, g, log, is_shifted=False)
 
 
+@pytest.mark.parametrize("size", [33, 66, 129, 132, 260, 300, 511, 514, 577, 1000, 1021])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_rows_that_a_warp_alone_has(
+    rows: int, size: int, log: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fewer than it has at once, and more: rows of any unit, masked and not."""
+    for beyond in (1, 8 // dtype.itemsize):
+        x, g = (Buffer(_random(rows, size, dtype, device), NAN, size + beyond) for _ in range(2))
+        x.matrix[-1, : size // 2] = -INF
+        _check_softmax(x, g, log, is_shifted=False)
+
+
 @pytest.mark.parametrize("offset", range(1, 8))
 @pytest.mark.parametrize("size", [27, 1191])
 def test_addresses_that_are_not_aligned(

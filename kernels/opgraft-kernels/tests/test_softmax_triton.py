@@ -5,6 +5,7 @@ On a machine without a GPU they run in Triton's interpreter (tests/conftest.py).
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -131,6 +132,21 @@ def test_no_nan_is_made_of_what_nothing_uses(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _check(function, x, g, dim)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("inner", [1, 2, 33, 1024])
+def test_a_tile_of_any_size_is_one_that_triton_takes(inner: int, itemsize: int, log: bool) -> None:
+    sizes = (*range(1, 1100), 4096, 8193, 16384, 50257, 131072)
+    units = (each for each in (1, 2, 4, 8) if each * itemsize <= 2 * 16)  # of 16 bits, in float32
+    for size, unit in itertools.product(sizes, units):
+        tile = kernels.tile_of.__wrapped__(size, inner, itemsize, kernels.FORWARD_TILE, unit, log)
+        for number in (tile.lines, tile.block, tile.num_warps):
+            assert number > 0 and number & (number - 1) == 0, (size, unit, tile)
+        assert tile.num_warps <= 32 and (tile.block >= size or not tile.whole), (size, unit, tile)
+        # Elements of a thread: of a backward's two tensors no more than registers.
+        assert tile.lines * tile.block <= 32 * 64 * tile.num_warps, (size, unit, tile)
 
 
 @pytest.mark.parametrize("size", [32768, 40000, 50257, 128256])

@@ -47,10 +47,18 @@ class Place:
         return self._hashes is None
 
     def has(self, name: str) -> bool:
-        """Whether a file of this name is there; it may be damaged."""
+        """Whether a file of this name is there; it may be damaged.
+
+        Raises:
+            OSError: this user may not look there.
+        """
         if self._hashes is not None:
             return name in self._hashes
-        return os.path.exists(self._path(name))
+        try:
+            os.stat(self._path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def count(self) -> int:
         """How many entries a bundle has."""

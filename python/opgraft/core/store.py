@@ -31,15 +31,18 @@ __all__ = [
 def root() -> Path:
     """The cache's folder: `OPGRAFT_CACHE`, or `~/.cache/opgraft`."""
     given = os.environ.get("OPGRAFT_CACHE") or "~/.cache/opgraft"
-    if given.startswith("~"):
-        return _below_home(given, os.environ.get("HOME"))
-    return Path(given).absolute()
+    home = os.environ.get("HOME", "")
+    # Each plan that is loaded asks. Other homes depend on the working folder, or on the user that
+    # the process has become.
+    if given.startswith("~/") and home.startswith("/"):
+        return _below_home(given, home)
+    return Path(given).expanduser().absolute()
 
 
 @functools.cache
-def _below_home(path: str, home: str | None) -> Path:
-    """`path` with ``~`` in it. Each plan that is loaded asks; `home` says where that is, if set."""
-    return Path(path).expanduser().absolute()
+def _below_home(path: str, home: str) -> Path:
+    """`path`, which begins with ``~/``, where `HOME` is `home`."""
+    return Path(path).expanduser()
 
 
 def core_path(torch_version: str) -> Path:
