@@ -559,8 +559,8 @@ FORWARD_TILE, BACKWARD_TILE = 64 * 1024, 32 * 1024
 # as many bytes as there can be are another matter: of those a line is spread over fewer warps.
 _NARROW_TILE, _WIDEST_LOAD = 2 * 1024, 16
 # And of log-softmax: a line is loaded when the one before it is done, so other warps have to wait
-# meanwhile, of which there are more if each has fewer lines. But with a single one of 16 bits a
-# warp has too little to do for what it takes to begin.
+# meanwhile, of which there are more if each has fewer lines. But with a single one of 16 bits that
+# is shorter than the tile a warp has too little to do for what it takes to begin.
 _NARROW_LOG_TILE, _FEWEST_NARROW_LOG_LINES = 1024, 2
 # A block of a line that is longer: 16 warps at 32 bytes a thread. Forwards read rows of 16 bits
 # again from the L2 cache. Of rows of more than so many bytes it has too little for all that are
@@ -650,9 +650,11 @@ def tile_of(
 
 def _narrow_lines(line: int, itemsize: int, log: bool) -> int:
     """How many lines of so many bytes a warp has that alone has them."""
+    most = _NARROW_TILE // line
     if not log:
-        return _NARROW_TILE // line
-    return max(_FEWEST_NARROW_LOG_LINES if itemsize == 2 else 1, _NARROW_LOG_TILE // line)
+        return most
+    fewest = min(_FEWEST_NARROW_LOG_LINES, most) if itemsize == 2 else 1
+    return max(fewest, _NARROW_LOG_TILE // line)
 
 
 def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bool:
