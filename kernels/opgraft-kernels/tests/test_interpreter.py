@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +99,27 @@ def test_what_types_and_tensors_say_of_themselves_is_as_before() -> None:
         tl.block_type(tl.float16, [3])
     scalars = [tl.tensor(handle, tl.int32), tl.tensor(handle, tl.float32)]
     assert [(each.dtype, len(each.shape)) for each in scalars] == [(tl.int32, 0), (tl.float32, 0)]
+
+
+def test_a_function_of_the_language_is_called_without_a_check_of_who_calls() -> None:
+    from triton.runtime import interpreter
+
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    if interpreter._patch_attr.__module__ != "opgraft_kernels.interpreter":
+        pytest.skip("this Triton calls them in another way")
+
+    def twice(x: int, _semantic: object = None) -> tuple[int, object]:
+        return 2 * x, _semantic
+
+    @functools.wraps(twice)
+    def checked(*args: object, **kwargs: object) -> object:
+        raise AssertionError("the check was called")
+
+    language, scope = SimpleNamespace(twice=twice), interpreter._LangPatchScope()
+    interpreter._patch_attr(language, "twice", checked, None, scope)
+    assert language.twice(3) == language.twice(x=3) == (6, interpreter.interpreter_semantic)
+    scope.restore()
+    assert language.twice(3) == (6, None)
 
 
 @triton.jit
