@@ -12,18 +12,25 @@ of a kernel for one of them. It prints one JSON object a line: the capability, t
 its constexprs, its warps, and the registers, spilled bytes and shared memory of the machine code,
 how many bytes its narrowest and its widest access to global memory have, how many a thread has of
 each width, and whether it asserts anything.
+
+Without a family it does so for each that it is asked for on its standard input: see `_serve`.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 # Dynamic shared memory that a program may ask for, in bytes. Triton checks it at launch alone.
@@ -31,12 +38,11 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 def compiled_launches(family: str, hopper: Collection[str] = ()) -> list[dict[str, Any]]:
-    """What the launches of a family of kernels compile to, from a subprocess.
+    """What the launches of a family of kernels compile to, from a process of its own.
 
     Every kernel is among them for every capability; those of `hopper` for 9.0 alone.
     """
-    lines = output_of(sys.executable, __file__, family).splitlines()
-    compiled = [json.loads(line) for line in lines]
+    compiled = [json.loads(line) for line in _output_of_family(family).splitlines()]
     kernels = {found["kernel"] for found in compiled}
     for capability in SHARED_MEMORY:
         there = kernels if capability == 90 else kernels - set(hopper)
@@ -46,11 +52,69 @@ def compiled_launches(family: str, hopper: Collection[str] = ()) -> list[dict[st
 
 def output_of(*command: str) -> str:
     """What a command prints, without `TRITON_INTERPRET`."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return environment
+
+
+def _output_of_family(family: str) -> str:
+    """What this program prints of a family, in a process that `_serve` forks."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        printed, errors = Path(folder, "printed"), Path(folder, "errors")
+        try:
+            print(json.dumps([family, str(printed), str(errors)]), file=server.stdin, flush=True)
+            status = server.stdout.readline().strip()
+        except BaseException:  # such as the end of a test's time
+            os.killpg(server.pid, signal.SIGKILL)
+            _server.cache_clear()
+            raise
+        assert status == "0", errors.read_text()[-4000:] if errors.exists() else "it has ended"
+        return printed.read_text()
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Imports what all families need once: that takes longer than compiling most of them."""
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        env=_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # what it forks ends with it
+    )
+    atexit.register(server.communicate)
+    return server
+
+
+def _serve() -> None:
+    """Run this program for each family that is asked for, in a process that is forked for it."""
+    import torch
+
+    import configurations  # noqa: F401
+    import opgraft_kernels.attention.triton_kernels  # noqa: F401
+
+    torch.empty(1, device="meta") + 1  # imports more
+    gc.freeze()  # a collection would copy the memory of all that
+    for line in sys.stdin:
+        family, *files = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            for number, file in enumerate(files, start=1):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+            main(family)
+            sys.stdout.flush()
+            os._exit(0)  # an interpreter's end would look through all that was imported
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(status, flush=True)
 
 
 def use_driver(capability: int) -> None:
@@ -182,4 +246,4 @@ def main(family: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if sys.argv[1:] else _serve()

@@ -13,6 +13,10 @@ import pytest
 # Before torch is imported: an installed pack would be active beside what a test registers.
 os.environ["OPGRAFT_PACKS"] = "none"
 
+# Inductor would start a process, which imports torch, to see whether this machine runs what its
+# processor says that it does.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import torch
 
 # Before Triton is first imported: without a GPU its kernels run in its interpreter, at the CPU key.

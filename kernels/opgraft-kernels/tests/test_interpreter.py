@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 
 from opgraft import triton_utils
@@ -96,3 +99,67 @@ def test_what_types_and_tensors_say_of_themselves_is_as_before() -> None:
         tl.block_type(tl.float16, [3])
     scalars = [tl.tensor(handle, tl.int32), tl.tensor(handle, tl.float32)]
     assert [(each.dtype, len(each.shape)) for each in scalars] == [(tl.int32, 0), (tl.float32, 0)]
+
+
+def test_a_function_of_the_language_is_called_without_a_check_of_who_calls() -> None:
+    from triton.runtime import interpreter
+
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    if interpreter._patch_attr.__module__ != "opgraft_kernels.interpreter":
+        pytest.skip("this Triton calls them in another way")
+
+    def twice(x: int, _semantic: object = None) -> tuple[int, object]:
+        return 2 * x, _semantic
+
+    @functools.wraps(twice)
+    def checked(*args: object, **kwargs: object) -> object:
+        raise AssertionError("the check was called")
+
+    language, scope = SimpleNamespace(twice=twice), interpreter._LangPatchScope()
+    interpreter._patch_attr(language, "twice", checked, None, scope)
+    assert language.twice(3) == language.twice(x=3) == (6, interpreter.interpreter_semantic)
+    scope.restore()
+    assert language.twice(3) == (6, None)
+
+
+@triton.jit
+def _then(a, b, c, d):
+    """x -> a * x + b, and then x -> c * x + d: which of them is first matters."""
+    return a * c, b * c + d
+
+
+@triton.jit
+def _reduce_kernel(a_ptr, b_ptr, AXIS: tl.constexpr, KEEPS: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    a, b = tl.reduce((tl.load(a_ptr + at), tl.load(b_ptr + at)), AXIS, _then, keep_dims=KEEPS)
+    to = tl.arange(0, SIZE)
+    if KEEPS:
+        to = tl.expand_dims(to, AXIS)
+    tl.store(a_ptr + to, a)
+    tl.store(b_ptr + to, b)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_reduction_by_an_own_function_combines_blocks_in_their_order(
+    is_own: bool, axis: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    calls, combine = [], _then.fn
+
+    def counted(*values: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        calls.append(values)
+        return combine(*values)
+
+    counted.__module__ = "opgraft_kernels.counted" if is_own else __name__
+    monkeypatch.setattr(_then, "fn", counted)
+    a, b = torch.randint(-2, 3, (2, 4, 8)).float()
+    expected = a.select(axis, 0), b.select(axis, 0)
+    for c, d in zip(a.unbind(axis)[1:], b.unbind(axis)[1:], strict=True):
+        expected = expected[0] * c, expected[1] * c + d
+    size = expected[0].numel()
+    _reduce_kernel[1,](a, b, axis, keeps, size)
+    assert torch.equal(a.flatten()[:size], expected[0])
+    assert torch.equal(b.flatten()[:size], expected[1])
+    assert len(calls) == ((2, 3)[axis] if is_own else 32 - size)
