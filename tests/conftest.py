@@ -13,8 +13,9 @@ import pytest
 # that are about activation start programs of their own.
 os.environ["OPGRAFT_PACKS"] = "none"
 
-# Before Inductor is: each process that compiles C++ with it would start one more, which imports torch
-# to see whether this machine runs what its processor says that it does, and compile what that loads.
+# Before Inductor is: each process that compiles C++ with it would start one more, which imports
+# torch to see whether this machine runs what its processor says that it does, and compile what that
+# loads.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import torch

@@ -144,7 +144,8 @@ def _reduce_whole_blocks(interpreter: Any) -> None:
         dtypes = [each.dtype for each in input]
 
         def parts(blocks: Sequence[Any], index: Any) -> list[Any]:
-            found = [each.handle.data[(*before, index)] for each in blocks]
+            place = (*before, index)
+            found = [each.handle.data[place] for each in blocks]
             return [self.to_tensor(*each) for each in zip(found, dtypes, strict=True)]
 
         blocks: Sequence[Any] = input
