@@ -73,37 +73,29 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def add(
-    name: str,
-    device: str,
-    records: Sequence[Mapping[str, Any]],
-    *by: str,
-    versions: Mapping[str, str] | None = None,
-    **more: Any,
+    name: str, device: str, records: Sequence[Mapping[str, Any]], *by: str, **options: Any
 ) -> Path:
-    """Write the records with today's date, beside those of earlier runs that this one did not
-    measure. Other processes may be adding theirs to the same file.
+    """As `save`, beside the records of earlier runs that this one did not measure. Other processes
+    may be adding theirs to the same file.
 
     Args:
         by: the keys that say which record is of the same.
-        name, device, records, versions, more: as in :func:`save`.
-
-    Returns:
-        The path of the JSON file.
+        options: of `save`.
     """
     path = path_of(name, device)
     with alone(path):
-        every = _with_others(path, records, by)
-        return save(name, device, every, versions=versions, **more)
+        return save(name, device, _with_others(path, records, by), **options)
 
 
 def alone(path: Path) -> AbstractContextManager[None]:
-    """Holds off the other processes that write a file."""
+    """Hold off the other processes that write a file."""
     return locks.file_lock(Path(tempfile.gettempdir()) / f"opgraft-{path.name}.lock")
 
 
 def _with_others(
     path: Path, records: Sequence[Mapping[str, Any]], by: Sequence[str]
 ) -> list[dict[str, Any]]:
+    """The records with today's date, and the others of a file."""
     before = json.loads(path.read_text()) if path.exists() else {"records": []}
     measured = [{key: record[key] for key in by} for record in records]
     kept = [

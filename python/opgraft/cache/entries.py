@@ -38,7 +38,6 @@ class Place:
 
     def __init__(self, folder: Path, hashes: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self._folder = str(folder)
         self._hashes = hashes
 
     @property
@@ -73,11 +72,11 @@ class Place:
         return Path(self._path(name))
 
     def _path(self, name: str) -> str:
-        # A string, since a plan is loaded beside calls that wait for the interpreter, and to make
-        # paths of them would take a fifth of the time to find it.
+        # A string: a plan is loaded beside calls that wait for the interpreter, and making path
+        # objects would take a good part of the time that it takes to find one.
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is no name of a file in {self.folder}")
-        return os.path.join(self._folder, name)
+        return os.path.join(self.folder, name)
 
     def read(self, name: str, sha256: str | None = None) -> bytes:
         """The content of a file.

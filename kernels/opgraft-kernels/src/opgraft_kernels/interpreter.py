@@ -162,7 +162,7 @@ def _call_functions_of_the_language(interpreter: Any) -> None:
     """Call what the language's functions do, without asking each time whether that may be.
 
     There are two functions between a kernel and them: one adds an argument, and the other makes
-    sure that it is there. They took a fifth of the time of the pack's kernels.
+    sure that it is there. They took a good part of the time of the pack's kernels.
     """
     put = getattr(interpreter, "_patch_attr", None)
     expected = ["obj", "name", "member", "builder", "scope"]
