@@ -41,6 +41,8 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]]
     "linear": (lambda x: F.linear(x, _WEIGHT), (4, 4)),
     "matmul": (lambda x: torch.matmul(x, _WEIGHT), (3, 4, 4)),
     "reshape": (lambda x: x.t().reshape(-1), (4, 4)),
+    # Inductor's decomposition of softmax calls it, too.
+    "to.dtype": (lambda x: x.half().softmax(-1), (4, 4)),
     "chunk": (lambda x: x.chunk(2)[0], (4, 4)),
     "layer_norm": (lambda x: F.layer_norm(x, (4,)), (4, 4)),
     "rms_norm": (lambda x: F.rms_norm(x, (4,)), (4, 4)),

@@ -110,9 +110,6 @@ def written_out_inputs(name: str, device: torch.device) -> list[Tensor]:
     return [half(*shape, device=device) for _ in range(3)]
 
 
-# Early in its process: in a run of all tests Inductor fused nothing after those that came before,
-# of which it is not known which one has to do with it.
-@pytest.mark.longest
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_attention_that_is_written_out_hits_where_inductor_fuses_it(

@@ -17,8 +17,7 @@ from opgraft.errors import ContractError
 from opgraft.ops.schema import Op
 from opgraft.pt2 import caches, compile_log, exports, impl_tracing, opaque, policy
 from opgraft.pt2.policy import Decision
-from opgraft.registry import registry
-from opgraft.router import composite, installed
+from opgraft.router import composite, hides_composite
 
 
 def substitute(
@@ -106,9 +105,7 @@ def _is_composite(op: Op, args: Any, kwargs: Any) -> bool:
     """Whether our router is the only backend kernel of an op where a call's tensors live."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd"):
         return False
-    key = policy.dispatch_key(policy.bind(op, args, kwargs))
-    router = installed(registry.chain(op, key))
-    return router is not None and router.is_composite
+    return hides_composite(op.name, policy.dispatch_key(policy.bind(op, args, kwargs)))
 
 
 def _is_compiling() -> bool:

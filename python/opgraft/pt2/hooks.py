@@ -12,13 +12,14 @@ import torch
 
 from opgraft.base import env, imports
 from opgraft.ops.schema import Call
-from opgraft.pt2 import dispatch_rule
+from opgraft.pt2 import decomposition, dispatch_rule
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import derivative
 
 _CACHES = "torch._inductor.codecache"
 _DYNAMO = "torch._dynamo.convert_frame"
 _PACKAGES = "torch._inductor.package"
+_TRACER = "torch.fx.experimental.proxy_tensor"
 
 # The overrides that were active in a chain when it last changed.
 _last_active: dict[Chain, tuple[Override, ...]] = {}
@@ -33,6 +34,7 @@ def attach() -> None:
     derivative.is_left_to_compiler = _is_left_to_compiler
     imports.after(_CACHES, _salt)
     imports.after(_PACKAGES, _define_registered)
+    imports.after(_TRACER, decomposition.see_past_routers)
 
 
 def _on_chain_change(chain: Chain) -> None:

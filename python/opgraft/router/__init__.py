@@ -56,3 +56,9 @@ def has_own_kernel(op: Op, dispatch_key: str) -> bool:
     if router is not None:
         return router.has_own_kernel
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name, dispatch_key)
+
+
+def hides_composite(op_name: str, dispatch_key: str) -> bool:
+    """Whether the kernel at a key is our router, and the op is composite without it."""
+    router = _routers.get((op_name, dispatch_key))
+    return router is not None and router.is_composite
