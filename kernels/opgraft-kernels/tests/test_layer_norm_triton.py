@@ -318,11 +318,11 @@ def test_overrides_take_what_they_are_for(device: torch.device, dispatch_key: st
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"input": torch.ones(64, 8, dtype=torch.bfloat16)},
-        {"input": torch.ones(64, 8, dtype=torch.float64)},
-        {"input": torch.ones(63, 8)},
+        {"input": torch.ones(16, 8, dtype=torch.bfloat16)},
+        {"input": torch.ones(16, 8, dtype=torch.float64)},
+        {"input": torch.ones(15, 8)},
         {"normalized_shape": [7]},
-        {"normalized_shape": [64, 8]},
+        {"normalized_shape": [16, 8]},
         {"weight": torch.ones(7)},
         {"weight": torch.ones(8, dtype=torch.float16)},
         {"bias": torch.ones(1, 8)},
@@ -332,7 +332,7 @@ def test_overrides_take_what_they_are_for(device: torch.device, dispatch_key: st
 def test_forward_condition_declines(wrong: dict[str, object]) -> None:
     wanted = condition(LAYER_NORM, "forward", "CPU")
     fine = {
-        "input": torch.ones(64, 8),
+        "input": torch.ones(16, 8),
         "normalized_shape": [8],
         "weight": None,
         "bias": torch.ones(8),
@@ -345,20 +345,20 @@ def test_forward_condition_declines(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"mean": torch.ones(63, 1)},
-        {"rstd": torch.ones(64, 1, dtype=torch.float64)},
-        {"grad_out": torch.ones(64, 8, dtype=torch.float16)},
-        {"grad_out": torch.ones(63, 8)},
+        {"mean": torch.ones(15, 1)},
+        {"rstd": torch.ones(16, 1, dtype=torch.float64)},
+        {"grad_out": torch.ones(16, 8, dtype=torch.float16)},
+        {"grad_out": torch.ones(15, 8)},
     ],
 )
 def test_backward_condition_declines(wrong: dict[str, torch.Tensor]) -> None:
     wanted = condition(LAYER_NORM, "backward", "CPU")
     fine = {
-        "grad_out": torch.ones(64, 8),
-        "input": torch.ones(64, 8),
+        "grad_out": torch.ones(16, 8),
+        "input": torch.ones(16, 8),
         "normalized_shape": [8],
-        "mean": torch.ones(64, 1),
-        "rstd": torch.ones(64, 1),
+        "mean": torch.ones(16, 1),
+        "rstd": torch.ones(16, 1),
         "weight": torch.ones(8),
         "bias": None,
         "output_mask": [True] * 3,

@@ -296,16 +296,16 @@ def _declines(condition: object, **arguments: object) -> bool:
 @pytest.mark.parametrize(
     ("x", "weight", "normalized_shape"),
     [
-        (torch.ones(64, 8, dtype=torch.bfloat16), None, [8]),
-        (torch.ones(64, 8, dtype=torch.float64), None, [8]),
-        (torch.ones(63, 8), None, [8]),
-        (torch.ones(64, 0), None, [0]),
-        (torch.ones(64, 8), None, [7]),
-        (torch.ones(64, 8), None, [64, 8]),
-        (torch.ones(64, 8), None, []),
-        (torch.ones(64, 8), torch.ones(7), [8]),
-        (torch.ones(64, 8), torch.ones(1, 8), [8]),
-        (torch.ones(64, 8), torch.ones(8, dtype=torch.float16), [8]),
+        (torch.ones(16, 8, dtype=torch.bfloat16), None, [8]),
+        (torch.ones(16, 8, dtype=torch.float64), None, [8]),
+        (torch.ones(15, 8), None, [8]),
+        (torch.ones(16, 0), None, [0]),
+        (torch.ones(16, 8), None, [7]),
+        (torch.ones(16, 8), None, [16, 8]),
+        (torch.ones(16, 8), None, []),
+        (torch.ones(16, 8), torch.ones(7), [8]),
+        (torch.ones(16, 8), torch.ones(1, 8), [8]),
+        (torch.ones(16, 8), torch.ones(8, dtype=torch.float16), [8]),
         (torch.ones(()), None, []),
     ],
 )
@@ -313,7 +313,7 @@ def test_conditions_decline_what_the_kernels_would_get_wrong(
     x: torch.Tensor, weight: torch.Tensor | None, normalized_shape: list[int]
 ) -> None:
     wanted = condition(RMS_NORM, "forward", "CPU")
-    fine = {"input": torch.ones(64, 8), "normalized_shape": [8], "weight": None, "eps": None}
+    fine = {"input": torch.ones(16, 8), "normalized_shape": [8], "weight": None, "eps": None}
     assert wanted.holds(fine)
     assert wanted.holds({**fine, "weight": torch.ones(8)})
     assert _declines(wanted, input=x, normalized_shape=normalized_shape, weight=weight, eps=1e-5)
@@ -322,10 +322,10 @@ def test_conditions_decline_what_the_kernels_would_get_wrong(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"rstd": torch.ones(63, 1)},
-        {"rstd": torch.ones(64, 1, dtype=torch.float64)},
-        {"grad_out": torch.ones(64, 8, dtype=torch.float16)},
-        {"grad_out": torch.ones(63, 8)},
+        {"rstd": torch.ones(15, 1)},
+        {"rstd": torch.ones(16, 1, dtype=torch.float64)},
+        {"grad_out": torch.ones(16, 8, dtype=torch.float16)},
+        {"grad_out": torch.ones(15, 8)},
         {"weight": torch.ones(7)},
     ],
     ids=str,
@@ -333,10 +333,10 @@ def test_conditions_decline_what_the_kernels_would_get_wrong(
 def test_backward_condition_declines(wrong: dict[str, torch.Tensor]) -> None:
     wanted = condition(RMS_NORM, "backward", "CPU")
     fine = {
-        "grad_out": torch.ones(64, 8),
-        "input": torch.ones(64, 8),
+        "grad_out": torch.ones(16, 8),
+        "input": torch.ones(16, 8),
         "normalized_shape": [8],
-        "rstd": torch.ones(64, 1),
+        "rstd": torch.ones(16, 1),
         "weight": torch.ones(8),
         "output_mask": [True, True],
     }

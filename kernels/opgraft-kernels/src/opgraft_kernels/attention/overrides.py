@@ -399,7 +399,7 @@ def _cutedsl_dims() -> Any:
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
-_CPU_ROWS = 64
+_CPU_ROWS = 16
 
 
 def _hopper() -> Any:

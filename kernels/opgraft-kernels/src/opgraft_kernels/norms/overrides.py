@@ -187,7 +187,7 @@ _PERMUTED_HIDDEN: dict[Direction, tuple[int, int]] = {"forward": (16, 2048), "ba
 
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
-_CPU_ROWS = 64
+_CPU_ROWS = 16
 
 
 def _device(norm: Norm, dispatch_key: str) -> Any:
