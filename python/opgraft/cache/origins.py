@@ -128,10 +128,19 @@ def _imported(module: ModuleType) -> Iterator[str]:
     for base, names in _import_statements(file):
         if base is None:
             yield from names
-        else:
-            found = resolve_name(base, module.__package__)
+        elif (found := _absolute_name(base, module)) is not None:
             yield found
             yield from (f"{found}.{name}" for name in names)
+
+
+def _absolute_name(name: str, module: ModuleType) -> str | None:
+    """The module that an import statement names; None if it can only fail, as in a script that is
+    also a part of a package (``try: from .utils import ...``).
+    """
+    try:
+        return resolve_name(name, module.__package__)
+    except ImportError:
+        return None
 
 
 @cache
