@@ -185,9 +185,18 @@ def _random_call(
     )
 
 
+# Of queries and keys.
+TILES = [(32, 32), (64, 16), (16, 64), (64, 32)]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_calls(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # of three heads and of four
+    # Two kernels of different tiles have their lists of the same marks.
+    sizes = random.Random(seed).choices(TILES, k=2)
+    for name, size in zip(("_backward_queries_tile", "_backward_keys_tile"), sizes, strict=True):
+        tile = triton_kernels.Tile(*size, 4, 1)
+        monkeypatch.setattr(triton_kernels, name, lambda *_, tile=tile: tile)
     tensors, bias, causal, with_dbias = _random_call(seed, device)
     dtype = tensors[0].dtype
     native, right = (
@@ -356,6 +365,55 @@ def test_tiles_are_listed_where_several_heads_share_them(monkeypatch: pytest.Mon
     assert not triton_kernels._is_listed(shared[:, :3], causal=False)
     assert not triton_kernels._is_listed(shared.contiguous(), causal=False)
     assert not triton_kernels._is_listed(shared, causal=True)
+
+
+def _list_by_formula(bias: torch.Tensor, rows: int, cols: int) -> list[tuple[int, int, Any, Any]]:
+    """Of each row of tiles the first run of zeros, from and to; other tiles; low ones."""
+    found = []
+    for one, start in itertools.product(bias, range(0, bias.shape[1], rows)):
+        tiles = [
+            F.pad(tile, (0, cols - tile.shape[1], 0, rows - tile.shape[0]), value=-math.inf)
+            for tile in one[start : start + rows].split(cols, 1)
+        ]
+        zero = [(tile == 0).all().item() for tile in tiles]
+        begin = zero.index(True) if True in zero else len(tiles)
+        end = zero.index(False, begin) if False in zero[begin:] else len(tiles)
+        low = [(tile <= -9000).all().item() for tile in tiles]
+        nothing = [(tile == -math.inf).all().item() for tile in tiles]
+        others = [i for i in range(len(tiles)) if not low[i] and not begin <= i < end]
+        found.append(
+            (begin, end, others, [i for i in range(len(tiles)) if low[i] and not nothing[i]])
+        )
+    return found
+
+
+@pytest.mark.parametrize("of_queries", TILES, ids=str)
+@pytest.mark.parametrize("of_keys", TILES, ids=str)
+def test_both_lists_of_a_backward_say_what_its_tiles_hold(
+    of_queries: tuple[int, int], of_keys: tuple[int, int], device: torch.device
+) -> None:
+    batch, queries, keys = 2, 100, 170
+    kinds = torch.tensor([0.0, 0.0, -math.inf, -math.inf, -1e4, -1e4, 1.0, math.nan], device=device)
+    chosen = kinds[torch.randint(0, len(kinds), (batch, 7, 6), device=device)]
+    bias = chosen.repeat_interleave(32, 1).repeat_interleave(64, 2)[:, :queries, :keys]
+    tiles = [triton_kernels.Tile(*each, 4, 1) for each in (of_queries, of_keys)]
+    shared = bias.unsqueeze(1).expand(batch, 8, queries, keys)
+    *planned, launches = triton_kernels._plan_bias(shared, False, *tiles)
+    triton_kernels._launch(launches)
+    assert len(launches) == 3
+    sides = ((bias, of_queries), (bias.mT, of_keys[::-1]))
+    for listed, (side, (rows, cols)) in zip(planned, sides, strict=True):
+        lists = listed.tiles.flatten(0, 1).tolist()
+        found = [
+            (row[0], row[1], row[5 : 5 + row[2]], row[5 + row[2] : 5 + row[3]]) for row in lists
+        ]
+        assert found == _list_by_formula(side, rows, cols)
+    best = planned[0].tiles[..., 4].contiguous().view(torch.float32)
+    assert (best > -math.inf).any()
+    # A row with a NaN is one, whatever is left out of it.
+    of_rows = bias.nan_to_num(math.inf, neginf=-math.inf).amax(-1).split(of_queries[0], 1)
+    for row, largest in zip(best.unbind(1), of_rows, strict=True):
+        assert (row <= largest.amin(1)).all()
 
 
 def test_the_largest_head_dimension_is_the_kernels() -> None:

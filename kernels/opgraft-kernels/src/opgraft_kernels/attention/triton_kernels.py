@@ -453,58 +453,90 @@ def _is_listed(bias: torch.Tensor | None, causal: bool) -> bool:
 
 
 def _plan_bias(
-    bias: torch.Tensor | None, tile: Tile, causal: bool, *, by_keys: bool = False
-) -> tuple[Bias, list[Launch]]:
-    """A bias as a kernel gets it, with the launch that lists its tiles where that is worth it.
+    bias: torch.Tensor | None,
+    causal: bool,
+    queries: Tile | None = None,
+    keys: Tile | None = None,
+) -> tuple[Bias, Bias, list[Launch]]:
+    """A bias as two kernels get it, with the launches that list its tiles where that is worth it.
+
+    One launch reads the bias for both.
 
     Args:
         bias: ``[batch, heads, length_q, length_k]``, or None.
-        tile: of the kernel.
         causal: whether attention is causal besides.
-        by_keys: whether the kernel walks over queries.
+        queries: the tile of the kernel whose programs have queries; None: it needs no list.
+        keys: the same, of keys.
+
+    Returns:
+        For the kernel of `queries`; for the one of `keys`; the launches.
     """
     kind = _bias_kind(bias)
     planned = Bias(kind, bias)
-    if bias is None or not _is_listed(bias, causal):
-        return planned, []
-    if by_keys and kind == BY_KEY.value:  # its program has one tile of the bias
-        return planned, []
+    if kind == BY_KEY.value:  # a program of keys has one tile of the bias
+        keys = None
+    wanted = [tile for tile in (queries, keys) if tile is not None]
+    if bias is None or not wanted or not _is_listed(bias, causal):
+        return planned, planned, []
+    rows, cols = min(tile.q for tile in wanted), min(tile.k for tile in wanted)
+    marks, best, mark = _mark_tiles(bias, rows, cols)
+    of_queries, of_keys, launches = planned, planned, [mark]
+    if queries is not None:
+        tiles, collect = _list_tiles(marks, best, queries.q // rows, queries.k // cols)
+        of_queries = planned._replace(tiles=tiles)
+        launches.append(collect)
+    if keys is not None:
+        across = (marks.transpose(1, 2), best.transpose(1, 2))
+        tiles, collect = _list_tiles(*across, keys.k // cols, keys.q // rows)
+        of_keys = planned._replace(tiles=tiles)
+        launches.append(collect)
+    return of_queries, of_keys, launches
+
+
+# Elements that a warp has of a tile which it marks: no thread waits for other warps then.
+_MARKED_BY_WARP = 4096
+
+
+def _mark_tiles(
+    bias: torch.Tensor, rows: int, cols: int
+) -> tuple[torch.Tensor, torch.Tensor, Launch]:
+    """What tiles of so many rows and columns are, ``[batch, rows of tiles, tiles]``."""
     batch, _, length_q, length_k = bias.shape
-    rows, cols = (length_k, length_q) if by_keys else (length_q, length_k)
-    of_rows, of_cols = (tile.k, tile.q) if by_keys else (tile.q, tile.k)
     batch = 1 if bias.stride(0) == 0 else batch
-    if kind == BY_KEY.value:
-        rows = of_rows  # all rows of tiles are the same
-    row_tiles, col_tiles = ceil_div(rows, of_rows), ceil_div(cols, of_cols)
-    empty = functools.partial(torch.empty, dtype=torch.int32, device=bias.device)
-    states = empty((batch, row_tiles, col_tiles))
-    best = torch.empty_like(states, dtype=torch.float32)
-    tiles = empty((batch, row_tiles, HEADER.value + col_tiles))
-    across = (3, 2) if by_keys else (2, 3)
-    mark = Launch(
+    if bias.stride(2) == 0:
+        length_q = rows  # all rows of tiles are the same
+    shape = (batch, ceil_div(length_q, rows), ceil_div(length_k, cols))
+    marks = torch.empty(shape, dtype=torch.int32, device=bias.device)
+    best = torch.empty(shape, dtype=torch.float32, device=bias.device)
+    launch = Launch(
         mark_tiles_kernel,
-        states.numel(),
+        marks.numel(),
         (
-            bias,
-            states,
-            best,
-            bias.stride(0),
-            *(bias.stride(dim) for dim in across),
-            rows,
-            cols,
-            row_tiles,
+            *(bias, marks, best, bias.stride(0), bias.stride(2), bias.stride(3)),
+            *(length_q, length_k, shape[1]),
         ),
-        {"ROWS": of_rows, "COLS": of_cols},
-        4,
+        {"ROWS": rows, "COLS": cols},
+        max(rows * cols // _MARKED_BY_WARP, 1),
     )
-    collect = Launch(
+    return marks, best, launch
+
+
+def _list_tiles(
+    marks: torch.Tensor, best: torch.Tensor, rows: int, cols: int
+) -> tuple[torch.Tensor, Launch]:
+    """The lists of tiles of so many rows and columns of marks."""
+    batch, row_marks, col_marks = marks.shape
+    row_tiles, col_tiles = ceil_div(row_marks, rows), ceil_div(col_marks, cols)
+    shape = (batch, row_tiles, HEADER.value + col_tiles)
+    tiles = torch.empty(shape, dtype=torch.int32, device=marks.device)
+    launch = Launch(
         list_tiles_kernel,
         batch * row_tiles,
-        (states, best, tiles, col_tiles),
-        {"BLOCK": max(power_of_2(col_tiles), 32)},
+        (marks, best, tiles, *marks.stride(), row_marks, col_marks, row_tiles, col_tiles),
+        {"ROWS": rows, "COLS": cols, "BLOCK": max(power_of_2(col_tiles), 32)},
         1,
     )
-    return planned._replace(tiles=tiles), [mark, collect]
+    return tiles, launch
 
 
 # Rows that a program takes the norms of at once, and how many programs share a head at the most.
@@ -567,7 +599,7 @@ def plan_forward(
     if _forward_holds_keys(device, kind, causal, length_q, length_k):
         return _plan_short_forward(q, k, v, out, logsumexp, scale, device)
     tile = _forward_tile(device, kind, batch * heads * length_q, length_k)
-    planned, listing = _plan_bias(bias, tile, causal)
+    planned, _, listing = _plan_bias(bias, causal, queries=tile)
     planned, norms = _with_norms(planned, planned, k)
     strides = _strides(q, k, v, out)
     lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
@@ -655,11 +687,11 @@ def plan_backward(
     sizes = (heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale)
 
     tile_q = _backward_queries_tile(device, kind, batch * heads * length_q, length_k, causal)
-    # Every element of dbias is to be written, those of tiles, too, that are in no list.
-    planned_q, listing_q = _plan_bias(bias, tile_q, causal or dbias is not None)
-    planned_q, norms_k = _with_norms(planned_q, planned_q, k)
     tile = _backward_keys_tile(device, kind, length_q, batch * heads_k * length_k)
-    planned, listing = _plan_bias(bias, tile, causal, by_keys=True)
+    # Every element of dbias is to be written, those of tiles, too, that are in no list.
+    listed_q = tile_q if dbias is None else None
+    planned_q, planned, listing = _plan_bias(bias, causal, queries=listed_q, keys=tile)
+    planned_q, norms_k = _with_norms(planned_q, planned_q, k)
     planned, norms_q = _with_norms(planned, planned_q if planned.tiles is None else planned, q)
     keys = Launch(
         backward_keys_kernel,
@@ -709,7 +741,7 @@ def plan_backward(
         tile_q.num_warps,
         tile_q.options(),
     )
-    return [delta_launch, *listing_q, *norms_k, *listing, *norms_q, keys, queries]
+    return [delta_launch, *listing, *norms_k, *norms_q, keys, queries]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -254,8 +254,10 @@ def tiles_listed(entries_ptr, largest):
 
 
 # What `mark_tiles_kernel` says of a tile: all of it is -inf, or low, or 0, or there is something
-# else.
-_NOTHING, _OTHER, _ZERO, _LOW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# else. The bits say that something is above -inf, is not low, is not 0: several tiles together are
+# what the bits of all of them say.
+_NOTHING, _LOW = tl.constexpr(0b100), tl.constexpr(0b101)
+_ZERO, _OTHER = tl.constexpr(0b011), tl.constexpr(0b111)
 # Numbers that stand for -inf in masks: the lowest of a dtype, -1e9, -1e4, which bfloat16 rounds.
 LOW = tl.constexpr(-9000.0)
 
@@ -286,18 +288,37 @@ def mark_tiles_kernel(
     there = (row < length_r)[:, None] & (col < length_c)[None, :]
     ptrs = (row.to(tl.int64) * stride_r)[:, None] + (col.to(tl.int64) * stride_c)[None, :]
     bias = tl.load(bias_ptr + batch * stride_b + ptrs, mask=there, other=-INF).to(tl.float32)
-    kept = tl.sum(tl.sum((bias != -INF).to(tl.int32), axis=1), axis=0)
-    nonzero = tl.sum(tl.sum((bias != 0.0).to(tl.int32), axis=1), axis=0)
-    low = tl.sum(tl.sum((bias <= LOW).to(tl.int32), axis=1), axis=0)
-    state = tl.where(nonzero == 0, _ZERO, tl.where(low == ROWS * COLS, _LOW, _OTHER))
-    tl.store(state_ptr + tl.program_id(0), tl.where(kept == 0, _NOTHING, state))
-    best = tl.where(row < length_r, tl.max(bias, axis=1), INF)
+    top = tl.max(bias, axis=1)
+    largest = tl.max(top, axis=0)
+    least = tl.min(tl.min(bias, axis=1), axis=0)
+    # Neither of the two says that there is a NaN.
+    is_number = tl.max(tl.max((bias != bias).to(tl.int32), axis=1), axis=0) == 0
+    low = tl.where(largest == -INF, _NOTHING, _LOW)
+    state = tl.where((least == 0.0) & (largest == 0.0), _ZERO, _OTHER)
+    state = tl.where(is_number, tl.where(largest <= LOW, low, state), _OTHER)
+    tl.store(state_ptr + tl.program_id(0), state)
+    best = tl.where(row < length_r, top, INF)
     tl.store(best_ptr + tl.program_id(0), tl.min(best, axis=0))
 
 
 @triton.jit
-def list_tiles_kernel(state_ptr, best_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr):
-    """A program lists, of a row of tiles, those in which not all is -inf.
+def list_tiles_kernel(
+    state_ptr,
+    best_ptr,
+    tiles_ptr,
+    stride_b,
+    stride_r,
+    stride_c,
+    row_marks,
+    col_marks,
+    row_tiles,
+    tiles,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program lists, of a row of tiles, those in which not all is -inf. A tile is what
+    ``[ROWS, COLS]`` marks of `mark_tiles_kernel` say together.
 
     The first run of tiles that are 0: where it begins and ends. Then how many others there are, how
     many with the low ones, what of every row the bias is at least somewhere, as bits, and the
@@ -309,7 +330,20 @@ def list_tiles_kernel(state_ptr, best_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr
     program = tl.program_id(0).to(tl.int64)
     entries_ptr = tiles_ptr + program * (tiles + HEADER)
     tile = tl.arange(0, BLOCK)
-    state = tl.load(state_ptr + program * tiles + tile, mask=tile < tiles, other=_NOTHING)
+    state = tl.zeros([BLOCK], tl.int32)
+    best = tl.full([], INF, tl.float32)
+    for mark_row in tl.static_range(ROWS):
+        row = program % row_tiles * ROWS + mark_row
+        marks = program // row_tiles * stride_b + row * stride_r
+        best_of_row = tl.full([], -INF, tl.float32)
+        for mark_col in tl.static_range(COLS):
+            col = tile * COLS + mark_col
+            there = (row < row_marks) & (col < col_marks)
+            ptrs = marks + col * stride_c
+            state = state | tl.load(state_ptr + ptrs, mask=there, other=_NOTHING)
+            bests = tl.load(best_ptr + ptrs, mask=there, other=-INF)
+            best_of_row = tl.maximum(best_of_row, tl.max(bests, axis=0))
+        best = tl.minimum(best, tl.where(row < row_marks, best_of_row, INF))
     begin = tl.min(tl.where(state == _ZERO, tile, tiles), axis=0)
     end = tl.min(tl.where((tile >= begin) & (state != _ZERO), tile, tiles), axis=0)
     is_low = state == _LOW
@@ -323,8 +357,7 @@ def list_tiles_kernel(state_ptr, best_ptr, tiles_ptr, tiles, BLOCK: tl.constexpr
     tl.store(entries_ptr + 1, end)
     tl.store(entries_ptr + 2, others)
     tl.store(entries_ptr + 3, others + tl.sum(is_low.to(tl.int32), axis=0))
-    best = tl.load(best_ptr + program * tiles + tile, mask=tile < tiles, other=-INF)
-    tl.store(entries_ptr + 4, tl.max(best, axis=0).to(tl.int32, bitcast=True))
+    tl.store(entries_ptr + 4, best.to(tl.int32, bitcast=True))
 
 
 # ------------------------------------------------------------------ low tiles
