@@ -98,6 +98,35 @@ def test_a_module_without_a_source_is_refused(place: Path) -> None:
         origins.hashes("cached_pack.compile")
 
 
+def test_a_module_may_have_no_package(place: Path) -> None:
+    """Python takes what its spec or its name says, as for one that was made by hand."""
+    module = sys.modules["cached_pack.compile"]
+    for name in ("__package__", "__spec__"):
+        setattr(module, name, None)
+        assert sorted(origins.hashes("cached_pack.compile")) == sorted(SOURCES.keys() - OTHERS)
+
+
+def test_what_modules_do_when_they_are_looked_at_does_not_matter(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise LookupError(name)
+
+    fail.__module__ = "builtins"  # this module is not to be reached by it
+    monkeypatch.setitem(vars(sys.modules["cached_third"]), "__getattr__", fail)
+    monkeypatch.setitem(sys.modules, "cached_pack.local", None)  # its import is forbidden
+    found = origins.hashes("cached_pack.compile")
+    assert sorted(found) == sorted(SOURCES.keys() - OTHERS - {"cached_pack/local.py"})
+
+
+def test_a_source_that_is_no_python_any_more_is_refused(place: Path) -> None:
+    (place / "cached_third.py").write_text("def\n")
+    os.utime(place / "cached_third.py", (time.time() - 1e6,) * 2)
+    origins._import_statements.cache_clear()
+    with pytest.raises(ValueError, match=r"cached_third\.py is not what was imported"):
+        origins.hashes("cached_pack.compile")
+
+
 def test_versions_stand_for_what_is_not_looked_at() -> None:
     assert "torch" in origins.versions()
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import opgraft
 from opgraft import when
@@ -139,9 +140,9 @@ STATES: dict[str, States] = {
 }
 
 
-def never(symbol: str) -> Any:
+def never(symbol: str, namespace: str = "aten") -> Any:
     """A condition that no call of an op meets, whatever its sizes."""
-    arguments = resolve(f"aten::{symbol}").arguments
+    arguments = resolve(f"{namespace}::{symbol}").arguments
     first = next(each for each in arguments if "Tensor" in each.kind)
     return (when.ndim(first.name) if first.is_tensor else when.length(first.name)) == 99
 
@@ -165,6 +166,27 @@ def differences(stock: dict[str, list[str]], states: States) -> Iterator[str]:
                 yield f"{way}, the overrides {state}: {lines}"
         for override in overrides:
             override.remove()
+
+
+def test_a_kernel_that_took_the_routers_place_is_not_decomposed() -> None:
+    """Eager mode runs it, and a tracer below autograd keeps the op, as in stock PyTorch."""
+    library = torch.library.Library("pieces", "FRAGMENT")
+    library.define("late(Tensor x) -> Tensor")
+    library.impl("late", lambda x: x.sin().cos(), "CompositeImplicitAutograd")
+    opgraft.register_op_override(
+        *("pieces", "late", "CPU", opgraft.native("pieces::late")), cond=never("late", "pieces")
+    )
+    late, x = torch.ops.pieces.late, torch.ones(2)
+
+    def traced() -> list[str]:
+        with torch.inference_mode():
+            graph = make_fx(lambda x: late(x))(x).graph
+        return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+    assert traced() == ["aten.sin.default", "aten.cos.default"]
+    others = torch.library.Library("pieces", "FRAGMENT")
+    others.impl("late", lambda x: x + 1, "CPU", allow_override=True)
+    assert traced() == ["pieces.late.default"]
 
 
 @pytest.mark.longest

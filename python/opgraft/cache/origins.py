@@ -12,6 +12,7 @@ from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from opgraft.base import distributions
 
@@ -56,7 +57,8 @@ def versions() -> dict[str, str]:
 def is_looked_at(module: str) -> bool:
     """Whether a module has been imported, and no version stands for it."""
     top = module.partition(".")[0]
-    return module in sys.modules and top not in _BY_VERSION and top not in sys.stdlib_module_names
+    is_there = sys.modules.get(module) is not None  # None: its import is forbidden
+    return is_there and top not in _BY_VERSION and top not in sys.stdlib_module_names
 
 
 def hashes(*modules: str) -> dict[str, str]:
@@ -88,57 +90,74 @@ def are_unchanged(known: dict[str, str]) -> bool:
 def _files(modules: Iterable[str]) -> set[str]:
     found: set[str] = set()
     seen = set(modules)
-    waiting = [sys.modules[each] for each in seen]
+    waiting = list(seen)
     while waiting:
-        each = waiting.pop()
-        file = getattr(each, "__file__", None)
+        name = waiting.pop()
+        values = _values(name)
+        file = values.get("__file__")
         if file is None:
-            if not hasattr(each, "__path__"):  # a package without __init__.py has no code
-                raise ValueError(f"{each.__name__} has no source file")
+            if "__path__" not in values:  # a package without __init__.py has no code
+                raise ValueError(f"{name} has no source file")
         elif not file.endswith(".py"):
-            raise ValueError(f"{each.__name__} is no Python source: {file}")
+            raise ValueError(f"{name} is no Python source: {file}")
         else:
             found.add(file)
-        for name in _reached(each):
-            if name not in seen:
-                seen.add(name)
-                waiting.append(sys.modules[name])
+        for reached in _reached(name, values):
+            if reached not in seen:
+                seen.add(reached)
+                waiting.append(reached)
     return found
 
 
-def _reached(module: ModuleType) -> Iterator[str]:
+def _values(module: str) -> dict[str, Any]:
+    """What is in a module, without what a `__getattr__` of its own makes or raises."""
+    values: dict[str, Any] = getattr(sys.modules[module], "__dict__", {})
+    return values
+
+
+def _reached(module: str, values: dict[str, Any]) -> Iterator[str]:
     """The modules that a module imports or has values of, and the packages that it is in."""
-    parts = module.__name__.split(".")
+    parts = module.split(".")
     names = {".".join(parts[:n]) for n in range(1, len(parts))}
-    names.update(_imported(module))
-    for value in list(vars(module).values()):
+    names.update(_imported(module, values))
+    for value in list(values.values()):
         if not isinstance(value, ModuleType):
             names.add(str(getattr(value, "__module__", None) or ""))
         # A package has all its modules as attributes, whoever imported them.
-        elif not value.__name__.startswith(module.__name__ + "."):
+        elif not value.__name__.startswith(module + "."):
             names.add(value.__name__)
     yield from filter(is_looked_at, names)
 
 
-def _imported(module: ModuleType) -> Iterator[str]:
+def _imported(module: str, values: dict[str, Any]) -> Iterator[str]:
     """The names in a module's import statements: of modules, and of what may be one."""
-    file = getattr(module, "__file__", None)
+    file = values.get("__file__")
     if file is None:
         return
     for base, names in _import_statements(file):
         if base is None:
             yield from names
-        elif (found := _absolute_name(base, module)) is not None:
+        elif (found := _absolute_name(base, _package(module, values))) is not None:
             yield found
             yield from (f"{found}.{name}" for name in names)
 
 
-def _absolute_name(name: str, module: ModuleType) -> str | None:
+def _package(module: str, values: dict[str, Any]) -> str:
+    """What relative imports of a module begin at, as the import system finds it."""
+    package, spec = values.get("__package__"), values.get("__spec__")
+    if package is not None:
+        return str(package)
+    if spec is not None:
+        return str(spec.parent)
+    return module if "__path__" in values else module.rpartition(".")[0]
+
+
+def _absolute_name(name: str, package: str) -> str | None:
     """The module that an import statement names; None if it can only fail, as in a script that is
     also a part of a package (``try: from .utils import ...``).
     """
     try:
-        return resolve_name(name, module.__package__)
+        return resolve_name(name, package)
     except ImportError:
         return None
 
@@ -150,7 +169,11 @@ def _import_statements(file: str) -> tuple[tuple[str | None, tuple[str, ...]], .
     Each file is read once: it takes seconds for all that a DSL is made of.
     """
     found: list[tuple[str | None, tuple[str, ...]]] = []
-    for node in ast.walk(ast.parse(Path(file).read_bytes())):
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except SyntaxError as error:
+        raise ValueError(f"{file} is not what was imported: {error}") from error
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.append((None, tuple(alias.name for alias in node.names)))
         elif isinstance(node, ast.ImportFrom):

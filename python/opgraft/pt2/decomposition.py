@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 
 from opgraft import router
+from opgraft.ops.schema import resolve
 
 log = logging.getLogger(__name__)
 
@@ -52,5 +53,5 @@ def _has_only_router(func: OpOverload, flat_args: Sequence[object]) -> bool:
     for each in flat_args:
         if isinstance(each, torch.Tensor):
             key = torch._C._dispatch_key_for_device(each.device.type)
-            return router.hides_composite(func.name(), key)
+            return router.hides_composite(resolve(func), key)
     return False

@@ -105,7 +105,7 @@ def _is_composite(op: Op, args: Any, kwargs: Any) -> bool:
     """Whether our router is the only backend kernel of an op where a call's tensors live."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd"):
         return False
-    return hides_composite(op.name, policy.dispatch_key(policy.bind(op, args, kwargs)))
+    return hides_composite(op, policy.dispatch_key(policy.bind(op, args, kwargs)))
 
 
 def _is_compiling() -> bool:

@@ -58,7 +58,12 @@ def has_own_kernel(op: Op, dispatch_key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name, dispatch_key)
 
 
-def hides_composite(op_name: str, dispatch_key: str) -> bool:
-    """Whether the kernel at a key is our router, and the op is composite without it."""
-    router = _routers.get((op_name, dispatch_key))
-    return router is not None and router.is_composite
+def hides_composite(op: Op, dispatch_key: str) -> bool:
+    """Whether the kernel at a key is our router, and the op is composite without it.
+
+    Others may have registered theirs after the router, in its place.
+    """
+    router = _routers.get((op.name, dispatch_key))
+    if router is None or not router.is_composite:
+        return False
+    return dispatcher.is_ours(dispatcher.current_kernel_origin(op, dispatch_key))
