@@ -114,6 +114,10 @@ def test_what_modules_do_when_they_are_looked_at_does_not_matter(
 
     fail.__module__ = "builtins"  # this module is not to be reached by it
     monkeypatch.setitem(vars(sys.modules["cached_third"]), "__getattr__", fail)
+    lazy = type(
+        "Lazy", (), {"__module__": "builtins", "__getattribute__": lambda _, name: fail(name)}
+    )
+    monkeypatch.setitem(vars(sys.modules["cached_third"]), "made_when_used", lazy())
     monkeypatch.setitem(sys.modules, "cached_pack.local", None)  # its import is forbidden
     found = origins.hashes("cached_pack.compile")
     assert sorted(found) == sorted(SOURCES.keys() - OTHERS - {"cached_pack/local.py"})

@@ -121,12 +121,20 @@ def _reached(module: str, values: dict[str, Any]) -> Iterator[str]:
     names = {".".join(parts[:n]) for n in range(1, len(parts))}
     names.update(_imported(module, values))
     for value in list(values.values()):
-        if not isinstance(value, ModuleType):
-            names.add(str(getattr(value, "__module__", None) or ""))
+        if not issubclass(type(value), ModuleType):  # `isinstance` asks the value for its class
+            names.add(_module_of(value))
         # A package has all its modules as attributes, whoever imported them.
         elif not value.__name__.startswith(module + "."):
             names.add(value.__name__)
     yield from filter(is_looked_at, names)
+
+
+def _module_of(value: object) -> str:
+    """The module that a function, a class or an object's class is defined in; empty if unknown."""
+    try:
+        return str(getattr(value, "__module__", None) or "")
+    except Exception:  # an object that is made when it is first used, and cannot be made here
+        return type(value).__module__
 
 
 def _imported(module: str, values: dict[str, Any]) -> Iterator[str]:
