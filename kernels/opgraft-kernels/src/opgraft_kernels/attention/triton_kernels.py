@@ -493,7 +493,7 @@ def _plan_bias(
     return of_queries, of_keys, launches
 
 
-# Elements that a warp has of a tile which it marks: no thread waits for other warps then.
+# Elements of a tile that a warp marks. One warp marks most tiles alone, so it waits for no other.
 _MARKED_BY_WARP = 4096
 
 
@@ -503,7 +503,7 @@ def _mark_tiles(
     """What tiles of so many rows and columns are, ``[batch, rows of tiles, tiles]``."""
     batch, _, length_q, length_k = bias.shape
     batch = 1 if bias.stride(0) == 0 else batch
-    if bias.stride(2) == 0:
+    if _bias_kind(bias) == BY_KEY.value:
         length_q = rows  # all rows of tiles are the same
     shape = (batch, ceil_div(length_q, rows), ceil_div(length_k, cols))
     marks = torch.empty(shape, dtype=torch.int32, device=bias.device)
