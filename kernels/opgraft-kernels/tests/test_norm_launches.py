@@ -79,7 +79,9 @@ def test_long_rows_of_layer_norm_are_split_where_pieces_would_not_load_ahead(
         ("layer_norm", 1152, 3),
         ("layer_norm", 1280, 3),
         ("layer_norm", 1288, 1),
-        ("layer_norm", 3072, 1),
+        ("layer_norm", 2048, 1),
+        ("layer_norm", 2304, 3),
+        ("layer_norm", 3072, 3),
         ("layer_norm", 3584, 4),
         ("layer_norm", 4096, 1),
         ("layer_norm", 4480, 5),
@@ -93,7 +95,10 @@ def test_long_rows_of_layer_norm_are_split_where_pieces_would_not_load_ahead(
         ("layer_norm", 13825, 1),  # odd
         ("layer_norm", 9220, 5),
         ("layer_norm", 13828, 1),  # no multiple of 16 bytes
-        ("rms_norm", 1152, 1),
+        ("rms_norm", 1152, 3),
+        ("rms_norm", 1280, 1),
+        ("rms_norm", 2560, 3),
+        ("rms_norm", 3072, 3),
         ("rms_norm", 3584, 4),
         ("rms_norm", 5120, 1),
         ("rms_norm", 12288, 1),

@@ -1133,7 +1133,14 @@ def _backward_pieces(hidden: int, itemsize: int, has_mean: bool) -> Tile | None:
     and a tail, or one block, are as fast."""
     block, tail = _blocks(hidden)
     size, is_whole, is_short = block * itemsize, tail == block, 0 < tail <= block // 4
-    if size == 16384 and (is_whole or (has_mean and tail)):
+    if itemsize == 2 and size == 2048 and 0 < tail <= block // 8:
+        tile = Tile(1, 1024 // itemsize, 2, per_sm=6, stages=3)
+    elif itemsize == 2 and size == 4096 and 0 < tail <= block // 2:
+        tile = Tile(1, 2048 // itemsize, 4, per_sm=2, stages=4)
+        if tail == block // 2 and hidden == block + tail:
+            # Nothing is masked: one program that loads far ahead leaves half as many sums.
+            tile = tile._replace(per_sm=1, stages=6)
+    elif size == 16384 and (is_whole or (has_mean and tail)):
         tile = Tile(1, 4096 // itemsize, 8, stages=3)
     elif (size == 4096 and is_whole) or (size == 8192 and is_short and has_mean):
         tile = Tile(1, 2048 // itemsize, 4, per_sm=2, stages=3)
