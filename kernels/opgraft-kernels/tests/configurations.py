@@ -83,7 +83,7 @@ def _norms(norm: str, capability: int) -> Iterator[Launch]:
         yield from some(bfloat16, hidden, needs=(False, True, True))
     # Of a few lengths between each two powers of two, some exactly so many pieces. The last are
     # multiples of 8 bytes, and of 2.
-    lengths = (40, 96, 320, 768, 1280, 2560, 3584, 4224, 5120, 5496, 6144, 7168)
+    lengths = (40, 96, 320, 768, 1152, 1280, 2560, 3072, 3584, 4224, 5120, 5496, 6144, 7168)
     for hidden in (*lengths, 10240, 12288, 13824, 14336, 15360, 5500, 9220, 13828, 4225):
         yield from some(bfloat16, hidden)
     for hidden in (96, 1280, 5120, 7168):
@@ -429,8 +429,9 @@ def _attention_launches(
 
 
 def _attention_kinds() -> Iterator[Any]:
-    """Every head dimension once."""
+    """Every head dimension once, and tiles that programs walk over."""
     from opgraft_kernels.attention.cutedsl_kernels import Kind
+    from opgraft_kernels.attention.cutedsl_tiles import ForwardTile
 
     for dim, dim_v, causal in (
         (40, 40, False),
@@ -446,5 +447,21 @@ def _attention_kinds() -> Iterator[Any]:
         for is_forward in (True, False):
             yield Kind(is_forward, torch.bfloat16, dim, dim_v, 1, causal, True, False)
     yield Kind(True, torch.float16, 128, 128, 4, False, False, False)
+    for dim, group, causal, tile in (
+        (40, 1, False, (192, 80)),
+        (64, 1, False, (192, 128)),
+        (64, 1, True, (128, 128)),
+        (64, 4, True, (192, 128)),
+        (64, 1, False, (192, 112)),
+        (72, 1, False, (192, 80)),
+        (80, 1, False, (128, 112)),
+        (80, 1, True, (128, 128)),
+        (96, 1, False, (128, 128)),
+        (128, 1, False, (128, 80)),
+        (128, 4, True, (128, 128)),
+        (128, 5, False, (128, 128)),
+    ):
+        walked = ForwardTile(*tile, MULTIPROCESSORS)
+        yield Kind(True, torch.bfloat16, dim, dim, group, causal, True, False, walked)
     for is_forward in (True, False):
         yield Kind(is_forward, torch.bfloat16, 128, 128, 4, True, True, True)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from opgraft_kernels.devices import multiprocessors, shared_memory_of_multiprocessor
 from opgraft_kernels.interpreter import prepare
 
 __all__ = [
@@ -42,12 +43,10 @@ __all__ = [
     "mask_of",
     "max_of",
     "multiple_of",
-    "multiprocessors",
     "plan_sum",
     "power_of_2",
     "publish",
     "scalar",
-    "shared_memory_of_multiprocessor",
     "split_rows",
     "store_if",
     "sum_after_barrier",
@@ -636,21 +635,6 @@ def ends_columns(
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 2  # The interpreter: few enough for programs to walk.
-
-
-@functools.cache
-def shared_memory_of_multiprocessor(device: torch.device) -> int:
-    """In bytes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return 2**20  # The interpreter: any number.
 
 
 def sums_in_one_launch(rows: int, hidden: int, programs: int) -> bool:

@@ -21,6 +21,7 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
+from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 
 __all__ = ["compile_kind"]
@@ -168,10 +169,15 @@ def compile_kind(kind: Kind) -> Any:
     return _compile_forward(kind) if kind.is_forward else _compile_backward(kind)
 
 
-def _compile_forward(kind: Kind) -> Callable[..., None]:
-    dtype = CUTLASS_DTYPES[kind.dtype]
-    tile = library._tile_size_fwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
-    kernel = FlashAttentionForwardSm90(
+def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
+    if kind.tile is None:
+        config = library._tile_size_fwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
+        kernel_class = FlashAttentionForwardSm90
+    else:
+        # Probabilities stay in registers, and the next product of queries and keys overlaps.
+        config = library.FwdConfig(kind.tile.queries, kind.tile.keys, True, True)
+        kernel_class = walking_forward(kind.tile.programs)
+    return kernel_class(
         dtype,
         kind.head_dim,
         kind.head_dim_v,
@@ -179,14 +185,19 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
         is_causal=kind.causal,
         is_local=False,
         pack_gqa=kind.group > 1,
-        tile_m=tile.m_block_size,
-        tile_n=tile.n_block_size,
+        tile_m=config.m_block_size,
+        tile_n=config.n_block_size,
         num_stages=2,
         num_threads=384,
         Q_in_regs=False,
-        intra_wg_overlap=tile.intra_wg_overlap,
-        mma_pv_is_rs=tile.mma_pv_is_rs,
+        intra_wg_overlap=config.intra_wg_overlap,
+        mma_pv_is_rs=config.mma_pv_is_rs,
     )
+
+
+def _compile_forward(kind: Kind) -> Callable[..., None]:
+    dtype = CUTLASS_DTYPES[kind.dtype]
+    kernel = _forward_kernel(dtype, kind)
     ndim = 3 if kind.is_varlen else 4
     tensors = [fake_tensor(dtype, ndim, _ALIGNED_16BIT) for _ in range(4)]
     logsumexp = fake_tensor(Float32, ndim - 1, 1) if kind.has_logsumexp else None

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 
 from opgraft import cutedsl_utils, lazy
+from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, forward_tile
+from opgraft_kernels.devices import multiprocessors
 
 __all__ = [
     "BackwardTile",
@@ -31,7 +33,7 @@ __all__ = [
 
 
 class Kind(NamedTuple):
-    """What one compiled function is for. Sizes and strides are not in it."""
+    """What one compiled function is for. Strides are not in it, nor sizes but by the tile."""
 
     is_forward: bool
     dtype: torch.dtype
@@ -41,6 +43,8 @@ class Kind(NamedTuple):
     causal: bool
     has_logsumexp: bool
     is_varlen: bool
+    # Of a forward by programs that walk over tiles; otherwise the library's.
+    tile: ForwardTile | None = None
 
 
 class BackwardTile(NamedTuple):
@@ -90,17 +94,22 @@ def forward(
         scale: of the scores.
         causal: whether query i sees key j only where ``j <= i + length_k - length_q``.
     """
-    _, heads, _, head_dim = q.shape
-    _, heads_k, _, head_dim_v = v.shape
+    batch, heads, queries, head_dim = q.shape
+    _, heads_k, keys, head_dim_v = v.shape
+    group = heads // heads_k
+    programs = multiprocessors(q.device)
     kind = Kind(
         True,
         q.dtype,
         head_dim,
         head_dim_v,
-        heads // heads_k,
+        group,
         causal,
         logsumexp is not None,
         False,
+        forward_tile(
+            max(head_dim, head_dim_v), group, causal, batch * heads_k, queries, keys, programs
+        ),
     )
     _functions(kind, q.device)(q, k, v, out, logsumexp, scale)
 

@@ -270,8 +270,8 @@ class _Kind(NamedTuple):
 
 # The largest head dimension of Triton's kernels, in 16 bits.
 MAX_DIM = 256
-# Of a DSL's kernels: raised when they become faster or slower.
-VERSIONS = {"cutedsl_kernels": 1, "triton_kernels": 2}
+# Of a DSL's forwards and backwards: raised when they become faster or slower.
+VERSIONS = {"cutedsl_kernels": (2, 1), "triton_kernels": (2, 2)}
 _WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 # What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have. It goes before
 # Triton.
@@ -319,7 +319,7 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
     terms: dict[str, Any] = {
         "exact": ["dim", *more],
         "open_ended": ["rows", "keys"],
-        "version": VERSIONS[kind.kernels],
+        "version": VERSIONS[kind.kernels][op.is_backward],
         "tables": TABLES,
     }
     if op in _MEASURED_AS:

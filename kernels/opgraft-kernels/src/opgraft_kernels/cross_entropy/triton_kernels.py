@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
+from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.rows import (
     LOWEST,
     Launch,
@@ -41,7 +42,6 @@ from opgraft_kernels.rows import (
     mask_of,
     max_of,
     multiple_of,
-    multiprocessors,
     scalar,
     store_if,
     sum_exponentials,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.norms import ops, triton_kernels
 from opgraft_kernels.norms.triton_kernels import (
     _center,
@@ -31,7 +32,6 @@ from opgraft_kernels.rows import (
     ceil_div,
     contiguous,
     multiple_of,
-    multiprocessors,
     plan_sum,
     power_of_2,
     unit_of,

@@ -1,0 +1,25 @@
+"""What kernels of every DSL ask about a device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+__all__ = ["multiprocessors", "shared_memory_of_multiprocessor"]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2  # The interpreter: few enough for programs to walk.
+
+
+@functools.cache
+def shared_memory_of_multiprocessor(device: torch.device) -> int:
+    """In bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return 2**20  # The interpreter: any number.

@@ -1,0 +1,226 @@
+"""FlashAttention-4's forward by programs that walk over tiles: which, and what they compute."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from opgraft_kernels.attention import cutedsl_kernels, overrides
+from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, forward_tile
+
+MULTIPROCESSORS = 132
+#: What a program of an H100 or H200 may have, in bytes.
+SHARED_MEMORY = 227 * 1024
+gpu = pytest.mark.gpu
+needs_flash_attn_4 = pytest.mark.skipif(
+    not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0))
+    or not overrides._has_flash_attn_4(),
+    reason="needs flash-attn-4 and a Hopper GPU",
+)
+
+
+def _random_calls() -> list[tuple[int, int, bool, int, int, int]]:
+    draw = random.Random(11)
+    return [
+        (
+            draw.choice(range(8, 257, 8)),
+            draw.choice((1, 2, 4, 5, 8)),
+            draw.random() < 0.5,
+            round(2 ** draw.uniform(0, 12)),
+            round(2 ** draw.uniform(0, 15)),
+            round(2 ** draw.uniform(0, 15)),
+        )
+        for _ in range(2000)
+    ]
+
+
+def test_every_tile_fits_into_shared_memory_and_a_warp_group() -> None:
+    found = [(call, forward_tile(*call, MULTIPROCESSORS)) for call in _random_calls()]
+    tiles = {(call[0], tile) for call, tile in found if tile is not None}
+    assert len(tiles) > 40
+    for head_dim, tile in tiles:
+        dim = -(-head_dim // 16) * 16
+        # A tile of queries, one of the output, and two stages of keys and values.
+        assert 2 * dim * (2 * tile.queries + 4 * tile.keys) + 1024 <= SHARED_MEMORY
+        assert tile.queries % 64 == 0 and tile.keys % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "tile"),
+    [
+        # Wide tiles, but where they cover the queries worse.
+        ((64, 1, False, 512, 1024, 1024), (192, 128)),
+        ((64, 1, False, 768, 577, 577), (128, 128)),
+        ((64, 1, True, 512, 1024, 1024), (128, 128)),
+        ((64, 1, True, 128, 4096, 4096), (192, 128)),
+        # Fewer keys, where as many blocks hold them.
+        ((64, 1, False, 1024, 197, 197), (128, 112)),
+        ((40, 1, False, 128, 4096, 77), (192, 80)),
+        ((72, 1, False, 128, 1024, 1024), (192, 80)),
+        ((128, 4, True, 64, 2048, 2048), (128, 128)),
+        # Two tiles of 128 take longer than the library's one of 192; with twice the heads not.
+        ((64, 1, False, 32, 577, 2048), None),
+        ((80, 1, False, 16, 1025, 1025), None),
+        ((80, 1, False, 128, 1024, 1024), (128, 128)),
+        ((64, 1, True, 1024, 128, 128), (128, 128)),
+        # Parts of groups, causal rows of 72, queries that see no key: the library's.
+        ((64, 5, False, 200, 1024, 1024), None),
+        ((72, 1, True, 128, 1024, 1024), None),
+        ((64, 1, True, 1000, 456, 100), None),
+        # Too long, too few, too wide.
+        ((128, 1, False, 16, 16384, 16384), None),
+        ((128, 1, True, 16, 16384, 16384), None),
+        ((64, 1, False, 8, 1024, 1024), None),
+        ((64, 1, True, 16, 1024, 1024), None),
+        ((256, 1, False, 512, 1024, 1024), None),
+    ],
+)
+def test_tiles_of_a_call(
+    call: tuple[int, int, bool, int, int, int], tile: tuple[int, int] | None
+) -> None:
+    expected = tile and ForwardTile(*tile, MULTIPROCESSORS)
+    assert forward_tile(*call, MULTIPROCESSORS) == expected
+
+
+def _reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the logsumexp, by the formula in float64, a few heads at a time."""
+    group = q.shape[1] // k.shape[1]
+    outs, sums = [], []
+    for head in range(q.shape[1]):
+        one, keys, values = (
+            t[:, n].double() for t, n in ((q, head), (k, head // group), (v, head // group))
+        )
+        scores = one @ keys.mT * q.shape[-1] ** -0.5
+        if causal:
+            keep = torch.ones_like(scores, dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+            scores.masked_fill_(~keep, -torch.inf)
+        outs.append(scores.softmax(-1) @ values)
+        sums.append(scores.logsumexp(-1))
+    return torch.stack(outs, 1), torch.stack(sums, 1)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.full_like(q, torch.nan)
+    logsumexp = torch.full(q.shape[:-1], torch.nan, device=q.device)
+    cutedsl_kernels.forward(q, k, v, out, logsumexp, q.shape[-1] ** -0.5, causal)
+    return out, logsumexp
+
+
+def _tensors(
+    batch: int, heads: int, heads_k: int, queries: int, keys: int, dim: int, projected: bool
+) -> list[torch.Tensor]:
+    torch.manual_seed(batch + queries + keys + dim)
+    made = []
+    for n, length in ((heads, queries), (heads_k, keys), (heads_k, keys)):
+        shape = (batch, length, n, dim) if projected else (batch, n, length, dim)
+        t = torch.randn(shape, device="cuda").bfloat16()
+        made.append(t.transpose(1, 2) if projected else t)
+    return made
+
+
+# Batch, heads, key heads, queries, keys, dimension: of a head one tile, two, three and many, full
+# and not; of all heads more than multiprocessors, by a little and by much.
+CALLS = [
+    (12, 12, 12, 100, 100, 64),
+    (12, 12, 12, 128, 300, 128),
+    (16, 16, 16, 197, 197, 64),
+    (10, 16, 16, 256, 256, 96),
+    (9, 15, 15, 300, 300, 128),
+    (9, 15, 15, 384, 511, 64),
+    (8, 12, 12, 577, 577, 80),
+    (5, 13, 13, 640, 640, 40),
+    (4, 12, 12, 1000, 1000, 72),
+    (4, 12, 12, 1024, 1024, 64),
+    (2, 10, 10, 2048, 2048, 64),
+    (2, 12, 12, 2048, 2049, 128),
+    (2, 20, 20, 4096, 77, 40),
+    (3, 32, 8, 1024, 1024, 128),
+    (3, 32, 8, 1024, 1024, 64),
+    (4, 35, 7, 700, 701, 128),
+    (2, 71, 1, 129, 129, 64),
+]
+
+
+@gpu
+@needs_flash_attn_4
+@pytest.mark.parametrize("projected", [False, True], ids=["", "projected"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_programs_that_walk_match_the_formula(
+    call: tuple[int, int, int, int, int, int],
+    causal: bool,
+    projected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, heads, heads_k, queries, keys, dim = call
+    if causal and queries > keys:
+        pytest.skip("some queries see no key")
+    group = heads // heads_k
+    tiles = []
+    _remember(monkeypatch, tiles)
+    if forward_tile(dim, group, causal, batch * heads_k, queries, keys, 132) is None:
+        _as_if(monkeypatch, ForwardTile(128, 128, 132))
+    q, k, v = _tensors(*call, projected)
+    out, logsumexp = _forward(q, k, v, causal)
+    assert tiles and tiles[-1] is not None
+    right, right_sum = _reference(q, k, v, causal)
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=0.02)
+    torch.testing.assert_close(logsumexp.double(), right_sum, rtol=0, atol=1e-4)
+    # As near as the library's own program for each tile is.
+    _as_if(monkeypatch, None)
+    other, _ = _forward(q, k, v, causal)
+    assert tiles[-1] is None
+    error, others = ((t.double() - right).abs().max() for t in (out, other))
+    assert error <= 1.5 * others + 1e-3
+
+
+def _remember(monkeypatch: pytest.MonkeyPatch, tiles: list[ForwardTile | None]) -> None:
+    """Note the tiles of each call from now on."""
+    known = cutedsl_kernels._functions
+
+    def note(kind: cutedsl_kernels.Kind, device: torch.device) -> object:
+        tiles.append(kind.tile)
+        return known(kind, device)
+
+    monkeypatch.setattr(cutedsl_kernels, "_functions", note)
+
+
+def _as_if(monkeypatch: pytest.MonkeyPatch, tile: ForwardTile | None) -> None:
+    monkeypatch.setattr(cutedsl_kernels, "forward_tile", lambda *_: tile)
+
+
+@gpu
+@needs_flash_attn_4
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("programs", [1, 2, 3, 7, 131, 1000])
+def test_any_number_of_programs_has_the_same_bits(
+    causal: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = _tensors(3, 6, 6, 600, 600, 64, True)
+    _as_if(monkeypatch, ForwardTile(128, 128, 132))
+    expected = _forward(q, k, v, causal)
+    _as_if(monkeypatch, ForwardTile(128, 128, programs))
+    for _ in range(3):
+        for one, other in zip(_forward(q, k, v, causal), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@gpu
+@needs_flash_attn_4
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_no_tile_overtakes_another(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short rows of keys: a program begins a tile while the last one's output is written."""
+    _as_if(monkeypatch, ForwardTile(128, 128, MULTIPROCESSORS))
+    q, k, v = _tensors(64, 16, 16, 128, 128, 64, True)
+    first = _forward(q, k, v, causal)
+    for _ in range(200):
+        for one, other in zip(_forward(q, k, v, causal), first, strict=True):
+            assert torch.equal(one, other)
+    right, _ = _reference(q, k, v, causal)
+    torch.testing.assert_close(first[0].double(), right, rtol=0, atol=0.02)
