@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -82,6 +85,31 @@ def test_tiles_of_a_call(
 ) -> None:
     expected = tile and ForwardTile(*tile, MULTIPROCESSORS)
     assert forward_tile(*call, MULTIPROCESSORS) == expected
+
+
+_ANOTHER_LIBRARY = """
+import inspect
+from opgraft_kernels.attention import cutedsl_walking
+
+cutedsl_walking.walking_forward(132)
+inspect.getsource = lambda module: "barrier_id=int(NamedBarrierFwd.PFull)"
+try:
+    cutedsl_walking.walking_forward(131)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_library_that_takes_the_same_barrier_is_refused(cutedsl: list[str]) -> None:
+    environment = {
+        **os.environ,
+        "CUTE_DSL_ARCH": "sm_90a",
+        "PYTHONPATH": os.pathsep.join(filter(None, cutedsl)),
+    }
+    command = [sys.executable, "-c", _ANOTHER_LIBRARY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("flash-attn-4 "), done.stderr[-4000:]
+    assert "install 4.0.0b36" in done.stdout
 
 
 def _reference(
@@ -193,6 +221,30 @@ def _remember(monkeypatch: pytest.MonkeyPatch, tiles: list[ForwardTile | None]) 
 
 def _as_if(monkeypatch: pytest.MonkeyPatch, tile: ForwardTile | None) -> None:
     monkeypatch.setattr(cutedsl_kernels, "forward_tile", lambda *_: tile)
+
+
+@gpu
+@needs_flash_attn_4
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("size", [(192, 128), (192, 80), (128, 112), (128, 80)])
+@pytest.mark.parametrize("call", [(3, 10, 10, 700, 700, 64), (2, 12, 4, 500, 500, 40)], ids=str)
+def test_tiles_of_any_size_match_the_formula(
+    call: tuple[int, int, int, int, int, int],
+    size: tuple[int, int],
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _as_if(monkeypatch, ForwardTile(*size, MULTIPROCESSORS))
+    q, k, v = _tensors(*call, True)
+    for dtype in (torch.bfloat16, torch.float16):
+        t = [each.to(dtype) for each in (q, k, v)]
+        out, logsumexp = _forward(*t, causal)
+        right, right_sum = _reference(*t, causal)
+        torch.testing.assert_close(out.double(), right, rtol=0, atol=0.02)
+        torch.testing.assert_close(logsumexp.double(), right_sum, rtol=0, atol=1e-4)
+        without = torch.full_like(out, torch.nan)
+        cutedsl_kernels.forward(*t, without, None, q.shape[-1] ** -0.5, causal)
+        assert torch.equal(without, out)
 
 
 @gpu

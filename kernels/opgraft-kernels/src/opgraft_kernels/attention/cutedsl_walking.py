@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
+from importlib.metadata import version
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute import FastDivmodDivisorV2
+from flash_attn.cute import flash_fwd, flash_fwd_sm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.tile_scheduler import WorkTileInfo
@@ -161,6 +163,18 @@ class WalkingForward(FlashAttentionForwardSm90):
         )  # fmt: skip
 
 
+def _check_barrier() -> None:
+    """That the library's kernel leaves the barrier alone which the epilogue above takes."""
+    name = NamedBarrierFwd.PFull.name
+    for module in (flash_fwd, flash_fwd_sm90):
+        if name in inspect.getsource(module):
+            raise RuntimeError(
+                f"flash-attn-4 {version('flash-attn-4')} uses the barrier {name} in "
+                f"{module.__name__}, with which programs of opgraft-kernels wait for their own "
+                "output: install 4.0.0b36"
+            )
+
+
 @functools.cache
 def walking_forward(programs: int) -> type[WalkingForward]:
     """The kernel's class for so many programs.
@@ -168,7 +182,11 @@ def walking_forward(programs: int) -> type[WalkingForward]:
     The library's method names the class that says which tiles a program has. Here it is the same
     method with other names: to replace them in the library's module would change the kernels that
     others compile meanwhile.
+
+    Raises:
+        RuntimeError: this version of the library cannot walk.
     """
+    _check_barrier()
     walk = type("Walk", (Walk,), {"programs": programs})
     known = inspect.unwrap(FlashAttentionForwardSm90.__call__)
     names = {**known.__globals__, "SingleTileScheduler": walk, "SingleTileLPTScheduler": walk}
