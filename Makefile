@@ -86,12 +86,15 @@ sanitize: $(STAMPS)/test
 bench: $(STAMPS)/bench
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script $(BENCH_ARGS) || exit 1; done
 
-# A process for each GPU: they add to one table, each what no other one is at.
+# A process for each GPU, of which each has a part of every grid: they add to one table. Then one
+# process looks at the whole, which says that a table is complete.
+TUNE = $(PY) -m opgraft tune opgraft-kernels --output kernels/opgraft-kernels/src/opgraft_kernels/tables
 tables: $(STAMPS)/install
-	@for gpu in $$(nvidia-smi --query-gpu=index --format=csv,noheader); do \
-		CUDA_VISIBLE_DEVICES=$$gpu $(PY) -m opgraft tune opgraft-kernels --budget $(BUDGET) \
-			--output kernels/opgraft-kernels/src/opgraft_kernels/tables & \
-	done; wait
+	@gpus=$$(nvidia-smi --query-gpu=index --format=csv,noheader); count=$$(echo $$gpus | wc -w); part=0; \
+	for gpu in $$gpus; do \
+		part=$$((part + 1)); \
+		CUDA_VISIBLE_DEVICES=$$gpu $(TUNE) --budget $(BUDGET) --part $$part/$$count & \
+	done; wait; $(TUNE) --budget 2m
 
 wheel: $(STAMPS)/tools
 	@$(PY) tools/build_wheel.py $(TORCHES)

@@ -177,6 +177,19 @@ def test_what_another_process_tunes_comes_last(
     assert tune._claim(first, tmp_path).owner() is None
 
 
+def test_parts_of_an_override_are_tuned_at_a_time(tmp_path: Path) -> None:
+    (override,) = named(("a", "CPU"), crossover=opgraft.Crossover(n=when.numel("self")))
+    parts = [(1, 2), (2, 2), (1, 3), None]
+    assert len({tune._claim(override, tmp_path, part).name for part in parts}) == len(parts)
+
+
+def test_a_part_is_measured(folder: Path, run: Run) -> None:
+    """The module's grid has one dtype: the first part is all of it."""
+    found = {part: json.loads(run("--json", "--part", part).stdout)[0] for part in ("2/2", "1/2")}
+    assert found["2/2"]["measured"] == 0 < found["1/2"]["measured"]
+    assert run("--json", "--part", "1/1").returncode == 0
+
+
 def test_what_another_process_tunes_is_left_when_the_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +326,8 @@ def test_a_sample_of_the_cells_is_measured_again(folder: Path, run: Run) -> None
     ("arguments", "message"),
     [
         (["--budget", "soon"], "'soon' is no duration: write 90s, 10m or 2h"),
+        (["--part", "5/4"], "'5/4' is no part: write 1/4, or 4/4 for the last of four"),
+        (["--part", "0/4"], "'0/4' is no part"),
         (["--name", "plain"], "no override here declares a crossover="),
         (["--name", "shared"], "shared by that of tuned: tune that one"),
         (["aten::relu"], "no override of aten::relu here declares a crossover="),

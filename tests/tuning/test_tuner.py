@@ -172,6 +172,31 @@ def test_an_override_may_record_what_one_of_its_twins_measures() -> None:
     assert measuring._KINDS_OF_A_TWIN * plans.MAX_ATTEMPTS <= plans.FREE_RECORDINGS
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_measure_what_the_whole_does(parts: int, tmp_path: Path, clock: Clock) -> None:
+    """Each is a run of its own. There are two dtypes, so the third part is empty."""
+    override = register()
+    whole = tune(tmp_path / "whole", override)
+    dtypes, measured = [], 0
+    for number in range(1, parts + 1):
+        part = tune(tmp_path / "parts", override, part=(number, parts))
+        cells = [cell["at"] for cell in cells_in(part.path)]
+        dtypes.append(len({dtype for _, dtype in cells}))
+        measured += part.measured
+        assert part.left == 0
+    assert dtypes == [1, 2, 2][:parts]
+    assert measured == whole.measured
+    assert cells == [cell["at"] for cell in cells_in(whole.path)]
+    assert tune(tmp_path / "parts", override).measured == 0
+
+
+def test_a_part_measures_anew_what_is_in_it_alone(tmp_path: Path, clock: Clock) -> None:
+    override = register()
+    known = tune(tmp_path, override).measured
+    parts = [tune(tmp_path, override, part=(number, 2), again=True).measured for number in (1, 2)]
+    assert sum(parts) == known and all(parts)
+
+
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, clock: Clock) -> None:
     first = tune(tmp_path, register())
     known = tune(tmp_path, register())

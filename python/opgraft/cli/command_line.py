@@ -99,6 +99,15 @@ def _seconds(duration: str | float) -> float:
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 
+def _part(text: str) -> tuple[int, int] | None:
+    """Which part of how many; None: the only one."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise click.BadParameter(f"{text!r} is no part: write 1/4, or 4/4 for the last of four")
+    part = int(match[1]), int(match[2])
+    return None if part == (1, 1) else part
+
+
 # ------------------------------------------------------------------ the commands
 
 
@@ -220,6 +229,12 @@ def _verify(**options: Any) -> int | None:
     "Each takes seconds to compile.",
 )
 @click.option("--again", is_flag=True, help="Measure anew what the tables have already.")
+@click.option(
+    "--part",
+    type=_part,
+    metavar="K/N",
+    help="Measure only the K-th of N parts of each grid: on each of N GPUs one, at a time.",
+)
 @click.option(
     "--check",
     "count",

@@ -41,6 +41,7 @@ def command(
     budget: float,
     graphs: bool,
     again: bool,
+    part: tuple[int, int] | None,
     count: int | None,
     seed: int,
     folder: Path | None,
@@ -80,7 +81,7 @@ def command(
         if count is not None:
             return _check(found, folder, count, seed, as_json)
         _make_folders(found, folder)
-        terms = {"again": again, "graphs": graphs}
+        terms = {"again": again, "graphs": graphs, "part": part}
         status, results = _tune(found, folder, budget, seen, terms, progress=not as_json)
     except (opgraft.RegistrationError, BadTable, OSError) as error:
         raise click.ClickException(str(error)) from error
@@ -200,7 +201,7 @@ def _tune(
     folder: Path | None,
     budget: float,
     seen: watching.Seen | None,
-    terms: Mapping[str, bool],
+    terms: Mapping[str, Any],
     *,
     progress: bool,
 ) -> tuple[int, dict[Override, tuner.Result]]:
@@ -212,7 +213,7 @@ def _tune(
     with progress_bar(progress) as tell:
         while waiting:
             try:
-                override, claim = _next(waiting, folder, deadline, tell)
+                override, claim = _next(waiting, folder, deadline, tell, terms.get("part"))
                 seconds = (deadline - time.monotonic()) / len(waiting)
                 waiting.remove(override)
                 calls = None if seen is None else seen.of(override)
@@ -242,25 +243,29 @@ def _next(
     folder: Path | None,
     deadline: float,
     tell: Callable[[str, str], object],
+    part: tuple[int, int] | None = None,
 ) -> tuple[Override, claims.Claim]:
-    """The first override that no other process tunes into the same table, which is claimed.
+    """The first override of which no other process tunes the same part into the same table, and
+    that is claimed.
 
     Where others are at all of them, it waits: what they leave open when they end is ours to do.
     When the time is up it is the first one, of which no cell will be begun.
     """
     while True:
         for override in waiting:
-            claim = _claim(override, folder)
+            claim = _claim(override, folder, part)
             if claim.take() or time.monotonic() > deadline:
                 return override, claim
         tell(waiting[0].name, "another process tunes it")
         time.sleep(_LOOK_SECONDS)
 
 
-def _claim(override: Override, folder: Path | None) -> claims.Claim:
+def _claim(
+    override: Override, folder: Path | None, part: tuple[int, int] | None = None
+) -> claims.Claim:
     place = _options(override, folder).folder.resolve()
     model = models.of_device(device_of(override.dispatch_key))
-    what = f"{place} {model.name} {_origin(override)} {override.name}"
+    what = f"{place} {model.name} {_origin(override)} {override.name} {part}"
     return claims.Claim(f"tuning-{hashlib.sha256(what.encode()).hexdigest()[:32]}")
 
 

@@ -62,6 +62,9 @@ class Options:
             of it anew, too; only what is still so is measured. None: all.
         calls: the features of the calls to measure the cells of; None: all cells that decide.
         graphs: measure compiled graphs too.
+        part: ``(k, n)``: only the k-th of n parts of the grid, counted from 1. Cells with the same
+            values of exact features are in the same part, as they decide about one another. None:
+            the whole.
     """
 
     folder: Path
@@ -70,6 +73,7 @@ class Options:
     stale: Mapping[Corner, Cell] | None = None
     calls: Sequence[tuple[Any, ...]] | None = None
     graphs: bool = False
+    part: tuple[int, int] | None = None
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Result:
         name: of the override.
         measured: how many cells were measured now.
         known: how many were there before.
-        left: how many are still open: the time was up.
+        left: how many are still open, of the part: the time was up.
         changed: the cells that are decided otherwise than before, as text.
         skipped: why some cells, or all, were not measured; by reason, how many.
         path: the table; None if nothing was measured.
@@ -325,8 +329,20 @@ class _Tuning:
         else:
             groups = [self._called_cells(decided)]
         skipped = self._undecidable(each) | self._failed(each)
-        wanted = [[at for at in group if at not in skipped] for group in groups]
+        wanted = [
+            [at for at in group if at not in skipped and self._is_in_part(at)] for group in groups
+        ]
         return [group for group in wanted if group]
+
+    def _is_in_part(self, at: Indices) -> bool:
+        if self._options.part is None:
+            return True
+        number, parts = self._options.part
+        exact = [
+            place for place, axis in zip(at, self._axes, strict=True) if isinstance(axis, ExactAxis)
+        ]
+        # What differs in one of them is in other parts, so that each has some of everything.
+        return sum(exact) % parts == number - 1
 
     def _left_cells(self, each: _Pass) -> set[Indices]:
         """Those that rounds to come would measure."""
@@ -335,7 +351,8 @@ class _Tuning:
             left = search.left_cells(decided, self._axes)
         else:
             left = {*self._called_cells(decided)}
-        return left - self._undecidable(each) - self._failed(each)
+        left = left - self._undecidable(each) - self._failed(each)
+        return set(filter(self._is_in_part, left))
 
     def _decided(self, each: _Pass) -> dict[Indices, int]:
         """What the cells, as they are written, say of a pass."""
@@ -362,7 +379,8 @@ class _Tuning:
 
     def _stale(self, each: _Pass) -> list[Indices]:
         """Those to measure anew."""
-        stale, known = self._options.stale, self._known_to(each)
+        stale = self._options.stale
+        known = list(filter(self._is_in_part, self._known_to(each)))
         if stale is None:
             return known
 
