@@ -134,7 +134,7 @@ def test_rows_with_a_tail(hidden: int, dtype: torch.dtype, device: torch.device)
 
 # A backward of equal pieces: exactly so many, and not. In 16 bits the last two have no registers
 # for the weight.
-@pytest.mark.parametrize("hidden", [3080, 3584, 3585, 12424, 14336])
+@pytest.mark.parametrize("hidden", [1032, 1152, 2056, 3072, 3080, 3584, 3585, 12424, 14336])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_of_pieces(rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
     _check(*_case((rows, hidden), 1, dtype, device))
