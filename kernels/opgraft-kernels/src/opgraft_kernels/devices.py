@@ -11,7 +11,7 @@ __all__ = ["multiprocessors", "shared_memory_of_multiprocessor"]
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the device has."""
+    """How many multiprocessors the device has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2  # The interpreter: few enough for programs to walk.
@@ -19,7 +19,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory_of_multiprocessor(device: torch.device) -> int:
-    """In bytes."""
+    """The shared memory of each, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     return 2**20  # The interpreter: any number.

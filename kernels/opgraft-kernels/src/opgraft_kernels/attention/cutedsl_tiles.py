@@ -1,10 +1,10 @@
 """Which tiles a forward of FlashAttention-4 computes, and by how many programs.
 
 A program for each tile begins by waiting for its first queries and keys, and ends by writing its
-output, while its multiprocessor computes nothing: of short rows of keys that is a quarter of the
-time. A program that walks over tiles loads the next one's while it computes. But which program
-computes which tiles is then known before it begins, so one that is slow makes all wait: of long
-rows of keys a program for each tile is faster.
+output, while its multiprocessor computes nothing: of short rows of keys for much of the time. A
+program that walks over tiles loads the next one's while it computes. But which program computes
+which tiles is then known before it begins, so one that is slow makes all wait: of long rows of keys
+a program for each tile is faster.
 
 What is compared are estimates: the queries that a multiprocessor computes, one tile after the
 other, times the keys of a tile.
@@ -84,10 +84,9 @@ def forward_tile(
     if head_dim > _MOST_DIMS or keys == 0 or (causal and queries > keys):
         return None
     call = _Call(head_dim, group, causal, heads, queries, keys, multiprocessors)
-    sizes = list(_sizes(call))
-    if not sizes:
+    best = min(_sizes(call), key=lambda size: _walking_time(call, *size), default=None)
+    if best is None:
         return None
-    best = min(sizes, key=lambda size: _walking_time(call, *size))
     units, _ = _units(call, best[0])
     # Where each program would have one unit of work, none would load ahead.
     if units <= multiprocessors or _walking_time(call, *best) >= _library_time(call):
@@ -141,8 +140,11 @@ def _walking_time(call: _Call, height: int, width: int) -> float:
 
 def _library_time(call: _Call) -> float:
     """Of the library's tiles, each by a program of its own."""
-    is_high = call.head_dim <= _LIBRARY_WIDE_DIMS
-    height = _HIGH if is_high else _LOW
+    height, gain = _LOW, 1.0
+    if call.head_dim <= _WIDE_DIMS:
+        height, gain = _HIGH, _HIGH_GAIN
+    elif call.head_dim <= _LIBRARY_WIDE_DIMS:
+        height, gain = _HIGH, _LIBRARY_HIGH_GAIN
     tiles = -(-call.queries * call.group // height) * call.heads
     keys = _keys_of_tile(call, height, _KEYS)
     if call.causal:
@@ -151,9 +153,6 @@ def _library_time(call: _Call) -> float:
         computed = max(turns * (keys + _CAUSAL_WAIT), call.keys + _CAUSAL_WAIT)
     else:
         computed = -(-tiles // call.multiprocessors) * (keys + _WAIT)
-    if not is_high:
-        return height * computed
-    gain = _HIGH_GAIN if call.head_dim <= _WIDE_DIMS else _LIBRARY_HIGH_GAIN
     return height * computed / gain
 
 
