@@ -42,11 +42,11 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
         capability: 80, 90 or 100.
     """
     if family == "softmax":
-        return _softmax()
+        return _softmax(capability)
     if family == "cross_entropy":
         return _cross_entropy()
     if family.startswith("shifted "):
-        return _shifted(family.removeprefix("shifted "))
+        return _shifted(family.removeprefix("shifted "), capability)
     if family == "embedding":
         return _embedding()
     if family == "copies":
@@ -54,6 +54,10 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
     if family == "permuted":
         return _permuted()
     return _attention(capability // 10) if family == "attention" else _norms(family, capability)
+
+
+def _can_prefetch(capability: int) -> bool:
+    return capability >= 90
 
 
 def cutedsl_kinds(family: str) -> Iterator[Any]:
@@ -68,7 +72,12 @@ def _norms(norm: str, capability: int) -> Iterator[Launch]:
     """Powers of two in 16 and 32 bits, and at a few sizes each: unaligned rows, no weight, no
     bias, some of the gradients, more or fewer rows."""
     has_mean = norm == "layer_norm"
-    some = functools.partial(norm_launches, norm, shared_memory=SHARED_MEMORY[capability])
+    some = functools.partial(
+        norm_launches,
+        norm,
+        shared_memory=SHARED_MEMORY[capability],
+        can_prefetch=_can_prefetch(capability),
+    )
     bfloat16, float32 = torch.bfloat16, torch.float32
     for log2 in (4, 7, *range(10, 16), 17) if has_mean else range(4, 18):
         yield from some(bfloat16, 1 << log2)
@@ -113,6 +122,7 @@ def norm_launches(
     has_bias: bool = True,
     needs: tuple[bool, bool, bool] = (True, True, True),
     shared_memory: int = 228 * 1024,
+    can_prefetch: bool = True,
 ) -> list[Launch]:
     """The launches of a forward and then of a backward."""
     from opgraft_kernels.norms import ops, triton_kernels
@@ -128,7 +138,7 @@ def norm_launches(
     dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
     forward = ops.Forward(x, weight, bias, x, mean, rstd, hidden, 1e-6)
     backward = ops.Backward(x, x, weight, mean, rstd, dx, dw, db, hidden)
-    device = Device(MULTIPROCESSORS, shared_memory, can_wait=True)
+    device = Device(MULTIPROCESSORS, shared_memory, True, can_prefetch)
     return [
         triton_kernels.plan_forward(forward, device),
         *triton_kernels.plan_backward(backward, device),
@@ -157,31 +167,32 @@ def _norm_kinds(norm: str) -> Iterator[Any]:
 # ------------------------------------------------------------------ softmax
 
 
-def _softmax() -> Iterator[Launch]:
+def _softmax(capability: int) -> Iterator[Launch]:
     """Rows that share a program, that fit one and longer ones, strided lines, and odd sizes."""
+    some = functools.partial(softmax_launches, can_prefetch=_can_prefetch(capability))
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     for log in (False, True):
         for dtype in (bfloat16, float32):
             for size in (16, 128, 197, 1000, 4096, 5496, 8192, 16384, 50257, 128256, 262144):
-                yield from softmax_launches(dtype, (1024, size), log)
+                yield from some(dtype, (1024, size), log)
             for shape in ((8, 21, 65536), (8, 4096, 128), (4, 50000, 33), (512, 64, 6)):
-                yield from softmax_launches(dtype, shape, log)
+                yield from some(dtype, shape, log)
             # Strided and read element by element, up to the largest tile of such lines.
             for shape in ((64, 135, 75), (8, 1000, 17)):
-                yield from softmax_launches(dtype, shape, log)
+                yield from some(dtype, shape, log)
             # Rows that are not shifted, since they are an element further apart than they are long.
             for size in (49, 577, 20001):
-                yield from softmax_launches(dtype, (1024, size), log, between=1)
-        yield from softmax_launches(float16, (1024, 4096), log)
-        yield from softmax_launches(float16, (1024, 4096), log, wide=float32)
-        yield from softmax_launches(float16, (64, 128256), log, wide=float32)
+                yield from some(dtype, (1024, size), log, between=1)
+        yield from some(float16, (1024, 4096), log)
+        yield from some(float16, (1024, 4096), log, wide=float32)
+        yield from some(float16, (64, 128256), log, wide=float32)
         # Few rows, which are split from a larger size on; and where none are split.
         for dtype in (bfloat16, float32):
             for size in (16384, 50264):
-                yield from softmax_launches(dtype, (64, size), log)
-        yield from softmax_launches(float16, (64, 128256), log)
-        yield from softmax_launches(float16, (1024, 128257), log)
-        yield from softmax_launches(float32, (1024, 128256), log, can_wait=False)
+                yield from some(dtype, (64, size), log)
+        yield from some(float16, (64, 128256), log)
+        yield from some(float16, (1024, 128257), log)
+        yield from some(float32, (1024, 128256), log, can_wait=False)
 
 
 def softmax_launches(
@@ -192,6 +203,7 @@ def softmax_launches(
     between: int = 0,
     shared_memory: int = 228 * 1024,
     can_wait: bool = True,
+    can_prefetch: bool = True,
 ) -> list[Launch]:
     """The launch of a forward over dimension 1, and of a backward; with elements `between` the
     rows of what they read."""
@@ -201,15 +213,16 @@ def softmax_launches(
     x, dx = (torch.empty(each, dtype=dtype, device="meta") for each in (apart, shape))
     g, y = (torch.empty(each, dtype=wide or dtype, device="meta") for each in (apart, shape))
     x, g = x[..., : shape[-1]], g[..., : shape[-1]]
-    device = Device(MULTIPROCESSORS, shared_memory, can_wait)
+    device = Device(MULTIPROCESSORS, shared_memory, can_wait, can_prefetch)
     return [
         triton_kernels.plan_forward(x, y, 1, log, device),
         triton_kernels.plan_backward(g, g, dx, 1, log, device),
     ]
 
 
-def _shifted(family: str) -> Iterator[Launch]:
+def _shifted(family: str, capability: int) -> Iterator[Launch]:
     """Rows that fit a program, and longer ones."""
+    some = functools.partial(softmax_launches, can_prefetch=_can_prefetch(capability))
     for dtype in (torch.bfloat16, torch.float32):
         for size in (1191, 4097, 16383, 32767, 50257):
             if family == "cross_entropy":
@@ -218,7 +231,7 @@ def _shifted(family: str) -> Iterator[Launch]:
                     yield from (forward, backward)
             else:
                 for log in (False, True):
-                    yield from softmax_launches(dtype, (1024, size), log)
+                    yield from some(dtype, (1024, size), log)
 
 
 # ------------------------------------------------------------------ cross-entropy

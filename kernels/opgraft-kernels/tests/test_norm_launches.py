@@ -25,8 +25,10 @@ def backward_launches(norm: str, rows: int, hidden: int) -> list[Any]:
     [
         (64, 1024, 1),
         (512, 4096, 1),
-        (1024, 4096, 1),  # the most elements that are added up in the same launch
-        (1025, 4096, 2),
+        (2048, 2048, 1),  # the most elements that are added up in the same launch
+        (2049, 2048, 2),
+        (4096, 4096, 1),  # and of longer rows
+        (4097, 4096, 2),
         (64, 8192, 2),  # longer rows take a program too long to add up
     ],
 )
@@ -114,28 +116,36 @@ def test_blocks_of_a_row_in_a_backward(norm: str, hidden: int, blocks: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("hidden", "blocks", "has_parameters_first"),
+    ("hidden", "rows", "block", "blocks", "num_warps", "has_parameters_first"),
     [
-        (3072, 1, True),
-        (3584, 7, True),
-        (4480, 1, False),
-        (5120, 5, True),
-        (6144, 3, False),
-        (7168, 7, True),
-        (7296, 1, False),
-        (8192, 1, False),
-        (8320, 5, False),
-        (12288, 6, False),
-        (13824, 7, False),
-        (16256, 8, False),
+        (520, 2, 256, 3, 2, True),
+        (1152, 2, 256, 5, 2, True),
+        (1536, 1, 512, 3, 2, True),
+        (2560, 1, 512, 5, 2, True),
+        (3072, 1, 1024, 3, 4, True),
+        (5120, 1, 1024, 5, 4, True),
+        (8064, 1, 1024, 8, 4, True),
+        (8192, 1, 2048, 4, 8, True),
+        (9216, 1, 2048, 5, 8, False),
+        (11008, 1, 4096, 3, 8, False),  # six pieces would leave too much unused
+        (12288, 1, 2048, 6, 8, True),
+        (13824, 1, 2048, 7, 8, True),
+        (15360, 1, 4096, 4, 8, False),
+        (16384, 1, 8192, 2, 16, False),
     ],
 )
-def test_blocks_of_a_row_in_a_forward_of_layer_norm(
-    hidden: int, blocks: int, has_parameters_first: bool
+def test_pieces_of_a_forward_of_layer_norm(
+    hidden: int, rows: int, block: int, blocks: int, num_warps: int, has_parameters_first: bool
 ) -> None:
     launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden)
-    assert launch.constexprs["BLOCKS"] == blocks
-    assert launch.constexprs["PARAMETERS_FIRST"] == has_parameters_first
+    found = [launch.constexprs[name] for name in ("ROWS", "BLOCK", "BLOCKS", "PARAMETERS_FIRST")]
+    assert [*found, launch.num_warps] == [rows, block, blocks, has_parameters_first, num_warps]
+
+
+@pytest.mark.parametrize("hidden", [512, 16400])
+def test_narrow_and_very_long_rows_are_not_pieces_in_a_forward(hidden: int) -> None:
+    launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden)
+    assert launch.constexprs.get("BLOCKS", 1) == 1
 
 
 @pytest.mark.parametrize("hidden", [1152, 3584, 5120, 10240, 13824])
@@ -162,6 +172,12 @@ def test_sums_fit_into_registers_and_few_kinds_of_them_are_compiled(hidden: int)
     for programs in (4, 8, 16, 31, 64, 132):
         blocks = shared.ceil_div(hidden, tiles[programs - 2]["SUM_BLOCK"])
         assert shared.ceil_div(blocks, programs) <= 2  # each adds up one or two
+
+
+def test_all_partial_sums_of_long_rows_are_read_at_once() -> None:
+    (launch,) = backward_launches("layer_norm", 4096, 3072)
+    assert launch.constexprs["SUM_ROWS"] >= launch.grid
+    assert shared.ceil_div(2 * 3072, launch.constexprs["SUM_BLOCK"]) <= launch.grid
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-__all__ = ["multiprocessors", "shared_memory_of_multiprocessor"]
+__all__ = ["can_prefetch", "l2_cache", "multiprocessors", "shared_memory_of_multiprocessor"]
 
 
 @functools.cache
@@ -22,4 +22,18 @@ def shared_memory_of_multiprocessor(device: torch.device) -> int:
     """The shared memory of each, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return 2**20  # The interpreter: any number.
+
+
+@functools.cache
+def can_prefetch(device: torch.device) -> bool:
+    """Whether one instruction can ask for many bytes to be loaded into the L2 cache."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def l2_cache(device: torch.device) -> int:
+    """The L2 cache, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
     return 2**20  # The interpreter: any number.

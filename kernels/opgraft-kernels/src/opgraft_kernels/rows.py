@@ -13,7 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from opgraft_kernels.devices import multiprocessors, shared_memory_of_multiprocessor
+from opgraft_kernels.devices import (
+    can_prefetch,
+    l2_cache,
+    multiprocessors,
+    shared_memory_of_multiprocessor,
+)
 from opgraft_kernels.interpreter import prepare
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "multiple_of",
     "plan_sum",
     "power_of_2",
+    "prefetch",
     "publish",
     "scalar",
     "split_rows",
@@ -57,6 +63,7 @@ __all__ = [
     "sum_partials_kernel",
     "sums_in_one_launch",
     "tile_start",
+    "tiles_ahead",
     "unit_of",
 ]
 
@@ -124,6 +131,34 @@ def mask_if(mask, condition):
     those. Compiled, both are the same.
     """
     return mask & tl.where(condition, True, False)
+
+
+@triton.jit
+def prefetch(ptr, count):
+    """Begins to load `count` elements from `ptr` on into the L2 cache, and waits for nothing; of
+    a negative count none.
+
+    One thread asks for all of it, in one instruction, which takes no registers. The device must be
+    able to (`Device.can_prefetch`). Whole 16 bytes are loaded: what is less at the end is left out,
+    and what is before `ptr` is of the same 16 bytes, so of the same memory.
+    """
+    ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred is_first, is_any;
+        .reg .b32 index;
+        mov.u32 index, %tid.x;
+        setp.gt.s32 is_any, $2, 0;
+        setp.eq.and.u32 is_first, index, 0, is_any;
+        @is_first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [ptr.to(tl.int64) & -16, (tl.maximum(count, 0) * ITEMSIZE).to(tl.int32) & -16],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -596,6 +631,8 @@ ONE_PROGRAM_ELEMENTS = 2**14
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
 ONE_LAUNCH_ELEMENTS, ONE_LAUNCH_HIDDEN = 2**22, 4096
+# Of more elements where all partial sums are read at once, before the first of them is there.
+MOST_ONE_LAUNCH_ELEMENTS = 2**24
 
 
 def power_of_2(n: int) -> int:
@@ -637,18 +674,31 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def sums_in_one_launch(rows: int, hidden: int, programs: int) -> bool:
-    """Whether programs that walk over the rows are to add up their sums in the same launch."""
-    return programs > 1 and rows * hidden <= ONE_LAUNCH_ELEMENTS and hidden <= ONE_LAUNCH_HIDDEN
+def sums_in_one_launch(rows: int, hidden: int, programs: int, is_alone: bool) -> bool:
+    """Whether programs that walk over the rows are to add up their sums in the same launch.
+
+    is_alone: each is the only one of a multiprocessor.
+    """
+    most = MOST_ONE_LAUNCH_ELEMENTS if _are_sums_large(hidden, is_alone) else ONE_LAUNCH_ELEMENTS
+    return programs > 1 and rows * hidden <= most and hidden <= ONE_LAUNCH_HIDDEN
 
 
-def sum_constexprs(hidden: int, programs: int, one_launch: bool) -> dict[str, int]:
+def _are_sums_large(hidden: int, is_alone: bool) -> bool:
+    """Whether a program has registers for as many partial sums as make one round of all of them."""
+    return is_alone and hidden > ONE_LAUNCH_HIDDEN // 2
+
+
+def sum_constexprs(
+    hidden: int, programs: int, one_launch: bool, is_alone: bool = False
+) -> dict[str, int]:
     """What `sum_after_barrier` adds up at a time: about an equal part of the columns a program.
 
     Five kinds for all numbers of programs, and with them of rows: there are few to compile.
     """
     if not one_launch:
         return {"SUM_ROWS": 1, "SUM_BLOCK": 1}
+    if programs >= 64 and _are_sums_large(hidden, is_alone):
+        return {"SUM_ROWS": 256, "SUM_BLOCK": 64}
     if programs >= 32:
         rows, parts = 64, 128 if programs >= 128 else 64
     elif hidden < 1024:
@@ -686,6 +736,8 @@ class Device(NamedTuple):
     multiprocessors: int
     shared_memory: int  # of a multiprocessor, in bytes
     can_wait: bool  # whether programs may wait for one another: the interpreter runs them in turn
+    can_prefetch: bool = False  # whether `prefetch` is an instruction: from Hopper on
+    l2_cache: int = 50 * 2**20  # in bytes
 
 
 @functools.cache
@@ -694,7 +746,29 @@ def device_of(device: torch.device) -> Device:
         multiprocessors(device),
         shared_memory_of_multiprocessor(device),
         can_wait=device.type == "cuda",
+        can_prefetch=can_prefetch(device),
+        l2_cache=l2_cache(device),
     )
+
+
+# A program that holds its tile between a reduction and its use loads nothing meanwhile. So each
+# asks, when it begins, for a tile that is read later, by a program that begins when those that run
+# now are done. Of a multiprocessor's programs these are about as many bytes as they hold: with half
+# as many memory has nothing to do at times, with twice as many the cache drops some before use.
+_BYTES_AHEAD = 47 * 1024
+
+
+def tiles_ahead(tile_bytes: int, tiles: int, device: Device) -> int:
+    """How many tiles after its own a program is to `prefetch`; 0 where the device cannot.
+
+    It is beyond the last of the `tiles` where the cache may hold all of them already, as when the
+    kernel before wrote them: to ask for those takes time.
+    """
+    if not device.can_prefetch:
+        return 0
+    if tile_bytes * tiles <= device.l2_cache // 2:
+        return tiles
+    return device.multiprocessors * max(1, round(_BYTES_AHEAD / tile_bytes))
 
 
 class Split(NamedTuple):

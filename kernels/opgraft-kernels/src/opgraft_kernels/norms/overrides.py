@@ -68,8 +68,8 @@ RMS_NORM = Norm(
     statistics=("rstd",),
     # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
     cpu_dtypes=(torch.float32, torch.float16),
-    forward=Op("_fused_rms_norm", (65536, 131072)),
-    backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072), version=5),
+    forward=Op("_fused_rms_norm", (65536, 131072), version=3),
+    backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072), version=6),
 )
 
 LAYER_NORM = Norm(
@@ -78,8 +78,8 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=3),
-    backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=5),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=4),
+    backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=6),
 )
 
 

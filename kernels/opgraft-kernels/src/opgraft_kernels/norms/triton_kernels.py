@@ -6,6 +6,8 @@ write y, the backward to read x and g and to write dx, once each. Everything her
 * a row is read from device memory once. It stays in registers between its reduction and its use;
   one that is too long for them is read again out of L1, or split over programs that exchange their
   sums;
+* while a program of the forward reduces and writes its row, the next ones are on their way to the
+  L2 cache, if the device can be asked for that (`rows.tiles_ahead`);
 * dw and db are summed in float32, in registers, by as many programs as the device runs at once,
   which walk over the rows. Each writes one row of partial sums, and the same programs or those of a
   second kernel add those up, in a fixed order: no atomics on floats, the same bits on every run;
@@ -14,8 +16,8 @@ write y, the backward to read x and g and to write dx, once each. Everything her
   second one, the tail, or as many equal pieces as it needs, whichever is faster. Of those only the
   last has masks. A new hidden size compiles a kernel only when it needs other blocks or another
   unit (how wide loads may be). A new number of rows compiles no forward, and a backward only where
-  it changes by whom, and in which of three ways, the partial sums are added up, or whether rows
-  fill tiles of pieces.
+  it changes by whom, and in which way, the partial sums are added up, or whether rows fill tiles of
+  pieces.
 """
 
 from __future__ import annotations
@@ -49,12 +51,14 @@ from opgraft_kernels.rows import (
     multiple_of,
     plan_sum,
     power_of_2,
+    prefetch,
     publish,
     split_rows,
     store_if,
     sum_after_barrier,
     sum_constexprs,
     sums_in_one_launch,
+    tiles_ahead,
     unit_of,
 )
 
@@ -144,7 +148,7 @@ def _store_partial_sums(
         tl.store(ptrs, db, mask=in_row)
 
 
-@triton.jit(do_not_specialize=["rows", "hidden", "x_stride"])
+@triton.jit(do_not_specialize=["rows", "hidden", "x_stride", "ahead"])
 def _forward_rows_kernel(
     x_ptr,
     w_ptr,
@@ -156,6 +160,7 @@ def _forward_rows_kernel(
     hidden,
     x_stride,
     eps,
+    ahead,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -164,6 +169,7 @@ def _forward_rows_kernel(
     MASK_COLS: tl.constexpr,
     PARAMETERS_FIRST: tl.constexpr,
     TOGETHER: tl.constexpr,
+    PREFETCH: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """A program normalises a tile of ROWS whole rows, which stays in registers: its pieces are
@@ -173,6 +179,8 @@ def _forward_rows_kernel(
     not, masks would cost some percent of the bandwidth. PARAMETERS_FIRST: weight and bias are
     loaded while x is on its way, and take registers from there on; after the reduction they would
     be waited for once more, and of several blocks once for each. TOGETHER: see `_sum_rows`.
+    PREFETCH: a program asks for the tile of the program that is `ahead` of it, whose rows are next
+    to one another.
     """
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -185,6 +193,9 @@ def _forward_rows_kernel(
         col = _columns(i, BLOCK, BLOCKS, TAIL)
         x = _load_tile(x_ptr, row, rows, x_stride, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
         xs += (x.to(tl.float32),)
+    if PREFETCH:
+        first = (tl.program_id(0).to(tl.int64) + ahead) * ROWS
+        prefetch(x_ptr + first * x_stride, tl.minimum(rows - first, ROWS) * hidden)
     if PARAMETERS_FIRST:
         parameters = _load_all_parameters(w_ptr, b_ptr, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS)
     if mean_ptr is not None:
@@ -935,6 +946,8 @@ def _backward_split_kernel(
 _MIN_BLOCK = 16
 # Rows whose lanes take up to this many bytes are narrow: a tile has 16 of them or more.
 _NARROW_ROW_BYTES = 512
+# Longer rows of LayerNorm are pieces, in a forward.
+_PIECES_ROW_BYTES = 1024
 # Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
 _WHOLE_ROW_BYTES = 32 * 1024
 # Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
@@ -962,9 +975,6 @@ class Tiling(NamedTuple):
     parameters_first_bytes: int
     #: The same for rows with a tail, of which this is the block's part.
     parameters_first_block_bytes: int
-    #: And for those that a block and a tail hold exactly, so that no registers go to masks. They
-    #: have twice the warps where the tail has a vector for each thread.
-    exact_block_bytes: int
     #: Rows with a block of 16 KB and a tail are read twice, if it is up to so large a part of it.
     twice_tail: float
     #: So many bytes of the block a warp, in a forward of narrow rows with a tail.
@@ -985,7 +995,6 @@ _RMS_NORM = Tiling(
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
     parameters_first_bytes=_WHOLE_ROW_BYTES,
     parameters_first_block_bytes=8 * 1024,
-    exact_block_bytes=0,
     twice_tail=1,
     narrow_warp_bytes=512,
     whole_backward_bytes=_WHOLE_ROW_BYTES,
@@ -999,7 +1008,6 @@ _LAYER_NORM = Tiling(
     backward_split=lambda itemsize: Tile(1, 4096 // itemsize, 4, per_sm=3, stages=3),
     parameters_first_bytes=8 * 1024,
     parameters_first_block_bytes=2 * 1024,
-    exact_block_bytes=4 * 1024,
     twice_tail=0.5,
     narrow_warp_bytes=2048,
     whole_backward_bytes=16 * 1024,
@@ -1058,38 +1066,43 @@ def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile
             tail = max(tail, block // 4)  # for all threads
     else:
         a_warp = 1024 if size <= sizes.small_forward_bytes else 2048
-    tile = Tile(rows, block, max(1, size // a_warp), tail=tail)
-    if _is_exact(tile, hidden, itemsize, sizes):
-        wider = tile._replace(num_warps=2 * tile.num_warps)
-        return wider if _is_tail_for_all_threads(wider, itemsize) else tile
-    return tile
+    return Tile(rows, block, max(1, size // a_warp), tail=tail)
 
 
 def _forward_pieces(hidden: int, itemsize: int) -> Tile | None:
-    """That of LayerNorm's long rows, and of shorter ones that few pieces hold exactly: equal pieces
-    with 16 bytes for each thread. None: of others."""
+    """That of LayerNorm's rows: equal pieces with 16 bytes for each thread, few enough that weight
+    and bias have room beside them. None: of narrow rows and of those that no program holds."""
     row = hidden * itemsize
-    if 16384 < row < 32768:
-        piece = 4096
-    elif 6144 < row <= 16384 and row // (row & -row) in (3, 5, 7):
-        piece = row & -row
-    else:
+    if not _PIECES_ROW_BYTES < row <= _WHOLE_ROW_BYTES:
         return None
-    return Tile(1, piece // itemsize, piece // 512, blocks=ceil_div(row, piece))
+    if row < 3072:
+        tile = Tile(2, 512 // itemsize, 2)
+    elif row <= 5120:
+        tile = Tile(1, 1024 // itemsize, 2)
+    elif row < 16384:
+        tile = Tile(1, 2048 // itemsize, 4)
+    else:
+        tile = _forward_pieces_of_long_rows(row, itemsize)
+    return tile._replace(blocks=ceil_div(hidden, tile.block))
 
 
-def _is_exact(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
-    """Whether a block and a tail hold a row exactly, and leave registers for weight and bias."""
-    is_small = tile.block * itemsize <= sizes.exact_block_bytes
-    return is_small and tile.rows == 1 and tile.tail > 0 and hidden == tile.block + tile.tail
+def _forward_pieces_of_long_rows(row: int, itemsize: int) -> Tile:
+    """Of 16 bits a thread has twice as many elements, and of eight pieces, or of six that a row
+    does not fill, no registers for the parameters: then pieces of 32 bytes a thread are better."""
+    pieces = ceil_div(row, 4096)
+    if itemsize == 2 and (pieces == 8 or (pieces == 6 and 16 * row < 15 * pieces * 4096)):
+        return Tile(1, 16384 // itemsize, 16) if row == 32768 else Tile(1, 8192 // itemsize, 8)
+    return Tile(1, 4096 // itemsize, 8)
 
 
-def _has_parameters_first(tile: Tile, hidden: int, itemsize: int, sizes: Tiling) -> bool:
+def _has_parameters_first(tile: Tile, itemsize: int, sizes: Tiling) -> bool:
     """Whether a forward loads weight and bias before the reduction."""
     if tile.blocks > 1:
-        return tile.num_warps <= 4
+        is_a_vector = tile.rows * tile.block * itemsize == tile.num_warps * 32 * 16
+        # Five long pieces of 16 bits: four programs fit without the parameters, with them two.
+        return is_a_vector and not (tile.num_warps == 8 and tile.blocks == 5 and itemsize == 2)
     most = sizes.parameters_first_block_bytes if tile.tail else sizes.parameters_first_bytes
-    return tile.block * itemsize <= most or _is_exact(tile, hidden, itemsize, sizes)
+    return tile.block * itemsize <= most
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1219,10 +1232,13 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
     unit = {"UNIT": unit_of(itemsize, hidden, x_stride)}
     tile = _forward_tile(hidden, itemsize, unit["UNIT"], call.mean is not None)
     if tile is not None:
+        tiles, tile_bytes = ceil_div(rows, tile.rows), tile.rows * hidden * itemsize
+        is_one_block = tile.rows == 1 or x_stride == hidden
+        ahead = tiles_ahead(tile_bytes, tiles, device) if is_one_block else 0
         return Launch(
             _forward_rows_kernel,
-            ceil_div(rows, tile.rows),
-            (*tensors, rows, hidden, x_stride, call.eps),
+            tiles,
+            (*tensors, rows, hidden, x_stride, call.eps, ahead),
             {
                 "ROWS": tile.rows,
                 "BLOCK": tile.block,
@@ -1230,8 +1246,9 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
                 "TAIL": tile.tail,
                 "MASK_ROWS": tile.rows > 1,
                 "MASK_COLS": hidden < tile.columns,
-                "PARAMETERS_FIRST": _has_parameters_first(tile, hidden, itemsize, sizes),
+                "PARAMETERS_FIRST": _has_parameters_first(tile, itemsize, sizes),
                 "TOGETHER": tile.blocks > 1 or _is_tail_for_all_threads(tile, itemsize),
+                "PREFETCH": ahead > 0,
                 **unit,
             },
             tile.num_warps,
@@ -1310,7 +1327,9 @@ def _plan_backward_rows(
         programs, partial, sums = 1, call.dw, []
     else:
         partial = _partial_sums(call, sums, programs)
-    one_launch = device.can_wait and bool(sums) and sums_in_one_launch(rows, hidden, programs)
+    is_alone = per_sm == 1
+    one_launch = device.can_wait and bool(sums)
+    one_launch = one_launch and sums_in_one_launch(rows, hidden, programs, is_alone)
     unit = _unit(call, matrix)
     stages = tile.stages if _is_ahead_faster(tile, unit["UNIT"] * itemsize) else 1
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
@@ -1319,7 +1338,7 @@ def _plan_backward_rows(
         "ROWS": tile.rows,
         "BLOCK": tile.block,
         "STAGES": stages,
-        **sum_constexprs(hidden, programs, one_launch),
+        **sum_constexprs(hidden, programs, one_launch, is_alone),
         **unit,
     }
     if tile.blocks > 1:

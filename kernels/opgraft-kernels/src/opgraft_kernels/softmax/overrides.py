@@ -36,8 +36,8 @@ class Op(NamedTuple):
 
 
 OPS = (
-    Op("_softmax", "softmax", "forward"),
-    Op("_log_softmax", "log_softmax", "forward", version=8),
+    Op("_softmax", "softmax", "forward", version=8),
+    Op("_log_softmax", "log_softmax", "forward", version=9),
     Op("_softmax_backward_data", "softmax", "backward"),
     Op("_log_softmax_backward_data", "log_softmax", "backward", version=8),
 )

@@ -52,6 +52,7 @@ from opgraft_kernels.rows import (
     max_of,
     multiple_of,
     power_of_2,
+    prefetch,
     publish,
     scalar,
     split_rows,
@@ -60,6 +61,7 @@ from opgraft_kernels.rows import (
     sum_of,
     sum_of_exponentials,
     tile_start,
+    tiles_ahead,
     unit_of,
 )
 from opgraft_kernels.rows import Tile as RowTile
@@ -82,8 +84,10 @@ __all__ = [
 
 # LOG: log-softmax. STRIDED: inner is not 1. A program has LINES lines, in blocks of BLOCK elements:
 # one of them if WHOLE. MASK_LINES, MASK_COLS: there may be fewer than that; where there may not,
-# masks would cost bandwidth. Strides are multiples of UNIT; so is what is contiguous, a row's size
-# or inner; but not of shifted lines, which have ENDS: see `rows.py`.
+# masks would cost bandwidth. PREFETCH: a program asks for the lines of one that is `ahead` of it,
+# which are next to one another; and of a line that is read in blocks two are on their way to the L2
+# cache while a third is computed with. Strides are multiples of UNIT; so is what is contiguous, a
+# row's size or inner; but not of shifted lines, which have ENDS: see `rows.py`.
 
 
 @triton.jit
@@ -130,7 +134,7 @@ def _units(size, inner, UNIT: tl.constexpr, STRIDED: tl.constexpr):
         return multiple_of(size, UNIT), inner
 
 
-@triton.jit(do_not_specialize=["lines", "size", "inner", "x_stride"])
+@triton.jit(do_not_specialize=["lines", "size", "inner", "x_stride", "ahead"])
 def _forward_kernel(
     x_ptr,
     y_ptr,
@@ -138,6 +142,7 @@ def _forward_kernel(
     size,
     inner,
     x_stride,
+    ahead,
     LOG: tl.constexpr,
     STRIDED: tl.constexpr,
     LINES: tl.constexpr,
@@ -147,6 +152,7 @@ def _forward_kernel(
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
@@ -169,6 +175,9 @@ def _forward_kernel(
         col, offset = _columns(0, inner, BLOCK, STRIDED)
         mask = mask_of(there, col, length, MASK_COLS)
         x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES)
+        if PREFETCH:
+            first = (tl.program_id(0).to(tl.int64) + ahead) * LINES
+            prefetch(x_ptr + first * x_stride, tl.minimum(lines - first, LINES) * size)
         line_best = max_of(x, x_ends)
         shifted = x - line_best[:, None]
         line_total = sum_of_exponentials(exp(shifted, EXACT), x_ends, line_best, EXACT)
@@ -181,7 +190,12 @@ def _forward_kernel(
         LAST: tl.constexpr = "" if STRIDED else "evict_first"
         best = tl.full([LINES, BLOCK // TOGETHER], LOWEST, tl.float32)
         total = tl.zeros([LINES, BLOCK // TOGETHER], tl.float32)
+        if PREFETCH:
+            prefetch(x_ptr + scalar(x_start) + BLOCK, tl.minimum(size - BLOCK, BLOCK))
         for first in range(0, length, BLOCK):
+            if PREFETCH:
+                later = first + 2 * BLOCK
+                prefetch(x_ptr + scalar(x_start) + later, tl.minimum(size - later, BLOCK))
             col, offset = _columns(first, inner, BLOCK, STRIDED)
             mask = mask_of(there, col, length, MASK_COLS)
             x = load_logits(x_line + offset[None, :], mask, there, MASKED, MASK_LINES, FIRST)
@@ -756,7 +770,18 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | Non
     largest = _TILE_OF_MANY if are_many and lines.inner == 1 else FORWARD_TILE
     is_wide = are_many and x.element_size() == 2 and 2 * lines.size > _WIDE_ROW
     longer = _WIDE_BLOCK if is_wide and lines.inner == 1 else _BLOCK
-    return _launch(_forward_kernel, tensors, strides, lines, log, largest, longer)
+    launch = _launch(_forward_kernel, tensors, strides, lines, log, largest, longer)
+    return _with_prefetch(launch, x, lines, device)
+
+
+def _with_prefetch(launch: Launch, x: Tensor, lines: Lines, device: Device) -> Launch:
+    """A forward's launch, with what its programs ask for, if there is something."""
+    together = launch.constexprs["LINES"]
+    are_next = lines.inner == 1 and (together == 1 or x.is_contiguous())
+    tile_bytes = together * lines.size * x.element_size()
+    ahead = tiles_ahead(tile_bytes, launch.grid, device) if are_next else 0
+    constexprs = {**launch.constexprs, "PREFETCH": ahead > 0}
+    return launch._replace(arguments=(*launch.arguments, ahead), constexprs=constexprs)
 
 
 def plan_backward(
