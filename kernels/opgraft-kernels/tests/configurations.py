@@ -138,7 +138,7 @@ def norm_launches(
     dx, dw, db = (t if need else None for t, need in zip((x, weight, bias), needs, strict=True))
     forward = ops.Forward(x, weight, bias, x, mean, rstd, hidden, 1e-6)
     backward = ops.Backward(x, x, weight, mean, rstd, dx, dw, db, hidden)
-    device = Device(MULTIPROCESSORS, shared_memory, True, can_prefetch)
+    device = Device(MULTIPROCESSORS, shared_memory, can_wait=True, can_prefetch=can_prefetch)
     return [
         triton_kernels.plan_forward(forward, device),
         *triton_kernels.plan_backward(backward, device),
@@ -213,7 +213,7 @@ def softmax_launches(
     x, dx = (torch.empty(each, dtype=dtype, device="meta") for each in (apart, shape))
     g, y = (torch.empty(each, dtype=wide or dtype, device="meta") for each in (apart, shape))
     x, g = x[..., : shape[-1]], g[..., : shape[-1]]
-    device = Device(MULTIPROCESSORS, shared_memory, can_wait, can_prefetch)
+    device = Device(MULTIPROCESSORS, shared_memory, can_wait=can_wait, can_prefetch=can_prefetch)
     return [
         triton_kernels.plan_forward(x, y, 1, log, device),
         triton_kernels.plan_backward(g, g, dx, 1, log, device),

@@ -164,14 +164,38 @@ def test_one_program_makes_all_of_the_smallest() -> None:
     assert not launch.options["launch_cooperative_grid"]
 
 
-@pytest.mark.parametrize("hidden", [1, 128, 1024, 4096])
-def test_sums_fit_into_registers_and_few_kinds_of_them_are_compiled(hidden: int) -> None:
-    tiles = [shared.sum_constexprs(hidden, each, one_launch=True) for each in range(2, 133)]
-    assert max(tile["SUM_ROWS"] * tile["SUM_BLOCK"] for tile in tiles) <= 4096
-    assert len({tuple(tile.values()) for tile in tiles}) <= 5
-    for programs in (4, 8, 16, 31, 64, 132):
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("hidden", [1, 128, 1024, 2050, 4096])
+def test_sums_fit_into_registers_and_few_kinds_of_them_are_compiled(
+    hidden: int, is_alone: bool
+) -> None:
+    tiles = [shared.sum_constexprs(hidden, each, True, is_alone) for each in range(2, 200)]
+    # A program that is alone on a multiprocessor has at least 128 threads of 255 registers.
+    assert max(tile["SUM_ROWS"] * tile["SUM_BLOCK"] for tile in tiles[:126]) <= 4096
+    assert max(tile["SUM_ROWS"] * tile["SUM_BLOCK"] for tile in tiles) <= 4096 * (1 + 3 * is_alone)
+    assert len({tuple(tile.values()) for tile in tiles}) <= 6
+    for programs in (4, 8, 16, 28, 31, 46, 58, 60, 64, 108, 132):
         blocks = shared.ceil_div(hidden, tiles[programs - 2]["SUM_BLOCK"])
         assert shared.ceil_div(blocks, programs) <= 2  # each adds up one or two
+
+
+@pytest.mark.parametrize("hidden", [2050, 3072])
+def test_programs_that_were_to_share_a_multiprocessor_add_up_as_much_at_a_time(hidden: int) -> None:
+    """With little shared memory they do not share it, and have no more registers than before."""
+    _, launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden, shared_memory=100 * 1024)
+    assert launch.constexprs["SUM_ROWS"] * launch.constexprs["SUM_BLOCK"] <= (
+        16384 if hidden == 3072 else 4096
+    )
+
+
+@pytest.mark.parametrize("multiprocessors", [58, 60, 108, 132])
+def test_more_elements_take_one_launch_only_where_all_sums_are_read_at_once(
+    multiprocessors: int,
+) -> None:
+    large = shared.sums_in_one_launch(4096, 3072, multiprocessors, is_alone=True)
+    tile = shared.sum_constexprs(3072, multiprocessors, True, is_alone=True)
+    rounds = shared.ceil_div(2 * 3072, tile["SUM_BLOCK"]) / multiprocessors
+    assert large == (tile["SUM_ROWS"] >= multiprocessors and rounds <= 1)
 
 
 def test_all_partial_sums_of_long_rows_are_read_at_once() -> None:

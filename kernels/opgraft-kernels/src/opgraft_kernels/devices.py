@@ -28,7 +28,8 @@ def shared_memory_of_multiprocessor(device: torch.device) -> int:
 @functools.cache
 def can_prefetch(device: torch.device) -> bool:
     """Whether one instruction can ask for many bytes to be loaded into the L2 cache."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -139,8 +139,8 @@ def prefetch(ptr, count):
     a negative count none.
 
     One thread asks for all of it, in one instruction, which takes no registers. The device must be
-    able to (`Device.can_prefetch`). Whole 16 bytes are loaded: what is less at the end is left out,
-    and what is before `ptr` is of the same 16 bytes, so of the same memory.
+    able to (`Device.can_prefetch`). Whole 16 bytes are loaded, from a multiple of 16 on: some bytes
+    at the end are left out, and what is before `ptr` is of its own 16 bytes, so of the same memory.
     """
     ITEMSIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(
@@ -677,15 +677,17 @@ def ceil_div(a: int, b: int) -> int:
 def sums_in_one_launch(rows: int, hidden: int, programs: int, is_alone: bool) -> bool:
     """Whether programs that walk over the rows are to add up their sums in the same launch.
 
-    is_alone: each is the only one of a multiprocessor.
+    is_alone: their tile is meant for one program a multiprocessor, which has its registers.
     """
-    most = MOST_ONE_LAUNCH_ELEMENTS if _are_sums_large(hidden, is_alone) else ONE_LAUNCH_ELEMENTS
+    at_once = _are_sums_read_at_once(hidden, programs, is_alone)
+    most = MOST_ONE_LAUNCH_ELEMENTS if at_once else ONE_LAUNCH_ELEMENTS
     return programs > 1 and rows * hidden <= most and hidden <= ONE_LAUNCH_HIDDEN
 
 
-def _are_sums_large(hidden: int, is_alone: bool) -> bool:
-    """Whether a program has registers for as many partial sums as make one round of all of them."""
-    return is_alone and hidden > ONE_LAUNCH_HIDDEN // 2
+def _are_sums_read_at_once(hidden: int, programs: int, is_alone: bool) -> bool:
+    """Whether each program reads all partial sums of its columns together, and these in one round:
+    there are as many programs as that takes, and a row long enough to be worth it."""
+    return is_alone and hidden > ONE_LAUNCH_HIDDEN // 2 and programs >= 128
 
 
 def sum_constexprs(
@@ -697,7 +699,7 @@ def sum_constexprs(
     """
     if not one_launch:
         return {"SUM_ROWS": 1, "SUM_BLOCK": 1}
-    if programs >= 64 and _are_sums_large(hidden, is_alone):
+    if _are_sums_read_at_once(hidden, programs, is_alone):
         return {"SUM_ROWS": 256, "SUM_BLOCK": 64}
     if programs >= 32:
         rows, parts = 64, 128 if programs >= 128 else 64

@@ -939,14 +939,15 @@ def _backward_split_kernel(
 
 # The tiles below are the fastest, or within 2% of it, of those tried on an H200 in bfloat16 at
 # hidden sizes 40 to 131072, in bytes, so that float32 moves as many of them: 32 bytes of each
-# tensor a thread, 64 for RMSNorm's longer rows, for LayerNorm, and for the block of rows that have
-# a tail, which adds to it.
+# tensor a thread, 64 for RMSNorm's longer rows, for LayerNorm's narrow ones, and for the block of
+# rows that have a tail, which adds to it. LayerNorm's forward sees other rows as equal pieces, if
+# elements are loaded together; those that are loaded one by one have a block and a tail, too.
 
 # The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
 _MIN_BLOCK = 16
 # Rows whose lanes take up to this many bytes are narrow: a tile has 16 of them or more.
 _NARROW_ROW_BYTES = 512
-# Longer rows of LayerNorm are pieces, in a forward.
+# Longer rows of LayerNorm are pieces, in a forward, if elements are loaded together.
 _PIECES_ROW_BYTES = 1024
 # Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
 _WHOLE_ROW_BYTES = 32 * 1024
@@ -1070,8 +1071,9 @@ def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile
 
 
 def _forward_pieces(hidden: int, itemsize: int) -> Tile | None:
-    """That of LayerNorm's rows: equal pieces with 16 bytes for each thread, few enough that weight
-    and bias have room beside them. None: of narrow rows and of those that no program holds."""
+    """That of LayerNorm's rows: equal pieces, nearly all with 16 bytes for each thread, and so few
+    that weight and bias have room beside them. None: of narrow rows and of those that no program
+    holds."""
     row = hidden * itemsize
     if not _PIECES_ROW_BYTES < row <= _WHOLE_ROW_BYTES:
         return None
@@ -1087,8 +1089,12 @@ def _forward_pieces(hidden: int, itemsize: int) -> Tile | None:
 
 
 def _forward_pieces_of_long_rows(row: int, itemsize: int) -> Tile:
-    """Of 16 bits a thread has twice as many elements, and of eight pieces, or of six that a row
-    does not fill, no registers for the parameters: then pieces of 32 bytes a thread are better."""
+    """Pieces of 16 bytes a thread, too, or of 32, before which no parameters are loaded.
+
+    Those are better of rows of 16 bits, of which a thread has twice as many elements: where the
+    shorter pieces would be eight, since no registers are left, and where they would be six, of
+    which the row leaves more than a sixteenth unused.
+    """
     pieces = ceil_div(row, 4096)
     if itemsize == 2 and (pieces == 8 or (pieces == 6 and 16 * row < 15 * pieces * 4096)):
         return Tile(1, 16384 // itemsize, 16) if row == 32768 else Tile(1, 8192 // itemsize, 8)
@@ -1327,7 +1333,7 @@ def _plan_backward_rows(
         programs, partial, sums = 1, call.dw, []
     else:
         partial = _partial_sums(call, sums, programs)
-    is_alone = per_sm == 1
+    is_alone = tile.per_sm == 1
     one_launch = device.can_wait and bool(sums)
     one_launch = one_launch and sums_in_one_launch(rows, hidden, programs, is_alone)
     unit = _unit(call, matrix)

@@ -775,7 +775,8 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | Non
 
 
 def _with_prefetch(launch: Launch, x: Tensor, lines: Lines, device: Device) -> Launch:
-    """A forward's launch, with what its programs ask for, if there is something."""
+    """A forward's launch, with what its programs ask for, if there is something. Of a line that is
+    read in blocks that is the line itself, however large the tensor."""
     together = launch.constexprs["LINES"]
     are_next = lines.inner == 1 and (together == 1 or x.is_contiguous())
     tile_bytes = together * lines.size * x.element_size()
