@@ -328,6 +328,8 @@ def test_a_sample_of_the_cells_is_measured_again(folder: Path, run: Run) -> None
         (["--budget", "soon"], "'soon' is no duration: write 90s, 10m or 2h"),
         (["--part", "5/4"], "'5/4' is no part: write 1/4, or 4/4 for the last of four"),
         (["--part", "0/4"], "'0/4' is no part"),
+        (["--check", "2", "--part", "1/2"], "writes nothing: leave --part away"),
+        (["--check", "2", "--again", "--budget", "9s"], "leave --again and --budget away"),
         (["--name", "plain"], "no override here declares a crossover="),
         (["--name", "shared"], "shared by that of tuned: tune that one"),
         (["aten::relu"], "no override of aten::relu here declares a crossover="),

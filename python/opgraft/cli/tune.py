@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import re
 import sys
@@ -50,6 +51,10 @@ def command(
     as_json: bool,
 ) -> int:
     """Measure overrides, and write and print tables."""
+    if count is not None:
+        given = {"--again": again, "--graphs": graphs, "--part": part, "--png": pictures}
+        given["--budget"] = budget != math.inf
+        _refuse_with_check([option for option, is_given in given.items() if is_given])
     named_modules.import_all(modules)
     script = what if what is not None and what.endswith(".py") else None
     if script is not None:
@@ -93,6 +98,14 @@ def command(
     else:
         _print(in_order)
     return status
+
+
+def _refuse_with_check(options: list[str]) -> None:
+    if options:
+        names = " and ".join(options)
+        raise click.UsageError(
+            f"--check measures random cells again and writes nothing: leave {names} away"
+        )
 
 
 def _measured_as(overrides: list[Override]) -> str:
