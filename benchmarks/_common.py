@@ -50,9 +50,7 @@ def save(
     path = path_of(name, device)
     result = {
         "device": device,
-        "torch": torch.__version__,
-        **(versions or {}),
-        "python": platform.python_version(),
+        **_all_versions(versions or {}),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         **more,
@@ -60,6 +58,10 @@ def save(
     }
     files.replace(path, json.dumps(result, indent=1) + "\n", mode=0o644)
     return path
+
+
+def _all_versions(others: Mapping[str, str]) -> dict[str, str]:
+    return {"torch": torch.__version__, **others, "python": platform.python_version()}
 
 
 def path_of(name: str, device: str) -> Path:
@@ -73,18 +75,27 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def add(
-    name: str, device: str, records: Sequence[Mapping[str, Any]], *by: str, **options: Any
+    name: str,
+    device: str,
+    records: Sequence[Mapping[str, Any]],
+    *by: str,
+    versions: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Path:
     """As `save`, beside the records of earlier runs that this one did not measure. Other processes
     may be adding theirs to the same file.
 
+    A record that is kept has the date of its run, and its versions where they differ from today's.
+
     Args:
         by: the keys that say which record is of the same.
+        versions: as `save`.
         options: of `save`.
     """
     path = path_of(name, device)
     with alone(path):
-        return save(name, device, _with_others(path, records, by), **options)
+        all_records = _with_others(path, records, by, _all_versions(versions or {}))
+        return save(name, device, all_records, versions=versions, **options)
 
 
 def alone(path: Path) -> AbstractContextManager[None]:
@@ -93,13 +104,18 @@ def alone(path: Path) -> AbstractContextManager[None]:
 
 
 def _with_others(
-    path: Path, records: Sequence[Mapping[str, Any]], by: Sequence[str]
+    path: Path,
+    records: Sequence[Mapping[str, Any]],
+    by: Sequence[str],
+    versions: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """The records with today's date, and the others of a file."""
     before = json.loads(path.read_text()) if path.exists() else {"records": []}
+    of_before = {name: before[name] for name in versions if name in before}
+    apart = {} if of_before == versions else {"versions": of_before}
     measured = [{key: record[key] for key in by} for record in records]
     kept = [
-        {"date": before.get("date"), **record}
+        {"date": before.get("date"), **apart, **record}
         for record in before["records"]
         if {key: record.get(key) for key in by} not in measured
     ]

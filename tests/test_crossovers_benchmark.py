@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import random
@@ -147,6 +148,16 @@ def test_a_report_keeps_what_another_process_saves_meanwhile(
     benchmark.report(path)
     (record,) = benchmark._common.load(path)
     assert len(record["rows"]) == record["calls"] == len(more.rows) > len(tried.rows)
+
+
+def test_a_record_that_is_kept_says_what_it_was_measured_with(benchmark: Any) -> None:
+    add = functools.partial(benchmark._common.add, "some", "GPU")
+    add([{"n": 1}], "n", versions={"triton": "3.5"})
+    add([{"n": 2}], "n", versions={"triton": "3.6"})
+    path = add([{"n": 3}], "n", versions={"triton": "3.6"})
+    found = {record["n"]: record.get("versions") for record in benchmark._common.load(path)}
+    assert found[2] is found[3] is None  # as the file says
+    assert found[1]["triton"] == "3.5"
 
 
 def test_results_are_never_half_written(benchmark: Any) -> None:
