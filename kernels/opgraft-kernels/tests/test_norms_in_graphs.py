@@ -67,8 +67,8 @@ def is_opaque(override: opgraft.Override, call: Call) -> bool:
 OPAQUE = {
     "rms_norm.forward": [(2, 16384), (64, 16384), (256, 16384)],
     "rms_norm.forward_by_cluster": [(1, 65536), (16, 65536), (512, 65536), (2048, 65536)],
-    "rms_norm.backward": [(1024, 1024), (1024, 4096), (4096, 8192), (2048, 16384), (1024, 32768)],
-    "rms_norm.backward_by_cluster": [(512, 65536)],
+    "rms_norm.backward": [(1024, 1024), (1024, 4096), (4096, 8192), (2048, 16384)],
+    "rms_norm.backward_by_cluster": [(1024, 32768), (512, 65536)],
     "layer_norm.forward": [(2, 16384), (256, 16384), (32, 32768)],
     "layer_norm.forward_by_cluster": [(1, 65536), (16, 65536), (64, 65536), (2048, 65536)],
     "layer_norm.backward": [(1024, 1024), (1024, 4096), (8192, 4096), (4096, 8192)],
