@@ -6,8 +6,16 @@ namespace opgraft {
 
 namespace {
 
-// An observer's own error must not become the call's.
-void report_unraisable() { PyErr_WriteUnraisable(nullptr); }
+// An observer's own error must not become the call's. Ctrl-C is the program's: it is raised again
+// where the program goes on.
+void report_unraisable() {
+  if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    PyErr_Clear();
+    PyErr_SetInterrupt();
+  } else {
+    PyErr_WriteUnraisable(nullptr);
+  }
+}
 
 }  // namespace
 

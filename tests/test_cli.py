@@ -851,6 +851,30 @@ print("the script ended with", scripts.run(script))
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "-o", "absent/table", "SCRIPT"], "there is no folder"),
+        (["warmup", "-o", "absent/table", "SCRIPT"], "there is no folder"),
+        (["profile", "--html", "absent/page", "SCRIPT"], "there is no folder"),
+        (["verify", "--junit", "absent/report.xml"], "there is no folder"),
+        (["verify", "--max-samples", "0"], "0 is not in the range"),
+        (["verify", "--k", "-1"], "-1.0 is not in the range"),
+        (["verify", "--import", "./mine.py"], "--import takes a module's name"),
+        (["tune", "--import", "mine.py"], "--import takes a module's name"),
+    ],
+)
+def test_what_cannot_be_done_is_told_before_a_script_runs(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise AssertionError('it ran')")
+    given = [str(script) if word == "SCRIPT" else word for word in words]
+    done = forked_programs.run_module("opgraft", *given, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and "it ran" not in done.stderr
+
+
+@pytest.mark.parametrize(
     ("end", "status"),
     [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError", 1), ("raise KeyboardInterrupt", 130)],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -52,6 +53,10 @@ def register(**changes: object) -> opgraft.Override:
             r"unplanned= for aten::_softmax: .*'x'",
         ),
         ({"autograd": len}, r"autograd= for aten::_softmax must be two functions"),
+        ({"name": 3}, r"name= for aten::_softmax must be a str, not 3"),
+        ({"name": "\ud800"}, r"name= for aten::_softmax has a character that is no text"),
+        ({"dsl": 3}, r"dsl= for aten::_softmax must be a str, not 3"),
+        ({"priority": "high"}, r"priority= for aten::_softmax must be an int, not 'high'"),
     ],
 )
 def test_bad_registration_names_the_fault_and_the_mend(
@@ -60,6 +65,14 @@ def test_bad_registration_names_the_fault_and_the_mend(
     with pytest.raises(RegistrationError, match=f"(?s){message}"):
         register(**changes)
     assert opgraft.overrides() == []
+
+
+async def always_later(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
+    return False
+
+
+def always_next(self: torch.Tensor, dim: int, half_to_float: bool) -> Iterator[bool]:
+    yield False
 
 
 @pytest.mark.parametrize(
@@ -71,6 +84,8 @@ def test_bad_registration_names_the_fault_and_the_mend(
         (when.length("self") == 2, r"'self' is a Tensor, not a list"),
         (when.size("self", 0), r"a number: compare it"),
         (lambda self: True, r"cond .*<lambda>\(self\) cannot take the arguments"),
+        (always_later, r"returns a coroutine or a generator, which is always true"),
+        (always_next, r"returns a coroutine or a generator, which is always true"),
     ],
 )
 def test_bad_condition_fails_at_registration(cond: object, message: str) -> None:

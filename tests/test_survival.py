@@ -419,6 +419,35 @@ def test_a_torchscript_graph_that_holds_the_op(kind: str, tmp_path: Path) -> Non
     assert torch.equal(graph(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["conv2d", "convolution"])
+@pytest.mark.parametrize("earlier_calls", [0, 3])
+def test_a_trace_of_what_an_op_calls_sees_the_native_pieces(name: str, earlier_calls: int) -> None:
+    """The tracer does not record convolutions but what they call; a kernel calls nothing."""
+
+    def kernel(input: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        with opgraft.disabled():
+            result = torch.conv2d(input.detach(), weight.detach())
+        output = torch.empty_like(result)
+        output.numpy()[...] = result.numpy()
+        return output
+
+    model, x = torch.nn.Conv2d(2, 3, 2, bias=False), torch.randn(1, 2, 4, 4)
+    with torch.no_grad():
+        expected = model(x)
+        override = opgraft.register_op_override(
+            "aten", name, "CPU", kernel, unconditional_override=True
+        )
+        for _ in range(earlier_calls):
+            model(x)
+        assert override.hits == earlier_calls
+        traced = torch.jit.trace(model, (x,), check_trace=False)
+        assert override.hits == earlier_calls
+        assert "aten::_convolution" in [node.kind() for node in traced.graph.nodes()]
+        override.remove()
+        torch.testing.assert_close(traced(x), expected)
+
+
 def test_models_are_pickled_copied_and_saved_as_without_overrides(tmp_path: Path) -> None:
     override = on_softmax()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))

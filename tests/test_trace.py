@@ -149,6 +149,27 @@ def test_an_exception_closes_the_trace() -> None:
     assert not observers.any_thread()
 
 
+def test_ctrl_c_while_a_call_is_noted_interrupts_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The core asks the observer, whose own errors must not become the call's."""
+    register()
+    asked = observers.of_this_thread
+
+    def interrupted() -> Any:
+        monkeypatch.setattr(observers, "of_this_thread", asked)
+        raise KeyboardInterrupt
+
+    def calls_and_goes_on() -> None:
+        softmaxes(8)
+        for _ in range(1000):
+            softmaxes(4)
+
+    with pytest.raises(KeyboardInterrupt), opgraft.trace():
+        monkeypatch.setattr(observers, "of_this_thread", interrupted)
+        calls_and_goes_on()
+
+
 def test_a_backward_that_is_started_inside_is_seen() -> None:
     def impl(
         grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -143,6 +144,7 @@ def register_op_override(
     """
     op = resolve_symbol(lib_symbol, op_symbol)
     check_dispatch_key(dispatch_key)
+    _check_labels(op, name=name, dsl=dsl, priority=priority)
     takes_keyset = cond is None and not unconditional_override
     check_accepts(impl, op, what="impl", leading=["DispatchKeySet"] if takes_keyset else [])
     _check_condition(cond, op, unconditional_override)
@@ -266,9 +268,31 @@ def _add(chain: Chain, override: Override, *, replace: bool) -> None:
     )
 
 
+def _check_labels(op: Op, *, name: object, dsl: object, priority: object) -> None:
+    """Before anything is registered: the core takes text and numbers, and nothing else."""
+    for parameter, value in (("name", name), ("dsl", dsl)):
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise RegistrationError(f"{parameter}= for {op.name} must be a str, not {value!r}")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RegistrationError(
+                f"{parameter}= for {op.name} has a character that is no text: {value!r}"
+            ) from None
+    if not isinstance(priority, int):
+        raise RegistrationError(f"priority= for {op.name} must be an int, not {priority!r}")
+
+
 def _check_condition(cond: object, op: Op, unconditional_override: bool) -> None:
     if cond is None:
         return
+    if inspect.iscoroutinefunction(cond) or inspect.isgeneratorfunction(cond):
+        raise RegistrationError(
+            f"cond= for {op.name} must return a bool: {cond!r} returns a coroutine or a generator, "
+            "which is always true"
+        )
     if unconditional_override:
         raise RegistrationError(
             f"cond= and unconditional_override=True for {op.name} contradict each other: give one"

@@ -309,6 +309,13 @@ def test_warmup_asks_for_a_pack_that_there_is(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+def test_warmup_tells_of_a_misspelt_dsl(tmp_path: Path) -> None:
+    words = "warmup", "--bundle", tmp_path / "made", "--dsl", "tritn", os.devnull
+    done = forked_programs.run_module("opgraft", *words)
+    assert done.returncode == 2 and "--dsl" in done.stderr and "triton" in done.stderr
+    assert not (tmp_path / "made").exists()
+
+
 def test_an_override_without_plans_is_natives_where_a_bundle_alone_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -348,6 +348,32 @@ def test_what_cannot_be_tuned_is_told(
     assert "Traceback" not in done.stderr
 
 
+def test_overrides_without_a_device_here_are_told_and_the_others_measured(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "mine.py").write_text(
+        MODULE.replace('"CPU", impl', 'keywords.pop("key", "CPU"), impl')
+        + 'register("elsewhere", key="XPU", crossover=opgraft.Crossover('
+        'calls=calls, ranges={"rows": (16, 64)}, rows=when.size("self", 0)))\n'
+    )
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    assert "not measured: elsewhere: there is no xpu device here" in done.stderr
+    assert [each["name"] for each in json.loads(done.stdout)] == ["tuned"]
+    done = run("--name", "elsewhere")
+    assert done.returncode == 1
+    assert "nothing can be measured: there is no xpu device here" in done.stderr
+
+
+def test_an_override_of_which_every_call_fails_is_a_failure(folder: Path, run: Run) -> None:
+    text = MODULE.replace("    yield (torch", "    raise ValueError('no calls')\n    yield (torch")
+    (folder / "mine.py").write_text(text)
+    done = run()
+    assert done.returncode == 1 and "no calls" in done.stdout
+    done = run("--check", "2")
+    assert done.returncode == 1 and "run opgraft tune" in done.stderr
+
+
 def test_what_the_interpreter_takes_is_no_measurement(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

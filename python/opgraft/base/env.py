@@ -12,7 +12,8 @@
                    launch plan is taken from another process, nor kept for one.
 `OPGRAFT_READY`    `bundle`: only what that bundle holds is routed to a kernel.
 `OPGRAFT_ROUTER`   `python`: route in Python even where the compiled core is there.
-`OPGRAFT_CACHE`    where `opgraft build` keeps cores, instead of `~/.cache/opgraft`.
+`OPGRAFT_CACHE`    the cache, instead of `~/.cache/opgraft`: cores that `opgraft build` compiled,
+                   kernels and launch plans, the user's tables, and what tables decide.
 `OPGRAFT_TABLES`   where the user's crossover tables are, instead of `~/.cache/opgraft/tables`.
 `OPGRAFT_SHADOW`   `0.01`: compare this share of hits with native; `0.01:quarantine` or `:raise`
                    says what becomes of a difference.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -75,12 +76,28 @@ _import_option = click.option(
 )
 
 
+class _NewFile(click.Path):
+    """A file to write when all is done: that its folder is there is known before anything runs."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(folder):
+            self.fail(f"there is no folder {folder!r} to write {path!r} into", param, ctx)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            self.fail(f"{path!r} cannot be written into {folder!r}", param, ctx)
+        return path
+
+
 def _script_options(command: Command) -> Command:
     """Add `-m`, `-o`, SCRIPT and ARGUMENTS to a command."""
     command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
     command = click.argument("script")(command)
     command = click.option(
-        "-o", "--output", "path", type=click.Path(dir_okay=False), help="Write the table to a file."
+        "-o", "--output", "path", type=_NewFile(), help="Write the table to a file."
     )(command)
     return click.option(
         "-m", "is_module", is_flag=True, help="Run a module by its name, as python -m does."
@@ -178,10 +195,20 @@ def _doctor(**options: Any) -> int | None:
 @_import_option
 @click.option("--check", "checks", multiple=True, help="Only this check; can be repeated.")
 @click.option(
-    "--k", default=2.0, show_default=True, help="The allowed error, as a multiple of native's own."
+    "--k",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="The allowed error, as a multiple of native's own.",
 )
 @click.option("--seed", default=0, show_default=True, help="The seed of all values.")
-@click.option("--max-samples", default=300, show_default=True, help="Samples for each override.")
+@click.option(
+    "--max-samples",
+    default=300,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Samples for each override.",
+)
 @click.option(
     "--max-seconds", default=math.inf, help="Begin no sample of an override after this time."
 )
@@ -190,7 +217,7 @@ def _doctor(**options: Any) -> int | None:
 @click.option(
     "--jobs", default=1, show_default=True, type=click.IntRange(min=1), help="Processes at a time."
 )
-@click.option("--junit", type=click.Path(dir_okay=False), help="Write JUnit XML to a file.")
+@click.option("--junit", type=_NewFile(), help="Write JUnit XML to a file.")
 @click.option("--journal", "journal_path", hidden=True, help="Write the sample it is at to a file.")
 @click.option("--leave-out", multiple=True, hidden=True, help="Do not make this sample.")
 @click.option("--only-native", hidden=True, help="Run native on this sample, and nothing else.")
@@ -306,10 +333,8 @@ def _run(**options: Any) -> int | None:
     metavar="N",
     help="How many kinds of call to print, those with most time.",
 )
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write JSON to a file.")
-@click.option(
-    "--html", "html_path", type=click.Path(dir_okay=False), help="Write a page with a plot."
-)
+@click.option("--json", "json_path", type=_NewFile(), help="Write JSON to a file.")
+@click.option("--html", "html_path", type=_NewFile(), help="Write a page with a plot.")
 def _profile(**options: Any) -> int | None:
     """Run SCRIPT and print to stderr what its ops cost, who took them, and the device's limit.
 

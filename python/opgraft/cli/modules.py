@@ -16,6 +16,10 @@ def import_all(modules: Iterable[str]) -> None:
         # As for `python -m`, a user's module is searched in the current folder.
         if (here := os.getcwd()) not in sys.path:
             sys.path.insert(0, here)
+        if not all(part.isidentifier() for part in module.split(".")) or module.endswith(".py"):
+            raise click.UsageError(
+                f"--import takes a module's name, as `import` has it, not {module!r}"
+            )
         try:
             importlib.import_module(module)
         except Exception as error:  # whatever its code raises

@@ -27,7 +27,7 @@ from opgraft.crossover.tables import BadTable, Cell
 from opgraft.ready import claims
 from opgraft.registry import Override
 from opgraft.tuning import busy, heat, tuner, watching
-from opgraft.verification.runner import device_of, progress_bar
+from opgraft.verification.runner import device_of, progress_bar, why_no_device
 from opgraft.verification.single_override import is_interpreted
 
 #: Seconds between two looks whether another process has ended what it tunes.
@@ -76,8 +76,10 @@ def command(
     if not found:
         of = f" of {what}" if what else ""
         raise click.ClickException(
-            f"no override{of} here declares a crossover=: nothing to tune (opgraft list names them)"
+            f"no override{of} here declares a crossover=: nothing to tune (opgraft list names "
+            "them; what a module registers needs --import MODULE)"
         )
+    found = _with_device(found)
     _check_names(found, folder)
     if not anyway:
         _check_fit(found)
@@ -86,18 +88,45 @@ def command(
         if count is not None:
             return _check(found, folder, count, seed, as_json)
         _make_folders(found, folder)
+        if pictures is not None:
+            _check_pictures(pictures)
         terms = {"again": again, "graphs": graphs, "part": part}
         status, results = _tune(found, folder, budget, seen, terms, progress=not as_json)
     except (opgraft.RegistrationError, BadTable, OSError) as error:
         raise click.ClickException(str(error)) from error
-    if pictures is not None:
-        _draw(found, results, pictures)
     in_order = [results[each] for each in found if each in results]
     if as_json:
         output.print_json([each.as_dict() for each in in_order])
     else:
         _print(in_order)
-    return status
+    if pictures is not None:
+        _draw(found, results, pictures)
+    return status or int(any(map(_failed, in_order)))
+
+
+#: Why a cell is not measured though nothing is wrong.
+_NOT_MEANT = ("calls= makes none", "outside of ranges=")
+
+
+def _failed(result: tuner.Result) -> bool:
+    """Whether nothing is known of an override, since its calls failed."""
+    return not (result.measured or result.known) and any(
+        not reason.startswith(_NOT_MEANT) for reason in result.skipped
+    )
+
+
+def _with_device(overrides: list[Override]) -> list[Override]:
+    """Those that can run here; the others are told. An error if none can."""
+    missing: dict[str, list[str]] = {}
+    for each in overrides:
+        if reason := why_no_device(each.dispatch_key):
+            missing.setdefault(reason, []).append(each.name)
+    there = [each for each in overrides if why_no_device(each.dispatch_key) is None]
+    if not there:
+        raise click.ClickException(f"nothing can be measured: {'; '.join(missing)}")
+    for reason, names in missing.items():
+        click.echo(f"not measured: {', '.join(names)}: {reason}", err=True)
+    return there
 
 
 def _refuse_with_check(options: list[str]) -> None:
@@ -131,7 +160,12 @@ def _check_fit(overrides: list[Override]) -> None:
 def _make_folders(overrides: list[Override], folder: Path | None) -> None:
     """Make the folders of the tables, or raise an error before hours are measured in vain."""
     for place in dict.fromkeys(_options(each, folder).folder for each in overrides):
-        files.make_folder(place, mode=0o755)
+        try:
+            files.make_folder(place, mode=0o755)
+        except OSError as error:
+            raise click.ClickException(
+                f"tables cannot be written into {place}: {error.strerror} (--output)"
+            ) from error
         if not os.access(place, os.W_OK | os.X_OK):
             raise click.ClickException(f"tables cannot be written into {place} (--output)")
         if folder is None and (reason := store.why_untrusted(place)):
@@ -164,18 +198,25 @@ def _origin(override: Override) -> str:
     return f"{override.pack or 'user'}'s {override.op} at {override.dispatch_key}"
 
 
+def _check_pictures(folder: Path) -> None:
+    """Raise an error before hours are measured whose pictures cannot be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+
+        folder.mkdir(parents=True, exist_ok=True)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"--png needs it: {error}; pip install matplotlib") from None
+    except OSError as error:
+        raise click.ClickException(f"--png {folder}: {error.strerror}") from error
+
+
 def _draw(
     overrides: list[Override], results: Mapping[Override, tuner.Result], folder: Path
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for override, name in zip(overrides, _picture_names(overrides), strict=True):
         each = results.get(override)
-        if each is None:  # interrupted
-            continue
-        try:
+        if each is not None:  # else interrupted
             heat.save(folder / f"{name}.png", each.name, each.axes, each.cells)
-        except ModuleNotFoundError as error:
-            raise click.ClickException(f"--png needs it: {error}; pip install matplotlib") from None
 
 
 def _picture_names(overrides: list[Override]) -> list[str]:
@@ -334,4 +375,6 @@ def _check(
             ],
             prose=["which", "not measured"],
         )
+    if not any(row["measured"] for row in rows):
+        raise click.ClickException("no cell of a table could be measured again: run opgraft tune")
     return 0

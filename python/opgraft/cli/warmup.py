@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import opgraft
-from opgraft import packs
+from opgraft import packs, spelling
 from opgraft.base import env
 from opgraft.cache import bundles
 from opgraft.cli import output, scripts
@@ -42,6 +42,8 @@ def command(
     if pack is not None and pack not in packs.installed():
         there = ", ".join(packs.installed()) or "none"
         raise click.UsageError(f"--pack: there is no pack {pack!r} installed; there is: {there}")
+    if dsl is not None and (problem := spelling.problem_with("dsl", dsl)):
+        raise click.UsageError(f"--dsl: {problem}")
     if bundle is not None and wait:
         raise click.UsageError("--bundle takes what workers record: leave out --wait")
     if bundle is not None and not env.shares_plans():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import torch
+
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import device, failure, threads
@@ -54,7 +56,7 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     if threads.is_disabled_here(override):
         scope = threads.disabling_scope(override)
         return Decline(f"switched off on this thread by {scope}", "disabled")
-    obstacle = device.why_mixed(call) or _lazy_bits(call)
+    obstacle = device.why_mixed(call) or _lazy_bits(call) or _torchscript()
     if obstacle is not None:
         return Decline(obstacle, "rule")
     quarantined = override.state.quarantined
@@ -73,6 +75,18 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
             "break the capture",
             "rule",
         )
+    return None
+
+
+def _torchscript() -> str | None:
+    """Why a trace of `torch.jit` would miss what the op computes; None if none is recorded here.
+
+    The tracer records most ops, and is off while they run. Of a few, such as convolutions, it
+    records what they call: a kernel that writes memory by itself leaves an empty tensor there.
+    """
+    is_included = torch._C._dispatch_tls_is_dispatch_key_included("Tracer")
+    if is_included and not torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer"):
+        return "torch.jit.trace records what this op calls, which a kernel would hide"
     return None
 
 

@@ -72,7 +72,7 @@ def verify_override(
         override.name, override.op, override.dispatch_key, override.dsl, override.pack
     )
     start = time.perf_counter()
-    problem = override.why_off() or _no_device(override.dispatch_key)
+    problem = override.why_off() or why_no_device(override.dispatch_key)
     if problem is not None:
         report.skipped = problem
         return report
@@ -100,7 +100,8 @@ def device_of(dispatch_key: str) -> torch.device:
     )
 
 
-def _no_device(dispatch_key: str) -> str | None:
+def why_no_device(dispatch_key: str) -> str | None:
+    """Why nothing of a dispatch key can run here; None if something can."""
     kind = "cuda" if dispatch_key == "HIP" else dispatch_key.lower()
     if device.is_available(kind):
         return None

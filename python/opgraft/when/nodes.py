@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -70,6 +70,11 @@ class Expression:
             "and, or, not, and split a chained comparison: (1 <= n) & (n <= 3)"
         )
 
+    def __rand__(self, other: object) -> NoReturn:
+        _refuse(other)
+
+    __ror__ = __rand__
+
     def _inner(self, child: Expression, tighter: bool = False) -> str:
         weakest = self.precedence + tighter
         return f"({child!r})" if child.precedence < weakest else repr(child)
@@ -116,6 +121,11 @@ class Number(Expression):
         raise TypeError(f"{self!r} / {other!r}: conditions compute with integers, use //")
 
     __rtruediv__ = __truediv__
+
+    def __and__(self, other: object) -> NoReturn:
+        _refuse(self)
+
+    __or__ = __and__
 
     def __lt__(self, other: Any) -> Condition:
         return _compare("<", self, other)
@@ -877,6 +887,10 @@ def _parts(kind: type[And] | type[Or], part: Condition) -> tuple[Condition, ...]
 def _condition(part: object) -> Condition:
     if isinstance(part, Condition):
         return part
+    _refuse(part)
+
+
+def _refuse(part: object) -> NoReturn:
     raise TypeError(
         f"{part!r} is no condition: & | ~ combine conditions, and Python binds & tighter than "
         "comparisons, so write (when.ndim('x') == 2) & (...)"
