@@ -103,8 +103,9 @@ def test_the_packs_kernels_are_compiled_by_a_process_without_a_gpu(tmp_path: Pat
     answers = [json.loads(line) for line in done.stdout.splitlines()][1:]
     assert len(answers) == 5, done.stderr
     assert all(answer.get("compiled") for answer in answers), answers
-    # Where the process with the GPU finds them.
-    assert len(list(tmp_path.rglob("*.cubin"))) >= len(answers)
+    # Where the process with the GPU finds them; two calls may share a kernel.
+    kernels = {each["hash"] for answer in answers for each in answer["triton"]}
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(kernels) >= 4
     described = [len(answer["triton"]) for answer in answers]
     assert described == [len(answer["compiled"]) for answer in answers]
     loaded = subprocess.run(
@@ -115,7 +116,6 @@ def test_the_packs_kernels_are_compiled_by_a_process_without_a_gpu(tmp_path: Pat
         text=True,
         timeout=250,
     )
-    kernels = {each["hash"] for answer in answers for each in answer["triton"]}
     assert loaded.stdout == f"{len(kernels)} loaded, 0 compiled\n", loaded.stderr
 
 
