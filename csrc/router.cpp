@@ -254,25 +254,12 @@ void Router::route(Call& call, bool observed) {
   }
 }
 
-// The tracer of torch.jit.trace records most ops, and is off while they run. Of a few it records
-// what they call instead: a kernel that writes memory by itself would leave an empty tensor in the
-// trace.
-static bool is_recorded_by_torchscript() {
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  return local.included_.has(c10::DispatchKey::Tracer) &&
-         !local.excluded_.has(c10::DispatchKey::Tracer);
-}
-
 // The composite runs, whatever the conditions say, if autograd must differentiate the call, or if
 // something between autograd and the backend must see the decomposition.
 std::unique_ptr<PendingCall> Router::pending_call_at_autograd(const Argument* arguments,
                                                               c10::DispatchKeySet keyset) const {
   if (Frame::bypasses(this, name_)) return with_action(PendingCall::Action::RunNative);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
-  if (C10_UNLIKELY(is_recorded_by_torchscript())) {
-    count_misses();
-    return nullptr;
-  }
   const bool keeps_derivative = must_differentiate({arguments, argument_count_});
   const Interceptor found = keeps_derivative ? Interceptor::Other : interceptor_of(keyset, key_);
   if (C10_LIKELY(!keeps_derivative && found == Interceptor::None)) return pending_call(arguments);
@@ -324,6 +311,15 @@ bool Router::misses_at_once(const Argument* arguments) const {
   if (tensor != nullptr && is_plain(*tensor) && chain->common_test().passes(*tensor)) return false;
   chain->count_miss();
   return true;
+}
+
+// The tracer of torch.jit.trace records most ops, and is off while they run. Of a few it records
+// what they call instead: a kernel that writes memory by itself would leave an empty tensor in the
+// trace.
+static bool is_recorded_by_torchscript() {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  return local.included_.has(c10::DispatchKey::Tracer) &&
+         !local.excluded_.has(c10::DispatchKey::Tracer);
 }
 
 std::unique_ptr<PendingCall> Router::pending_call(const Argument* arguments, bool observed) const {

@@ -421,6 +421,29 @@ def test_a_torchscript_graph_that_holds_the_op(kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", ["conv2d", "convolution"])
+def test_a_trace_in_training_sees_the_native_pieces_in_place_of_a_derivative(name: str) -> None:
+    def forward(*args: Any) -> torch.Tensor:
+        return torch.zeros(1, 3, 3, 3)
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        return ()
+
+    model, x = torch.nn.Conv2d(2, 3, 2, bias=False), torch.randn(1, 2, 4, 4)
+    override = opgraft.register_op_override(
+        *("aten", name, "CPU", forward),
+        unconditional_override=True,
+        autograd=(lambda ctx, inputs, output: None, backward),
+    )
+    model(x)
+    assert override.hits == 1
+    traced = torch.jit.trace(model, (x,), check_trace=False)
+    assert override.hits == 1
+    override.remove()
+    torch.testing.assert_close(traced(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["conv2d", "convolution"])
 @pytest.mark.parametrize("earlier_calls", [0, 3])
 def test_a_trace_of_what_an_op_calls_sees_the_native_pieces(name: str, earlier_calls: int) -> None:
     """The tracer does not record convolutions but what they call; a kernel calls nothing."""
@@ -441,8 +464,10 @@ def test_a_trace_of_what_an_op_calls_sees_the_native_pieces(name: str, earlier_c
         for _ in range(earlier_calls):
             model(x)
         assert override.hits == earlier_calls
-        traced = torch.jit.trace(model, (x,), check_trace=False)
+        with opgraft.trace() as trace:
+            traced = torch.jit.trace(model, (x,), check_trace=False)
         assert override.hits == earlier_calls
+        assert trace.as_dict()["ops"]
         assert "aten::_convolution" in [node.kind() for node in traced.graph.nodes()]
         override.remove()
         torch.testing.assert_close(traced(x), expected)
