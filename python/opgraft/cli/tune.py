@@ -104,24 +104,22 @@ def command(
     return status or int(any(map(_failed, in_order)))
 
 
-#: Why a cell is not measured though nothing is wrong.
-_NOT_MEANT = ("calls= makes none", "outside of ranges=")
-
-
 def _failed(result: tuner.Result) -> bool:
     """Whether nothing is known of an override, since its calls failed."""
-    return not (result.measured or result.known) and any(
-        not reason.startswith(_NOT_MEANT) for reason in result.skipped
-    )
+    is_known = result.measured or result.known
+    return not is_known and not tuner.NOT_MEANT.issuperset(result.skipped)
 
 
 def _with_device(overrides: list[Override]) -> list[Override]:
     """Those that can run here; the others are told. An error if none can."""
+    there: list[Override] = []
     missing: dict[str, list[str]] = {}
     for each in overrides:
-        if reason := why_no_device(each.dispatch_key):
+        reason = why_no_device(each.dispatch_key)
+        if reason is None:
+            there.append(each)
+        else:
             missing.setdefault(reason, []).append(each.name)
-    there = [each for each in overrides if why_no_device(each.dispatch_key) is None]
     if not there:
         raise click.ClickException(f"nothing can be measured: {'; '.join(missing)}")
     for reason, names in missing.items():

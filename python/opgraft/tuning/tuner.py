@@ -76,6 +76,11 @@ class Options:
     part: tuple[int, int] | None = None
 
 
+_NO_CALL, _OUTSIDE = "calls= makes none", "outside of ranges="
+#: Why a cell is not measured though nothing failed.
+NOT_MEANT = frozenset([_NO_CALL, _OUTSIDE])
+
+
 @dataclass
 class Result:
     """What became of one override.
@@ -261,7 +266,7 @@ class _Tuning:
         before = dict(self._cells)
         outside = sum(self._cell_of(values) is None for values in self._options.calls or ())
         if outside:
-            self._result.skipped["outside of ranges="] = outside
+            self._result.skipped[_OUTSIDE] = outside
         try:
             self._measure_open_cells()
         finally:
@@ -531,7 +536,7 @@ class _Tuning:
             is_empty = False
             yield call
         if is_empty:
-            raise Skip("calls= makes none")
+            raise Skip(_NO_CALL)
 
     # ------------------------------------------------------------------ the table
 

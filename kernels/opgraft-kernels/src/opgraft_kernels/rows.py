@@ -631,7 +631,7 @@ ONE_PROGRAM_ELEMENTS = 2**14
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
 ONE_LAUNCH_ELEMENTS, ONE_LAUNCH_HIDDEN = 2**22, 4096
-# Of more elements where all partial sums are read at once, before the first of them is there.
+# And up to so many where each program reads all that it adds up at once.
 MOST_ONE_LAUNCH_ELEMENTS = 2**24
 
 
@@ -695,7 +695,8 @@ def sum_constexprs(
 ) -> dict[str, int]:
     """What `sum_after_barrier` adds up at a time: about an equal part of the columns a program.
 
-    Five kinds for all numbers of programs, and with them of rows: there are few to compile.
+    Five kinds for all numbers of programs, and with them of rows, and one more where each reads all
+    at once: there are few to compile.
     """
     if not one_launch:
         return {"SUM_ROWS": 1, "SUM_BLOCK": 1}

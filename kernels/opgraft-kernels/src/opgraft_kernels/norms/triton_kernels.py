@@ -1333,9 +1333,8 @@ def _plan_backward_rows(
         programs, partial, sums = 1, call.dw, []
     else:
         partial = _partial_sums(call, sums, programs)
-    is_alone = tile.per_sm == 1
-    one_launch = device.can_wait and bool(sums)
-    one_launch = one_launch and sums_in_one_launch(rows, hidden, programs, is_alone)
+    is_alone, may_wait = tile.per_sm == 1, device.can_wait and bool(sums)
+    one_launch = may_wait and sums_in_one_launch(rows, hidden, programs, is_alone)
     unit = _unit(call, matrix)
     stages = tile.stages if _is_ahead_faster(tile, unit["UNIT"] * itemsize) else 1
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
