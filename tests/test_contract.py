@@ -137,6 +137,23 @@ def test_a_random_op_is_checked_without_touching_the_generator() -> None:
     assert first[0].shape == x.shape
 
 
+def test_an_untagged_random_op_of_a_library_is_checked_without_touching_the_generator() -> None:
+    with torch.library._scoped_library("opgraft_random", "FRAGMENT") as library:
+        library.define("noisy(Tensor x) -> Tensor")
+        library.impl("noisy", lambda x: x + torch.rand(8), "CPU")
+        override = opgraft.register_op_override(
+            *("opgraft_random", "noisy", "CPU", lambda x: x + torch.rand(8) / 2),
+            unconditional_override=True,
+        )
+        torch.manual_seed(0)
+        torch.ops.opgraft_random.noisy(torch.ones(8))
+        after = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(8)
+    assert override.hits == 1
+    assert torch.equal(torch.rand(1), after)
+
+
 def test_overrides_are_off_while_native_is_asked() -> None:
     inner = opgraft.register_op_override(
         "aten",
