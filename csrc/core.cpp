@@ -277,7 +277,7 @@ RouterHandle install(const std::string& name, const std::string& overload, const
 
 void set_hooks(RouterHandle& self, py::object takes, py::object first_hit, py::object recover,
                py::object is_capturing, py::object contract_error, py::object observe,
-               py::object decompose) {
+               py::object decompose, py::object withdrawn) {
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
   hooks->first_hit = PythonRef(std::move(first_hit));
@@ -287,6 +287,7 @@ void set_hooks(RouterHandle& self, py::object takes, py::object first_hit, py::o
   self.hooks = std::move(hooks);
   self.observer->set(PythonRef(std::move(observe)));
   self.observer->set_decompose(PythonRef(std::move(decompose)));
+  self.observer->set_withdrawn(PythonRef(std::move(withdrawn)));
 }
 
 // An override that stands in a chain for deferred ones. `register_overrides` registers those, and
@@ -504,17 +505,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))
       .def("set_hooks", &set_hooks, py::arg("takes"), py::arg("first_hit"), py::arg("recover"),
            py::arg("is_capturing"), py::arg("contract_error"), py::arg("observe"),
-           py::arg("decompose"),
+           py::arg("decompose"), py::arg("withdrawn"),
            "Set the Python functions that its overrides call, before the first override.")
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {
              self.router->publish(Overrides(chain.begin(), chain.end()));
            })
+      .def(
+          "deregister", [](const RouterHandle& self) { self.router->deregister(); },
+          py::call_guard<py::gil_scoped_release>(),
+          "Take it off the dispatcher. Calls that are in it go on.")
       .def("call_native", &call_native, py::arg("keyset"), py::arg("values"))
       .def("recorder", &make_recorder, py::arg("values"), py::arg("device"))
       .def("finish", &finish_recording, py::arg("recorder"), py::arg("result"),
            py::arg("keep_alive"))
       .def("replay", &replay_plan, py::arg("plan"), py::arg("values"), py::arg("poison"))
+      .def_property_readonly(
+          "is_outdated", [](const RouterHandle& self) { return self.router->is_outdated(); },
+          "Whether its op was defined anew after it was installed.")
       .def_property_readonly(
           "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
       .def_property_readonly("is_composite",
@@ -549,8 +557,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def("__exit__", &Bypass::exit);
 
   py::class_<Derivative, std::shared_ptr<Derivative>>(core, "Derivative")
-      .def(py::init(&Derivative::install), py::arg("name"), py::arg("overload"),
-           py::arg("dispatch_key"))
+      .def(py::init([](const RouterHandle& handle) { return Derivative::install(*handle.router); }),
+           py::arg("router"))
       .def_static(
           "of_composite",
           [](const RouterHandle& handle, py::object hook) {

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/library.h>
 
 #include <utility>
 
@@ -21,16 +20,6 @@ namespace {
 const c10::DispatchKeySet kWrapped{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
                                    c10::DispatchKey::FuncTorchGradWrapper,
                                    c10::DispatchKey::Functionalize};
-
-// torch warns once per process when a kernel replaces another.
-class WithoutWarning {
-  struct Quiet final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  };
-  Quiet quiet_;
-  c10::WarningUtils::WarningHandlerGuard handler_{&quiet_};
-  c10::WarningUtils::WarnAlways always_{true};
-};
 
 // What autograd needs for the tensors of a call. Ops with custom derivatives have no lists of
 // tensors.
@@ -55,12 +44,16 @@ struct AutogradNeeds {
 // Stands in front of an op's kernel at the autograd key.
 class Kernel final : public c10::OperatorKernel {
  public:
-  Kernel(std::shared_ptr<Derivative> derivative, const c10::OperatorHandle& op,
-         c10::DispatchKey key)
-      : derivative_(std::move(derivative)), native_(op, key) {}
+  Kernel(std::shared_ptr<Derivative> derivative, Router& router, c10::DispatchKey key)
+      : derivative_(std::move(derivative)), router_(router), native_(router.op(), key) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
+    if (C10_UNLIKELY(router_.is_outdated())) {
+      Call call{op, keyset, *stack, derivative_->argument_count()};
+      router_.withdraw(call);
+      return;
+    }
     const c10::IValue* const end = stack->data() + stack->size();
     const c10::IValue* const begin = end - derivative_->argument_count();
     const AutogradNeeds needs(begin, end);
@@ -90,6 +83,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   std::shared_ptr<Derivative> derivative_;
+  Router& router_;
   NativeKernel native_;
 };
 
@@ -102,21 +96,12 @@ Derivative::Derivative(const c10::OperatorHandle& op)
   conditions_.store(new Conditions(), std::memory_order_release);
 }
 
-std::shared_ptr<Derivative> Derivative::install(const std::string& name,
-                                                const std::string& overload,
-                                                const std::string& dispatch_key) {
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-  const auto backend = c10::toBackendComponent(c10::parseDispatchKey(dispatch_key));
+std::shared_ptr<Derivative> Derivative::install(Router& router) {
+  const auto backend = c10::toBackendComponent(router.key());
   const auto key = c10::getAutogradKeyFromBackend(backend);
-  auto derivative = std::make_shared<Derivative>(op);
-  const WithoutWarning quiet;
-  // Never destroyed, like the routers' own.
-  auto* library = new torch::Library(torch::Library::IMPL, name.substr(0, name.find("::")), key,
-                                     __FILE__, __LINE__);
-  const auto full = overload.empty() ? name : name + "." + overload;
-  auto kernel = std::make_unique<Kernel>(derivative, op, key);
-  library->impl(full.c_str(),
-                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)).debug(kOrigin));
+  auto derivative = std::make_shared<Derivative>(router.op());
+  router.register_kernel(key, c10::KernelFunction::makeFromBoxedFunctor(
+                                  std::make_unique<Kernel>(derivative, router, key)));
   return derivative;
 }
 

@@ -22,9 +22,8 @@ class Derivative {
   // The conditions of the overrides with a derivative; nullopt if Python must evaluate it.
   using Conditions = std::vector<std::optional<Condition>>;
 
-  // Registers a kernel in front of the one at a backend's autograd key, for good.
-  static std::shared_ptr<Derivative> install(const std::string& name, const std::string& overload,
-                                             const std::string& dispatch_key);
+  // Registers a kernel in front of the one at the autograd key of a router's backend.
+  static std::shared_ptr<Derivative> install(Router& router);
 
   explicit Derivative(const c10::OperatorHandle& op);
 

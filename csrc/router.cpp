@@ -20,8 +20,6 @@
 
 namespace opgraft {
 
-const char* const kOrigin = "opgraft router";
-
 namespace {
 
 std::atomic<bool> shutting_down{false};
@@ -30,30 +28,9 @@ thread_local int here_in_python = 0;
 
 // --------------------------------------------------------------------------- registration
 
-// torch warns once per process when a kernel replaces another. `WarnAlways` keeps that one warning
-// for others, and this thread's handler drops ours.
-class WithoutOurWarning {
-  struct Quiet final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  };
-  Quiet quiet_;
-  c10::WarningUtils::WarningHandlerGuard handler_{&quiet_};
-  c10::WarningUtils::WarnAlways always_{true};
-};
-
-void register_kernel(const c10::OperatorHandle& op, c10::DispatchKey key,
-                     c10::KernelFunction kernel,
-                     std::optional<c10::impl::CppSignature> signature = std::nullopt) {
-  const WithoutOurWarning quiet;
-  // Never destroyed: the registration is permanent, and the dispatcher may be destroyed before our
-  // statics.
-  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
-      op.operator_name(), key, std::move(kernel), std::move(signature),
-      /*inferred_function_schema=*/nullptr, kOrigin));
-}
-
-// Registers a router's kernel. Returns whether calls arrive as C++ arguments.
-bool register_kernel(Router& router, c10::DispatchKey key, bool at_autograd) {
+// A router's kernel, and its signature if calls arrive as C++ arguments.
+std::pair<c10::KernelFunction, std::optional<c10::impl::CppSignature>> kernel_of(
+    Router& router, bool at_autograd) {
   const auto& native = at_autograd ? router.composite_kernel() : router.native();
   auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
       std::make_unique<RouterKernel>(router, at_autograd));
@@ -62,9 +39,7 @@ bool register_kernel(Router& router, c10::DispatchKey key, bool at_autograd) {
     set_unboxed(kernel, made->function, made->takes_symbolic_sizes);
     signature = made->signature;
   }
-  const bool typed = signature.has_value();
-  register_kernel(router.op(), key, std::move(kernel), std::move(signature));
-  return typed;
+  return {std::move(kernel), std::move(signature)};
 }
 
 // --------------------------------------------------------------------------- the call's tensors
@@ -104,7 +79,13 @@ NativeKernel::NativeKernel(const c10::OperatorHandle& op, c10::DispatchKey key) 
   origin_ = safe.debug();
 }
 
-void NativeKernel::missing(const c10::OperatorHandle& op) const {
+void NativeKernel::call_later_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+                                     torch::jit::Stack* stack) const {
+  // At the router's key the dispatcher has the router, at this one it has nothing else.
+  if (const NativeKernel later(op, c10::DispatchKey::Undefined); later.kernel_.isValid()) {
+    later.kernel_.callBoxed(op, keyset, stack);
+    return;
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, op.operator_name(), " has no native kernel at ", c10::toString(key_),
       ", and no override took the call; opgraft.explain('", op.operator_name(), "', ...) says why");
@@ -168,16 +149,48 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
   // Never destroyed, like its registration.
   auto& router = *new std::shared_ptr<Router>(
       std::make_shared<Router>(std::move(op), key, std::move(observer)));
+  on_redefinition(router->op_.operator_name(), [self = router.get()] {
+    self->is_outdated_.store(true, std::memory_order_seq_cst);
+    self->publish({});  // so that each call looks
+    self->observer_->outdated();
+  });
   // The autograd key first, because the backend's kernel hides the composite.
   if (router->composite_kernel_) {
-    register_kernel(*router, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
-                    /*at_autograd=*/true);
+    router->register_at(c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)),
+                        /*at_autograd=*/true);
   }
-  router->is_typed_ = register_kernel(*router, key, /*at_autograd=*/false);
+  router->is_typed_ = router->register_at(key, /*at_autograd=*/false);
   return router;
 }
 
+// Returns whether calls arrive as C++ arguments.
+bool Router::register_at(c10::DispatchKey key, bool at_autograd) {
+  auto [kernel, signature] = kernel_of(*this, at_autograd);
+  const bool typed = signature.has_value();
+  register_kernel(key, std::move(kernel), std::move(signature));
+  return typed;
+}
+
+void Router::register_kernel(c10::DispatchKey key, c10::KernelFunction kernel,
+                             std::optional<c10::impl::CppSignature> signature) {
+  const std::lock_guard<std::mutex> lock(registering_);
+  registrations_.emplace_back(op_, key, std::move(kernel), std::move(signature));
+}
+
+void Router::deregister() {
+  publish({});
+  const std::lock_guard<std::mutex> lock(registering_);
+  for (auto& each : registrations_) each.remove();
+}
+
+void Router::withdraw(Call& call) {
+  deregister();
+  observer_->withdrawn();
+  call.op.redispatchBoxed(call.keyset, &call.stack);
+}
+
 void Router::publish(Overrides overrides) {
+  if (is_outdated_.load(std::memory_order_seq_cst)) overrides.clear();
   const auto* fresh = overrides.empty() ? nullptr : new Chain(std::move(overrides));
   const auto* old = chain_.exchange(fresh, std::memory_order_seq_cst);
   if (old != nullptr) Epochs::instance().retire([old] { delete old; });
@@ -219,7 +232,9 @@ void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyse
   std::unique_ptr<PendingCall> found;
   // Another library's op can be redefined with other arguments. Then the router must not touch the
   // call.
-  if (!is_idle() && C10_LIKELY(op.schema().arguments().size() == argument_count_)) {
+  if (C10_UNLIKELY(is_outdated())) {
+    found = with_action(PendingCall::Action::Withdraw);
+  } else if (!is_idle() && C10_LIKELY(op.schema().arguments().size() == argument_count_)) {
     const auto arguments = call.view();
     found = at_autograd ? pending_call_at_autograd(arguments.data(), keyset)
                         : pending_call(arguments.data());
@@ -258,6 +273,7 @@ void Router::route(Call& call, bool observed) {
 // something between autograd and the backend must see the decomposition.
 std::unique_ptr<PendingCall> Router::pending_call_at_autograd(const Argument* arguments,
                                                               c10::DispatchKeySet keyset) const {
+  if (C10_UNLIKELY(is_outdated())) return with_action(PendingCall::Action::Withdraw);
   if (Frame::bypasses(this, name_)) return with_action(PendingCall::Action::RunNative);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
   const bool keeps_derivative = must_differentiate({arguments, argument_count_});
@@ -323,6 +339,7 @@ static bool is_recorded_by_torchscript() {
 }
 
 std::unique_ptr<PendingCall> Router::pending_call(const Argument* arguments, bool observed) const {
+  if (C10_UNLIKELY(is_outdated())) return with_action(PendingCall::Action::Withdraw);
   if (Frame::bypasses(this, name_)) return with_action(PendingCall::Action::RunNative);
   if (chain_.load(std::memory_order_relaxed) == nullptr) return nullptr;
   const Epochs::Reader reader;
@@ -474,6 +491,9 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
       return;
     case Action::TryOverrides:
       if (!try_overrides(pending, call, observed)) run_native();
+      return;
+    case Action::Withdraw:
+      withdraw(call);
       return;
     case Action::RunNative:
       run_native();

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "composite.h"
 #include "condition.h"
 #include "counter.h"
+#include "registration.h"
 #include "threads.h"
 
 namespace opgraft {
@@ -178,6 +180,12 @@ class Observer {
   // Runs a composite op's decomposition in Python, and replaces the arguments by the results. False
   // if there is none.
   virtual bool decompose(Call& call) = 0;
+
+  // The op was defined anew. Called under the dispatcher's lock.
+  virtual void outdated() noexcept = 0;
+
+  // An outdated router was deregistered.
+  virtual void withdrawn() = 0;
 };
 
 // The kernel that an op had at a dispatch key before the router, captured by value. It outlives its
@@ -191,12 +199,16 @@ class NativeKernel {
   const c10::KernelFunction& function() const noexcept { return kernel_; }
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
             torch::jit::Stack* stack) const {
-    if (C10_UNLIKELY(!kernel_.isValid())) missing(op);
-    kernel_.callBoxed(op, keyset, stack);
+    if (C10_LIKELY(kernel_.isValid()))
+      kernel_.callBoxed(op, keyset, stack);
+    else
+      call_later_kernel(op, keyset, stack);
   }
 
  private:
-  [[noreturn]] void missing(const c10::OperatorHandle& op) const;
+  // There was no kernel. Runs one for all backends that was registered since.
+  C10_NOINLINE void call_later_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
+                                      torch::jit::Stack* stack) const;
 
   c10::KernelFunction kernel_;
   std::string origin_;
@@ -208,6 +220,7 @@ struct PendingCall {
   enum class Action : uint8_t {
     TryOverrides,           // an override may take it; if that declines, try the ones after it
     ReturnResults,          // a launch plan was replayed
+    Withdraw,               // the op was defined anew: deregister, and dispatch again
     RunNative,              // this thread bypasses the router, and notes what native returns
     Observe,                // tell the observer, then route the call
     ObserveComposite,       // tell the observer, then run the composite whatever conditions say
@@ -227,12 +240,24 @@ struct PendingCall {
 
 class alignas(64) Router {
  public:
-  // Registers a router at the dispatcher, for a composite op also at the autograd key, for good.
+  // Registers a router at the dispatcher, for a composite op also at the autograd key.
   static std::shared_ptr<Router> install(const std::string& name, const std::string& overload,
                                          const std::string& dispatch_key,
                                          std::unique_ptr<Observer> observer);
 
+  // Without effect once the op was defined anew.
   void publish(Overrides overrides);
+
+  // Registers another kernel for what the router does, such as one for custom derivatives.
+  void register_kernel(c10::DispatchKey key, c10::KernelFunction kernel,
+                       std::optional<c10::impl::CppSignature> signature = std::nullopt);
+  // Takes all that was registered off the dispatcher. Calls that are in it go on.
+  void deregister();
+  // Whether the op was defined anew since, so that neither the overrides nor the native kernel are
+  // those of the op that a call means.
+  bool is_outdated() const noexcept { return is_outdated_.load(std::memory_order_relaxed); }
+  // Deregisters an outdated router, and dispatches a call again.
+  void withdraw(Call& call);
 
   // Sets the custom derivatives of the overrides of a composite op, for good.
   void set_derivative(std::shared_ptr<Derivative> derivative);
@@ -243,7 +268,7 @@ class alignas(64) Router {
 
   // Whether there is nothing to route, so that arguments need not be looked at.
   bool is_idle() const noexcept {
-    return chain_.load(std::memory_order_relaxed) == nullptr && !Frame::any();
+    return chain_.load(std::memory_order_relaxed) == nullptr && !Frame::any() && !is_outdated();
   }
 
   // Whether every override declines a call, as far as the test that they have in common says so.
@@ -274,6 +299,7 @@ class alignas(64) Router {
   bool is_composite() const noexcept { return composite_kernel_.has_value(); }
   const NativeKernel& composite_kernel() const { return composite_kernel_.value(); }
   const c10::OperatorHandle& op() const noexcept { return op_; }
+  c10::DispatchKey key() const noexcept { return key_; }
   size_t argument_count() const noexcept { return argument_count_; }
   size_t output_count() const noexcept { return output_count_; }
   // Whether calls arrive as C++ arguments, and are boxed only if an override may take them.
@@ -303,6 +329,7 @@ class alignas(64) Router {
   Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer);
 
  private:
+  bool register_at(c10::DispatchKey key, bool at_autograd);
   C10_NOINLINE static std::unique_ptr<PendingCall> with_action(PendingCall::Action action);
   C10_NOINLINE static std::unique_ptr<PendingCall> with_overrides(const Chain& chain, size_t first,
                                                                   bool condition_holds,
@@ -332,6 +359,7 @@ class alignas(64) Router {
 
   // The members that a miss reads come first, in one cache line.
   std::atomic<const Chain*> chain_{nullptr};  // null: empty
+  std::atomic<bool> is_outdated_{false};
   size_t argument_count_;
   NativeKernel native_;
   c10::OperatorHandle op_;
@@ -345,6 +373,8 @@ class alignas(64) Router {
   std::unique_ptr<Observer> observer_;
   std::atomic<const Derivative*> derivative_{nullptr};  // never destroyed
   bool is_typed_ = false;
+  std::mutex registering_;
+  std::vector<Registration> registrations_;
 };
 
 // A router as the dispatcher's kernel, at its own key or, for a composite op, at the autograd key.
@@ -369,8 +399,5 @@ struct RouterKernel final : c10::OperatorKernel {
   const NativeKernel& native;
   bool at_autograd;
 };
-
-// Where routers are registered, according to torch's messages.
-extern const char* const kOrigin;
 
 }  // namespace opgraft

@@ -142,6 +142,7 @@ def register_op_override(
     (1, 1)
     >>> override.remove()
     """
+    router.withdraw_outdated()
     op = resolve_symbol(lib_symbol, op_symbol)
     check_dispatch_key(dispatch_key)
     _check_labels(op, name=name, dsl=dsl, priority=priority)

@@ -69,11 +69,14 @@ class Neighbours:
     #: The kernel that the router calls on a miss though it is registered no more; None if it calls
     #: one that is.
     kept: Kernel | None = None
+    #: A kernel for all backends that was registered after the router, which goes on calling the one
+    #: that it found; None if there is none.
+    later: Kernel | None = None
 
     @property
     def is_alone(self) -> bool:
         """Whether all other kernels are PyTorch's own."""
-        others = [*self.above, *self.below, *([self.kept] if self.kept else [])]
+        others = [*self.above, *self.below, *filter(None, (self.kept, self.later))]
         return all(kernel.is_pytorchs for kernel in others) and not self.torch_native
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,6 +88,9 @@ class Neighbours:
             "below": [{"owner": k.owner, "origin": k.origin} for k in self.below],
             "torch_native": list(self.torch_native),
             "kept": {"owner": self.kept.owner, "origin": self.kept.origin} if self.kept else None,
+            "later": {"owner": self.later.owner, "origin": self.later.origin}
+            if self.later
+            else None,
         }
 
     def notes(self) -> list[str]:
@@ -105,6 +111,11 @@ class Neighbours:
             )
         elif self.below and not self.below[0].is_pytorchs:
             notes.append(f"the native kernel is {self.below[0]}, registered before the overrides")
+        if self.later:
+            notes.append(
+                f"a kernel for all backends was registered after the overrides, {self.later}: they "
+                "call the earlier one; register them after it, in a new process"
+            )
         owners = {kernel.owner for kernel in (*self.above, *self.below)}
         if self.torch_native and "torch._native" not in owners:
             names = ", ".join(self.torch_native)
@@ -138,9 +149,11 @@ def of_chain(chain: Chain) -> Neighbours:
             side.append(Kernel(origin))
     router = installed(chain)
     kept = _kept(chain, router, below)
+    later = None
     if router is not None and not below and router.native_origin and kept is None:
         # There is no kernel at this key itself: it is one for all backends, or a composite one.
         below.append(Kernel(router.native_origin))
+        later = _later(chain, router)
     return Neighbours(
         chain.op.name,
         chain.dispatch_key,
@@ -148,7 +161,14 @@ def of_chain(chain: Chain) -> Neighbours:
         tuple(below),
         _torch_native(chain.op, chain.dispatch_key),
         kept,
+        later,
     )
+
+
+def _later(chain: Chain, router: Router) -> Kernel | None:
+    """The kernel for all backends, if it is another one than the router calls."""
+    _, origin = dispatcher.capture_for_all_backends(chain.op)
+    return Kernel(origin) if origin not in ("", router.native_origin) else None
 
 
 def _kept(chain: Chain, router: Router | None, below: list[Kernel]) -> Kernel | None:

@@ -365,6 +365,19 @@ def _is_dispatched(packet: OpOverloadPacket, overload: str) -> bool:
     return bool(torch._C._dispatch_has_kernel(name))  # whether the dispatcher has it
 
 
+def is_current(op: Op) -> bool:
+    """Whether an op is the one that has its name now, and was not defined anew since.
+
+    >>> is_current(resolve("aten::mul.Tensor"))
+    True
+    """
+    namespace, _, symbol = op.name.partition("::")
+    if namespace == "aten":  # PyTorch's own are never defined anew
+        return True
+    packet = getattr(getattr(torch.ops, namespace), symbol.partition(".")[0], None)
+    return getattr(packet, op.overload._overloadname, None) is op.overload
+
+
 @cache
 def _op(overload: OpOverload) -> Op:
     return Op(overload)

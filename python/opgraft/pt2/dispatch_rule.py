@@ -19,7 +19,8 @@ from opgraft.ops.schema import Op
 log = logging.getLogger("opgraft.pt2")
 
 _lock = threading.Lock()
-_with_rule: set[Op] = set()
+#: By name. An op that is defined anew keeps its rule.
+_with_rule: dict[str, Op] = {}
 #: By namespace. They are kept alive: torch drops a rule together with its library.
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -29,22 +30,23 @@ def install(op: Op) -> None:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     with _lock:
-        if op in _with_rule:
+        has_rule = op.name in _with_rule
+        _with_rule[op.name] = op
+        if has_rule:
             return
-        _with_rule.add(op)
         namespace = op.name.split("::", 1)[0]
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
         try:
             torch.library.register_torch_dispatch(
-                op.name, FunctionalTensorMode, partial(_apply, op), lib=_libraries[namespace]
+                op.name, FunctionalTensorMode, partial(_apply, op.name), lib=_libraries[namespace]
             )
         except RuntimeError as error:
             # Its library has a rule of its own (torch.library.triton_op).
             log.info("compiled graphs keep the rule of %s's own library: %s", op.name, error)
 
 
-def _apply(op: Op, *call: Any) -> Any:
+def _apply(name: str, *call: Any) -> Any:
     from opgraft.pt2.graph import substitute  # imports much, so only at the first compile
 
-    return substitute(op, *call)
+    return substitute(_with_rule[name], *call)

@@ -50,6 +50,9 @@ _STRIDES_UNKNOWN = frozenset({"aten::roll"})
 
 _lock = threading.RLock()
 _defined: dict[Op, OpOverload] = {}
+#: The signature of each opaque op, by its name with the overload. It stays when its op is defined
+#: anew, because compiled graphs may call it.
+_signatures: dict[str, str] = {}
 #: Whether an op is being defined: torch itself then looks up its name.
 _defining = False
 #: It is kept alive: torch drops definitions together with their library.
@@ -117,6 +120,8 @@ def obstacle(op: Op) -> str | None:
         return "its output shares memory with an argument"
     if schema.name in _STRIDES_UNKNOWN:
         return "torch does not know the strides of its output"
+    if _signatures.get(_name_with_overload(op), signature_of(op)) != signature_of(op):
+        return "it was defined anew with another schema, and earlier graphs call its opaque op"
     return None
 
 
@@ -138,12 +143,19 @@ def _define_overloads(namespace: str, name: str) -> None:
 
 
 def _define(op: Op) -> None:
-    overload = op.overload._schema.overload_name
-    name = name_of(op) + (f".{overload}" if overload else "")
+    name = _name_with_overload(op)
+    if name in _signatures:
+        return
     library = _get_library()
     library.define(name + signature_of(op), tags=_tags(op))
     _implement(library, name, op)
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake_of(op), lib=library)
+    _signatures[name] = signature_of(op)
+
+
+def _name_with_overload(op: Op) -> str:
+    overload = op.overload._schema.overload_name
+    return name_of(op) + (f".{overload}" if overload else "")
 
 
 def _get_library() -> torch.library.Library:

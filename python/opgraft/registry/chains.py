@@ -84,8 +84,26 @@ class Registry:
             self._publish(chain, (*remaining, override))
             return chain
 
+    def forget(self, chain: Chain) -> tuple[Override, ...]:
+        """Remove a chain, because its op is gone, and its overrides.
+
+        Returns:
+            The overrides that were in it.
+        """
+        with self._lock:
+            removed = chain.members
+            for override in removed:
+                override.state.removed = True
+            self._publish(chain, ())
+            key = (chain.op.name, chain.dispatch_key)
+            if self._chains.get(key) is chain:
+                del self._chains[key]
+            return removed
+
     def remove(self, override: Override) -> None:
         with self._lock:
+            if override.state.removed:
+                return  # perhaps together with its op: there may be another chain of that name
             override.state.removed = True
             chain = self.chain(override.operator, override.dispatch_key)
             self._publish(chain, (o for o in chain.members if o is not override))

@@ -1,5 +1,7 @@
 """Routers: one per op and dispatch key, installed at the dispatcher on the first registration.
 
+A router stays for good, unless its op is defined anew: then it is withdrawn with its overrides.
+
 To follow one call, read :mod:`opgraft.router.python` (from the dispatcher to an override) and
 :mod:`opgraft.router.decision` (whether an override takes the call). Then read
 :mod:`opgraft.router.native` for a miss, or :mod:`opgraft.router.hit` for a hit.
@@ -10,8 +12,9 @@ from __future__ import annotations
 import torch
 
 from opgraft.core import loader
+from opgraft.errors import warn_caller
 from opgraft.ops.schema import Op
-from opgraft.registry import Chain
+from opgraft.registry import Chain, registry
 from opgraft.router import composite, dispatcher
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter, use
@@ -20,7 +23,7 @@ _routers: dict[tuple[str, str], Router] = {}
 
 
 def install(chain: Chain) -> Router:
-    """The router of a chain. The first call registers it at the dispatcher, for good.
+    """The router of a chain. The first call registers it at the dispatcher.
 
     Raises:
         RegistrationError: an override there would lose the op's derivative, or could not see the
@@ -40,9 +43,40 @@ def _make(chain: Chain) -> Router:
     if core is None:
         from opgraft.router.python import PythonRouter  # few need it
 
-        return PythonRouter(chain)
+        return PythonRouter(chain, _withdraw)
     use(core)
-    return CompiledRouter(chain)
+    return CompiledRouter(chain, _withdraw)
+
+
+def withdraw_outdated() -> None:
+    """Remove the routers and the overrides of ops that were defined anew. A call does so, too.
+
+    Whatever reads or changes overrides from Python calls this first.
+    """
+    for router in list(_routers.values()):
+        if router.is_outdated:
+            _withdraw(router)
+
+
+def _withdraw(router: Router) -> None:
+    """Remove a router, and its overrides: they were registered for an op that is gone.
+
+    They could not stay. The new op may have other arguments, and its author's other kernels, which
+    the same module registers, are gone with the former op too.
+    """
+    chain = router.chain
+    key = (chain.op.name, chain.dispatch_key)
+    with dispatcher.lock:
+        if _routers.get(key) is not router:
+            return  # another thread has done it
+        router.deregister()
+        del _routers[key]
+    if removed := registry.forget(chain):
+        names = ", ".join(repr(override.name) for override in removed)
+        warn_caller(
+            f"{chain.op.name} was defined anew, which removed its overrides at "
+            f"{chain.dispatch_key}: {names}. Register them again, after the op"
+        )
 
 
 def installed(chain: Chain) -> Router | None:

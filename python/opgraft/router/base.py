@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,9 +16,14 @@ if TYPE_CHECKING:
 
 
 class Router(ABC):
-    """Our kernel at one op and dispatch key. It is installed once and never removed.
+    """Our kernel at one op and dispatch key. It is removed only if the op is defined anew.
 
     Creating one installs it. Only `chain.active` changes what it routes to.
+
+    Args:
+        chain: what it routes to.
+        withdrawn: called with the router after it was deregistered by a call, which met an op that
+            was defined anew.
     """
 
     #: Whether the core wraps hits that run in Python as it wraps its own: shadow mode, autograd's
@@ -34,13 +40,28 @@ class Router(ABC):
     #: Our kernel at the autograd key of a composite op, if it is in Python.
     composite_kernel: CompositeAutogradKernel | None = None
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: Chain, withdrawn: Callable[[Router], None]) -> None:
         self.chain = chain
+        self._withdrawn = withdrawn
+        #: Of what was registered for it in Python.
+        self.libraries: list[torch.library.Library] = []
         self._install()
 
     @abstractmethod
     def _install(self) -> None:
         """Register at the dispatcher, and set the attributes above."""
+
+    @abstractmethod
+    def deregister(self) -> None:
+        """Take it off the dispatcher, and what was registered with it. Idempotent."""
+
+    @property
+    @abstractmethod
+    def is_outdated(self) -> bool:
+        """Whether its op was defined anew since, as by a notebook's cell that runs a second time.
+
+        Its overrides were registered for the former op, whose kernels are its native ones.
+        """
 
     @property
     @abstractmethod

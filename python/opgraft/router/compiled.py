@@ -21,7 +21,15 @@ from opgraft.errors import ContractError
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override, registry
 from opgraft.registry.state import CHECKED_HITS
-from opgraft.router import composite, contract, failure, observers, randomness, shadow
+from opgraft.router import (
+    composite,
+    contract,
+    dispatcher,
+    failure,
+    observers,
+    randomness,
+    shadow,
+)
 from opgraft.router.base import Router
 from opgraft.router.call_keys import kind_of
 from opgraft.router.decision import takes
@@ -63,6 +71,8 @@ class CompiledRouter(Router):
         claimed = deferred.claim_router(chain.op.name, chain.dispatch_key)
         # Packs that wait for a call have ops that a program never calls, or later: nothing is
         # compiled for an op before its first call.
+        if claimed is not None and claimed.is_outdated:
+            claimed = None
         self._was_deferred = self._awaits_first_call = claimed is not None
         if self._awaits_first_call:
             deferred.add_preparation(self._prepare_first_call)
@@ -78,6 +88,7 @@ class CompiledRouter(Router):
             contract_error=ContractError,
             observe=self._observe,
             decompose=self._decompose_values,
+            withdrawn=lambda: self._withdrawn(self),
         )
         self.is_composite = self._router.is_composite
         self.excluded = self._router.excluded
@@ -97,10 +108,19 @@ class CompiledRouter(Router):
         """The core's router."""
         return self._router
 
+    def deregister(self) -> None:
+        self._router.deregister()
+
+    @property
+    def is_outdated(self) -> bool:
+        outdated: bool = self._router.is_outdated
+        return outdated
+
     @property
     def native_origin(self) -> str:
         origin: str = self._router.native_origin
-        return origin
+        # One for all backends may have been registered since.
+        return origin or dispatcher.capture_for_all_backends(self.chain.op)[1]
 
     def run_native(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
         return self._router.call_native(keyset, call.values)

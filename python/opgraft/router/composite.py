@@ -12,9 +12,9 @@ takes the call. An impl runs below autograd, which then sees neither its writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -28,6 +28,9 @@ from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain
 from opgraft.router import dispatcher, observers, threads
 from opgraft.router.native import NativeKernel
+
+if TYPE_CHECKING:
+    from opgraft.router.python import PythonRouter
 
 NOTE = (
     "composite here: calls in grad mode with a tensor that requires grad, and forward-mode AD, "
@@ -94,7 +97,7 @@ def check(op: Op, dispatch_key: str) -> None:
 class CompositeAutogradKernel:
     """Our kernel at the autograd key of a composite op's backend, in front of the router."""
 
-    def __init__(self, chain: Chain, router: Callable[..., Any]) -> None:
+    def __init__(self, chain: Chain, router: PythonRouter) -> None:
         self._router = router
         self._chain = chain
         self._op = chain.op
@@ -103,9 +106,12 @@ class CompositeAutogradKernel:
         # Without `reinstall`: once the backend key has a kernel, the kernel that could be captured
         # here is no longer the composite. The composite goes only when the op's own library does.
         self._composite = NativeKernel(self._op, autograd_key)
-        self._library = dispatcher.register(self._op, autograd_key, self)
+        self.library = dispatcher.register(self._op, autograd_key, self)
 
     def __call__(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        result = self._router.result_of_new_op(keyset, args, kwargs)
+        if result is not NotImplemented:
+            return result
         return self.call(keyset, self._op.bind(args, kwargs))
 
     def call(self, keyset: DispatchKeySet, call: Call) -> Any:

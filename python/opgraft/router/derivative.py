@@ -39,6 +39,7 @@ from opgraft.when.compilation import Node, compile_condition
 
 if TYPE_CHECKING:
     from opgraft.core.interface import Core, PlanKey
+    from opgraft.router.python import PythonRouter
 
 Autograd = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -59,7 +60,7 @@ _KEYS_BELOW_FUNCTORCH = [
     DispatchKey.PythonTLSSnapshot,
 ]
 
-_installed: dict[tuple[str, str], DerivativeKernel] = {}
+_installed: dict[Chain, DerivativeKernel] = {}
 
 #: Called with each chain that decides on the derivative of a call. A graph that is being traced
 #: depends on the decision.
@@ -105,23 +106,29 @@ def install(router: Router) -> None:
         RegistrationError: the backend has no autograd key of its own.
     """
     chain = router.chain
-    key = (chain.op.name, chain.dispatch_key)
     with dispatcher.lock:
-        if key in _installed:
+        if chain in _installed:
             return
         if f"Autograd{chain.dispatch_key}" not in DispatchKey.__members__:
             raise RegistrationError(
                 f"autograd= for {chain.op.name}: {chain.dispatch_key} has no autograd key of its "
                 "own; leave autograd= out"
             )
-        core = loader.in_use()
-        _installed[key] = PythonKernel(router) if core is None else CompiledKernel(router, core)
+        if isinstance(router, CompiledRouter):
+            core = loader.in_use()
+            assert core is not None
+            _installed[chain] = CompiledKernel(router, core)
+        else:
+            from opgraft.router.python import PythonRouter  # few need it
+
+            assert isinstance(router, PythonRouter)
+            _installed[chain] = PythonKernel(router)
         dispatcher.clear_dispatch_cache(chain.op)
 
 
 def differentiating_override(chain: Chain, call: Call) -> Override | None:
     """The override whose custom derivative a call gets; None if it gets the op's."""
-    installed = _installed.get((chain.op.name, chain.dispatch_key))
+    installed = _installed.get(chain)
     return None if installed is None else installed.differentiating_override(call)
 
 
@@ -167,19 +174,23 @@ class DerivativeKernel:
 class PythonKernel(DerivativeKernel):
     """The kernel in Python."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: PythonRouter) -> None:
         chain = router.chain
         super().__init__(chain)
         key = f"Autograd{chain.dispatch_key}"
+        self._router = router
         self._backend = DispatchKey.__members__[chain.dispatch_key]
         # Ours cannot be captured: while a mode is on, a captured Python kernel calls the Python
         # kernel that was registered last, which would be this one.
         composite_kernel = router.composite_kernel
         self._is_composite = composite_kernel is not None
         self._native = composite_kernel.call if composite_kernel else NativeKernel(chain.op, key)
-        self._library = dispatcher.register(chain.op, key, self)
+        router.libraries.append(dispatcher.register(chain.op, key, self))
 
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        result = self._router.result_of_new_op(keyset, args, kwargs)
+        if result is not NotImplemented:
+            return result
         call = self._chain.op.bind(args, kwargs)
         are_pieces_seen = self._is_composite and (
             composite.interceptor_of(keyset, self._backend) == "other"
@@ -193,14 +204,13 @@ class PythonKernel(DerivativeKernel):
 class CompiledKernel(DerivativeKernel):
     """The kernel in C++. It calls Python if an override with a derivative may take a call."""
 
-    def __init__(self, router: Router, core: Core) -> None:
+    def __init__(self, router: CompiledRouter, core: Core) -> None:
         chain = router.chain
         super().__init__(chain)
-        schema = chain.op.overload._schema
-        if isinstance(router, CompiledRouter) and router.is_composite:
+        if router.is_composite:
             self._kernel = core.Derivative.of_composite(router.handle, self._differentiate)
         else:
-            self._kernel = core.Derivative(schema.name, schema.overload_name, chain.dispatch_key)
+            self._kernel = core.Derivative(router.handle)
             self._kernel.set_hook(self._differentiate)
         registry.add_listener(self._publish_conditions)
 

@@ -15,7 +15,8 @@ from opgraft.core import loader
 from opgraft.ops.schema import Op
 
 # Held while we change the dispatcher, so that our own changes never overlap. It cannot protect a
-# thread that dispatches at the same moment, so a router is registered once and never removed.
+# thread that dispatches at the same moment, so a router is registered once, and only removed
+# where somebody else changes the dispatcher at that op as well, by defining it anew.
 lock = fork_safe_lock()
 
 
@@ -79,6 +80,11 @@ def capture(op: Op, dispatch_key: str) -> tuple[Any | None, str]:
         return None, ""
     match = re.search(r"debug='(.*)'", repr(kernel))
     return kernel, match[1] if match else "an unknown place"
+
+
+def capture_for_all_backends(op: Op) -> tuple[Any | None, str]:
+    """The kernel that an op has now at keys without one of their own, as :func:`capture` does."""
+    return capture(op, "Undefined")
 
 
 def is_composite(op: Op, dispatch_key: str) -> bool:

@@ -42,6 +42,8 @@ class NativeKernel:
     def __call__(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
         kernel = self._kernel
         if kernel is None:
+            kernel, _ = dispatcher.capture_for_all_backends(self._op)
+        if kernel is None:
             raise NotImplementedError(
                 f"{self._op.name} has no native kernel at {self._dispatch_key}, and no override "
                 f"took the call; opgraft.explain({self._op.name!r}, ...) says why"

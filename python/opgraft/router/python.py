@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from opgraft.ops.schema import Call
+from opgraft.ops.schema import Call, is_current, resolve
 from opgraft.router import composite, device, dispatcher, observers, threads
 from opgraft.router.base import Router
 from opgraft.router.decision import takes
@@ -36,6 +36,26 @@ class PythonRouter(Router):
             self.composite_kernel = composite.CompositeAutogradKernel(self.chain, self)
         self._native = NativeKernel(op, key, self._reinstall)
         self._library = dispatcher.register(op, key, self)
+        if self.composite_kernel is not None:
+            self.libraries.append(self.composite_kernel.library)
+
+    def deregister(self) -> None:
+        # Not for threads: torch frees a kernel in Python at once, whoever is calling it.
+        for library in (self._library, *self.libraries):
+            library._destroy()
+
+    @property
+    def is_outdated(self) -> bool:
+        return not is_current(self.chain.op)
+
+    def result_of_new_op(
+        self, keyset: torch.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Pass a call on to its op if that was defined anew; NotImplemented if it was not."""
+        if sys.is_finalizing() or not self.is_outdated:
+            return NotImplemented
+        self._withdrawn(self)
+        return resolve(self.chain.op.name).overload.redispatch(keyset, *args, **kwargs)
 
     def _reinstall(self) -> None:
         self._library._destroy()
@@ -44,9 +64,12 @@ class PythonRouter(Router):
 
     @property
     def native_origin(self) -> str:
-        return self._native.origin
+        return self._native.origin or dispatcher.capture_for_all_backends(self.chain.op)[1]
 
     def __call__(self, keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        result = self.result_of_new_op(keyset, args, kwargs)
+        if result is not NotImplemented:
+            return result
         call = self.chain.op.bind(args, kwargs)
         if sys.is_finalizing():
             return self.run_native(keyset, call)
