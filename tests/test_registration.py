@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib
 import logging
 import pickle
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -327,6 +332,241 @@ def test_functions_that_another_makes_are_as_many_overrides() -> None:
             "aten", "_softmax", "CPU", make(), cond=when.ndim("self") == size
         )
     assert len(opgraft.overrides(op="aten::_softmax", dispatch_key="CPU")) == 2
+
+
+# What cells use, as from a module of the user's, and what they register: each way to write an impl.
+IMPORTED = """
+import functools
+
+def bare(function):
+    return lambda *args: function(*args)
+
+def wrapping(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+def softmax(self, dim, half_to_float, number=0):
+    return native(self, dim, half_to_float)
+
+class Kernel:
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, self_, dim, half_to_float):
+        return native(self_, dim, half_to_float)
+
+    method = __call__
+
+def made(number):
+    def impl(self, dim, half_to_float):
+        return native(self, dim, half_to_float), number
+    return lambda *args: impl(*args)[0]
+"""
+DEFINED = """
+def impl(self, dim, half_to_float):
+    return native(self, dim, half_to_float)
+"""
+IMPLS = {
+    "decorated": DEFINED + "register(wrapping(impl))",
+    "decorated without its name": DEFINED + "register(bare(impl))",
+    "lambda": "register(lambda self, dim, half_to_float: native(self, dim, half_to_float))",
+    "partial of a new function": DEFINED + "register(functools.partial(impl))",
+    "partial of an old function": "register(functools.partial(softmax, number=1))",
+    "lazy": "register(opgraft.lazy('tests.ops:softmax'))",
+    "the same function": "register(softmax)",
+    "object": "register(Kernel(1))",
+    "method": "register(Kernel(1).method)",
+    "made by a factory": "register(made(1))",
+}
+
+
+class Cells:
+    """A notebook, whose cells register overrides of softmax in one namespace."""
+
+    def __init__(self, imported: str = IMPORTED) -> None:
+        self.made: list[opgraft.Override] = []
+        self.namespace: dict[str, object] = {
+            "opgraft": opgraft,
+            "when": when,
+            "native": opgraft.native("aten::_softmax"),
+            "register": self._register,
+            "__name__": "__main__",
+        }
+        exec(imported, self.namespace)
+
+    def _register(self, impl: Callable[..., object], ndim: int = 2) -> None:
+        cond = when.ndim("self") == ndim
+        self.made.append(register(impl=impl, cond=cond, unconditional_override=False))
+
+    def run(self, source: str, name: str = "<cell>") -> None:
+        """Run a cell as IPython does: each of its statements is compiled by itself."""
+        for statement in ast.parse(source).body:
+            exec(compile(ast.Module([statement], []), name, "exec"), self.namespace)
+
+    @property
+    def removed(self) -> list[bool]:
+        return [override.state.removed for override in self.made]
+
+
+def took_softmax(override: opgraft.Override) -> bool:
+    hits = override.hits
+    torch.softmax(torch.ones(2, 3), -1)
+    return override.hits == hits + 1
+
+
+@pytest.mark.parametrize("written", IMPLS.values(), ids=IMPLS)
+def test_a_cell_that_is_run_again_replaces_however_its_impl_is_written(
+    written: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cells = Cells()
+    with caplog.at_level("WARNING", logger="opgraft"):
+        for number in range(3):  # a prompt of IPython's numbers what it runs
+            cells.run(written, f"<input {number}>")
+    assert cells.removed == [True, True, False]
+    assert opgraft.overrides() == cells.made[-1:]
+    assert "#" not in cells.made[-1].name
+    assert "was defined again" in caplog.text
+    assert took_softmax(cells.made[-1])
+
+
+@pytest.mark.parametrize("how", ["decorated", "partial of a new function"])
+def test_a_function_that_an_edited_cell_defines_again_is_replaced(how: str) -> None:
+    cells = Cells()
+    cells.run(IMPLS[how], "<before>")
+    cells.run("more = 1\n" + IMPLS[how], "<after>")
+    assert cells.removed == [True, False]
+    assert took_softmax(cells.made[-1])
+
+
+@pytest.mark.parametrize("written", IMPLS.values(), ids=IMPLS)
+def test_what_a_loop_registers_is_as_many_overrides_when_its_cell_is_run_again(
+    written: str,
+) -> None:
+    *definition, registering = written.strip().splitlines()
+    loop = f"for ndim in (2, 3):\n    {registering[:-1]}, ndim)"
+    cells = Cells()
+    cells.run("\n".join([*definition, loop]))
+    assert cells.removed == [False, False]
+    cells.run("\n".join([*definition, loop]))
+    assert cells.removed == [True, True, False, False]
+    assert took_softmax(cells.made[-2])
+
+
+@pytest.mark.parametrize(
+    "impl", ["lambda *args: native(*args)", "made(1)", "functools.partial(softmax)", "softmax"]
+)
+def test_what_the_statements_of_one_cell_register_is_as_many_overrides(impl: str) -> None:
+    cells = Cells()
+    for _ in range(2):
+        cells.run(f"register({impl}, 2)\nregister({impl}, 3)\nregister({impl}, 3)")
+    assert cells.removed == [True] * 3 + [False] * 3
+    cells.run(f"register({impl}, 4)", "<other cell>")
+    assert cells.removed[3:] == [False] * 4
+
+
+def test_an_edited_loop_replaces_as_many_overrides_as_it_registers() -> None:
+    cells = Cells()
+    loop = "for ndim in (2, 3):\n    register(impl, ndim)"
+    for edited in ("", "first = 1\n", "first = second = 1\n"):
+        cells.run(edited + DEFINED + loop)
+    assert cells.removed == [True] * 4 + [False] * 2
+
+
+def test_a_function_that_is_defined_again_takes_no_override_of_another_cell() -> None:
+    cells = Cells()
+    cells.run(DEFINED)
+    cells.run("register(impl, 2)")
+    cells.run("register(impl, 3)")
+    cells.run("first = 1\n" + DEFINED)
+    cells.run("register(impl, 2)")
+    assert cells.removed == [True, False, False]
+
+
+def test_two_functions_of_one_name_in_a_script_are_two_overrides() -> None:
+    cells = Cells()
+    exec(f"{DEFINED}\nregister(impl, 2)\n{DEFINED}\nregister(impl, 3)", cells.namespace)
+    assert cells.removed == [False, False]
+
+
+def test_a_factory_that_two_cells_call_makes_two_overrides() -> None:
+    cells = Cells()
+    cells.run("def install(ndim):\n    register(lambda *args: native(*args), ndim)")
+    cells.run("install(2)")
+    cells.run("install(3)", "<other cell>")
+    assert cells.removed == [False, False]
+    cells.run("install(3)", "<other cell>")
+    assert cells.removed == [False, True, False]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Writes a module, and imports or reloads it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # its time of change is too coarse
+
+    def write(source: str) -> None:
+        (tmp_path / "reloaded_overrides.py").write_text(source)
+        importlib.invalidate_caches()
+        if (module := sys.modules.get("reloaded_overrides")) is not None:
+            importlib.reload(module)
+        else:
+            importlib.import_module("reloaded_overrides")
+
+    yield write
+    sys.modules.pop("reloaded_overrides", None)
+
+
+@pytest.mark.parametrize("written", IMPLS.values(), ids=IMPLS)
+def test_a_module_that_is_edited_and_reloaded_replaces_what_it_registered(
+    written: str, module: Callable[[str], None]
+) -> None:
+    registering = """
+import opgraft
+from opgraft import when
+
+native = opgraft.native("aten::_softmax")
+
+def register(impl, ndim=2):
+    opgraft.register_op_override("aten", "_softmax", "CPU", impl, cond=when.ndim("self") == ndim)
+"""
+    *definition, call = written.strip().splitlines()
+    body = "\n".join([IMPORTED, registering, *definition, f"{call[:-1]}, 2)", f"{call[:-1]}, 3)"])
+    module(body)
+    first = opgraft.overrides()
+    module("added = 1\n" + body)
+    second = opgraft.overrides()
+    assert len(first) == len(second) == 2
+    assert [override.state.removed for override in first] == [True, True]
+    assert took_softmax(second[-1])
+
+
+def test_a_function_of_a_module_that_is_reloaded_registers_anew(
+    module: Callable[[str], None],
+) -> None:
+    """A program that reloads a module and calls its function, all in one run."""
+    body = f"""
+import opgraft
+native = opgraft.native("aten::_softmax")
+{DEFINED}
+def install():
+    opgraft.register_op_override("aten", "_softmax", "CPU", impl, unconditional_override=True)
+"""
+    for added in ("", "added = 1\n"):
+        module(added + body)
+        sys.modules["reloaded_overrides"].install()
+    (override,) = opgraft.overrides()
+    assert took_softmax(override)
+
+
+def test_what_a_thread_registers_stays() -> None:
+    made: list[opgraft.Override] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: made.append(register()))
+        thread.start()
+        thread.join()
+    assert [override.state.removed for override in made] == [False, False]
 
 
 @pytest.mark.parametrize(

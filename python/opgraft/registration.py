@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from types import FunctionType
 from typing import Any, get_args
 
 import torch
@@ -22,6 +21,7 @@ from opgraft.registry import (
     Chain,
     CompilePolicy,
     Declaration,
+    Definition,
     OnError,
     Override,
     WhenNotReady,
@@ -83,8 +83,13 @@ def register_op_override(
             is registered as unavailable, as `explain` says, and never runs. Any other string is a
             label to select by.
         name: the name in messages and in `disable`. If the same owner registers again under an
-            explicit name at the same op and key, the new override replaces the old one (a module
-            that is reloaded). Default: the impl's module and name.
+            explicit name at the same op and key, the new override replaces the old one. Default:
+            the impl's module and name. Without an explicit name, an override replaces, with a
+            warning, those that an earlier run of the same code registered: a module that was
+            reloaded, or a notebook's cell that is run again as it was; or the one whose impl is a
+            function that was defined again. Whatever one run registers stays, in a loop or from a
+            factory function. A lambda, a `functools.partial` or an `opgraft.lazy` in a cell that
+            was edited cannot be recognised: give it a name.
         priority: overrides with a higher priority are asked first. The user's own come before those
             of packs, whatever the priority.
         on_error: `"raise"` (default) or `"fallback"` (default for packs). With `"fallback"`, after
@@ -189,44 +194,17 @@ def register_op_override(
         unavailable=_unavailable(dsl, owner)
         or _why_not_in_bundles(launch_plan and autograd is None),
     )
-    override = Override(declaration, registry)
+    definition = Definition(declaration.name, impl) if name is None else None
+    override = Override(declaration, registry, definition)
     if launch_plan or when_not_ready == "native":
         from opgraft.plan.plans import for_override
 
         override.state.plans = for_override(override)
-    _install(override, replace=name is not None or _is_defined_again(override))
+    _install(override)
     return override
 
 
-def _is_defined_again(override: Override) -> bool:
-    """Whether its impl was registered before and has been defined again, as in a notebook's cell.
-
-    The same function object registered twice is two overrides. So are two functions that another
-    function creates.
-    """
-    impl = override.impl
-    # Closures that one function creates are different functions with the same name.
-    if not isinstance(impl, FunctionType) or impl.__closure__ or "<" in impl.__qualname__:
-        return False
-    chain = registry.find(override.operator, override.dispatch_key)
-    for old in chain.members if chain else ():
-        if (
-            old.name == override.name
-            and old.pack == override.pack
-            and isinstance(old.impl, FunctionType)
-            and old.impl is not impl
-            and (old.impl.__module__, old.impl.__qualname__) == (impl.__module__, impl.__qualname__)
-        ):
-            log.warning(
-                "override %r for %s at %s was defined again, and replaces the earlier one; give "
-                "name= to keep both",
-                *(override.name, override.op, override.dispatch_key),
-            )
-            return True
-    return False
-
-
-def _install(override: Override, *, replace: bool) -> None:
+def _install(override: Override) -> None:
     chain = registry.chain(override.operator, override.dispatch_key)
     what = f"{override.name!r} for {override.op} at {override.dispatch_key}"
     if override.unavailable is not None:
@@ -243,7 +221,7 @@ def _install(override: Override, *, replace: bool) -> None:
             derivative.install(installed)
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
-    _add(chain, override, replace=replace)
+    _add(chain, override)
 
 
 def _warn_without_core() -> None:
@@ -255,8 +233,14 @@ def _warn_without_core() -> None:
         )
 
 
-def _add(chain: Chain, override: Override, *, replace: bool) -> None:
-    registry.add(override, replace=replace)
+def _add(chain: Chain, override: Override) -> None:
+    replaced = registry.add(override)
+    if replaced and override.definition is not None:
+        log.warning(
+            "override %r for %s at %s was defined again, and replaces the earlier one; give "
+            "name= to keep both",
+            *(override.name, override.op, override.dispatch_key),
+        )
     log.debug("registered %r; the chain is %s", override, [o.name for o in chain.members])
     events.emit(
         "opgraft_override",

@@ -6,6 +6,7 @@ Python compiles their methods at import: with named tuples that took half of the
 
 from opgraft.registry.chains import Chain, Registry, registry
 from opgraft.registry.declaration import CompilePolicy, Declaration, OnError, WhenNotReady
+from opgraft.registry.definition import Definition
 from opgraft.registry.override import Override
 from opgraft.registry.rules import Rule, Selector, selector_from
 
@@ -13,6 +14,7 @@ __all__ = [
     "Chain",
     "CompilePolicy",
     "Declaration",
+    "Definition",
     "OnError",
     "Override",
     "Registry",

@@ -60,29 +60,30 @@ class Registry:
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
-    def add(self, override: Override, *, replace: bool) -> Chain:
+    def add(self, override: Override) -> list[Override]:
         """Put an override into its chain.
 
-        Args:
-            override: what to add.
-            replace: whether an override of the same owner (pack, or the user) with the same name is
-                removed. If not, the name is made unique in the chain.
+        One that was given a name replaces the override of the same owner (pack, or the user) with
+        that name. Any other replaces what earlier runs of the same code registered, and its name is
+        made unique in the chain.
+
+        Returns:
+            The overrides that it replaces, which are removed.
         """
         deferred.register_now()
         with self._lock:
             chain = self.chain(override.operator, override.dispatch_key)
-            same_name = [o for o in chain.members if o.name == override.name]
-            replaced = [o for o in same_name if replace and o.pack == override.pack]
-            if same_name and not replace:
-                name = _unique_name(override.name, {o.name for o in chain.members})
+            replaced = _replaced_by(override, chain.members)
+            remaining = [o for o in chain.members if o not in replaced]
+            if override.definition is not None:
+                name = _unique_name(override.name, {o.name for o in remaining})
                 override.declaration = override.declaration.replaced(name=name)
             for old in replaced:
                 old.state.removed = True
             override.state.sequence = next(self._sequence)
             self._ever_registered.update(override.identity.items())
-            remaining = (o for o in chain.members if o not in replaced)
             self._publish(chain, (*remaining, override))
-            return chain
+            return replaced
 
     def forget(self, chain: Chain) -> tuple[Override, ...]:
         """Remove a chain, because its op is gone, and its overrides.
@@ -196,7 +197,23 @@ def _unpickled(identity: dict[str, str | None]) -> Override:
     )
 
 
+def _replaced_by(override: Override, members: Iterable[Override]) -> list[Override]:
+    """The members of its chain that an override replaces when it is added."""
+    of_owner = [o for o in members if o.pack == override.pack]
+    definition = override.definition
+    if definition is None:
+        return [o for o in of_owner if o.name == override.name]
+    before = [(o, o.definition) for o in of_owner if o.definition is not None]
+    if repeated := [o for o, old in before if definition.repeats(old)]:
+        return repeated
+    # One for one: other cells may have registered the old function as well.
+    redefined = [o for o, old in before if definition.redefines(old)]
+    return sorted(redefined, key=lambda o: o.state.sequence)[:1]
+
+
 def _unique_name(name: str, taken: set[str]) -> str:
+    if name not in taken:
+        return name
     candidates = (f"{name}#{number}" for number in itertools.count(2))
     return next(candidate for candidate in candidates if candidate not in taken)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from opgraft.crossover.decisions import Decisions
     from opgraft.plan.plans import Plans
     from opgraft.registry.chains import Registry
+    from opgraft.registry.definition import Definition
 
 
 def _declared(field: str) -> Any:
@@ -48,8 +49,12 @@ class Override:
     #: What selectors compare.
     identity: dict[str, str | None] = _declared("identity")
 
-    def __init__(self, declaration: Declaration, registry: Registry) -> None:
+    def __init__(
+        self, declaration: Declaration, registry: Registry, definition: Definition | None = None
+    ) -> None:
         self.declaration = declaration
+        #: What registered it, if it was given no name.
+        self.definition = definition
         self.state = OverrideState()
         self._registry = registry
         self._decisions: Decisions | None = None
