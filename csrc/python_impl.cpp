@@ -372,6 +372,9 @@ std::vector<c10::IValue> PythonImpl::call_function(const Call& call, bool captur
 
 std::vector<c10::IValue> PythonImpl::recover(const Call& call,
                                              const py::error_already_set& error) const {
+  // Before 3.12 an exception that C fetched has its traceback beside it. Python looks whether a
+  // signal handler raised it.
+  if (error.trace()) PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
   const auto values = converter_->to_python(call.begin());
   const auto keyset = py::cast(call.keyset);
   const auto result =

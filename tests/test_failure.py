@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -104,6 +106,128 @@ def test_never_falls_back_from(error: BaseException) -> None:
     with pytest.raises(type(error)):
         softmax(2, 2)
     assert (override.hits, override.fallbacks, override.state.quarantined) == (1, 0, {})
+
+
+class TimeLimit:
+    """A signal handler, in each form that one may have."""
+
+    def __call__(self, number: int, frame: object) -> None:
+        raise TimeoutError("the user's time is over")
+
+    method = __call__
+
+
+HANDLERS: dict[str, Callable[..., None]] = {
+    "function": lambda number, frame: TimeLimit()(number, frame),
+    "method": TimeLimit().method,
+    "object": TimeLimit(),
+    "partial": functools.partial(TimeLimit.method, TimeLimit()),
+}
+
+
+@pytest.fixture(params=HANDLERS.values(), ids=HANDLERS)
+def send_alarm(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Has the user's handler called, which raises where the program is."""
+    before = signal.signal(signal.SIGALRM, request.param)
+    yield lambda: signal.raise_signal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, before)
+
+
+def softmax_that_calls(function: Callable[[], None]) -> Callable[..., torch.Tensor]:
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        function()
+        return ops.softmax(self, dim, half_to_float)
+
+    return impl
+
+
+@pytest.mark.parametrize("earlier", [0, 1, 3], ids=lambda calls: f"after {calls} calls")
+def test_what_a_signal_handler_raises_in_an_impl_is_the_callers(
+    earlier: int, send_alarm: Callable[[], None]
+) -> None:
+    alarms = [lambda: None] * earlier + [send_alarm, lambda: None]
+    impl = softmax_that_calls(lambda: alarms.pop(0)())
+    override = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", impl, unconditional_override=True, on_error="fallback"
+    )
+    for _ in range(earlier):
+        softmax(2, 2)
+    with pytest.raises(TimeoutError, match="the user's time is over"):
+        softmax(2, 2)
+    assert (override.fallbacks, override.state.quarantined) == (0, {})
+    softmax(2, 2)
+    assert (override.hits, override.fallbacks) == (earlier + 2, 0)
+
+
+def test_what_a_signal_handler_raises_in_a_condition_is_the_callers(
+    send_alarm: Callable[[], None],
+) -> None:
+    alarms = [send_alarm]
+
+    def cond(*args: Any) -> bool:
+        while alarms:
+            alarms.pop()()
+        return True
+
+    override = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", ops.softmax, cond=cond, on_error="fallback"
+    )
+    with pytest.raises(TimeoutError, match="the user's time is over"):
+        softmax(2, 2)
+    assert override.state.quarantined == {}
+    softmax(2, 2)
+    assert override.hits == 1
+
+
+def test_an_error_that_is_made_of_a_signal_handlers_is_the_callers(
+    send_alarm: Callable[[], None],
+) -> None:
+    """Triton's compiler wraps whatever is raised while it compiles."""
+
+    def compile_kernel() -> None:
+        try:
+            send_alarm()
+        except TimeoutError as error:
+            raise RuntimeError("the kernel does not compile") from error
+
+    override = opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", softmax_that_calls(compile_kernel)),
+        unconditional_override=True,
+        on_error="fallback",
+    )
+    with pytest.raises(RuntimeError, match="does not compile"):
+        softmax(2, 2)
+    assert override.state.quarantined == {}
+
+
+def test_a_time_limit_of_the_impls_own_is_its_failure() -> None:
+    def compile_kernel() -> None:
+        before = signal.signal(signal.SIGALRM, TimeLimit())
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    override = opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", softmax_that_calls(compile_kernel)),
+        unconditional_override=True,
+        on_error="fallback",
+    )
+    with pytest.warns(OverrideWarning, match="the user's time is over"):
+        softmax(2, 2)
+    assert override.fallbacks == 1
+
+
+def test_an_impl_that_fails_where_the_caller_handles_a_timeout_falls_back(
+    send_alarm: Callable[[], None],
+) -> None:
+    override = register(ValueError("no such tile"))
+    try:
+        send_alarm()
+    except TimeoutError:
+        with pytest.warns(OverrideWarning, match="no such tile"):
+            softmax(2, 2)
+    assert override.fallbacks == 1
 
 
 def test_an_op_that_writes_to_its_arguments_raises() -> None:

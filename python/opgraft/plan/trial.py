@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opgraft.base import interrupts
 from opgraft.ops.schema import Call
 from opgraft.plan.recording import Recording
 from opgraft.router import copies, device, outputs, threads
@@ -94,7 +95,9 @@ class Trial:
         try:
             with recording.watching():
                 result = impl(call)
-        except Exception:
+        except Exception as error:
+            if interrupts.is_interrupt(error):
+                raise
             # This is not the user's call. If theirs fails as well, they get that error.
             raise TrialFailed(recording.refusal, is_final=False) from None
         plan = recording.finish(result)

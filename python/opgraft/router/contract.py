@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from opgraft.base import interrupts
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Argument, Call
 from opgraft.registry import Override
@@ -154,6 +155,8 @@ class Check:
             if is_invalid_call(error):
                 self._refusal = error
                 return
+            if interrupts.is_interrupt(error):
+                raise
             log.debug("%s: not checked, native raised %r", self._override.name, error)
             return
         op = self._call.op
@@ -258,7 +261,9 @@ class Check:
                 pairs.append((copied, before[id(tensor)]))
         try:
             rerun(again)
-        except Exception:
+        except Exception as error:
+            if interrupts.is_interrupt(error):
+                raise
             return True
         return any(not _are_equal(_bytes(copied), contents) for copied, contents in pairs)
 

@@ -24,6 +24,7 @@ import torch
 from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
+from opgraft.base import interrupts
 from opgraft.core import loader
 from opgraft.errors import OpgraftError, RegistrationError
 from opgraft.ops.bypass import bypassing
@@ -246,7 +247,9 @@ def _takes_call(override: Override, call: Call) -> bool:
         return symbolic.of_override(override, call) == symbolic.HOLDS
     try:
         return override.condition_holds(call)
-    except Exception:  # routing evaluates it again, below autograd, and raises or falls back
+    except Exception as error:  # routing evaluates it again, and raises or falls back
+        if interrupts.is_interrupt(error):
+            raise
         return False
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
-from opgraft.base import env
+from opgraft.base import env, interrupts
 from opgraft.errors import warn_caller
 from opgraft.ops.schema import Call
 from opgraft.registry import Override, registry
@@ -56,11 +56,12 @@ def may_fall_back(override: Override, error: Exception, call: Call, *, capturing
     It cannot when the author or `OPGRAFT_STRICT` asks for errors. Nor can it for a call that writes
     to its arguments, declared or not: the impl may have written some of them already. Nor when
     memory is short, because the caller must know. Nor when the device is lost. Nor while a CUDA
-    graph is being captured: the impl's launches are in the graph already.
+    graph is being captured: the impl's launches are in the graph already. Nor when a signal handler
+    raised, such as a time limit: the impl has not failed, and the caller waits for that exception.
     """
     if override.state.raises_errors or override.on_error != "fallback" or env.strict():
         return False
-    if call.writes or capturing:
+    if call.writes or capturing or interrupts.is_interrupt(error):
         return False
     message = str(error).lower()
     if isinstance(error, _OUT_OF_MEMORY) or "out of memory" in message:

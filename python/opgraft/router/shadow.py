@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from opgraft.base import env, events
+from opgraft.base import env, events, interrupts
 from opgraft.base.locks import fork_safe_lock
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.ops.schema import Call, Op
@@ -202,6 +202,8 @@ def end(
             copies.restore(comparison.call, comparison.native_call)
         raise rejected.error from None
     except Exception as error:
+        if interrupts.is_interrupt(error):
+            raise
         # Native failed, or the comparison ran out of memory. That must not end a program that was
         # running.
         log.debug("%s: a hit was not compared: %r", contract.display_name(override), error)
