@@ -154,3 +154,21 @@ def test_no_miss_is_lost_or_counted_twice_while_chains_are_replaced() -> None:
         seen.append(override.misses)
     assert seen == sorted(seen)
     assert override.misses == calls * threads
+
+
+def test_a_long_chain_compares_no_two_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registration that looks for each in a tuple makes the whole chain take cubic time."""
+    compared: list[object] = []
+
+    def is_equal(self: opgraft.Override, other: object) -> bool:
+        compared.append(other)
+        return self is other
+
+    monkeypatch.setattr(opgraft.Override, "__eq__", is_equal)
+    overrides = [_register(index, when.size("self", -1) == index) for index in range(20)]
+    opgraft.disable(name="number 3")
+    torch.ones(19) + 1.0
+    assert [each.hits for each in overrides] == [0] * 19 + [1]
+    for override in overrides:
+        override.remove()
+    assert not compared

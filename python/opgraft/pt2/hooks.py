@@ -42,7 +42,8 @@ def _on_chain_change(chain: Chain) -> None:
         dispatch_rule.install(chain.op)
         if _PACKAGES in sys.modules:
             _define(chain)
-    added = [override for override in chain.active if override not in _last_active.get(chain, ())]
+    last_active = set(_last_active.get(chain, ()))  # a chain may have hundreds
+    added = [override for override in chain.active if override not in last_active]
     _last_active[chain] = chain.active
     if added and _DYNAMO in sys.modules:
         from opgraft.pt2 import compile_log

@@ -157,8 +157,11 @@ class Registry:
         """Remove every override and rule. Routers stay installed, with empty chains."""
         deferred.register_now()
         with self._lock:
-            for override in self.overrides(Selector()):
-                self.remove(override)
+            for chain in self.chains():
+                for override in chain.members:
+                    override.state.removed = True
+                if chain.members:
+                    self._publish(chain, ())
             self._rules = ()
 
     def publish(self, chain: Chain) -> None:

@@ -129,16 +129,17 @@ class CompiledRouter(Router):
 
     def publish(self, chain: Chain) -> None:
         """Route to the chain's active overrides."""
-        for override in [o for o in self._core_overrides if o not in chain.members]:
+        # Sets, since a chain may have hundreds of members, each of which publishes it.
+        members, active = set(chain.members), set(chain.active)
+        for override in self._core_overrides.keys() - members:
             del self._core_overrides[override]
             _drop_plans(override)
         ignoring = {o for o in chain.members if o.state.ignores_tables}
         for override in ignoring ^ self._ignoring:
             self._core_overrides.pop(override, None)  # its condition is another one
         self._ignoring = ignoring
-        for override in chain.members:
-            if override not in chain.active:
-                _drop_plans(override)
+        for override in members - active:
+            _drop_plans(override)
         self._shadowed = {}
         if self._awaits_first_call and (chain.active or deferred.placeholder() is not None):
             self._router.publish([self._placeholder])
