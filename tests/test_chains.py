@@ -18,6 +18,10 @@ from hypothesis import strategies as st
 
 import opgraft
 from opgraft import when
+from opgraft.core import loader
+from opgraft.registry import Chain, registry
+from opgraft.router.compiled import CompiledRouter
+from tests import ops
 from tests.test_when_properties import relaxed
 
 RELATIONS: dict[str, Callable[[Any, int], when.Condition]] = {
@@ -172,3 +176,103 @@ def test_a_long_chain_compares_no_two_of_its_members(monkeypatch: pytest.MonkeyP
     for override in overrides:
         override.remove()
     assert not compared
+
+
+class Refusing:
+    """A listener that raises for the chains that hold an override, or only one."""
+
+    def __init__(self) -> None:
+        self.refused: str | None = None
+        self.published: list[list[str]] = []
+
+    def __call__(self, chain: Chain) -> None:
+        names = [override.name for override in chain.members]
+        if self.refused in names or (self.refused == "fewer" and len(names) == 1):
+            raise RuntimeError("this chain cannot be published")
+        self.published.append(names)
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Refusing:
+    refusing = Refusing()
+    monkeypatch.setattr(registry, "_listeners", (*registry._listeners, refusing))
+    return refusing
+
+
+def hits_of(*overrides: opgraft.Override) -> list[int]:
+    """How often each is hit by one call."""
+    before = [override.hits for override in overrides]
+    torch.ones(4) + 1.0
+    return [override.hits - count for override, count in zip(overrides, before, strict=True)]
+
+
+def test_an_override_that_a_listener_refuses_leaves_its_chain_as_it_was(
+    listener: Refusing,
+) -> None:
+    old = _register(1, None)
+    listener.refused = "number 0"
+    with pytest.raises(RuntimeError, match="cannot be published"):
+        _register(0, None)
+    assert opgraft.overrides(op="aten::add.Tensor") == [old]
+    assert hits_of(old) == [1]
+    assert listener.published[-1] == ["number 1"]
+    behind = _register(2, None)  # nothing of it is left in the way
+    assert hits_of(old, behind) == [1, 0]
+
+
+def test_an_override_that_would_be_replaced_by_a_refused_one_stays(listener: Refusing) -> None:
+    old = _register(1, None)
+    listener.refused = "number 1"
+    with pytest.raises(RuntimeError, match="cannot be published"):
+        _register(1, WIDE)
+    listener.refused = None
+    assert old.enabled
+    assert opgraft.overrides(op="aten::add.Tensor") == [old]
+    assert hits_of(old) == [1]
+
+
+def test_an_override_that_cannot_be_removed_stays(listener: Refusing) -> None:
+    first, second = _register(0, None), _register(1, None)
+    listener.refused = "fewer"
+    with pytest.raises(RuntimeError, match="cannot be published"):
+        first.remove()
+    assert first.enabled
+    assert hits_of(first, second) == [1, 0]
+    listener.refused = None
+    first.remove()
+    assert hits_of(first, second) == [0, 1]
+
+
+@pytest.mark.skipif(loader.in_use() is None, reason="the router in Python compiles nothing")
+def test_an_override_that_the_core_refuses_leaves_its_chain_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = _register(1, None)
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("the core cannot compile it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CompiledRouter, "_compile", refuse)
+        with pytest.raises(RuntimeError, match="cannot compile"):
+            _register(0, None)
+    assert opgraft.overrides(op="aten::add.Tensor") == [old]
+    behind = _register(2, None)
+    assert hits_of(old, behind) == [1, 0]
+
+
+def test_a_rule_reaches_the_other_chains_where_one_cannot_be_published(
+    listener: Refusing,
+) -> None:
+    _register(0, None)
+    other = opgraft.register_op_override(
+        "aten", "_softmax", "CPU", ops.softmax, unconditional_override=True, name="other"
+    )
+    listener.refused = "number 0"
+    listener.published.clear()
+    with pytest.raises(RuntimeError, match="cannot be published"):
+        opgraft.disable(dispatch_key="CPU")
+    torch.softmax(torch.ones(2, 3), -1)
+    assert other.hits == 0
+    assert ["other"] in listener.published
+    listener.refused = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copyreg
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from opgraft.base import env
 from opgraft.base.locks import fork_safe_lock
@@ -19,6 +20,8 @@ from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op
 from opgraft.registry.override import Override
 from opgraft.registry.rules import Rule, Selector
+
+log = logging.getLogger(__name__)
 
 
 class Chain:
@@ -69,6 +72,9 @@ class Registry:
 
         Returns:
             The overrides that it replaces, which are removed.
+
+        Raises:
+            Exception: the router cannot run it. The chain is as it was before.
         """
         deferred.register_now()
         with self._lock:
@@ -78,11 +84,9 @@ class Registry:
             if override.definition is not None:
                 name = _unique_name(override.name, {o.name for o in remaining})
                 override.declaration = override.declaration.replaced(name=name)
-            for old in replaced:
-                old.state.removed = True
             override.state.sequence = next(self._sequence)
+            self._change(chain, [*remaining, override])
             self._ever_registered.update(override.identity.items())
-            self._publish(chain, (*remaining, override))
             return replaced
 
     def forget(self, chain: Chain) -> tuple[Override, ...]:
@@ -93,9 +97,7 @@ class Registry:
         """
         with self._lock:
             removed = chain.members
-            for override in removed:
-                override.state.removed = True
-            self._publish(chain, ())
+            self._change(chain, [])
             key = (chain.op.name, chain.dispatch_key)
             if self._chains.get(key) is chain:
                 del self._chains[key]
@@ -105,9 +107,8 @@ class Registry:
         with self._lock:
             if override.state.removed:
                 return  # perhaps together with its op: there may be another chain of that name
-            override.state.removed = True
             chain = self.chain(override.operator, override.dispatch_key)
-            self._publish(chain, (o for o in chain.members if o is not override))
+            self._change(chain, [o for o in chain.members if o is not override])
 
     def give_up(self, override: Override, reason: str) -> None:
         """Stop calling an override, for good."""
@@ -117,7 +118,8 @@ class Registry:
             self._publish(chain, chain.members)
 
     def chain(self, op: Op, dispatch_key: str) -> Chain:
-        """The chain of an op at a key. It is created on first use and never removed."""
+        """The chain of an op at a key. It is created on first use, and only
+        removed with its op."""
         deferred.register_now()
         with self._lock:
             key = (op.name, dispatch_key)
@@ -158,10 +160,8 @@ class Registry:
         deferred.register_now()
         with self._lock:
             for chain in self.chains():
-                for override in chain.members:
-                    override.state.removed = True
                 if chain.members:
-                    self._publish(chain, ())
+                    self._change(chain, [])
             self._rules = ()
 
     def publish(self, chain: Chain) -> None:
@@ -170,19 +170,64 @@ class Registry:
             self._publish(chain, chain.members)
 
     def republish(self) -> None:
-        """Publish every chain again, because something else that routers depend on has changed."""
+        """Publish every chain again, because something else that routers depend on has changed.
+
+        Raises:
+            Exception: what the first chain raised that could not be published. The others were.
+        """
         deferred.register_now()
         with self._lock:
-            for chain in self._chains.values():
-                self._publish(chain, chain.members)
+            errors = [self._error_of_publishing(chain) for chain in self._chains.values()]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _error_of_publishing(self, chain: Chain) -> Exception | None:
+        try:
+            self._publish(chain, chain.members)
+        except Exception as error:
+            log.debug("%s at %s is not published", chain.op.name, chain.dispatch_key, exc_info=True)
+            return error
+        return None
+
+    def _change(self, chain: Chain, members: Collection[Override]) -> None:
+        """Give a chain other members, or the former ones again if those cannot be published."""
+        before = chain.members
+        added, removed = set(members) - set(before), set(before) - set(members)
+        try:
+            _mark_removed(removed, True)
+            self._publish(chain, members)
+        except BaseException:
+            _mark_removed(removed, False)
+            _mark_removed(added, True)
+            self._restore(chain, before)
+            raise
 
     def _publish(self, chain: Chain, members: Iterable[Override]) -> None:
         chain.members = tuple(sorted(members, key=lambda override: override.order))
         chain.active = tuple(override for override in chain.members if override.enabled)
-        if chain.listener is not None:
-            chain.listener(chain)
-        for listener in self._listeners:
+        for listener in self._listeners_of(chain):
             listener(chain)
+
+    def _restore(self, chain: Chain, members: tuple[Override, ...]) -> None:
+        """Publish a chain's former members: to each listener, whichever of them raises."""
+        chain.members = members
+        chain.active = tuple(override for override in members if override.enabled)
+        for listener in self._listeners_of(chain):
+            try:
+                listener(chain)
+            except Exception as error:  # the error that led here is the one to be raised
+                where = f"{chain.op.name} at {chain.dispatch_key}"
+                log.warning("the overrides of %s may not all be in use: %r", where, error)
+
+    def _listeners_of(self, chain: Chain) -> list[Callable[[Chain], None]]:
+        own = [] if chain.listener is None else [chain.listener]
+        return [*own, *self._listeners]
+
+
+def _mark_removed(overrides: Iterable[Override], is_removed: bool) -> None:
+    for override in overrides:
+        override.state.removed = is_removed
 
 
 def _unpickled(identity: dict[str, str | None]) -> Override:
