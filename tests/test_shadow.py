@@ -16,6 +16,7 @@ import torch
 
 import opgraft
 from opgraft import ContractError, OverrideWarning, RegistrationError, when
+from opgraft.base.env import warn_once
 from opgraft.router import saved_calls, shadow
 from tests import forked_programs, ops
 from tests.python_router import run_again, where_the_core_routes
@@ -465,14 +466,15 @@ def test_opgraft_shadow(value: str, printed: str, logged: str) -> None:
     ("value", "logged"),
     [
         ("0", ""),
-        ("often", "OPGRAFT_SHADOW is ignored: rate=nan"),
-        ("1:explode", "OPGRAFT_SHADOW is ignored: on_mismatch='explode'"),
+        ("often", "OPGRAFT_SHADOW=often is ignored: give a share"),
+        ("1:explode", "OPGRAFT_SHADOW=1:explode is ignored: give a share"),
     ],
 )
 def test_opgraft_shadow_that_turns_nothing_on(
     value: str, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OPGRAFT_SHADOW", value)
+    warn_once.cache_clear()
     shadow._from_environment()  # what importing it calls
     assert shadow.current() is None
     assert logged in caplog.text and bool(logged) == bool(caplog.text)

@@ -13,6 +13,7 @@ import pytest
 import opgraft
 from opgraft import spelling
 from opgraft.base import env
+from opgraft.cli import doctor
 from tests import forked_programs, ops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +55,20 @@ def run_python(program: str, **variables: str) -> list[str]:
         ("OPGRAFT_DISABLE", "pack:nosuch", "no pack of that name is installed"),
         ("OPGRAFT_DISABLED", "1", "did you mean OPGRAFT_DISABLE?"),
         ("OPGRAFT_STRCIT", "1", "did you mean OPGRAFT_STRICT?"),
-        ("OPGRAFT_ROUTER", "pyhton", "did you mean python?"),
+        ("OPGRAFT_ROUTER", "pyhton", "give python"),
+        ("OPGRAFT_STRICT", "always", "give 1 or 0"),
+        ("OPGRAFT_PLANS", "none", "give 0 or 1"),
+        ("OPGRAFT_BUILD_CORE", "yes", "give 0 or 1"),
+        ("OPGRAFT_WHEN_NOT_READY", "nativ", "give native or wait"),
+        ("OPGRAFT_READY", "bundles", "give bundle"),
+        ("OPGRAFT_COMPILE_TIMEOUT", "30s", "give a number of seconds"),
+        ("OPGRAFT_COMPILE_TIMEOUT", "-1", "give a number of seconds"),
+        ("OPGRAFT_SHADOW", "often", "give a share of hits"),
+        ("OPGRAFT_SHADOW", "2", "give a share of hits"),
+        ("OPGRAFT_SHADOW", "0.1:explode", "give a share of hits"),
+        ("OPGRAFT_LOG", "verbose", "give debug"),
+        ("OPGRAFT_TABLES", __file__, "give a folder"),
+        ("OPGRAFT_CACHE", __file__, "give a folder"),
     ],
 )
 def test_a_misspelt_variable_is_told(
@@ -78,6 +92,45 @@ def test_a_misspelt_variable_is_told(
 def test_what_may_be_right_is_not_told(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("OPGRAFT_DISABLE", value)
     assert spelling.environment() == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        *(("OPGRAFT_STRICT", value) for value in ("1", "0", "ON", "no", "")),
+        *(("OPGRAFT_PLANS", value) for value in ("0", "1", "False")),
+        *(("OPGRAFT_WHEN_NOT_READY", value) for value in ("native", "WAIT")),
+        *(("OPGRAFT_READY", value) for value in ("bundle", "Bundle")),
+        *(("OPGRAFT_ROUTER", value) for value in ("python", "Python")),
+        *(("OPGRAFT_COMPILE_TIMEOUT", value) for value in ("0", "2.5", "1e3")),
+        *(("OPGRAFT_SHADOW", value) for value in ("0", "1", "0.01:quarantine", "1:raise", "1:LOG")),
+        *(("OPGRAFT_LOG", value) for value in ("debug", "Critical")),
+        *(("OPGRAFT_TABLES", value) for value in ("~", "/no/such/folder")),
+        *(("OPGRAFT_DISABLE", value) for value in ("no", "off", "False")),
+    ],
+)
+def test_a_value_that_means_something_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.delenv("OPGRAFT_ROUTER", raising=False)
+    monkeypatch.setenv(variable, value)
+    assert spelling.environment() == []
+    assert env.initially_disabled() == []
+
+
+def test_doctor_tells_of_a_value_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPGRAFT_STRICT", "always")
+    (check,) = [each for each in doctor._environment() if each.level == "problem"]
+    assert "OPGRAFT_STRICT=always is ignored" in check.text
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OPGRAFT_LOG", "verbose"), ("OPGRAFT_SHADOW", "often"), ("OPGRAFT_WHEN_NOT_READY", "nativ")],
+)
+def test_a_value_that_means_nothing_is_told_once(variable: str, value: str) -> None:
+    (line,) = run_python(REGISTERING, **{variable: value})
+    assert f"{variable}={value} is ignored" in line
 
 
 def test_an_overrides_name_is_told_from_a_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +169,27 @@ def test_a_word_that_is_registered_later_is_right(value: str) -> None:
 def test_a_word_that_nothing_ever_had_is_told_at_the_end(value: str) -> None:
     (line,) = run_python(REGISTERING, OPGRAFT_DISABLE=value)
     assert f"OPGRAFT_DISABLE={value} switched nothing off" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("name:latre", "did you mean later?"),
+        ("mien", "mine"),
+        ("later", "did you mean name:later?"),
+    ],
+)
+def test_a_word_that_is_nearly_what_was_registered_later_is_told_at_the_end(
+    value: str, hint: str
+) -> None:
+    (line,) = run_python(REGISTERING, OPGRAFT_DISABLE=value)
+    assert f"OPGRAFT_DISABLE={value} switches nothing off" in line
+    assert hint in line
+
+
+def test_a_word_that_was_told_at_first_is_not_told_again() -> None:
+    (line,) = run_python(REGISTERING, OPGRAFT_DISABLE="tirton")
+    assert "did you mean triton?" in line
 
 
 def test_a_name_in_the_environment_switches_off() -> None:

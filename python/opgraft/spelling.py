@@ -12,7 +12,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,8 @@ VARIABLES = (
     ),
     *("OPGRAFT_BUILD_CORE", "OPGRAFT_TORCH_HEADERS"),
 )
+#: The words of `OPGRAFT_DISABLE` that were warned of, as a selector's keyword and value.
+_told: set[tuple[str, str]] = set()
 # Variables of benchmarks and tests.
 _FOREIGN_PREFIXES = ("OPGRAFT_TEST_", "OPGRAFT_STRESS")
 
@@ -44,8 +46,11 @@ _FOREIGN_PREFIXES = ("OPGRAFT_TEST_", "OPGRAFT_STRESS")
 def check_environment() -> None:
     """Warn once of misspelt environment variables and values. Never raises."""
     try:
-        for text in environment():
+        for text in _misspelt_variables():
             env.warn_once(text)
+        for word, text in _misspelt_words():
+            env.warn_once(text)
+            _told.add(word)
         if env.initially_disabled():
             _check_at_exit()
     except Exception as error:  # it would break the user's `import torch`
@@ -54,26 +59,27 @@ def check_environment() -> None:
 
 def environment() -> list[str]:
     """A text for each misspelt environment variable or value that is known by now."""
-    found = [
+    return [*_misspelt_variables(), *(text for _, text in _misspelt_words())]
+
+
+def _misspelt_variables() -> list[str]:
+    unknown = [
         f"opgraft has no variable {name}{hint(name, VARIABLES)}"
         for name in sorted(os.environ)
         if name.startswith("OPGRAFT_")
         and name not in VARIABLES
         and not name.startswith(_FOREIGN_PREFIXES)
     ]
-    router = os.environ.get("OPGRAFT_ROUTER", "").strip()
-    if router and router.lower() != "python":
-        found.append(
-            f"OPGRAFT_ROUTER={router} is ignored: its only value is python"
-            f"{hint(router.lower(), ('python',))}"
-        )
+    return unknown + env.values_without_meaning()
+
+
+def _misspelt_words() -> Iterator[tuple[tuple[str, str], str]]:
+    """Each misspelt word of `OPGRAFT_DISABLE`, as a selector's keyword and value, and a text."""
     for keywords in env.initially_disabled():
-        (key, value), *_ = keywords.items()
+        ((key, value),) = keywords.items()
         if text := problem_with(key, value):
-            found.append(
-                f"OPGRAFT_DISABLE={env.selector_text(key, value)} switches nothing off: {text}"
-            )
-    return found
+            written = env.selector_text(key, value)
+            yield (key, value), f"OPGRAFT_DISABLE={written} switches nothing off: {text}"
 
 
 def problem_with(key: str, value: str) -> str:
@@ -214,10 +220,15 @@ def _warn_of_unused_selectors() -> None:
     registry = getattr(sys.modules.get("opgraft.registry"), "registry", None)
     if registry is None or env.installs_nothing() or not registry.ever_registered("op"):
         return
+    misspelt = dict(_misspelt_words())  # by now more is registered that a word may be nearly
     for keywords in env.initially_disabled():
-        (key, value), *_ = keywords.items()
-        is_known = (key == "dsl" and value in ("triton", "cutedsl")) or problem_with(key, value)
-        if key in ("dsl", "name") and not is_known and value not in registry.ever_registered(key):
+        ((key, value),) = keywords.items()
+        if (key, value) in _told or value in registry.ever_registered(key):
+            continue
+        is_known = key == "dsl" and value in ("triton", "cutedsl")
+        if text := misspelt.get((key, value)):
+            env.warn_once(text)
+        elif key in ("dsl", "name") and not is_known:
             env.warn_once(
                 f"OPGRAFT_DISABLE={env.selector_text(key, value)} switched nothing off: no "
                 f"override of this process has that {'DSL' if key == 'dsl' else 'name'}"

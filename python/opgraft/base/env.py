@@ -27,11 +27,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from functools import cache
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
-_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
+_LEVELS = frozenset({"debug", "info", "warning", "error", "critical"})
+#: What becomes of a difference that shadow mode finds.
+_ON_MISMATCH = frozenset({"log", "quarantine", "raise"})
 
 
 def installs_nothing() -> bool:
@@ -51,7 +54,7 @@ def initially_disabled() -> list[dict[str, str]]:
     if installs_nothing():
         return []
     words = [word.strip() for word in os.environ.get("OPGRAFT_DISABLE", "").split(",")]
-    return [_selector(word) for word in words if word and word.lower() not in {"0", "false"}]
+    return [_selector(word) for word in words if word and word.lower() not in _FALSE]
 
 
 def _selector(word: str) -> dict[str, str]:
@@ -107,10 +110,7 @@ def plans() -> bool:
 
 def when_not_ready() -> str | None:
     """What `OPGRAFT_WHEN_NOT_READY` says; None where it says nothing that makes sense."""
-    text = os.environ.get("OPGRAFT_WHEN_NOT_READY", "").strip().lower()
-    if text and text not in ("native", "wait"):
-        warn_once(f"OPGRAFT_WHEN_NOT_READY={text} is ignored: give native or wait")
-    return text if text in ("native", "wait") else None
+    return _usable("OPGRAFT_WHEN_NOT_READY") or None
 
 
 def shares_plans() -> bool:
@@ -120,10 +120,7 @@ def shares_plans() -> bool:
 
 def needs_bundle() -> bool:
     """Whether `OPGRAFT_READY=bundle` routes to a kernel what a bundle holds, and nothing else."""
-    text = os.environ.get("OPGRAFT_READY", "").strip().lower()
-    if text and text != "bundle":
-        warn_once(f"OPGRAFT_READY={text} is ignored: give bundle")
-    return text == "bundle"
+    return _usable("OPGRAFT_READY") == "bundle"
 
 
 def strict() -> bool:
@@ -132,14 +129,16 @@ def strict() -> bool:
 
 
 def shadow() -> tuple[float, str] | None:
-    """The fraction of hits and the action on a difference that `OPGRAFT_SHADOW` sets."""
-    rate, _, on_mismatch = os.environ.get("OPGRAFT_SHADOW", "").strip().partition(":")
-    if not rate or rate == "0":
-        return None
-    try:
-        return float(rate), on_mismatch or "log"
-    except ValueError:
-        return math.nan, on_mismatch  # an invalid rate, which the caller reports
+    """The fraction of hits and the action on a difference that `OPGRAFT_SHADOW` sets.
+
+    >>> import os
+    >>> os.environ["OPGRAFT_SHADOW"] = "0.01:quarantine"
+    >>> shadow()
+    (0.01, 'quarantine')
+    >>> del os.environ["OPGRAFT_SHADOW"]
+    """
+    rate, _, on_mismatch = _usable("OPGRAFT_SHADOW").partition(":")
+    return (float(rate), on_mismatch or "log") if rate and float(rate) else None
 
 
 def tables() -> str | None:
@@ -156,14 +155,77 @@ def compile_timeout() -> float | None:
     30.0
     >>> del os.environ["OPGRAFT_COMPILE_TIMEOUT"]
     """
-    text = os.environ.get("OPGRAFT_COMPILE_TIMEOUT", "").strip()
+    text = _usable("OPGRAFT_COMPILE_TIMEOUT")
+    return float(text) if text else None
+
+
+def _is_switch(value: str) -> bool:
+    return value in _TRUE or value in _FALSE
+
+
+def _is_duration(value: str) -> bool:
+    return _number(value) >= 0
+
+
+def _is_shadow(value: str) -> bool:
+    rate, colon, on_mismatch = value.partition(":")
+    return 0 <= _number(rate) <= 1 and (not colon or on_mismatch in _ON_MISMATCH)
+
+
+def _number(text: str) -> float:
     try:
-        seconds = float(text) if text else math.nan
+        return float(text)
     except ValueError:
-        seconds = math.nan
-    if text and not seconds >= 0:
-        warn_once(f"OPGRAFT_COMPILE_TIMEOUT={text} is ignored: give a number of seconds")
-    return seconds if seconds >= 0 else None
+        return math.nan
+
+
+def _is_folder(value: str) -> bool:
+    path = os.path.expanduser(value)
+    return os.path.isdir(path) or not os.path.exists(path)  # it is made when it is needed
+
+
+#: Whether a variable's value means something, and what to give else.
+_MEANINGFUL: dict[str, tuple[Callable[[str], bool], str]] = {
+    "OPGRAFT_STRICT": (_is_switch, "1 or 0"),
+    "OPGRAFT_PLANS": (_is_switch, "0 or 1"),
+    "OPGRAFT_BUILD_CORE": (frozenset({"0", "1"}).__contains__, "0 or 1"),
+    "OPGRAFT_ROUTER": (frozenset({"python"}).__contains__, "python, its only value"),
+    "OPGRAFT_WHEN_NOT_READY": (frozenset({"native", "wait"}).__contains__, "native or wait"),
+    "OPGRAFT_READY": (frozenset({"bundle"}).__contains__, "bundle, its only value"),
+    "OPGRAFT_COMPILE_TIMEOUT": (_is_duration, "a number of seconds"),
+    "OPGRAFT_SHADOW": (
+        _is_shadow,
+        "a share of hits from 0 to 1, and :log, :quarantine or :raise after it",
+    ),
+    "OPGRAFT_LOG": (_LEVELS.__contains__, "debug, info, warning, error or critical"),
+    "OPGRAFT_TABLES": (_is_folder, "a folder"),
+    "OPGRAFT_CACHE": (_is_folder, "a folder"),
+}
+
+
+def values_without_meaning() -> list[str]:
+    """A text for each variable whose value means nothing, and what to give instead."""
+    return [text for variable in _MEANINGFUL if (text := _problem_with(variable))]
+
+
+def _problem_with(variable: str) -> str:
+    """What is wrong with the variable's value; empty if nothing is."""
+    means_something, allowed = _MEANINGFUL[variable]
+    value = os.environ.get(variable, "").strip()
+    # The case of a folder's name counts.
+    if not value or means_something(value) or means_something(value.lower()):
+        return ""
+    if means_something is _is_folder:
+        return f"{variable}={value} cannot be used: it is a file; give {allowed}"
+    return f"{variable}={value} is ignored: give {allowed}"
+
+
+def _usable(variable: str) -> str:
+    """The variable's value in lower case; empty, with a warning, where it means nothing."""
+    if text := _problem_with(variable):
+        warn_once(text)
+        return ""
+    return os.environ.get(variable, "").strip().lower()
 
 
 def has_any() -> bool:
@@ -179,13 +241,10 @@ def warn_once(message: str) -> None:
 
 def configure_logging() -> None:
     """Apply `OPGRAFT_LOG` to the `opgraft` logger. An unknown level is logged, not raised."""
-    level = os.environ.get("OPGRAFT_LOG", "").strip().upper()
+    level = _usable("OPGRAFT_LOG")
     if not level:
         return
     logger = logging.getLogger("opgraft")
-    if level not in _LEVELS:
-        logger.warning("OPGRAFT_LOG=%s is no logging level: use debug, info or warning", level)
-        return
-    logger.setLevel(level)
+    logger.setLevel(level.upper())
     if not logging.getLogger().handlers and not logger.handlers:
         logger.addHandler(logging.StreamHandler())

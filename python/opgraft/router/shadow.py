@@ -144,13 +144,7 @@ def _from_environment() -> None:
     rate = env.shadow()
     if rate is None:
         return
-    settings = Settings(rate[0], rate[1], 1.0, None)  # type: ignore[arg-type]
-    try:
-        _check(settings)
-    except RegistrationError as error:
-        log.warning("OPGRAFT_SHADOW is ignored: %s", error)
-    else:
-        _settings.append(settings)
+    _settings.append(Settings(rate[0], rate[1], 1.0, None))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ one hit
