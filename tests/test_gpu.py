@@ -27,7 +27,7 @@ def override_softmax(impl: Any = ops.softmax, **keywords: Any) -> opgraft.Overri
 def norms(monkeypatch: pytest.MonkeyPatch) -> list[opgraft.Override]:
     """The shipped overrides of RMSNorm that take what the tests here call: forward and backward."""
     # Whatever tables say.
-    monkeypatch.setattr("opgraft_kernels.norms.overrides._crossover", lambda *_: None)
+    monkeypatch.setattr("opgraft_kernels.norms.overrides._crossover", lambda *_, **__: None)
     shipped = {override.name: override for override in opgraft_kernels.register()}
     return [shipped[f"opgraft_kernels.rms_norm.{way}"] for way in ("forward", "backward")]
 
