@@ -127,7 +127,11 @@ def test_blocks_of_a_row_in_a_backward(norm: str, hidden: int, blocks: int) -> N
         (8064, 1, 1024, 8, 4, True),
         (8192, 1, 2048, 4, 8, True),
         (9216, 1, 2048, 5, 8, False),
-        (11008, 1, 4096, 3, 8, False),  # six pieces would leave too much unused
+        (10240, 1, 2048, 5, 8, False),
+        (10248, 1, 1024, 11, 8, True),  # six pieces would leave much unused
+        (11008, 1, 1024, 11, 8, True),
+        (11264, 1, 1024, 11, 8, True),
+        (11392, 1, 4096, 3, 8, False),  # so would six here, and eleven are too few
         (12288, 1, 2048, 6, 8, True),
         (13824, 1, 2048, 7, 8, True),
         (15360, 1, 4096, 4, 8, False),

@@ -1089,13 +1089,16 @@ def _forward_pieces(hidden: int, itemsize: int) -> Tile | None:
 
 
 def _forward_pieces_of_long_rows(row: int, itemsize: int) -> Tile:
-    """Pieces of 16 bytes a thread, too, or of 32, before which no parameters are loaded.
+    """Pieces of 16 bytes a thread, too, or of 32, before which no parameters are loaded, or of 8.
 
-    Those are better of rows of 16 bits, of which a thread has twice as many elements: where the
-    shorter pieces would be eight, since no registers are left, and where they would be six, of
-    which the row leaves more than a sixteenth unused.
+    Others are better of rows of 16 bits, of which a thread has twice as many elements: longer ones
+    where there would be eight, since no registers are left, and where there would be six, of which
+    the row leaves more than a sixteenth unused. Where half of the last is unused, eleven shorter
+    ones hold as much as there is.
     """
     pieces = ceil_div(row, 4096)
+    if itemsize == 2 and ceil_div(row, 2048) == 11:
+        return Tile(1, 2048 // itemsize, 8)
     if itemsize == 2 and (pieces == 8 or (pieces == 6 and 16 * row < 15 * pieces * 4096)):
         return Tile(1, 16384 // itemsize, 16) if row == 32768 else Tile(1, 8192 // itemsize, 8)
     return Tile(1, 4096 // itemsize, 8)
@@ -1104,7 +1107,7 @@ def _forward_pieces_of_long_rows(row: int, itemsize: int) -> Tile:
 def _has_parameters_first(tile: Tile, itemsize: int, sizes: Tiling) -> bool:
     """Whether a forward loads weight and bias before the reduction."""
     if tile.blocks > 1:
-        is_a_vector = tile.rows * tile.block * itemsize == tile.num_warps * 32 * 16
+        is_a_vector = tile.rows * tile.block * itemsize <= tile.num_warps * 32 * 16
         # Five long pieces of 16 bits: four programs fit without the parameters, with them two.
         return is_a_vector and not (tile.num_warps == 8 and tile.blocks == 5 and itemsize == 2)
     most = sizes.parameters_first_block_bytes if tile.tail else sizes.parameters_first_bytes
