@@ -6,12 +6,14 @@ from typing import Any
 
 from opgraft import dsl_utils
 from opgraft.base import env
+from opgraft.base.traced import is_traced
 from opgraft.dsl import TRITON
 from opgraft.registry import Override
 
 __all__ = [
     "deregister_op_overrides",
     "interpreted",
+    "is_traced",
     "register_op_override",
     "runtime_available",
     "runtime_version",

@@ -56,6 +56,22 @@ def graphs() -> Graphs:
     return Graphs()
 
 
+def test_an_impl_can_ask_whether_it_is_traced(graphs: Graphs) -> None:
+    seen = []
+
+    def impl(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        seen.append(opgraft.triton_utils.is_traced())
+        return ops.softmax(self, dim, half_to_float)
+
+    traceable(impl)
+    softmax(torch.randn(3, 4))
+    assert set(seen) == {False}
+    seen.clear()
+    check(graphs.compile(softmax), torch.randn(3, 4))
+    assert set(seen) == {True}
+    assert not opgraft.triton_utils.is_traced()
+
+
 def test_the_graph_holds_what_the_impl_is_made_of(graphs: Graphs) -> None:
     override = traceable()
     check(graphs.compile(softmax), torch.randn(4, 8))

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from configurations import MULTIPROCESSORS, norm_launches, softmax_launches
+from opgraft.base import traced
 from opgraft_kernels import rows as shared
 from opgraft_kernels.norms import ops
 from opgraft_kernels.norms import triton_kernels as norms
@@ -64,6 +65,20 @@ def test_nothing_is_asked_for_where_the_device_cannot() -> None:
     norm, *_ = norm_launches("rms_norm", torch.bfloat16, 4096, 2**15, can_prefetch=False)
     line, _ = softmax_launches(torch.bfloat16, (2**15, 4096), False, can_prefetch=False)
     assert ahead_of(norm) == ahead_of(line) == 0
+
+
+def test_a_launch_that_is_traced_into_a_graph_asks_for_nothing() -> None:
+    """Nor is there the instruction, which torch takes for a write to each argument."""
+    x = torch.empty(2**15, 4096, dtype=torch.bfloat16, device="meta")
+    rstd = torch.empty(2**15, device="meta")
+    norm = ops.Forward(x, None, None, torch.empty_like(x), None, rstd, 4096, 1e-6)
+    with traced.tracing():
+        launches = [
+            norms.plan_forward(norm, HOPPER),
+            softmax.plan_forward(x, torch.empty_like(x), 1, False, HOPPER),
+        ]
+    assert [each.constexprs["PREFETCH"] for each in launches] == [False, False]
+    assert norms.plan_forward(norm, HOPPER).constexprs["PREFETCH"]
 
 
 def test_nothing_is_asked_for_where_a_tiles_rows_are_apart() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
-from opgraft.base import imports
+from opgraft.base import imports, traced
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override
@@ -65,7 +65,7 @@ def run(override: Override, mode: Any, args: Any, kwargs: Any) -> Any:
     _thread.running.append(override)
     try:
         # Below autograd, as in eager: the op's own derivative applies.
-        with mode, torch._C._AutoDispatchBelowAutograd():
+        with traced.tracing(), mode, torch._C._AutoDispatchBelowAutograd():
             return override.impl(*args, **kwargs)
     finally:
         _thread.running.pop()

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from opgraft import triton_utils
 from opgraft_kernels.devices import (
     can_prefetch,
     l2_cache,
@@ -764,10 +765,13 @@ _BYTES_AHEAD = 47 * 1024
 def tiles_ahead(tile_bytes: int, tiles: int, device: Device) -> int:
     """How many tiles after its own a program is to `prefetch`; 0 where the device cannot.
 
+    Nor can a compiled graph that has the launch itself: torch takes a kernel with an instruction
+    that it does not know for one that writes to all of its arguments.
+
     It is beyond the last of the `tiles` where the cache may hold all of them already, as when the
     kernel before wrote them: to ask for those takes time.
     """
-    if not device.can_prefetch:
+    if not device.can_prefetch or triton_utils.is_traced():
         return 0
     if tile_bytes * tiles <= device.l2_cache // 2:
         return tiles
