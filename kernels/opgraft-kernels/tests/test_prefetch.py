@@ -67,6 +67,11 @@ def test_nothing_is_asked_for_where_the_device_cannot() -> None:
     assert ahead_of(norm) == ahead_of(line) == 0
 
 
+def test_half_as_much_is_asked_of_a_small_cache() -> None:
+    small, large = (HOPPER._replace(l2_cache=each * 2**20) for each in (50, 60))
+    assert shared.tiles_ahead(8192, 2**16, large) == 2 * shared.tiles_ahead(8192, 2**16, small)
+
+
 def test_a_launch_that_is_traced_into_a_graph_asks_for_nothing() -> None:
     """Nor is there the instruction, which torch takes for a write to each argument."""
     x = torch.empty(2**15, 4096, dtype=torch.bfloat16, device="meta")

@@ -741,7 +741,7 @@ class Device(NamedTuple):
     shared_memory: int  # of a multiprocessor, in bytes
     can_wait: bool  # whether programs may wait for one another: the interpreter runs them in turn
     can_prefetch: bool = False  # whether `prefetch` is an instruction: from Hopper on
-    l2_cache: int = 50 * 2**20  # in bytes
+    l2_cache: int = 60 * 2**20  # in bytes
 
 
 @functools.cache
@@ -758,8 +758,10 @@ def device_of(device: torch.device) -> Device:
 # A program that holds its tile between a reduction and its use loads nothing meanwhile. So each
 # asks, when it begins, for a tile that is read later, by a program that begins when those that run
 # now are done. Of a multiprocessor's programs these are about as many bytes as they hold: with half
-# as many memory has nothing to do at times, with twice as many the cache drops some before use.
-_BYTES_AHEAD = 47 * 1024
+# as many memory has nothing to do at times, with twice as many the cache drops some before use. A
+# smaller cache, as the H100's beside the H200's, drops some of as many.
+_BYTES_AHEAD, _BYTES_AHEAD_IN_SMALL_CACHE = 47 * 1024, 24 * 1024
+_SMALL_CACHE = 55 * 2**20
 
 
 def tiles_ahead(tile_bytes: int, tiles: int, device: Device) -> int:
@@ -775,7 +777,9 @@ def tiles_ahead(tile_bytes: int, tiles: int, device: Device) -> int:
         return 0
     if tile_bytes * tiles <= device.l2_cache // 2:
         return tiles
-    return device.multiprocessors * max(1, round(_BYTES_AHEAD / tile_bytes))
+    is_small = device.l2_cache < _SMALL_CACHE
+    bytes_ahead = _BYTES_AHEAD_IN_SMALL_CACHE if is_small else _BYTES_AHEAD
+    return device.multiprocessors * max(1, round(bytes_ahead / tile_bytes))
 
 
 class Split(NamedTuple):
