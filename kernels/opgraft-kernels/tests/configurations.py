@@ -175,7 +175,13 @@ def _softmax(capability: int) -> Iterator[Launch]:
         for dtype in (bfloat16, float32):
             for size in (16, 128, 197, 1000, 4096, 5496, 8192, 16384, 50257, 128256, 262144):
                 yield from some(dtype, (1024, size), log)
-            for shape in ((8, 21, 65536), (8, 4096, 128), (4, 50000, 33), (512, 64, 6)):
+            for shape in (
+                (8, 21, 65536),
+                (8, 4096, 128),
+                (4, 50000, 33),
+                (512, 64, 6),
+                (64, 28, 232),
+            ):
                 yield from some(dtype, shape, log)
             # Strided and read element by element, up to the largest tile of such lines.
             for shape in ((64, 135, 75), (8, 1000, 17)):

@@ -33,6 +33,10 @@ NORM_SPILL = 96
 # Rows that are not aligned to 16 bytes are loaded element by element, which takes more addresses
 # and predicates than there are registers.
 UNALIGNED_SPILL = 320
+# Six programs of a split row fit into a multiprocessor, at 168 registers a thread: on sm_80 a few
+# are parked.
+SPLIT_SPILL = 40
+SHIFTED_SPILL = 8
 # Across lines, where 64 registers let a multiprocessor run two programs.
 STRIDED_SPILL = 16
 
@@ -106,7 +110,7 @@ def _check_split(found: dict[str, Any]) -> None:
     """So many programs of a multiprocessor are to run at once, or the launch fails."""
     is_forward = found["kernel"] == "_forward_split_kernel"
     part = kernels._FORWARD_PART if is_forward else kernels._BACKWARD_PART
-    _check(found, 0)
+    _check(found, SPLIT_SPILL)
     assert found["registers"] <= part.registers, found
     # 1 KB of each program's is the system's, and of a multiprocessor's what else it has more.
     taken = part.per_sm * (found["shared"] + 1024)
@@ -128,7 +132,7 @@ def test_shifted_rows_of_softmax_are_loaded_and_stored_by_16_bytes() -> None:
         if "_split_" in found["kernel"]:
             _check_split(found)
             continue
-        _check(found, 0)
+        _check(found, SHIFTED_SPILL)
         itemsize = str(getattr(torch, _dtypes(found)[0]).itemsize)
         units = _units_of_a_thread(found)
         tensors = 2 if found["kernel"] == "_backward_kernel" else 1

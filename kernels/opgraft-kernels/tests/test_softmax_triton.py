@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -136,17 +136,39 @@ def test_no_nan_is_made_of_what_nothing_uses(
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("inner", [1, 2, 33, 1024])
-def test_a_tile_of_any_size_is_one_that_triton_takes(inner: int, itemsize: int, log: bool) -> None:
-    sizes = (*range(1, 1100), 4096, 8193, 16384, 50257, 131072)
-    units = (each for each in (1, 2, 4, 8) if each * itemsize <= 2 * 16)  # of 16 bits, in float32
-    for size, unit in itertools.product(sizes, units):
-        tile = kernels.tile_of.__wrapped__(size, inner, itemsize, kernels.FORWARD_TILE, unit, log)
-        for number in (tile.lines, tile.block, tile.num_warps):
-            assert number > 0 and number & (number - 1) == 0, (size, unit, tile)
-        assert tile.num_warps <= 32 and (tile.block >= size or not tile.whole), (size, unit, tile)
-        # Elements of a thread: of a backward's two tensors no more than registers.
-        assert tile.lines * tile.block <= 32 * 64 * tile.num_warps, (size, unit, tile)
+def test_a_tile_of_rows_of_any_size_is_one_that_triton_takes(itemsize: int, log: bool) -> None:
+    for size, unit in itertools.product(TILED_SIZES, _units(itemsize)):
+        tile = kernels.tile_of.__wrapped__(size, itemsize, kernels.FORWARD_TILE, unit, log)
+        _check_tile(tile, size, 64)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("inner", [2, 33, 200, 1024, 2**20])
+@pytest.mark.parametrize("reading", [kernels.strided_forward, kernels.strided_backward])
+def test_a_tile_of_strided_lines_of_any_size_is_one_that_triton_takes(
+    reading: Callable[[int, int], kernels.Strided], inner: int, itemsize: int
+) -> None:
+    for size, unit in itertools.product(TILED_SIZES, _units(itemsize)):
+        chosen = reading(itemsize, unit)
+        tile = kernels.strided_tile_of(size, inner, itemsize, unit, chosen)
+        _check_tile(tile, size, 128 if reading is kernels.strided_forward else 64)
+        if tile.whole and tile.lines * tile.block * itemsize <= chosen.a_warp:
+            assert tile.num_warps == 1  # which needs no other
+
+
+TILED_SIZES = (*range(1, 1100), 4096, 8193, 16384, 50257, 131072)
+
+
+def _units(itemsize: int) -> Iterator[int]:
+    return (each for each in (1, 2, 4, 8) if each * itemsize <= 2 * 16)  # of 16 bits, in float32
+
+
+def _check_tile(tile: kernels.Tile, size: int, most: int) -> None:
+    """most: elements of a thread. Of a backward's two tensors no more than there are registers."""
+    for number in (tile.lines, tile.block, tile.num_warps):
+        assert number > 0 and number & (number - 1) == 0, (size, tile)
+    assert tile.num_warps <= 32 and (tile.block >= size or not tile.whole), (size, tile)
+    assert tile.lines * tile.block <= 32 * most * tile.num_warps, (size, tile)
 
 
 @pytest.mark.parametrize("size", [32768, 40000, 50257, 128256])

@@ -416,7 +416,7 @@ def _are_many(rows: int, device: torch.device) -> bool:
 
 def _tile(classes: int, largest: int, itemsize: int) -> Tile:
     # As of aligned rows: with softmax's tiles for others the kernels here were not measured.
-    return tile_of(classes, 1, itemsize, largest, unit_of(itemsize))
+    return tile_of(classes, itemsize, largest, unit_of(itemsize))
 
 
 def _block(bytes_and_warps: tuple[int, int], itemsize: int) -> Tile:

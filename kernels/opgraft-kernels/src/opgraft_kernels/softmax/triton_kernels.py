@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,9 @@ __all__ = [
     "plan_forward",
     "softmax_backward",
     "softmax_forward",
+    "strided_backward",
+    "strided_forward",
+    "strided_tile_of",
     "tile_of",
 ]
 
@@ -580,13 +584,10 @@ _NARROW_LOG_TILE, _FEWEST_NARROW_LOG_LINES = 1024, 2
 # again from the L2 cache. Of rows of more than so many bytes it has too little for all that are
 # read at once: there a program has 32 warps, so that a multiprocessor runs half as many.
 _BLOCK, _WIDE_BLOCK, _WIDE_ROW = 16 * 1024, 32 * 1024, 48 * 1024
-# Elements of a thread, where lines are strided and a load has less than 8 bytes.
-_MOST_NARROW = 16
-# What is read together across lines, at least, if there are as many.
-_SEGMENT = 128
 # Strided lines that are no longer than this each have a thread, which has nothing to exchange with
 # others, if there are enough of them for so many warps.
 _LONGEST_OF_A_THREAD, _WARPS_OF_SHORT = 32, 4
+_MOST_STRIDED_WARPS = 16
 _MIN_BLOCK = 16
 # Of fewer rows a multiprocessor than this, what counts is how soon one is done; of more, that some
 # are loaded while others are computed with.
@@ -610,6 +611,49 @@ class Tile(NamedTuple):
     num_warps: int
 
 
+class Strided(NamedTuple):
+    """How strided lines are read, in bytes of one tensor.
+
+    A warp computes what it can by itself: several that share lines exchange maxima and sums through
+    shared memory, which takes longer than to read them. So a tile is as narrow as memory can read
+    well, `segment` of one element of each line, if there are as many; as long as the lines; and it
+    has few warps, of `a_warp` each. Of shorter lines it has more, for `short`. Up to `largest` it
+    stays in registers; of longer lines it is a block, of `longer`.
+    """
+
+    segment: int
+    short: int
+    a_warp: int
+    largest: int
+    longer: int
+
+
+def strided_forward(itemsize: int, unit: int) -> Strided:
+    if unit * itemsize < 8:  # an address for nearly each element: more would be spilled
+        return Strided(16 * itemsize, 8192, 2048, 16384 * itemsize, 32 * 1024)
+    return Strided(32 * itemsize, 8192, 4096, FORWARD_TILE, 32 * 1024)
+
+
+def strided_backward(itemsize: int, unit: int) -> Strided:
+    if unit * itemsize < 8:
+        return Strided(16 * itemsize, 8192, 1024, 8192 * itemsize, 16 * 1024)
+    return Strided(64, 4096, 4096 // itemsize, BACKWARD_TILE, 32 * 1024)
+
+
+def strided_tile_of(size: int, inner: int, itemsize: int, unit: int, reading: Strided) -> Tile:
+    """The tile for lines of `size` that are `inner` apart and read in units."""
+    block = max(power_of_2(size), _MIN_BLOCK)
+    if _has_threads_of_lines(size, inner, itemsize, unit):
+        return Tile(32 * _WARPS_OF_SHORT * unit, block, True, _WARPS_OF_SHORT)
+    line = block * itemsize
+    lines = min(power_of_2(inner), max(reading.segment // itemsize, reading.short // line))
+    whole = lines * line <= reading.largest
+    if not whole:
+        block = reading.longer // itemsize // lines
+    warps = lines * block * itemsize // reading.a_warp
+    return Tile(lines, block, whole, min(max(warps, 1), _MOST_STRIDED_WARPS))
+
+
 class Lines(NamedTuple):
     """A tensor as ``[outer, size, inner]``, with the softmax over `size`."""
 
@@ -630,35 +674,22 @@ class Lines(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile_of(
-    size: int, inner: int, itemsize: int, largest: int, unit: int, log: bool = False,
-    longer: int = _BLOCK,
-) -> Tile:  # fmt: skip
-    """The tile for lines of `size`, of `largest` bytes at most, that are read in units; and of
-    `longer` bytes where a line is no tile. log: of log-softmax."""
+    size: int, itemsize: int, largest: int, unit: int, log: bool = False, longer: int = _BLOCK
+) -> Tile:
+    """The tile for rows of `size`, of `largest` bytes at most, that are read in units; and of
+    `longer` bytes where a row is no tile. log: of log-softmax."""
     block = max(power_of_2(size), _MIN_BLOCK)
     line = block * itemsize
     is_narrow = unit * itemsize < _WIDEST_LOAD
-    if inner == 1 and is_narrow and 32 * unit < block and line <= _NARROW_TILE:
+    if is_narrow and 32 * unit < block and line <= _NARROW_TILE:
         # Triton would spread each line over many warps, and add up each one in shared memory.
         return Tile(_narrow_lines(line, itemsize, log), block, True, 1)
-    if _has_threads_of_lines(size, inner, itemsize, unit):
-        return Tile(32 * _WARPS_OF_SHORT * unit, block, True, _WARPS_OF_SHORT)
-    a_warp = 2048
-    if inner == 1:
-        lines = _SHORT_TILE // line if line <= _SHORT_TILE // 4 else 1
-    else:
-        lines = min(power_of_2(inner), max(_SEGMENT // itemsize, _SHORT_TILE // line))
-        if unit * itemsize < 8:  # an address for nearly each element: more would be spilled
-            a_warp = 32 * _MOST_NARROW * itemsize
-            largest = min(largest, 16 * a_warp)
-            if 16 * line <= largest:
-                lines = min(lines, largest // line)
+    lines = _SHORT_TILE // line if line <= _SHORT_TILE // 4 else 1
     whole = lines * line <= largest
     if not whole:
         block = longer // itemsize // lines
     bytes_of_tile = lines * block * itemsize
-    if bytes_of_tile <= _SHORT_TILE or not whole:
-        a_warp = min(a_warp, 1024)
+    a_warp = 1024 if bytes_of_tile <= _SHORT_TILE or not whole else 2048
     return Tile(lines, block, whole, min(max(bytes_of_tile // a_warp, 1), 32))
 
 
@@ -677,33 +708,45 @@ def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bo
     return size <= _LONGEST_OF_A_THREAD and unit * itemsize == 4 and inner >= threads * unit
 
 
-def _launch(
+def _launch_strided(
+    kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
+    reading: Callable[[int, int], Strided],
+) -> Launch:  # fmt: skip
+    narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
+    unit, word = unit_of(narrowest, lines.inner, *strides), 4 // widest
+    if unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
+        unit = word
+    tile = strided_tile_of(*lines[1:], widest, unit, reading(widest, unit))
+    programs = lines.outer * ceil_div(lines.inner, tile.lines)
+    return _launch_tiles(kernel, programs, tensors, strides, lines, log, tile, unit)
+
+
+def _launch_rows(
     kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
     largest: int, longer: int = _BLOCK,
 ) -> Launch:  # fmt: skip
-    is_strided = lines.inner != 1
-    contiguous = lines.inner if is_strided else lines.size
     narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
     unit = unit_of(narrowest)
-    tile = tile_of(lines.size, lines.inner, widest, largest, unit, log, longer)
-    ends = 0 if is_strided else ends_columns(tile.lines, lines.size, strides, tensors)
+    tile = tile_of(lines.size, widest, largest, unit, log, longer)
+    ends = ends_columns(tile.lines, lines.size, strides, tensors)
     if not ends:
-        unit = unit_of(narrowest, contiguous, *strides)
-        word = 4 // widest
-        if is_strided and unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
-            unit = word
-        tile = tile_of(lines.size, lines.inner, widest, largest, unit, log, longer)
-    if is_strided:
-        programs = lines.outer * ceil_div(lines.inner, tile.lines)
-    else:
-        programs = ceil_div(lines.outer, tile.lines)
+        unit = unit_of(narrowest, lines.size, *strides)
+        tile = tile_of(lines.size, widest, largest, unit, log, longer)
+    programs = ceil_div(lines.outer, tile.lines)
+    return _launch_tiles(kernel, programs, tensors, strides, lines, log, tile, unit, ends)
+
+
+def _launch_tiles(
+    kernel: Any, programs: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines,
+    log: bool, tile: Tile, unit: int, ends: int = 0,
+) -> Launch:  # fmt: skip
     return Launch(
         kernel,
         programs,
         (*tensors, lines.outer, lines.size, lines.inner, *strides),
         {
             "LOG": log,
-            "STRIDED": is_strided,
+            "STRIDED": lines.inner != 1,
             "LINES": tile.lines,
             "BLOCK": tile.block,
             "WHOLE": tile.whole,
@@ -767,20 +810,22 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | Non
     )
     if split is not None:
         return split
-    largest = _TILE_OF_MANY if are_many and lines.inner == 1 else FORWARD_TILE
+    if lines.inner != 1:
+        launch = _launch_strided(_forward_kernel, tensors, strides, lines, log, strided_forward)
+        return _with_prefetch(launch, 0)
+    largest = _TILE_OF_MANY if are_many else FORWARD_TILE
     is_wide = are_many and x.element_size() == 2 and 2 * lines.size > _WIDE_ROW
-    longer = _WIDE_BLOCK if is_wide and lines.inner == 1 else _BLOCK
-    launch = _launch(_forward_kernel, tensors, strides, lines, log, largest, longer)
-    return _with_prefetch(launch, x, lines, device)
-
-
-def _with_prefetch(launch: Launch, x: Tensor, lines: Lines, device: Device) -> Launch:
-    """A forward's launch, with what its programs ask for, if there is something. Of a line that is
-    read in blocks that is the line itself, however large the tensor."""
+    longer = _WIDE_BLOCK if is_wide else _BLOCK
+    launch = _launch_rows(_forward_kernel, tensors, strides, lines, log, largest, longer)
+    # Of a row that is read in blocks that is the row itself, however large the tensor.
     together = launch.constexprs["LINES"]
-    are_next = lines.inner == 1 and (together == 1 or x.is_contiguous())
+    are_next = together == 1 or x.is_contiguous()
     tile_bytes = together * lines.size * x.element_size()
-    ahead = tiles_ahead(tile_bytes, launch.grid, device) if are_next else 0
+    return _with_prefetch(launch, tiles_ahead(tile_bytes, launch.grid, device) if are_next else 0)
+
+
+def _with_prefetch(launch: Launch, ahead: int) -> Launch:
+    """A forward's launch, with how far ahead its programs ask for rows; 0: they do not."""
     constexprs = {**launch.constexprs, "PREFETCH": ahead > 0}
     return launch._replace(arguments=(*launch.arguments, ahead), constexprs=constexprs)
 
@@ -799,7 +844,9 @@ def plan_backward(
     )
     if split is not None:
         return split
-    return _launch(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE)
+    if lines.inner != 1:
+        return _launch_strided(_backward_kernel, tensors, strides, lines, log, strided_backward)
+    return _launch_rows(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE)
 
 
 # --------------------------------------------------------------------------------------------------
