@@ -36,6 +36,7 @@
 #include "filling.h"
 #include "observer.h"
 #include "opaque.h"
+#include "outdated.h"
 #include "plan_impl.h"
 #include "plan_recorder.h"
 #include "python_impl.h"
@@ -277,7 +278,7 @@ RouterHandle install(const std::string& name, const std::string& overload, const
 
 void set_hooks(RouterHandle& self, py::object takes, py::object first_hit, py::object recover,
                py::object is_capturing, py::object contract_error, py::object observe,
-               py::object decompose, py::object withdrawn) {
+               py::object decompose) {
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
   hooks->first_hit = PythonRef(std::move(first_hit));
@@ -287,7 +288,6 @@ void set_hooks(RouterHandle& self, py::object takes, py::object first_hit, py::o
   self.hooks = std::move(hooks);
   self.observer->set(PythonRef(std::move(observe)));
   self.observer->set_decompose(PythonRef(std::move(decompose)));
-  self.observer->set_withdrawn(PythonRef(std::move(withdrawn)));
 }
 
 // An override that stands in a chain for deferred ones. `register_overrides` registers those, and
@@ -327,6 +327,7 @@ py::object call_native(const RouterHandle& handle, c10::DispatchKeySet keyset,
   handle.converter->push_arguments(values, stack);
   {
     const py::gil_scoped_release release;
+    handle.router->check_op_exists();
     handle.router->native(keyset).call(handle.router->op(), keyset, &stack);
   }
   return handle.converter->pop_results(stack);
@@ -505,7 +506,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))
       .def("set_hooks", &set_hooks, py::arg("takes"), py::arg("first_hit"), py::arg("recover"),
            py::arg("is_capturing"), py::arg("contract_error"), py::arg("observe"),
-           py::arg("decompose"), py::arg("withdrawn"),
+           py::arg("decompose"),
            "Set the Python functions that its overrides call, before the first override.")
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {
@@ -522,7 +523,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def("replay", &replay_plan, py::arg("plan"), py::arg("values"), py::arg("poison"))
       .def_property_readonly(
           "is_outdated", [](const RouterHandle& self) { return self.router->is_outdated(); },
-          "Whether its op was defined anew after it was installed.")
+          "Whether its op was destroyed after it was installed.")
       .def_property_readonly(
           "native_origin", [](const RouterHandle& self) { return self.router->native().origin(); })
       .def_property_readonly("is_composite",
@@ -612,6 +613,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
     capability_function = function.release();
     set_capability_lookup(&look_up_capability);
   });
+  core.def("set_withdraw", &set_withdraw_function, py::arg("function"),
+           "`function(wait)` removes the overrides of outdated routers; wait: for locks.");
   core.def("shut_down", &Router::shut_down, py::call_guard<py::gil_scoped_release>(),
            "Make every call a miss from now on, and wait for calls that are in Python.");
   core.def("guard_cuda_without_device", &guard_cuda_without_device,

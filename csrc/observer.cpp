@@ -46,23 +46,6 @@ bool PythonObserver::decompose(Call& call) {
   return true;
 }
 
-// A kernel of the new op at the router's key is called in its place, so no call may ever reach the
-// router. Python may not be called here. It calls back when it can, unless it has too much to do.
-void PythonObserver::outdated() noexcept {
-  const auto call_back = [](void* self) {
-    const auto withdrawn = static_cast<const PythonObserver*>(self)->withdrawn_.get();
-    const PythonAccess python;
-    if (python && withdrawn && !try_python(withdrawn)) report_unraisable();
-    return 0;
-  };
-  Py_AddPendingCall(call_back, this);
-}
-
-void PythonObserver::withdrawn() {
-  const PythonAccess python;
-  if (python && withdrawn_.get()) call_python(withdrawn_.get());
-}
-
 PythonRef PythonObserver::begin(const Call& call, bool keeps_derivative) const {
   const PythonAccess python;
   if (!python) return {};

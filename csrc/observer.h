@@ -22,13 +22,7 @@ class PythonObserver final : public Observer {
   // NotImplemented.
   void set_decompose(PythonRef decompose) { decompose_ = std::move(decompose); }
 
-  // `withdrawn()` deregisters the router, if a call has not done it, and tells the user. It is
-  // called soon after the op was defined anew, on the main thread, and by a call that is earlier.
-  void set_withdrawn(PythonRef withdrawn) { withdrawn_ = std::move(withdrawn); }
-
   bool decompose(Call& call) override;
-  void outdated() noexcept override;
-  void withdrawn() override;
   void observe(Call& call, bool keeps_derivative, const std::function<void()>& route) override;
 
  private:
@@ -37,7 +31,6 @@ class PythonObserver final : public Observer {
 
   PythonRef begin_;
   PythonRef decompose_;
-  PythonRef withdrawn_;
   std::shared_ptr<const PythonConverter> converter_;
 };
 

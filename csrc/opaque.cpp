@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "registration.h"
 #include "router.h"
 #include "tensors.h"
 #include "threads.h"
@@ -78,22 +79,23 @@ class UnaliasedResults {
 };
 
 struct BackendKernel final : c10::OperatorKernel {
-  explicit BackendKernel(c10::OperatorHandle origin) : origin(std::move(origin)) {}
+  explicit BackendKernel(NamedOp named) : named(std::move(named)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
+    const auto& origin = named.get();
     const UnaliasedResults unaliased(origin, *stack);
     origin.redispatchBoxed(keyset, stack);
     unaliased.copy_aliased();
   }
-  c10::OperatorHandle origin;
+  NamedOp named;
 };
 
 struct FunctorchKernel final : c10::OperatorKernel {
-  explicit FunctorchKernel(c10::OperatorHandle origin) : origin(std::move(origin)) {}
+  explicit FunctorchKernel(NamedOp named) : named(std::move(named)) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    origin.callBoxed(stack);
+    named.get().callBoxed(stack);
   }
-  c10::OperatorHandle origin;
+  NamedOp named;
 };
 
 bool is_backend_next(c10::DispatchKeySet keyset) {
@@ -105,9 +107,10 @@ bool is_backend_next(c10::DispatchKeySet keyset) {
 // trained. For a composite op, `origin` is called at the autograd key, unless something between
 // autograd and the backend must see the op that replaces it.
 struct AutogradKernel final : c10::OperatorKernel {
-  explicit AutogradKernel(c10::OperatorHandle origin) : origin(std::move(origin)) {}
+  explicit AutogradKernel(NamedOp named) : named(std::move(named)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
+    const auto& origin = named.get();
     const auto arguments = torch::jit::last(*stack, origin.schema().arguments().size());
     if (must_differentiate(view(arguments)) || (is_composite(origin) && is_backend_next(keyset))) {
       const UnaliasedResults unaliased(origin, *stack);
@@ -118,15 +121,15 @@ struct AutogradKernel final : c10::OperatorKernel {
     const at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keyset & c10::after_ADInplaceOrView_keyset, stack);
   }
-  c10::OperatorHandle origin;
+  NamedOp named;
 };
 
 }  // namespace
 
 void forward_op(const std::string& name, const std::string& overload, const std::string& origin,
                 const std::string& origin_overload) {
-  const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(origin.c_str(), origin_overload.c_str());
+  const NamedOp op(
+      c10::Dispatcher::singleton().findSchemaOrThrow(origin.c_str(), origin_overload.c_str()));
   const auto full = overload.empty() ? name : name + "." + overload;
   register_kernel(full, c10::DispatchKey::CompositeExplicitAutograd,
                   std::make_unique<BackendKernel>(op));

@@ -93,4 +93,7 @@ py::object call_python(py::handle function, const Arguments&... arguments) {
   return result;
 }
 
+// `function(wait)` is what `withdraw_overrides` calls.
+void set_withdraw_function(py::object function);
+
 }  // namespace opgraft

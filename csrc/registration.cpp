@@ -2,10 +2,10 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -35,18 +35,8 @@ c10::RegistrationHandleRAII registered(const c10::OperatorName& name, c10::Dispa
                                                    /*inferred_function_schema=*/nullptr, kOrigin);
 }
 
-// No call has this key.
-constexpr auto kUnusedKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
-
-// Keeps an op's entry in the dispatcher, for good. Once for each name.
-void keep_entry(const c10::OperatorName& name) {
-  static auto& kept = *new std::unordered_set<c10::OperatorName>();
-  static auto& mutex = *new std::mutex();
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!kept.insert(name).second) return;
-  new c10::RegistrationHandleRAII(
-      registered(name, kUnusedKey, c10::KernelFunction::makeFallthrough(), std::nullopt));
-}
+// Not at the process's end, when torch destroys all ops.
+std::atomic<bool> tells{true};
 
 class Listener final : public c10::OpRegistrationListener {
  public:
@@ -58,6 +48,8 @@ class Listener final : public c10::OpRegistrationListener {
       // Tells of every op that is there, of which nobody has asked yet.
       new c10::RegistrationHandleRAII(
           c10::Dispatcher::singleton().addRegistrationListener(std::move(owned)));
+      // Runs before the destructors of whatever exists by now.
+      std::atexit([] { tells.store(false); });
       return made;
     }();
     return *listener;
@@ -68,7 +60,8 @@ class Listener final : public c10::OpRegistrationListener {
     waiting_[name].push_back(std::move(tell));
   }
 
-  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    if (!tells.load()) return;
     std::vector<std::function<void()>> told;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -80,7 +73,7 @@ class Listener final : public c10::OpRegistrationListener {
     for (const auto& tell : told) tell();
   }
 
-  void onOperatorDeregistered(const c10::OperatorHandle&) override {}
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
 
  private:
   std::mutex mutex_;
@@ -92,17 +85,31 @@ class Listener final : public c10::OpRegistrationListener {
 Registration::Registration(const c10::OperatorHandle& op, c10::DispatchKey key,
                            c10::KernelFunction kernel,
                            std::optional<c10::impl::CppSignature> signature)
-    : name_(op.operator_name()),
-      kernel_(kernel),
-      handle_(registered(name_, key, std::move(kernel), std::move(signature))) {}
+    : kernel_(kernel),
+      handle_(registered(op.operator_name(), key, std::move(kernel), std::move(signature))) {}
 
-void Registration::remove() {
-  keep_entry(name_);
-  handle_.reset();
+void when_destroyed(const c10::OperatorName& name, std::function<void()> tell) {
+  Listener::instance().add(name, std::move(tell));
 }
 
-void on_redefinition(const c10::OperatorName& name, std::function<void()> tell) {
-  Listener::instance().add(name, std::move(tell));
+NamedOp::NamedOp(const c10::OperatorHandle& op)
+    : name_(op.operator_name()), schema_(c10::toString(op.schema())) {
+  keep(op);
+}
+
+const c10::OperatorHandle& NamedOp::look_up() const {
+  const auto found = c10::Dispatcher::singleton().findSchema(name_);
+  TORCH_CHECK(found.has_value(), "a compiled graph calls ", name_, ", which was destroyed");
+  TORCH_CHECK(c10::toString(found->schema()) == schema_, "a compiled graph calls ", name_,
+              ", which was defined anew with another schema: compile the graph again");
+  return keep(*found);
+}
+
+const c10::OperatorHandle& NamedOp::keep(const c10::OperatorHandle& op) const {
+  const auto* kept = new c10::OperatorHandle(op);
+  state_->op.store(kept, std::memory_order_release);
+  when_destroyed(name_, [state = state_] { state->op.store(nullptr, std::memory_order_release); });
+  return *kept;
 }
 
 }  // namespace opgraft

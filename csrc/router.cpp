@@ -8,12 +8,14 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <utility>
 
 #include "derivative.h"
 #include "epochs.h"
+#include "outdated.h"
 #include "tensors.h"
 #include "torch_private.h"
 #include "typed.h"
@@ -26,11 +28,15 @@ std::atomic<bool> shutting_down{false};
 std::atomic<int> in_python{0};
 thread_local int here_in_python = 0;
 
+// Those that are not outdated, as far as somebody has looked.
+auto& installed = *new std::vector<Router*>();
+std::mutex installing;
+
 // --------------------------------------------------------------------------- registration
 
 // A router's kernel, and its signature if calls arrive as C++ arguments.
-std::pair<c10::KernelFunction, std::optional<c10::impl::CppSignature>> kernel_of(
-    Router& router, bool at_autograd) {
+std::pair<c10::KernelFunction, std::optional<c10::impl::CppSignature>> kernel_of(Router& router,
+                                                                                 bool at_autograd) {
   const auto& native = at_autograd ? router.composite_kernel() : router.native();
   auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
       std::make_unique<RouterKernel>(router, at_autograd));
@@ -129,7 +135,8 @@ Router::Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Obs
       name_(c10::toString(op_.operator_name())),
       key_(key),
       device_type_(c10::dispatchKeyToDeviceType(key)),
-      observer_(std::move(observer)) {
+      observer_(std::move(observer)),
+      may_be_destroyed_(name_.rfind("aten::", 0) != 0) {
   // A kernel for all backends calls other ops, which go through autocast. So do its overrides'
   // impls.
   const bool own = op_.hasKernelForDispatchKey(key);
@@ -149,10 +156,10 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
   // Never destroyed, like its registration.
   auto& router = *new std::shared_ptr<Router>(
       std::make_shared<Router>(std::move(op), key, std::move(observer)));
-  on_redefinition(router->op_.operator_name(), [self = router.get()] {
+  when_destroyed(router->op_.operator_name(), [self = router.get()] {
     self->is_outdated_.store(true, std::memory_order_seq_cst);
     self->publish({});  // so that each call looks
-    self->observer_->outdated();
+    schedule_withdrawal();
   });
   // The autograd key first, because the backend's kernel hides the composite.
   if (router->composite_kernel_) {
@@ -160,6 +167,8 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
                         /*at_autograd=*/true);
   }
   router->is_typed_ = router->register_at(key, /*at_autograd=*/false);
+  const std::lock_guard<std::mutex> lock(installing);
+  installed.push_back(router.get());
   return router;
 }
 
@@ -177,15 +186,40 @@ void Router::register_kernel(c10::DispatchKey key, c10::KernelFunction kernel,
   registrations_.emplace_back(op_, key, std::move(kernel), std::move(signature));
 }
 
+void Router::check_op_exists() const {
+  TORCH_CHECK(!is_outdated(), name_, " was destroyed while a call of it ran");
+}
+
 void Router::deregister() {
   publish({});
   const std::lock_guard<std::mutex> lock(registering_);
   for (auto& each : registrations_) each.remove();
+  // Native kernels hold what the op's author gave them: a notebook's models. A typed kernel, which
+  // counts no calls, is C++'s, and holds next to nothing.
+  if (is_outdated() && may_be_destroyed_ && !is_typed_ &&
+      calls_.load(std::memory_order_seq_cst) == 0) {
+    native_.drop();
+    if (composite_kernel_) composite_kernel_->drop();
+  }
+}
+
+void Router::deregister_outdated() {
+  std::vector<Router*> outdated;
+  {
+    const std::lock_guard<std::mutex> lock(installing);
+    for (auto* router : installed) {
+      if (router->is_outdated()) outdated.push_back(router);
+    }
+    installed.erase(std::remove_if(installed.begin(), installed.end(),
+                                   [](const auto* router) { return router->is_outdated(); }),
+                    installed.end());
+  }
+  for (auto* router : outdated) router->deregister();
 }
 
 void Router::withdraw(Call& call) {
   deregister();
-  observer_->withdrawn();
+  withdraw_overrides();
   call.op.redispatchBoxed(call.keyset, &call.stack);
 }
 
@@ -226,8 +260,26 @@ void Router::forget_other_threads() noexcept {
   in_python.store(here_in_python, std::memory_order_relaxed);
 }
 
+// Counts a call while it is in the kernel. It reads whether the router is outdated later, and
+// `deregister` reads the count after the router is.
+class Router::InCall {
+ public:
+  explicit InCall(Router& router) : router_(router.may_be_destroyed_ ? &router : nullptr) {
+    if (C10_UNLIKELY(router_ != nullptr)) router_->calls_.fetch_add(1, std::memory_order_seq_cst);
+  }
+  ~InCall() {
+    if (C10_UNLIKELY(router_ != nullptr)) router_->calls_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  Router* router_;
+};
+
 void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                         torch::jit::Stack* stack, bool at_autograd) {
+  const InCall in_call(*this);
   Call call{op, keyset, *stack, argument_count_};
   std::unique_ptr<PendingCall> found;
   // Another library's op can be redefined with other arguments. Then the router must not touch the
@@ -252,6 +304,7 @@ void Router::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyse
 // them for ops that have no kernel at the backend key or its autograd key. Our kernels are there,
 // so the router runs them.
 void Router::run_native(Call& call) const {
+  check_op_exists();
   const bool traced = composite_kernel_ && call.keyset.has(c10::DispatchKey::PythonDispatcher) &&
                       call.keyset.has_any(c10::autograd_dispatch_keyset);
   if (C10_UNLIKELY(traced) && call.op.schema().arguments().size() == argument_count_ &&

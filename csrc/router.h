@@ -180,12 +180,6 @@ class Observer {
   // Runs a composite op's decomposition in Python, and replaces the arguments by the results. False
   // if there is none.
   virtual bool decompose(Call& call) = 0;
-
-  // The op was defined anew. Called under the dispatcher's lock.
-  virtual void outdated() noexcept = 0;
-
-  // An outdated router was deregistered.
-  virtual void withdrawn() = 0;
 };
 
 // The kernel that an op had at a dispatch key before the router, captured by value. It outlives its
@@ -195,6 +189,8 @@ class NativeKernel {
   NativeKernel(const c10::OperatorHandle& op, c10::DispatchKey key);
 
   const std::string& origin() const noexcept { return origin_; }
+  // Drops the kernel, with all that it holds. No call may be in it, or come.
+  void drop() { kernel_ = c10::KernelFunction(); }
   // The dispatcher's kernel; invalid if there was none.
   const c10::KernelFunction& function() const noexcept { return kernel_; }
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
@@ -220,7 +216,7 @@ struct PendingCall {
   enum class Action : uint8_t {
     TryOverrides,           // an override may take it; if that declines, try the ones after it
     ReturnResults,          // a launch plan was replayed
-    Withdraw,               // the op was defined anew: deregister, and dispatch again
+    Withdraw,               // the op is another one by now: deregister, and dispatch again
     RunNative,              // this thread bypasses the router, and notes what native returns
     Observe,                // tell the observer, then route the call
     ObserveComposite,       // tell the observer, then run the composite whatever conditions say
@@ -245,7 +241,7 @@ class alignas(64) Router {
                                          const std::string& dispatch_key,
                                          std::unique_ptr<Observer> observer);
 
-  // Without effect once the op was defined anew.
+  // Without effect once the op was destroyed.
   void publish(Overrides overrides);
 
   // Registers another kernel for what the router does, such as one for custom derivatives.
@@ -253,11 +249,14 @@ class alignas(64) Router {
                        std::optional<c10::impl::CppSignature> signature = std::nullopt);
   // Takes all that was registered off the dispatcher. Calls that are in it go on.
   void deregister();
-  // Whether the op was defined anew since, so that neither the overrides nor the native kernel are
-  // those of the op that a call means.
+  static void deregister_outdated();
+  // Whether the op was destroyed since, so that neither the overrides nor the native kernel are
+  // those of an op that a call may mean. Note [Ops that are destroyed]
   bool is_outdated() const noexcept { return is_outdated_.load(std::memory_order_relaxed); }
-  // Deregisters an outdated router, and dispatches a call again.
+  // Takes an outdated router off the dispatcher, with its overrides, and dispatches a call again.
   void withdraw(Call& call);
+  // Throws if the op was destroyed, and its handle with it.
+  void check_op_exists() const;
 
   // Sets the custom derivatives of the overrides of a composite op, for good.
   void set_derivative(std::shared_ptr<Derivative> derivative);
@@ -329,6 +328,7 @@ class alignas(64) Router {
   Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Observer> observer);
 
  private:
+  class InCall;
   bool register_at(c10::DispatchKey key, bool at_autograd);
   C10_NOINLINE static std::unique_ptr<PendingCall> with_action(PendingCall::Action action);
   C10_NOINLINE static std::unique_ptr<PendingCall> with_overrides(const Chain& chain, size_t first,
@@ -373,6 +373,9 @@ class alignas(64) Router {
   std::unique_ptr<Observer> observer_;
   std::atomic<const Derivative*> derivative_{nullptr};  // never destroyed
   bool is_typed_ = false;
+  // Calls that are in the boxed kernel, of an op that may be destroyed.
+  std::atomic<int64_t> calls_{0};
+  bool may_be_destroyed_;
   std::mutex registering_;
   std::vector<Registration> registrations_;
 };

@@ -5,21 +5,26 @@ Each definition multiplies by another number, so a result tells whose kernel ran
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
 from opgraft import when
-from opgraft.core import loader
+from opgraft.core import deferred, loader
 from opgraft.errors import OverrideWarning
 from opgraft.explanation import neighbours
+from opgraft.router import derivative
 from tests.python_router import run_again, where_the_core_routes
 
 NAMESPACE = "redefined"
@@ -254,6 +259,241 @@ def test_threads_that_call_it_meanwhile_get_the_new_op(define: Define) -> None:
         for thread in threads:
             thread.join()
     assert results == [3] * 80
+
+
+@each_way
+def test_an_op_that_is_destroyed_and_not_defined_again_has_no_overrides(define: Define) -> None:
+    if define is by_custom_op:
+        pytest.skip("torch destroys a custom op only to define it anew")
+    name = new_name()
+    define(name, 2)
+    ours = override(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        _libraries.pop(name)._destroy()
+        assert ours not in opgraft.overrides()
+    assert ours.why_off() == "removed"
+
+
+@where_the_core_routes  # that in Python goes with a call, which is after torch knows the former op
+@pytest.mark.parametrize("has_override", [True, False])
+@pytest.mark.parametrize("define", [by_library, for_all_backends, by_composite])
+def test_modes_see_the_new_op(define: Define, has_override: bool) -> None:
+    name = new_name()
+    define(name, 2)
+    ours = override(name)
+    if not has_override:
+        ours.remove()
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for factor in (3, 4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OverrideWarning)
+            define(name, factor)
+        with Mode():
+            assert first(call(name, SMALL)) == factor
+        if define is not by_composite:  # of which a mode sees the pieces
+            mine = [func for func in seen if func.namespace == NAMESPACE]
+            assert mine[-1] is getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_graph_of_the_new_composite_op_keeps_its_derivative(is_removed: bool) -> None:
+    name = new_name()
+    by_composite(name, 2)
+    ours = override(name)
+
+    def gradient() -> float:
+        torch.compiler.reset()
+        x = LARGE.clone().requires_grad_()
+        torch.compile(lambda x: call(name, x) + 1, backend="aot_eager")(x).sum().backward()
+        assert x.grad is not None
+        return first(x.grad)
+
+    assert gradient() == 2
+    if is_removed:
+        ours.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        by_composite(name, 3)
+        assert gradient() == 3
+
+
+@pytest.mark.parametrize("asks", ["compile", "explain"])
+def test_what_asks_before_there_is_a_new_override_binds_the_new_ops_arguments(asks: str) -> None:
+    name = new_name()
+    by_library(name, 2)
+    override(name, compile="opaque")
+    held = getattr(getattr(torch.ops, NAMESPACE), name).default
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        by_library(name, 3, schema="(Tensor x, Tensor y)")
+        if asks == "compile":
+            torch.library.register_fake(f"{NAMESPACE}::{name}", lambda x, y: torch.empty_like(x))
+            compiled = torch.compile(lambda x: call(name, x, x), backend="aot_eager")
+            assert first(compiled(LARGE)) == 3
+        else:
+            opgraft.explain(held, LARGE)
+        ours = opgraft.register_op_override(
+            NAMESPACE, name, "CPU", lambda x, y: x * 200, cond=when.size("y", 0) >= 8
+        )
+    assert first(call(name, LARGE, LARGE)) == 200
+    assert ours.hits == 1
+
+
+@where_the_core_routes
+@pytest.mark.parametrize("schema", ["(Tensor x)", "(Tensor x, Tensor y)"])
+def test_an_opaque_op_calls_the_new_op_or_says_that_it_cannot(schema: str) -> None:
+    name = new_name()
+    by_library(name, 2)
+    opaque = getattr(torch.ops.opgraft, f"{NAMESPACE}__{name}").default
+    assert first(opaque(LARGE)) == 2
+    by_library(name, 3, schema=schema)
+    if schema == "(Tensor x)":
+        assert first(opaque(LARGE)) == 3
+        _libraries.pop(name)._destroy()
+        with pytest.raises(RuntimeError, match=f"{name}, which was destroyed"):
+            opaque(LARGE)
+    else:
+        with pytest.raises(RuntimeError, match=f"{name}, .*anew with another schema: compile"):
+            opaque(LARGE)
+
+
+@where_the_core_routes
+def test_a_call_that_is_running_meanwhile_gets_an_error_where_it_needs_the_former_kernel() -> None:
+    name = new_name()
+    by_library(name, 2)
+    inside, go = threading.Event(), threading.Event()
+
+    def impl(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        go.wait()
+        raise ValueError
+
+    opgraft.register_op_override(
+        NAMESPACE, name, "CPU", impl, unconditional_override=True, on_error="fallback"
+    )
+    errors = []
+
+    def run() -> None:
+        try:
+            call(name, LARGE)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        by_library(name, 3, schema="(Tensor x, Tensor y)")
+    go.set()
+    thread.join()
+    assert first(call(name, LARGE, LARGE)) == 3
+    (error,) = errors
+    assert "was destroyed while a call of it ran" in str(error)
+
+
+@where_the_core_routes
+def test_of_many_ops_that_another_thread_defines_anew_all_overrides_are_told_of() -> None:
+    names = [new_name() for _ in range(50)]
+    for name in names:
+        for_all_backends(name, 2)
+        override(name)
+    thread = threading.Thread(target=lambda: [for_all_backends(name, 3) for name in names])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", OverrideWarning)
+        thread.start()
+        thread.join()
+        assert not opgraft.overrides(name="ours")
+    told = "".join(str(each.message) for each in warned)
+    assert all(f"{NAMESPACE}::{name} " in told for name in names)
+    assert [first(call(name, LARGE)) for name in names] == [3] * len(names)
+
+
+@where_the_core_routes
+@pytest.mark.parametrize("autograd", [None, (lambda *_: None, lambda ctx, grad: grad)])
+def test_rules_may_change_while_another_thread_defines_ops_anew(autograd: Any) -> None:
+    """Which the main thread is told of at any place."""
+    names = [new_name() for _ in range(4)]
+    done = threading.Event()
+    errors: list[Exception] = []
+
+    def define() -> None:
+        try:
+            for round, name in itertools.product(range(10), names):
+                for_all_backends(name, round)
+                override(name, autograd=autograd)
+        except Exception as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        thread = threading.Thread(target=define)
+        thread.start()
+        while not done.is_set():
+            opgraft.disable(name="ours")
+            opgraft.enable(name="ours")
+        thread.join()
+    assert not errors
+    assert {first(call(name, LARGE)) for name in names} == {100}
+
+
+@where_the_core_routes
+@pytest.mark.parametrize("define", [by_library, for_all_backends, by_composite])
+def test_a_router_that_waits_for_a_pack_goes_with_its_op(define: Define) -> None:
+    name = new_name()
+    define(name, 2)
+    waiting_router = loader.in_use().Router(  # type: ignore[union-attr]
+        f"{NAMESPACE}::{name}", "", "CPU"
+    )
+    deferred.add_router(f"{NAMESPACE}::{name}", "CPU", waiting_router)
+    define(name, 3)
+    ours = override(name)
+    assert (first(call(name, SMALL)), first(call(name, LARGE))) == (3, 100)
+    assert ours.hits == 1
+
+
+class Weights:
+    """What an op's kernel holds."""
+
+
+@where_the_core_routes
+def test_what_the_former_ops_kernel_holds_is_freed() -> None:
+    name = new_name()
+    weights = Weights()
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, lambda x, held=weights: x * 2, "CPU")
+    override(name)
+    assert (first(call(name, SMALL)), first(call(name, LARGE))) == (2, 100)
+    held = weakref.ref(weights)
+    del library, weights
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        by_library(name, 3)
+        gc.collect()
+    assert held() is None
+
+
+def test_nothing_is_kept_of_the_chains_of_former_ops() -> None:
+    name = new_name()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        for factor in range(5):
+            by_composite(name, factor)
+            override(name, autograd=(lambda *_: None, lambda ctx, grad: grad))
+    kept = [chain for chain in derivative._installed if chain.op.name == f"{NAMESPACE}::{name}"]
+    assert len(kept) == 1
 
 
 def test_a_kernel_for_all_backends_may_come_after_the_override() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from opgraft import spelling
+from opgraft import router, spelling
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op, resolve
 from opgraft.registry import Override, Rule, Selector, registry, selector_from
@@ -30,6 +30,7 @@ def overrides(
     >>> overrides(dsl="no-such-dsl")
     []
     """
+    router.withdraw_outdated()
     return registry.overrides(_selector(dsl, op, dispatch_key, pack, name))
 
 
@@ -49,6 +50,7 @@ def enable(
     >>> disable(dsl="triton"); enable(dsl="triton", op="aten::bmm")  # Triton for bmm only
     >>> enable()
     """
+    router.withdraw_outdated()
     selector = _selector(dsl, op, dispatch_key, pack, name)
     spelling.check_selector(selector, "enable")
     registry.add_rule(Rule(True, selector))
@@ -67,6 +69,7 @@ def disable(
     >>> disable(op="aten::bmm", dispatch_key="CPU")
     >>> enable()
     """
+    router.withdraw_outdated()
     selector = _selector(dsl, op, dispatch_key, pack, name)
     spelling.check_selector(selector, "disable")
     registry.add_rule(Rule(False, selector))
@@ -90,6 +93,7 @@ def disabled(
     >>> with disabled():
     ...     _ = torch.softmax(torch.ones(2, 8), -1)  # PyTorch's own kernel, whatever is registered
     """
+    router.withdraw_outdated()
     selector = _selector(dsl, op, dispatch_key, pack, name)
     spelling.check_selector(selector, "disabled")
     with threads.scope(selector):

@@ -15,7 +15,7 @@ from opgraft.base import env, events
 from opgraft.core import loader
 from opgraft.crossover import Crossover
 from opgraft.errors import RegistrationError
-from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
+from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, is_current, resolve_symbol
 from opgraft.pt2 import hooks
 from opgraft.registry import (
     Chain,
@@ -222,6 +222,12 @@ def _install(override: Override) -> None:
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override)
+    if not is_current(override.operator):
+        override.remove()
+        raise RegistrationError(
+            f"override {what}: another thread destroyed the op or defined it anew meanwhile; "
+            "register it again"
+        )
 
 
 def _warn_without_core() -> None:

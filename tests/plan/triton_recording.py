@@ -101,7 +101,6 @@ def record(impl: Any) -> dict[str, Any]:
         "contract_error",
         "observe",
         "decompose",
-        "withdrawn",
     )
     hooks = dict.fromkeys(names)
     router = core.Router("aten::_fused_rms_norm", "", "CPU")

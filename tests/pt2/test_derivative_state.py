@@ -364,7 +364,7 @@ def test_an_override_that_is_removed_goes_with_all_that_it_holds() -> None:
     override = models.override("exp", impl, autograd=(setup_context, backward))
     torch.exp(an_input().requires_grad_()).sum().backward()
     assert override.hits == 1
-    (kernel,) = [each for (op, _), each in own._installed.items() if op == "aten::exp"]
+    (kernel,) = [each for chain, each in own._installed.items() if chain.op.name == "aten::exp"]
     functions = len(kernel._functions)
     override.remove()
     alive = weakref.ref(impl)

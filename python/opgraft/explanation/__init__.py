@@ -71,6 +71,7 @@ def explain(
     torch.bmm -> no op that has overrides
       calls aten::bmm
     """
+    router.withdraw_outdated()
     explanation = _explain(op, args, kwargs, backward)
     return replace(explanation, notes=(*explanation.notes, *_pack_notes()))
 

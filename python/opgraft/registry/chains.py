@@ -12,12 +12,13 @@ import copyreg
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 from opgraft.base import env
 from opgraft.base.locks import fork_safe_lock
 from opgraft.core import deferred
 from opgraft.errors import RegistrationError
-from opgraft.ops.schema import Op
+from opgraft.ops.schema import Op, is_current
 from opgraft.registry.override import Override
 from opgraft.registry.rules import Rule, Selector
 
@@ -31,6 +32,8 @@ class Chain:
         self.op = op
         self.dispatch_key = dispatch_key
         self.members: tuple[Override, ...] = ()
+        #: Whether a router reads it.
+        self.is_routed = False
         #: The enabled members, which the router reads. Immutable, and replaced as a whole.
         self.active: tuple[Override, ...] = ()
         #: Called, under the registry's lock, after `active` was replaced.
@@ -62,6 +65,21 @@ class Registry:
         """Call `listener`, under the registry's lock, whenever a chain's overrides changed."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
+
+    @contextmanager
+    def unless_changing(self) -> Iterator[bool]:
+        """A scope in which nobody else changes anything; False if somebody is, this thread too."""
+        is_free = not self._is_held_here and self._lock.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._lock.release()
+
+    @property
+    def _is_held_here(self) -> bool:
+        is_owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return is_owned
 
     def add(self, override: Override) -> list[Override]:
         """Put an override into its chain.
@@ -123,9 +141,11 @@ class Registry:
         deferred.register_now()
         with self._lock:
             key = (op.name, dispatch_key)
-            if key not in self._chains:
-                self._chains[key] = Chain(op, dispatch_key)
-            return self._chains[key]
+            found = self._chains.get(key)
+            # One that was made for a former op of that name has nothing.
+            if found is None or (found.op is not op and not found.is_routed and is_current(op)):
+                found = self._chains[key] = Chain(op, dispatch_key)
+            return found
 
     def find(self, op: Op, dispatch_key: str) -> Chain | None:
         """The chain of an op at a key, if it exists."""

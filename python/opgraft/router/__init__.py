@@ -1,6 +1,6 @@
 """Routers: one per op and dispatch key, installed at the dispatcher on the first registration.
 
-A router stays for good, unless its op is defined anew: then it is withdrawn with its overrides.
+A router stays for good, unless its op is destroyed: then it is withdrawn with its overrides.
 
 To follow one call, read :mod:`opgraft.router.python` (from the dispatcher to an override) and
 :mod:`opgraft.router.decision` (whether an override takes the call). Then read
@@ -14,7 +14,7 @@ import torch
 from opgraft.core import loader
 from opgraft.errors import warn_caller
 from opgraft.ops.schema import Op
-from opgraft.registry import Chain, registry
+from opgraft.registry import Chain, Override, registry
 from opgraft.router import composite, dispatcher
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter, use
@@ -43,40 +43,60 @@ def _make(chain: Chain) -> Router:
     if core is None:
         from opgraft.router.python import PythonRouter  # few need it
 
-        return PythonRouter(chain, _withdraw)
-    use(core)
-    return CompiledRouter(chain, _withdraw)
+        return PythonRouter(chain, withdraw_outdated)
+    use(core, withdraw_outdated)
+    return CompiledRouter(chain)
 
 
-def withdraw_outdated() -> None:
-    """Remove the routers and the overrides of ops that were defined anew. A call does so, too.
+def withdraw_outdated(wait: bool = True) -> None:
+    """Remove the routers and the overrides of ops that were destroyed.
 
-    Whatever reads or changes overrides from Python calls this first.
+    They could not stay. An op that is defined under the name again may have other arguments, and
+    its author's other kernels, which the same module registers, are gone with the former op too.
+
+    Args:
+        wait: for locks. If not, nothing happens where this thread, or another one, is changing
+            overrides; whatever reads or changes them from Python calls this first.
     """
-    for router in list(_routers.values()):
-        if router.is_outdated:
-            _withdraw(router)
+    outdated = [router for router in list(_routers.values()) if router.is_outdated]
+    if not outdated:
+        return
+    removed: list[Override] = []
+    if wait:
+        with dispatcher.lock:
+            taken = [router for router in outdated if _take_off(router)]
+        for router in taken:
+            removed += registry.forget(router.chain)
+    elif dispatcher.lock.acquire(blocking=False):
+        try:
+            with registry.unless_changing() as is_free:
+                for router in outdated if is_free else ():
+                    if _take_off(router):
+                        removed += registry.forget(router.chain)
+        finally:
+            dispatcher.lock.release()
+    if removed:
+        names = ", ".join(f"{o.name!r} of {o.op} at {o.dispatch_key}" for o in removed)
+        warn_caller(
+            f"the op was destroyed or defined anew, which removed its overrides: {names}. Register "
+            "them again, after the op"
+        )
 
 
-def _withdraw(router: Router) -> None:
-    """Remove a router, and its overrides: they were registered for an op that is gone.
-
-    They could not stay. The new op may have other arguments, and its author's other kernels, which
-    the same module registers, are gone with the former op too.
-    """
+def _take_off(router: Router) -> bool:
+    """Deregister a router; False if another thread has done it."""
     chain = router.chain
     key = (chain.op.name, chain.dispatch_key)
-    with dispatcher.lock:
-        if _routers.get(key) is not router:
-            return  # another thread has done it
-        router.deregister()
-        del _routers[key]
-    if removed := registry.forget(chain):
-        names = ", ".join(repr(override.name) for override in removed)
-        warn_caller(
-            f"{chain.op.name} was defined anew, which removed its overrides at "
-            f"{chain.dispatch_key}: {names}. Register them again, after the op"
-        )
+    if _routers.get(key) is not router:
+        return False
+    from opgraft.router import derivative
+
+    router.deregister()
+    derivative.uninstall(chain)
+    # torch may know the former op still, if it was defined anew before this.
+    dispatcher.clear_dispatch_cache(chain.op)
+    del _routers[key]
+    return True
 
 
 def installed(chain: Chain) -> Router | None:

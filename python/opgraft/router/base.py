@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,14 +15,9 @@ if TYPE_CHECKING:
 
 
 class Router(ABC):
-    """Our kernel at one op and dispatch key. It is removed only if the op is defined anew.
+    """Our kernel at one op and dispatch key. It is removed only if the op is destroyed.
 
     Creating one installs it. Only `chain.active` changes what it routes to.
-
-    Args:
-        chain: what it routes to.
-        withdrawn: called with the router after it was deregistered by a call, which met an op that
-            was defined anew.
     """
 
     #: Whether the core wraps hits that run in Python as it wraps its own: shadow mode, autograd's
@@ -40,12 +34,12 @@ class Router(ABC):
     #: Our kernel at the autograd key of a composite op, if it is in Python.
     composite_kernel: CompositeAutogradKernel | None = None
 
-    def __init__(self, chain: Chain, withdrawn: Callable[[Router], None]) -> None:
+    def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self._withdrawn = withdrawn
         #: Of what was registered for it in Python.
         self.libraries: list[torch.library.Library] = []
         self._install()
+        chain.is_routed = True
 
     @abstractmethod
     def _install(self) -> None:
@@ -58,9 +52,9 @@ class Router(ABC):
     @property
     @abstractmethod
     def is_outdated(self) -> bool:
-        """Whether its op was defined anew since, as by a notebook's cell that runs a second time.
+        """Whether its op was destroyed since, as by a notebook's cell that runs a second time.
 
-        Its overrides were registered for the former op, whose kernels are its native ones.
+        Its overrides were registered for that op, whose kernels are its native ones.
         """
 
     @property

@@ -45,10 +45,17 @@ log = logging.getLogger(__name__)
 _core: Core = None  # type: ignore[assignment]  # set by `use`, before any router exists
 
 
-def use(core: Core) -> None:
-    """Route with this core from now on."""
+def use(core: Core, withdraw: Callable[[bool], None]) -> None:
+    """Route with this core from now on.
+
+    Args:
+        core: the core.
+        withdraw: removes outdated routers and their overrides. It is called by a call that meets
+            such a router; and by the main thread at any place, with False: it waits for no lock.
+    """
     global _core
     if _core is None:
+        core.set_withdraw(withdraw)
         core.set_capability_lookup(_capability)
         shut_down_at_exit(core)
     _core = core
@@ -72,6 +79,7 @@ class CompiledRouter(Router):
         # Packs that wait for a call have ops that a program never calls, or later: nothing is
         # compiled for an op before its first call.
         if claimed is not None and claimed.is_outdated:
+            claimed.deregister()
             claimed = None
         self._was_deferred = self._awaits_first_call = claimed is not None
         if self._awaits_first_call:
@@ -88,7 +96,6 @@ class CompiledRouter(Router):
             contract_error=ContractError,
             observe=self._observe,
             decompose=self._decompose_values,
-            withdrawn=lambda: self._withdrawn(self),
         )
         self.is_composite = self._router.is_composite
         self.excluded = self._router.excluded

@@ -127,6 +127,11 @@ def install(router: Router) -> None:
         dispatcher.clear_dispatch_cache(chain.op)
 
 
+def uninstall(chain: Chain) -> None:
+    """Forget a chain whose router is deregistered."""
+    _installed.pop(chain, None)
+
+
 def differentiating_override(chain: Chain, call: Call) -> Override | None:
     """The override whose custom derivative a call gets; None if it gets the op's."""
     installed = _installed.get(chain)
@@ -213,7 +218,6 @@ class CompiledKernel(DerivativeKernel):
         else:
             self._kernel = core.Derivative(router.handle)
             self._kernel.set_hook(self._differentiate)
-        registry.add_listener(self._publish_conditions)
 
     def _differentiate(
         self, keyset: torch.DispatchKeySet, values: tuple[Any, ...], key: PlanKey | None
@@ -228,11 +232,20 @@ class CompiledKernel(DerivativeKernel):
             return ...  # native kernels alone: the forward may be ready, and the backward not
         return self.differentiate(override, call)
 
-    def _publish_conditions(self, chain: Chain) -> None:
-        if chain is not self._chain:
-            return
-        differentiating = [override for override in chain.active if override.autograd is not None]
+    def publish(self) -> None:
+        """Tell the core for which calls an override may have a derivative."""
+        active = self._chain.active
+        differentiating = [override for override in active if override.autograd is not None]
         self._kernel.publish([_compiled_condition(override) for override in differentiating])
+
+
+def _publish(chain: Chain) -> None:
+    installed = _installed.get(chain)
+    if isinstance(installed, CompiledKernel):
+        installed.publish()
+
+
+registry.add_listener(_publish)
 
 
 def _compiled_condition(override: Override) -> list[Node] | None:

@@ -7,11 +7,13 @@ compiled router where there is none. It costs microseconds and holds the GIL.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from opgraft.ops.schema import Call, is_current, resolve
+from opgraft.registry import Chain
 from opgraft.router import composite, device, dispatcher, observers, threads
 from opgraft.router.base import Router
 from opgraft.router.decision import takes
@@ -23,6 +25,10 @@ class PythonRouter(Router):
     """The kernel that torch's dispatcher calls call_device calls are routed in Python."""
 
     is_compiled = False
+
+    def __init__(self, chain: Chain, withdraw: Callable[[bool], None]) -> None:
+        self._withdraw = withdraw
+        super().__init__(chain)
 
     def _install(self) -> None:
         from opgraft.ops import wrapped_number
@@ -54,7 +60,7 @@ class PythonRouter(Router):
         """Pass a call on to its op if that was defined anew; NotImplemented if it was not."""
         if sys.is_finalizing() or not self.is_outdated:
             return NotImplemented
-        self._withdrawn(self)
+        self._withdraw(True)
         return resolve(self.chain.op.name).overload.redispatch(keyset, *args, **kwargs)
 
     def _reinstall(self) -> None:
