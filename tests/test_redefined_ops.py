@@ -20,10 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
-from opgraft import when
+from opgraft import registration, when
 from opgraft.core import deferred, loader
-from opgraft.errors import OverrideWarning
+from opgraft.errors import OverrideWarning, RegistrationError
 from opgraft.explanation import neighbours
+from opgraft.registry import Chain
 from opgraft.router import derivative
 from tests.python_router import run_again, where_the_core_routes
 
@@ -41,7 +42,7 @@ def new_name() -> str:
     return f"op{next(_numbers)}"
 
 
-def by_custom_op(name: str, factor: int) -> None:
+def by_custom_op(name: str, factor: int, *, frees: bool = True) -> None:
     @torch.library.custom_op(f"{NAMESPACE}::{name}", mutates_args=())
     def times(x: torch.Tensor) -> torch.Tensor:
         return x * factor
@@ -51,6 +52,8 @@ def by_custom_op(name: str, factor: int) -> None:
         return torch.empty_like(x)
 
     times.register_autograd(lambda ctx, grad: grad * factor)
+    if frees:  # torch makes another object for the op when the former definition is freed
+        gc.collect()
 
 
 def by_library(name: str, factor: int, *, key: str = "CPU", schema: str = "(Tensor x)") -> None:
@@ -461,6 +464,44 @@ def test_a_router_that_waits_for_a_pack_goes_with_its_op(define: Define) -> None
     ours = override(name)
     assert (first(call(name, SMALL)), first(call(name, LARGE))) == (3, 100)
     assert ours.hits == 1
+
+
+@where_the_core_routes
+def test_an_op_that_goes_while_an_override_is_registered_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = new_name()
+    for_all_backends(name, 2)
+    add = registration._add
+
+    def add_late(chain: Chain, override: opgraft.Override) -> None:
+        thread = threading.Thread(target=lambda: for_all_backends(name, 3))
+        thread.start()
+        thread.join()
+        add(chain, override)
+
+    monkeypatch.setattr(registration, "_add", add_late)
+    with pytest.raises(RegistrationError, match="defined it anew meanwhile; register it again"):
+        override(name)
+    monkeypatch.undo()
+    ours = override(name, 200)
+    assert (first(call(name, SMALL)), first(call(name, LARGE))) == (3, 200)
+    assert ours.hits == 1
+
+
+@where_the_core_routes
+def test_the_former_definition_may_be_freed_later() -> None:
+    name = new_name()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverrideWarning)
+        for factor in (2, 3):
+            by_custom_op(name, factor, frees=False)
+            ours = override(name)
+    gc.collect()
+    assert (first(call(name, SMALL)), first(call(name, LARGE))) == (3, 100)
+    again = override(name, 200)
+    assert first(call(name, LARGE)) == 200
+    assert (ours.hits, again.hits) == (1, 1)
 
 
 class Weights:

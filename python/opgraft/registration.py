@@ -15,7 +15,7 @@ from opgraft.base import env, events
 from opgraft.core import loader
 from opgraft.crossover import Crossover
 from opgraft.errors import RegistrationError
-from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, is_current, resolve_symbol
+from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.pt2 import hooks
 from opgraft.registry import (
     Chain,
@@ -207,6 +207,7 @@ def register_op_override(
 def _install(override: Override) -> None:
     chain = registry.chain(override.operator, override.dispatch_key)
     what = f"{override.name!r} for {override.op} at {override.dispatch_key}"
+    installed = None
     if override.unavailable is not None:
         log.info("override %s is not active: %s", what, override.unavailable)
     elif env.installs_nothing():
@@ -222,7 +223,8 @@ def _install(override: Override) -> None:
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override)
-    if not is_current(override.operator):
+    found = registry.find(override.operator, override.dispatch_key)
+    if installed is not None and (installed.is_outdated or found is not chain):
         override.remove()
         raise RegistrationError(
             f"override {what}: another thread destroyed the op or defined it anew meanwhile; "

@@ -366,7 +366,10 @@ def _is_dispatched(packet: OpOverloadPacket, overload: str) -> bool:
 
 
 def is_current(op: Op) -> bool:
-    """Whether an op is the one that has its name now, and was not defined anew since.
+    """Whether it is what torch has under its name now.
+
+    What is not has been defined anew; or a library was freed that once defined an op of that name,
+    after which torch makes another object for the same op.
 
     >>> is_current(resolve("aten::mul.Tensor"))
     True

@@ -52,6 +52,8 @@ class PythonRouter(Router):
 
     @property
     def is_outdated(self) -> bool:
+        # Sometimes of an op that is the same: its overrides are lost, with a warning, but no call
+        # runs a former op's kernels. Nothing else tells.
         return not is_current(self.chain.op)
 
     def result_of_new_op(
