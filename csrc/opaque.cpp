@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <memory>
@@ -20,13 +19,10 @@ namespace opgraft {
 namespace {
 
 template <class Functor>
-void register_kernel(const std::string& name, c10::DispatchKey key,
+void register_kernel(const c10::OperatorHandle& op, c10::DispatchKey key,
                      std::unique_ptr<Functor> kernel) {
-  const auto name_space = name.substr(0, name.find("::"));
-  // Never destroyed, like the routers' own.
-  auto* library = new torch::Library(torch::Library::IMPL, name_space, key, __FILE__, __LINE__);
-  library->impl(name.c_str(),
-                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)).debug(kOrigin));
+  // Never destroyed: graphs may call it as long as the process lives.
+  new Registration(op, key, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)));
 }
 
 bool is_composite(const c10::OperatorHandle& op) {
@@ -130,11 +126,13 @@ void forward_op(const std::string& name, const std::string& overload, const std:
                 const std::string& origin_overload) {
   const NamedOp op(
       c10::Dispatcher::singleton().findSchemaOrThrow(origin.c_str(), origin_overload.c_str()));
-  const auto full = overload.empty() ? name : name + "." + overload;
-  register_kernel(full, c10::DispatchKey::CompositeExplicitAutograd,
+  const auto opaque =
+      c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+  register_kernel(opaque, c10::DispatchKey::CompositeExplicitAutograd,
                   std::make_unique<BackendKernel>(op));
-  register_kernel(full, c10::DispatchKey::Autograd, std::make_unique<AutogradKernel>(op));
-  register_kernel(full, c10::DispatchKey::FuncTorchBatched, std::make_unique<FunctorchKernel>(op));
+  register_kernel(opaque, c10::DispatchKey::Autograd, std::make_unique<AutogradKernel>(op));
+  register_kernel(opaque, c10::DispatchKey::FuncTorchBatched,
+                  std::make_unique<FunctorchKernel>(op));
 }
 
 }  // namespace opgraft

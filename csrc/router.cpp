@@ -8,7 +8,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -28,9 +27,9 @@ std::atomic<bool> shutting_down{false};
 std::atomic<int> in_python{0};
 thread_local int here_in_python = 0;
 
-// Those that are not outdated, as far as somebody has looked.
-auto& installed = *new std::vector<Router*>();
-std::mutex installing;
+// Routers that are to be taken off the dispatcher.
+auto& outdated = *new std::vector<Router*>();
+std::mutex outdated_mutex;
 
 // --------------------------------------------------------------------------- registration
 
@@ -159,6 +158,10 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
   when_destroyed(router->op_.operator_name(), [self = router.get()] {
     self->is_outdated_.store(true, std::memory_order_seq_cst);
     self->publish({});  // so that each call looks
+    {
+      const std::lock_guard<std::mutex> lock(outdated_mutex);
+      outdated.push_back(self);
+    }
     schedule_withdrawal();
   });
   // The autograd key first, because the backend's kernel hides the composite.
@@ -167,8 +170,6 @@ std::shared_ptr<Router> Router::install(const std::string& name, const std::stri
                         /*at_autograd=*/true);
   }
   router->is_typed_ = router->register_at(key, /*at_autograd=*/false);
-  const std::lock_guard<std::mutex> lock(installing);
-  installed.push_back(router.get());
   return router;
 }
 
@@ -204,17 +205,12 @@ void Router::deregister() {
 }
 
 void Router::deregister_outdated() {
-  std::vector<Router*> outdated;
+  std::vector<Router*> taken;
   {
-    const std::lock_guard<std::mutex> lock(installing);
-    for (auto* router : installed) {
-      if (router->is_outdated()) outdated.push_back(router);
-    }
-    installed.erase(std::remove_if(installed.begin(), installed.end(),
-                                   [](const auto* router) { return router->is_outdated(); }),
-                    installed.end());
+    const std::lock_guard<std::mutex> lock(outdated_mutex);
+    taken.swap(outdated);
   }
-  for (auto* router : outdated) router->deregister();
+  for (auto* router : taken) router->deregister();
 }
 
 void Router::withdraw(Call& call) {

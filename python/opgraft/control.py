@@ -93,7 +93,6 @@ def disabled(
     >>> with disabled():
     ...     _ = torch.softmax(torch.ones(2, 8), -1)  # PyTorch's own kernel, whatever is registered
     """
-    router.withdraw_outdated()
     selector = _selector(dsl, op, dispatch_key, pack, name)
     spelling.check_selector(selector, "disabled")
     with threads.scope(selector):

@@ -1,4 +1,4 @@
-"""Whether this thread traces an impl into a graph that is being compiled."""
+"""The impls that this thread traces into a graph that is being compiled."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from contextlib import contextmanager
 
 
 class _Thread(threading.local):
-    impls = 0
+    def __init__(self) -> None:
+        self.running: list[object] = []
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def tracing() -> Iterator[None]:
-    """While it is entered, this thread traces an impl."""
-    _thread.impls += 1
+def tracing(op: object) -> Iterator[None]:
+    """While it is entered, this thread traces an impl of an op."""
+    _thread.running.append(op)
     try:
         yield
     finally:
-        _thread.impls -= 1
+        _thread.running.pop()
+
+
+def is_running(op: object) -> bool:
+    """Whether this thread is tracing an impl of an op."""
+    return any(each is op for each in _thread.running)
 
 
 def is_traced() -> bool:
@@ -33,4 +39,4 @@ def is_traced() -> bool:
     >>> is_traced()
     False
     """
-    return _thread.impls > 0
+    return bool(_thread.running)

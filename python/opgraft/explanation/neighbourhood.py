@@ -50,6 +50,9 @@ class Kernel:
         """Whether it is what stock PyTorch runs."""
         return self.owner == "PyTorch"
 
+    def as_dict(self) -> dict[str, str]:
+        return {"owner": self.owner, "origin": self.origin}
+
     def __str__(self) -> str:
         return self.origin if self.owner == self.origin else f"{self.owner} ({self.origin})"
 
@@ -84,13 +87,11 @@ class Neighbours:
         return {
             "op": self.op,
             "dispatch_key": self.dispatch_key,
-            "above": [{"owner": k.owner, "origin": k.origin} for k in self.above],
-            "below": [{"owner": k.owner, "origin": k.origin} for k in self.below],
+            "above": [kernel.as_dict() for kernel in self.above],
+            "below": [kernel.as_dict() for kernel in self.below],
             "torch_native": list(self.torch_native),
-            "kept": {"owner": self.kept.owner, "origin": self.kept.origin} if self.kept else None,
-            "later": {"owner": self.later.owner, "origin": self.later.origin}
-            if self.later
-            else None,
+            "kept": self.kept.as_dict() if self.kept else None,
+            "later": self.later.as_dict() if self.later else None,
         }
 
     def notes(self) -> list[str]:

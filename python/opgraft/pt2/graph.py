@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from opgraft.base import traced
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Op
 from opgraft.pt2 import caches, compile_log, exports, impl_tracing, opaque, policy
@@ -44,7 +45,7 @@ def substitute(
     kwargs = kwargs or {}
     if not all(map(_is_plain, types)):
         return mode.__torch_dispatch__(func, types, args, kwargs)
-    if not _is_compiling() or impl_tracing.is_running(op):
+    if not _is_compiling() or traced.is_running(op):
         return _leave_to_compiler(op, mode, func, types, args, kwargs)
     call = policy.bind(op, args, kwargs)
     if number := policy.number_for_tensor(op, args, kwargs):

@@ -28,19 +28,6 @@ class NotTraceable(Exception):
     """The impl does something that no graph can contain."""
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.running: list[Override] = []
-
-
-_thread = _Thread()
-
-
-def is_running(op: Op) -> bool:
-    """Whether this thread is tracing an impl of an op: the same op inside it is the native one."""
-    return any(override.operator is op for override in _thread.running)
-
-
 def run(override: Override, mode: Any, args: Any, kwargs: Any) -> Any:
     """Trace an impl.
 
@@ -62,13 +49,9 @@ def run(override: Override, mode: Any, args: Any, kwargs: Any) -> Any:
         key = torch._C.DispatchKey.__members__[override.dispatch_key]
         args = (torch._C.DispatchKeySet(key), *args)
     trace_launches()
-    _thread.running.append(override)
-    try:
-        # Below autograd, as in eager: the op's own derivative applies.
-        with traced.tracing(), mode, torch._C._AutoDispatchBelowAutograd():
-            return override.impl(*args, **kwargs)
-    finally:
-        _thread.running.pop()
+    # Below autograd, as in eager: the op's own derivative applies.
+    with traced.tracing(override.operator), mode, torch._C._AutoDispatchBelowAutograd():
+        return override.impl(*args, **kwargs)
 
 
 def _with_defaults(op: Op, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,7 +138,7 @@ def _patch(jit: Any) -> None:
 def _traceable(getitem: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     @wraps(getitem)
     def launcher_of(kernel: Any, grid: Any) -> Any:
-        return _launch_as_node(kernel, grid) if _thread.running else getitem(kernel, grid)
+        return _launch_as_node(kernel, grid) if traced.is_traced() else getitem(kernel, grid)
 
     return launcher_of
 

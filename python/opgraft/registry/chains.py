@@ -136,8 +136,7 @@ class Registry:
             self._publish(chain, chain.members)
 
     def chain(self, op: Op, dispatch_key: str) -> Chain:
-        """The chain of an op at a key. It is created on first use, and only
-        removed with its op."""
+        """The chain of an op at a key. It is created on first use, and removed with its op."""
         deferred.register_now()
         with self._lock:
             key = (op.name, dispatch_key)

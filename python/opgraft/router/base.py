@@ -36,8 +36,6 @@ class Router(ABC):
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        #: Of what was registered for it in Python.
-        self.libraries: list[torch.library.Library] = []
         self._install()
         chain.is_routed = True
 

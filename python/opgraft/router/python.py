@@ -28,6 +28,8 @@ class PythonRouter(Router):
 
     def __init__(self, chain: Chain, withdraw: Callable[[bool], None]) -> None:
         self._withdraw = withdraw
+        #: Of what else was registered for it.
+        self.libraries: list[torch.library.Library] = []
         super().__init__(chain)
 
     def _install(self) -> None:
