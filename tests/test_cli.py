@@ -226,13 +226,13 @@ def test_what_triton_needs_to_launch(
 ) -> None:
     monkeypatch.setattr("opgraft.dsl._is_importable", lambda module: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: needed)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/gcc")
+    monkeypatch.setattr("opgraft.cli.doctor.shutil.which", lambda name: "/usr/bin/gcc")
     monkeypatch.delenv("CC", raising=False)
     register(dsl="triton")
     if missing == "compiler":
-        monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+        monkeypatch.setattr("opgraft.cli.doctor.shutil.which", lambda name: None)
     else:
-        monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: "/nowhere")
+        monkeypatch.setattr("opgraft.cli.doctor.sysconfig.get_path", lambda name: "/nowhere")
     (check,) = doctor._host_compiler()
     assert check.text.startswith(text)
     assert check.level == ("problem" if needed else "note")

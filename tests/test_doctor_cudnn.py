@@ -54,7 +54,7 @@ class Machine:
 
     def has_gpu(self, major: int) -> None:
         self.patch.setattr(torch.cuda, "is_available", lambda: True)
-        self.patch.setattr(doctor.facts, "capabilities", lambda: [(major, 0)])
+        self.patch.setattr("opgraft.cli.doctor.facts.capabilities", lambda: [(major, 0)])
 
     def shadow(self, *version: int) -> Path:
         """A system's cuDNN, on ``LD_LIBRARY_PATH`` and loaded in place of torch's own."""

@@ -268,7 +268,7 @@ def test_the_number_of_hits_changes_nothing(steps: int) -> None:
 
 
 def test_an_impl_that_forgets_them_is_refused() -> None:
-    override = on_batch_norm(lambda *args: impl(*args[:3], None, None, *args[5:]))
+    override = on_batch_norm(lambda *args: impl(*[*args[:3], None, None, *args[5:]]))
     with pytest.raises(
         ContractError, match=r"override 'mine' .* left argument 'running_mean' as it was"
     ):

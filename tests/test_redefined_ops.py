@@ -94,7 +94,7 @@ def call(name: str, *arguments: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def told_of_removal(define: Define) -> AbstractContextManager[object]:
+def told_of_removal(define: Define) -> AbstractContextManager[Any]:
     """Expects the warning that overrides went with the former op."""
     if loader.in_use() is None and define is by_library:
         # The new op's kernel at the router's key is on top, and only the core hears of it.

@@ -62,7 +62,7 @@ def scaffold(shared_environment: Environment, tmp_path_factory: pytest.TempPathF
 def report(environment: Environment, program: str, **variables: str) -> dict[str, Any]:
     """What a program finds. One that begins with `import torch` may have it imported before."""
     is_after = isinstance(environment, EnvironmentWithTorch)
-    runs = environment.after_torch if is_after else environment.program
+    runs = environment.after_torch if is_after else environment.program  # type: ignore[attr-defined]
     done = runs(program + REPORT, **variables)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

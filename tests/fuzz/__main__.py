@@ -55,7 +55,9 @@ def _run(seed: int, options: argparse.Namespace) -> int:
     chunks = [(first, min(CHUNK, ends - first)) for first in range(seed, ends, CHUNK)]
     with ThreadPoolExecutor(options.jobs) as pool:
         for (first, count), found in zip(
-            chunks, pool.map(lambda chunk: _chunk(*chunk, options.device), chunks), strict=True
+            chunks,
+            pool.map(lambda chunk: _chunk(chunk[0], chunk[1], options.device), chunks),
+            strict=True,
         ):
             if isinstance(found, str):
                 total.failures.append(Failure(first, first, f"{count} programs", found, ""))

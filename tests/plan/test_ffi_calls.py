@@ -67,7 +67,7 @@ class ExecutionArguments:
     has_pointer_address_arg_specs = False
 
 
-class Kernel(tvm_ffi.Function):
+class Kernel(tvm_ffi.Function):  # type: ignore[name-defined]
     """What CuteDSL returns for a function with positional parameters."""
 
     execution_args = ExecutionArguments()

@@ -55,7 +55,7 @@ def register(step: dict[str, Any], folder: Path) -> Any:
     if os.environ.get("OPGRAFT_DISABLE"):
         # As a pack would.
         assert not opgraft.overrides()
-    from grafted import softmax
+    from grafted import softmax  # type: ignore[import-not-found]
 
     override = opgraft.register_op_override(
         "aten",

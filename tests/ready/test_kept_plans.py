@@ -149,7 +149,9 @@ def test_an_interrupt_leaves_the_replay_to_a_later_call() -> None:
 def test_arguments_that_cannot_be_copied_are_natives(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(resolve("aten::neg_"), (torch.ones(2),))
     one = proof.Proof(mock.Mock())
-    monkeypatch.setattr(proof.copies, "copy_call", mock.Mock(side_effect=RuntimeError("no copy")))
+    monkeypatch.setattr(
+        "opgraft.plan.proof.copies.copy_call", mock.Mock(side_effect=RuntimeError("no copy"))
+    )
     result = one.run(mock.Mock(), call, lambda each: each.values[0].neg_())
     assert torch.equal(result, torch.tensor([-1.0, -1.0]))
     assert "no copy" in one.difference
@@ -173,7 +175,7 @@ def test_threads_that_look_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch
                 others[0].join(0.5)  # as long as it takes it to read all, unless it waits
             return False if self.is_first else None
 
-    monkeypatch.setattr(proof.outputs, "Difference", Found)
+    monkeypatch.setattr("opgraft.plan.proof.outputs.Difference", Found)
     pairs = [(str(each), torch.tensor(each), torch.tensor(each)) for each in (True, False)]
     verdict.__init__(pairs, 0, finite=True)  # type: ignore[misc]
     others[0].join()

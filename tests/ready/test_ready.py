@@ -241,7 +241,9 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextMana
 
     graphs.CUDAGraph = CUDAGraph  # type: ignore[attr-defined]
     captures._patch(loader.in_use(), graphs)
-    monkeypatch.setattr(readiness.device, "is_capturing", lambda device: bool(capturing))
+    monkeypatch.setattr(
+        "opgraft.ready.readiness.device.is_capturing", lambda device: bool(capturing)
+    )
 
     @contextmanager
     def capture() -> Iterator[None]:
@@ -297,7 +299,7 @@ def test_while_nothing_is_captured_no_call_looks_whether_it_is(
         pass
     call()  # the one that asks
     looked: list[Any] = []
-    monkeypatch.setattr(readiness.device, "is_capturing", looked.append)
+    monkeypatch.setattr("opgraft.ready.readiness.device.is_capturing", looked.append)
     call()
     assert not looked
     with capture():
@@ -334,7 +336,7 @@ def test_a_capture_that_does_not_begin_is_not_counted(
     register(impls.hangs_when_dry)
     call()
     looked: list[Any] = []
-    monkeypatch.setattr(readiness.device, "is_capturing", looked.append)
+    monkeypatch.setattr("opgraft.ready.readiness.device.is_capturing", looked.append)
     call()
     assert not looked
 
@@ -1305,7 +1307,7 @@ def test_a_closed_pool_leaves_no_worker_that_was_just_being_started(
 
     register(impls.hangs_when_dry)
     with monkeypatch.context() as patch:
-        patch.setattr(pool.subprocess, "Popen", closes_first)
+        patch.setattr("opgraft.ready.pool.subprocess.Popen", closes_first)
         call()
         until(lambda: bool(made) and made[0].returncode is not None)
     end_workers()
@@ -1544,7 +1546,9 @@ def test_a_pool_that_there_is_starts_more_workers_where_they_are_allowed(
     for size in (6, 7, 8):
         compiling.submit(size, hanging, hanging.operator.bind((torch.zeros(size),), {}))
     assert len(pool.shared()._attendants) == 3
-    assert all(str(os.getpid()) in each.name for each in pool.shared()._attendants[1]._places())
+    other = pool.shared()._attendants[1]
+    assert isinstance(other, pool._Overseer)
+    assert all(str(os.getpid()) in each.name for each in other._places())
     is_over.set()
     end_workers()
 

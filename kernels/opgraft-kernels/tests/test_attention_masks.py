@@ -89,12 +89,12 @@ def by_triton(
     q, k, v, grad = tensors
     out, logsumexp = torch.full_like(q, math.nan), q.new_full(q.shape[:3], math.nan).float()
     triton_kernels.forward(q, k, v, out, logsumexp, SCALE, causal, bias)
-    gradients = [torch.full_like(each, math.nan) for each in (q, k, v)]
+    dq, dk, dv = (torch.full_like(each, math.nan) for each in (q, k, v))
     dbias = None
     if bias is not None and with_dbias:
         dbias = torch.full(bias.shape, 0.0 if causal else math.nan, dtype=q.dtype, device=q.device)
-    triton_kernels.backward(grad, q, k, v, out, logsumexp, *gradients, SCALE, causal, bias, dbias)
-    return [out, logsumexp, *gradients, dbias]
+    triton_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, SCALE, causal, bias, dbias)
+    return [out, logsumexp, dq, dk, dv, dbias]
 
 
 def assert_right(
@@ -320,11 +320,11 @@ def test_low_tiles_count_though_squares_of_queries_are_0_in_float32(
     out, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:3])
     triton_kernels.forward(q, k, v, out, logsumexp, scale, False, bias)
     torch.testing.assert_close(out, v[:, :, 64:].mean(2, keepdim=True).expand_as(out))
-    gradients = [torch.empty_like(each) for each in (q, k, v)]
-    triton_kernels.backward(grad, q, k, v, out, logsumexp, *gradients, scale, False, bias)
+    dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
+    triton_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, scale, False, bias)
     right = grad.sum(2, keepdim=True) / (KEYS - 64)
     torch.testing.assert_close(
-        gradients[2][:, :, 64:], right.expand(-1, -1, KEYS - 64, -1), rtol=1e-2, atol=1e-2
+        dv[:, :, 64:], right.expand(-1, -1, KEYS - 64, -1), rtol=1e-2, atol=1e-2
     )
 
 

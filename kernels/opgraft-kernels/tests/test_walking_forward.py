@@ -237,13 +237,13 @@ def test_tiles_of_any_size_match_the_formula(
     _as_if(monkeypatch, ForwardTile(*size, MULTIPROCESSORS))
     q, k, v = _tensors(*call, True)
     for dtype in (torch.bfloat16, torch.float16):
-        t = [each.to(dtype) for each in (q, k, v)]
-        out, logsumexp = _forward(*t, causal)
-        right, right_sum = _reference(*t, causal)
+        q, k, v = (each.to(dtype) for each in (q, k, v))
+        out, logsumexp = _forward(q, k, v, causal)
+        right, right_sum = _reference(q, k, v, causal)
         torch.testing.assert_close(out.double(), right, rtol=0, atol=0.02)
         torch.testing.assert_close(logsumexp.double(), right_sum, rtol=0, atol=1e-4)
         without = torch.full_like(out, torch.nan)
-        cutedsl_kernels.forward(*t, without, None, q.shape[-1] ** -0.5, causal)
+        cutedsl_kernels.forward(q, k, v, without, None, q.shape[-1] ** -0.5, causal)
         assert torch.equal(without, out)
 
 

@@ -254,6 +254,7 @@ class Core(Protocol):
 
     def __hash__(self) -> int: ...
 
+    __name__: str
     __file__: str | None
     ORIGIN: str
     Bypass: type[Bypass]
