@@ -209,10 +209,10 @@ def assert_rows_may_be_far_apart(
     far[name] = memory[start:].as_strided((1, heads, length, dim), (dim, dim, apart, 1))
     far[name].copy_(near[name])
     for t in (near, far):
-        q, k, v, grad, out, *gradients = (t[each] for each in BY_ROWS)
+        q, k, v, grad, out, dq, dk, dv = (t[each] for each in BY_ROWS)
         logsumexp = torch.empty(q.shape[:3])
         triton_kernels.forward(q, k, v, out, logsumexp, 0.25, False, bias)
-        triton_kernels.backward(grad, q, k, v, out, logsumexp, *gradients, 0.25, False, bias)
+        triton_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, 0.25, False, bias)
     assert all(torch.equal(near[each], far[each]) for each in BY_ROWS)
 
 
@@ -526,7 +526,14 @@ def test_conditions_take_what_the_kernels_can(name: str) -> None:
 def test_conditions_decline_options(name: str) -> None:
     op, calls = FORWARD_OPS[name], OPS[name]
     t = _tensors(Case(), torch.float16, "cpu")
-    changes: list[dict[str, Any]] = [{"dropout_p": 0.1}, {"scale": 0.0}, {"scale": -1.0}]
+    changes: list[dict[str, Any]] = [
+        {"dropout_p": 0.1},
+        {"scale": 0.0},
+        {"scale": -1.0},
+        {"scale": 1e300},
+        {"scale": math.inf},
+        {"scale": math.nan},
+    ]
     mask = torch.zeros(1)
     for argument, value in (
         ("attn_bias", mask),

@@ -244,7 +244,7 @@ def test_output_mask(
     mask: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     arguments, every = _backward(hidden, dtype, device)
-    some = layer_norm_backward(*arguments, [bool(m) for m in mask])
+    some = layer_norm_backward(*arguments, output_mask=[bool(m) for m in mask])
     assert [each is not None for each in some] == [bool(m) for m in mask]
     for one, expected in zip(some, every, strict=True):
         if one is not None:

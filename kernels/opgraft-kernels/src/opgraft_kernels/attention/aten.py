@@ -68,8 +68,10 @@ def _aligned(t: Tensor) -> Tensor:
     if last == 1 and t.data_ptr() % 16 == 0:
         for stride in others:
             if stride % aligned or stride <= 0:
-                return t.contiguous()
-        return t
+                break
+        else:
+            return t
+    # Not `contiguous()`: to that, any stride of a dimension of size 1 is one.
     return t.clone(memory_format=torch.contiguous_format)
 
 

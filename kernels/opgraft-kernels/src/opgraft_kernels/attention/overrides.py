@@ -150,6 +150,10 @@ def _same_number_of_rows(one: str, other: str) -> Any:
     return when.numel(one) * when.size(other, -1) == when.numel(other) * when.size(one, -1)
 
 
+# A scale from here on times log2(e) may be infinite in float32.
+_MOST_SCALE = 1e38
+
+
 def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
     """The op's other arguments, those that the running torch has.
 
@@ -163,8 +167,8 @@ def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
         when.same_device(*op.tensors),
         # Neither kernel has dropout, nor other masks than causal and additive ones.
         when.value("dropout_p") == 0.0,
-        # A row's maximum is taken before scaling.
-        when.is_none("scale") | (when.value("scale") > 0.0),
+        # A row's maximum is taken before scaling, which is by a float32.
+        when.is_none("scale") | ((when.value("scale") > 0.0) & (when.value("scale") < _MOST_SCALE)),
     ]
     for mask in ("attn_bias", "attn_mask"):
         if mask in names:
