@@ -46,10 +46,7 @@ class UnaliasedResults {
   void copy_aliased() const {
     if (argument_storages_.empty()) return;
     for (size_t i = stack_.size() - outputs_; i < stack_.size(); ++i) {
-      if (stack_[i].isTensor() && is_aliased(stack_[i].toTensor())) {
-        const Frame frame("aten::clone");  // this call is ours: no override takes it
-        stack_[i] = stack_[i].toTensor().clone();
-      }
+      stack_[i] = without_alias(std::move(stack_[i]));
     }
   }
 
@@ -60,6 +57,19 @@ class UnaliasedResults {
     } else if (value.isList()) {
       for (const c10::IValue& item : value.toListRef()) hold(item);
     }
+  }
+  c10::IValue without_alias(c10::IValue value) const {
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> items;
+      for (const at::Tensor& item : value.toTensorList()) items.push_back(without_alias(item));
+      return items;
+    }
+    return value.isTensor() ? c10::IValue(without_alias(value.toTensor())) : value;
+  }
+  at::Tensor without_alias(const at::Tensor& tensor) const {
+    if (!is_aliased(tensor)) return tensor;
+    const Frame frame("aten::clone");  // this call is ours: no override takes it
+    return tensor.clone();
   }
   bool is_aliased(const at::Tensor& tensor) const {
     if (!tensor.defined() || !tensor.has_storage()) return false;

@@ -8,6 +8,7 @@
 #include <limits>
 #include <utility>
 
+#include "torch_function.h"
 #include "torch_private.h"
 #include "torch_python.h"
 
@@ -395,6 +396,7 @@ py::object PythonImpl::vectorcall(const Call& call) const {
   borrowed.push_back(nullptr);  // the slot that PY_VECTORCALL_ARGUMENTS_OFFSET requires
   for (const auto& value : owned) borrowed.push_back(value.ptr());
   const size_t positional = converter_->positional() + (takes_keyset_ ? 1 : 0);
+  const BelowTorchFunction below(owned);
   const ExcludeKeys exclude(call.excluded);
   return py::reinterpret_steal<py::object>(PyObject_Vectorcall(
       function_.get().ptr(), borrowed.data() + 1, positional | PY_VECTORCALL_ARGUMENTS_OFFSET,

@@ -27,3 +27,6 @@ TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
 }  // namespace at::autocast
 
 TORCH_PYTHON_API PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+// torch.Tensor and torch.nn.Parameter.
+TORCH_PYTHON_API extern PyObject* THPVariableClass;
+TORCH_PYTHON_API extern PyObject* ParameterClass;

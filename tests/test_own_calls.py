@@ -159,9 +159,10 @@ def test_none_of_them_reaches_an_override(way: Callable[..., None], condition: s
     assert (override.hits > 0) == is_hit
 
 
-def test_detach_cannot_be_overridden() -> None:
-    with pytest.raises(opgraft.RegistrationError, match="aten::detach makes the tensors"):
-        register("detach")
+@pytest.mark.parametrize("op", ["detach", "alias", "empty.memory_format"])
+def test_what_makes_tensors_of_subclasses_cannot_be_overridden(op: str) -> None:
+    with pytest.raises(opgraft.RegistrationError, match=f"aten::{op} makes the tensors"):
+        register(op)
     torch.nn.Parameter(torch.ones(1))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from opgraft.core import loader
 from opgraft.errors import RegistrationError
@@ -46,7 +47,7 @@ _LAYOUT_TAGS = frozenset(
 _CONTIGUOUS = frozenset({"aten::isin"})
 # Their outputs are contiguous or channels last, which depends on the device. Torch's meta function
 # does not know that, so Inductor would refuse the result.
-_STRIDES_UNKNOWN = frozenset({"aten::roll"})
+_STRIDES_UNKNOWN = frozenset({"aten::roll", "aten::max_unpool2d", "aten::max_unpool3d"})
 
 _lock = threading.RLock()
 _defined: dict[Op, OpOverload] = {}
@@ -198,7 +199,7 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
         call = op.bind(args, kwargs)
         # A composite op runs at the autograd key, once no mode or transform is left that must see
         # the opaque op.
-        runs_composite = _is_composite(op) and composite.is_backend_next(keyset)
+        runs_composite = is_composite(op) and composite.is_backend_next(keyset)
         if runs_composite or composite.must_differentiate(call):
             return _without_aliases(call, op.overload(*call.args, **call.kwargs))
         with torch._C._AutoDispatchBelowADInplaceOrView():
@@ -213,7 +214,8 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
     library.impl(name, when_batched, "FuncTorchBatched")
 
 
-def _is_composite(op: Op) -> bool:
+def is_composite(op: Op) -> bool:
+    """Whether an op's native kernel may be one for all backends, that calls other ops."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd")
 
 
@@ -223,19 +225,31 @@ def _without_aliases(call: Call, result: Any) -> Any:
     A composite op may return its argument without saying so in its schema. A compiler believes the
     schema, and reuses the argument's memory.
     """
-    if not _is_composite(call.op):
+    if not is_composite(call.op):
         return result
-    if isinstance(result, tuple):
-        return tuple(_without_aliases(call, each) for each in result)
+    if isinstance(result, (tuple, list)):
+        return type(result)(_without_aliases(call, each) for each in result)
     if isinstance(result, torch.Tensor) and outputs.shares_memory(result, call.tensors()):
         with bypassing("aten::clone"):  # opgraft's own call does not go to overrides of clone
             return result.clone()
     return result
 
 
+def shares_undeclared_memory(call: Call, result: Any) -> bool:
+    """Whether a result of an op, or an item of one, is in an argument's memory, or another's."""
+    seen = list(call.tensors())
+    for each in tree_leaves(result):
+        if isinstance(each, torch.Tensor):
+            if outputs.shares_memory(each, seen):
+                return True
+            seen.append(each)
+    return False
+
+
 def _fake_of(op: Op) -> Any:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return op.overload(*args, **kwargs)
+        result = op.overload(*args, **kwargs)
+        return _without_aliases(op.bind(args, kwargs), result) if is_composite(op) else result
 
     def contiguous(*args: Any, **kwargs: Any) -> Any:
         return torch.empty_like(fake(*args, **kwargs), memory_format=torch.contiguous_format)

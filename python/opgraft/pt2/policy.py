@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft.ops.schema import Call, Op
 from opgraft.pt2 import impl_tracing, opaque, randomness
 from opgraft.registry import CompilePolicy, Override, registry
-from opgraft.router import device
+from opgraft.router import device, hides_composite
 from opgraft.when import Condition, symbolic
 from opgraft.when.symbolic import Outcomes
 
@@ -93,12 +95,37 @@ def _action(
             return _trace(override, call, outcomes)
         why = "it is not traced here"
     obstacle = (
-        opaque.obstacle(call.op) or _wrapper_obstacle(call.op) or randomness.obstacle(call.op)
+        opaque.obstacle(call.op)
+        or _wrapper_obstacle(call.op)
+        or randomness.obstacle(call.op)
+        or _alias_obstacle(call)
     )
     if obstacle is not None:
         return "left", f"{override.name} cannot be opaque: {obstacle}"
     when = "takes every call" if outcomes == symbolic.HOLDS else "is asked at run time"
     return "opaque", f"{override.name} {when}: {why}"
+
+
+def _alias_obstacle(call: Call) -> str | None:
+    """Why a call of a composite op cannot be opaque; None where it can.
+
+    Some return an argument, or a view of one, without saying so in their schema (`einsum`,
+    `broadcast_tensors`, `type_as`). In eager mode a write to such a result is one to the argument.
+    An opaque op has the same schema, so a compiler would lose that write, and reuse the argument's
+    memory.
+    """
+    if not opaque.is_composite(call.op) or not hides_composite(call.op, dispatch_key(call)):
+        return None
+    fake = detect_fake_mode(call.values)
+    try:
+        with _disable_current_modes(), fake or nullcontext():
+            # Not the op itself: for that, a cache of fake results takes the schema's word.
+            result = call.op.overload.decompose(*call.args, **call.kwargs)
+    except Exception:  # the same is raised where the call is traced
+        return None
+    if opaque.shares_undeclared_memory(call, result):
+        return "its native kernel returns an argument's memory, which its schema does not say"
+    return None
 
 
 def _wrapper_obstacle(op: Op) -> str | None:

@@ -34,6 +34,7 @@ from opgraft.router.base import Router
 from opgraft.router.call_keys import kind_of
 from opgraft.router.decision import takes
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
+from opgraft.router.torch_function import hidden
 from opgraft.when.compilation import NEVER_HOLDS, compile_condition, pack_capability
 from opgraft.when.nodes import cuda_capability
 
@@ -283,8 +284,13 @@ class CompiledRouter(Router):
     ) -> Any:
         """A hit that is recorded, or that is the trial of a recorded plan; or a call that is
         native's, with which a plan is compared that another process recorded."""
+        with hidden(values):
+            return self._record(override, keyset, Call(self.chain.op, values), key)
+
+    def _record(
+        self, override: Override, keyset: torch.DispatchKeySet, call: Call, key: PlanKey
+    ) -> Any:
         assert override.plans is not None
-        call = Call(self.chain.op, values)
         if override.plans.is_unproven(key):
             override.state.misses.add()
             return override.plans.prove(
@@ -296,7 +302,7 @@ class CompiledRouter(Router):
         try:
             result = hit(self, override, keyset, call, recording)
         finally:
-            self._tell_of_quarantine(override, values)
+            self._tell_of_quarantine(override, call.values)
         override.plans.end(recording, key, result)
         return result
 
@@ -349,7 +355,8 @@ class CompiledRouter(Router):
     def _begin_shadow(
         self, override: Override, values: tuple[Any, ...]
     ) -> shadow.Comparison | None:
-        return shadow.begin(override, Call(self.chain.op, values))
+        with hidden(values):
+            return shadow.begin(override, Call(self.chain.op, values))
 
     def _end_shadow(
         self,
@@ -359,9 +366,10 @@ class CompiledRouter(Router):
         result: Any,
     ) -> Any:
         try:
-            return shadow.end(
-                override, comparison, result, lambda call: self.run_native(keyset, call)
-            )
+            with hidden(comparison.call.values):
+                return shadow.end(
+                    override, comparison, result, lambda call: self.run_native(keyset, call)
+                )
         finally:
             self._tell_of_quarantine(override, comparison.call.values)
 

@@ -54,6 +54,8 @@ _AUTOGRAD_STATE_OPS = frozenset(
         *("aten::_unpack_dual", "aten::_fw_primal", "aten::_make_dual"),
     }
 )
+#: Ops whose results torch makes tensors of subclasses of, such as `nn.Parameter`.
+_MAKES_SUBCLASSES = frozenset({"aten::detach", "aten::alias", "aten::empty.memory_format"})
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
 
@@ -74,9 +76,9 @@ def check(op: Op, dispatch_key: str) -> None:
             be lost; or the op works on autograd's own state; or torch needs results that no Python
             object wraps yet.
     """
-    if op.name == "aten::detach":
+    if op.name in _MAKES_SUBCLASSES:
         raise RegistrationError(
-            "aten::detach makes the tensors that nn.Parameter and other subclasses wrap, and what "
+            f"{op.name} makes the tensors that nn.Parameter and other subclasses wrap, and what "
             "an impl in Python returns is wrapped by a Python object already: the op cannot be "
             "overridden"
         )

@@ -8,7 +8,7 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
-from opgraft.router import device, failure, threads
+from opgraft.router import device, failure, threads, torch_function
 from opgraft.router.call_keys import exact_key, kind_of
 from opgraft.when import Condition
 
@@ -67,7 +67,7 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
         return Decline("its condition does not hold", "condition")
     if quarantined and (error := quarantined.get(kind_of(call))):
         return Decline(f"quarantined after {error}", "quarantined")
-    if not is_expression and not override.condition_holds(call):
+    if not is_expression and not _holds_in_python(override, call):
         return Decline("its condition does not hold", "condition")
     if capturing and not override.state.has_run(exact_key(call)):
         return Decline(
@@ -76,6 +76,12 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
             "rule",
         )
     return None
+
+
+def _holds_in_python(override: Override, call: Call) -> bool:
+    """Whether a condition in Python holds. What it calls of the op itself is native's."""
+    with threads.bypassing(call.op), torch_function.hidden(call.values):
+        return override.condition_holds(call)
 
 
 def _torchscript() -> str | None:

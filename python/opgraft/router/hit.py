@@ -25,6 +25,7 @@ from opgraft.router import (
     shadow,
     threads,
     timebox,
+    torch_function,
 )
 from opgraft.router.base import Router
 from opgraft.router.call_keys import exact_key, kind_of
@@ -65,7 +66,8 @@ def hit(
     capturing = device.is_capturing(call_device)
     observers.note_hit(override)
     try:
-        return _hit(router, override, keyset, call, call_device, capturing, recording)
+        with torch_function.hidden(call.values):
+            return _hit(router, override, keyset, call, call_device, capturing, recording)
     except Exception as error:
         if not failure.may_fall_back(override, error, call, capturing=capturing):
             raise
