@@ -195,6 +195,19 @@ def test_a_row_of_pieces_that_are_all_equal_is_its_mean(hidden: int, device: tor
     assert torch.equal(ours.dw, torch.zeros_like(ours.dw))
 
 
+@pytest.mark.parametrize("value", [3.3, 7.7, 1000.7, -100.3])
+@pytest.mark.parametrize("hidden", [24, 768, 1000, 5120, 9000, 20000])
+def test_a_row_of_equal_numbers_of_many_digits_is_its_mean(
+    hidden: int, value: float, device: torch.device
+) -> None:
+    """With BERT's eps, a unit in the mean's last place would be all of a row's variance."""
+    x = torch.full((3, hidden), value, device=device)
+    y, mean, rstd = layer_norm_forward(x, [hidden], None, None, 1e-12)
+    torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-5)
+    assert torch.equal(mean, torch.full_like(mean, value))
+    torch.testing.assert_close(rstd, torch.full_like(rstd, 1e6), rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(2, 9000), (3, 20000)], ids=str)
 def test_long_rows(shape: tuple[int, ...], device: torch.device) -> None:
     _check(_case(shape, torch.float32, device))

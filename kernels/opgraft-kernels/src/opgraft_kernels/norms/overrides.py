@@ -78,7 +78,7 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=4),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=5),
     backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=6),
 )
 

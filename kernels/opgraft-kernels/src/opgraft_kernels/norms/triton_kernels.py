@@ -205,12 +205,16 @@ def _forward_rows_kernel(
             col = _columns(i, BLOCK, BLOCKS, TAIL)
             centered += (_center(xs[i], mean, col < hidden, MASK_COLS and i == LAST),)
         xs = centered
-        tl.store(mean_ptr + row, mean, mask=row < rows)
     squares = ()
     for i in tl.static_range(LAST + 1):
         squares += (xs[i] * xs[i],)
-    squares = _sum_rows(squares, TOGETHER)
-    rstd = tl.rsqrt(squares / hidden + eps)
+    if mean_ptr is not None:
+        squares, rest = _sum_pairs_of_rows(squares, xs, TOGETHER)
+        variance, rest = _variance_and_rest(squares, rest, hidden)
+        tl.store(mean_ptr + row, mean + rest, mask=row < rows)
+    else:
+        variance = _sum_rows(squares, TOGETHER) / hidden
+    rstd = tl.rsqrt(variance + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     if not PARAMETERS_FIRST and not IN_TURN:
         parameters = _load_all_parameters(w_ptr, b_ptr, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS)
@@ -220,7 +224,10 @@ def _forward_rows_kernel(
             w, b = _load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_COLS and i == LAST)
         else:
             w, b = parameters[i]
-        y = _scale_and_shift(xs[i] * rstd[:, None], w_ptr, w, b_ptr, b)
+        x = xs[i]
+        if mean_ptr is not None:
+            x = x - rest[:, None]
+        y = _scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b)
         _store_tile(y_ptr, y, row, rows, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
 
 
@@ -268,6 +275,42 @@ def _sum_rows(pieces, TOGETHER: tl.constexpr):
         for i in tl.static_range(1, len(pieces)):
             total += tl.sum(pieces[i], axis=1)
     return total
+
+
+@triton.jit
+def _sum_pairs_of_rows(pieces, others, TOGETHER: tl.constexpr):
+    """`_sum_rows` of each, by reductions of both."""
+    if TOGETHER:
+        totals = tl.reduce(
+            (_add_pieces(pieces), _add_pieces(others)), axis=1, combine_fn=_add_pairs
+        )
+    else:
+        totals = tl.reduce((pieces[0], others[0]), axis=1, combine_fn=_add_pairs)
+        for i in tl.static_range(1, len(pieces)):
+            more = tl.reduce((pieces[i], others[i]), axis=1, combine_fn=_add_pairs)
+            totals = (totals[0] + more[0], totals[1] + more[1])
+    return totals
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _variance_and_rest(squares, differences, hidden):
+    """The variance, and what the mean lacks, of rows of whose differences from that mean these are
+    the sums.
+
+    A mean of numbers that are large beside what they differ in is some units in its last place
+    off, by the sum's roundings and by the division, which the GPU approximates. Of a row of equal
+    numbers that would be all its variance. What is left after it was subtracted, which is exact
+    there, has all digits, and so has its mean.
+    """
+    rest = differences / hidden
+    variance = squares / hidden - rest * rest
+    # By a rounding it may be less; a NaN stays.
+    return tl.where(variance < 0.0, 0.0, variance), rest
 
 
 @triton.jit
@@ -359,6 +402,7 @@ def _forward_chunks_kernel(
             sums += x.to(tl.float32)
         mean = tl.sum(sums, axis=0) / hidden
     squares = tl.zeros([BLOCK], tl.float32)
+    differences = tl.zeros([BLOCK], tl.float32)
     for chunk in range(CHUNKS):
         col = (CHUNKS - 1 - chunk if HAS_MEAN else chunk) * BLOCK + block
         mask = col < hidden
@@ -366,10 +410,15 @@ def _forward_chunks_kernel(
         x = x.to(tl.float32)
         if HAS_MEAN:
             x = tl.where(mask, x - mean, 0.0)
+            differences += x
         squares += x * x
-    rstd = tl.rsqrt(tl.sum(squares, axis=0) / hidden + eps)
     if HAS_MEAN:
-        tl.store(mean_ptr + row, mean)
+        totals, rests = tl.reduce((squares, differences), axis=0, combine_fn=_add_pairs)
+        variance, rest = _variance_and_rest(totals, rests, hidden)
+        tl.store(mean_ptr + row, mean + rest)
+    else:
+        variance = tl.sum(squares, axis=0) / hidden
+    rstd = tl.rsqrt(variance + eps)
     tl.store(rstd_ptr + row, rstd)
     for chunk in range(CHUNKS):
         col = (chunk if HAS_MEAN else CHUNKS - 1 - chunk) * BLOCK + block
@@ -377,7 +426,7 @@ def _forward_chunks_kernel(
         x = tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_first")
         x = x.to(tl.float32)
         if HAS_MEAN:
-            x = x - mean
+            x = x - mean - rest
         y = x * rstd
         if w_ptr is not None:
             w = tl.load(w_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
@@ -433,8 +482,12 @@ def _forward_split_kernel(
         if mean_ptr is not None:
             part_mean = tl.sum(x.to(tl.float32), axis=0) / part_size
             difference = tl.where(in_row, x.to(tl.float32) - part_mean, 0.0)
-            publish(means_ptr, step, split, part_mean, SLOTS)
-            publish(squares_ptr, step, split, tl.sum(difference * difference, axis=0), SLOTS)
+            squares, rest = tl.reduce(
+                (difference * difference, difference), axis=0, combine_fn=_add_pairs
+            )
+            variance, rest = _variance_and_rest(squares, rest, part_size)
+            publish(means_ptr, step, split, part_mean + rest, SLOTS)
+            publish(squares_ptr, step, split, variance * part_size, SLOTS)
         else:
             squares = x.to(tl.float32) * x.to(tl.float32)
             publish(squares_ptr, step, split, tl.sum(squares, axis=0) / hidden, SLOTS)
@@ -444,7 +497,14 @@ def _forward_split_kernel(
             squares = collect(squares_ptr, step - 1, splits, SLOTS)
             mean = tl.sum(sizes * means, axis=0) / hidden
             deviation = means - mean
-            rstd = tl.rsqrt(tl.sum(squares + sizes * deviation * deviation, axis=0) / hidden + eps)
+            squares, rest = tl.reduce(
+                (squares + sizes * deviation * deviation, sizes * deviation),
+                axis=0,
+                combine_fn=_add_pairs,
+            )
+            variance, rest = _variance_and_rest(squares, rest, hidden)
+            mean += rest
+            rstd = tl.rsqrt(variance + eps)
         else:
             rstd = tl.rsqrt(collect_sum(squares_ptr, step - 1, splits, SLOTS) + eps)
         row -= groups
@@ -551,9 +611,7 @@ def _backward_rows_kernel(
                 products += (g_tail * xhat_tail,)
             mean_g = 0.0
             if mean_ptr is not None and TOGETHER:
-                mean_gx, mean_g = tl.reduce(
-                    (_add_pieces(products), _add_pieces(gs)), axis=1, combine_fn=_add_pairs
-                )
+                mean_gx, mean_g = _sum_pairs_of_rows(products, gs, TOGETHER)
             else:
                 mean_gx = _sum_rows(products, TOGETHER)
                 if mean_ptr is not None:
@@ -585,11 +643,6 @@ def _backward_rows_kernel(
         )
     if sum_ptr is not None:
         sum_after_barrier(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit

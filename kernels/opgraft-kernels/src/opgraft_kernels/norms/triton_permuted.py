@@ -114,10 +114,7 @@ def _forward_kernel(
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / hidden
         x = _center(x, mean, in_row, MASK_COLS)
-        # A mean of numbers that are large beside what they differ in is some units in its last
-        # place off, by the sum's roundings and by the division, which the GPU approximates. What
-        # is left after it was subtracted, which is exact there, has all digits, and so has its
-        # mean.
+        # See `_variance_and_rest`, which is of sums that this kernel has one after the other.
         rest = tl.sum(x, axis=1) / hidden
         x = _center(x, rest, in_row, MASK_COLS)
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
