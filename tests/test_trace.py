@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -153,6 +154,8 @@ def test_ctrl_c_while_a_call_is_noted_interrupts_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The core asks the observer, whose own errors must not become the call's."""
+    # What is started in the background of a shell ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     register()
     asked = observers.of_this_thread
 
@@ -165,9 +168,12 @@ def test_ctrl_c_while_a_call_is_noted_interrupts_the_program(
         for _ in range(1000):
             softmaxes(4)
 
-    with pytest.raises(KeyboardInterrupt), opgraft.trace():
-        monkeypatch.setattr(observers, "of_this_thread", interrupted)
-        calls_and_goes_on()
+    try:
+        with pytest.raises(KeyboardInterrupt), opgraft.trace():
+            monkeypatch.setattr(observers, "of_this_thread", interrupted)
+            calls_and_goes_on()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_backward_that_is_started_inside_is_seen() -> None:
