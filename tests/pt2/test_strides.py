@@ -64,10 +64,22 @@ def test_a_graph_gets_the_strides_that_it_expects(op: str) -> None:
     torch.testing.assert_close(result, expected)
 
 
-def test_an_op_whose_strides_torch_does_not_know_stays_the_compilers() -> None:
-    """The kernel of roll at CPU keeps channels last, and torch's meta of it does not."""
-    override = models.override("roll", torch.ops.aten.roll.default)
+def _unpooled(x: torch.Tensor) -> torch.Tensor:
+    indices = (
+        torch.arange(24).view(4, 6).expand(x.shape).contiguous(memory_format=torch.channels_last)
+    )
+    return torch.ops.aten.max_unpool2d(x, indices, [8, 12])
+
+
+@pytest.mark.parametrize(
+    ("op", "function"), [("roll", lambda x: x.roll(1, 1)), ("max_unpool2d", _unpooled)]
+)
+def test_an_op_whose_strides_torch_does_not_know_stays_the_compilers(
+    op: str, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Its kernel at CPU keeps channels last, and torch's meta of it does not."""
+    override = models.override(op, models.itself(op))
     x = an_input("channels last")
-    run = torch.compile(lambda x: x.roll(1, 1), fullgraph=True)
-    assert torch.equal(run(x), x.roll(1, 1))
+    run = torch.compile(function, fullgraph=True)
+    assert torch.equal(run(x), function(x))
     assert override.hits == 1, "the eager one"

@@ -522,6 +522,15 @@ def test_conditions_take_what_the_kernels_can(name: str) -> None:
         assert _holds(calls, op, t, causal, scale=0.5)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (2, 1, 5)], ids=str)
+def test_what_kernels_read_has_strides_of_whole_16_bytes(shape: tuple[int, ...]) -> None:
+    """Also of dimensions of size 1: a descriptor is made of them all."""
+    part = torch.randn(*shape, 129, dtype=torch.float16)[..., :128]
+    aligned = aten._aligned(part)
+    assert torch.equal(aligned, part)
+    assert [stride % 8 for stride in aligned.stride()[:-1]] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", FORWARD_OPS)
 def test_conditions_decline_options(name: str) -> None:
     op, calls = FORWARD_OPS[name], OPS[name]

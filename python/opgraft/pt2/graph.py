@@ -18,7 +18,7 @@ from opgraft.errors import ContractError
 from opgraft.ops.schema import Op
 from opgraft.pt2 import caches, compile_log, exports, impl_tracing, opaque, policy
 from opgraft.pt2.policy import Decision
-from opgraft.router import composite, hides_composite
+from opgraft.router import composite
 
 
 def substitute(
@@ -83,7 +83,8 @@ def _leave_to_compiler(
     Stock PyTorch would have decomposed a composite op before the call got here. The mode decomposes
     only an op without a backend kernel, and it takes our router for such a kernel.
     """
-    if not mode.export and _is_composite(op, args, kwargs):
+    is_kept = mode.export or not opaque.is_composite(op)
+    if not is_kept and policy.is_composite(policy.bind(op, args, kwargs)):
         with mode, _above_autograd():
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:  # export keeps some composite ops this way
@@ -100,13 +101,6 @@ def _above_autograd() -> Iterator[None]:
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude):
         yield
-
-
-def _is_composite(op: Op, args: Any, kwargs: Any) -> bool:
-    """Whether our router is the only backend kernel of an op where a call's tensors live."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name, "CompositeImplicitAutograd"):
-        return False
-    return hides_composite(op, policy.dispatch_key(policy.bind(op, args, kwargs)))
 
 
 def _is_compiling() -> bool:

@@ -114,7 +114,7 @@ def _alias_obstacle(call: Call) -> str | None:
     An opaque op has the same schema, so a compiler would lose that write, and reuse the argument's
     memory.
     """
-    if not opaque.is_composite(call.op) or not hides_composite(call.op, dispatch_key(call)):
+    if not is_composite(call):
         return None
     fake = detect_fake_mode(call.values)
     try:
@@ -222,6 +222,11 @@ def _culprit(override: Override, call: Call) -> str:
     if isinstance(override.eligible, Condition):
         return symbolic.first_failing_part(override.eligible, call.named)
     return f"{getattr(override.cond, '__qualname__', override.cond)!s} is false whatever the sizes"
+
+
+def is_composite(call: Call) -> bool:
+    """Whether our router is the only backend kernel of an op where a call's tensors live."""
+    return hides_composite(call.op, dispatch_key(call))
 
 
 def dispatch_key(call: Call) -> str:
