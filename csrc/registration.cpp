@@ -93,14 +93,14 @@ void when_destroyed(const c10::OperatorName& name, std::function<void()> tell) {
 }
 
 NamedOp::NamedOp(const c10::OperatorHandle& op)
-    : name_(op.operator_name()), schema_(c10::toString(op.schema())) {
+    : name_(op.operator_name()), schema_(op.schema()) {
   keep(op);
 }
 
 const c10::OperatorHandle& NamedOp::look_up() const {
   const auto found = c10::Dispatcher::singleton().findSchema(name_);
   TORCH_CHECK(found.has_value(), "a compiled graph calls ", name_, ", which was destroyed");
-  TORCH_CHECK(c10::toString(found->schema()) == schema_, "a compiled graph calls ", name_,
+  TORCH_CHECK(found->schema() == schema_, "a compiled graph calls ", name_,
               ", which was defined anew with another schema: compile the graph again");
   return keep(*found);
 }

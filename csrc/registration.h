@@ -15,7 +15,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 
 namespace opgraft {
 
@@ -62,7 +61,7 @@ class NamedOp {
   const c10::OperatorHandle& keep(const c10::OperatorHandle& op) const;
 
   c10::OperatorName name_;
-  std::string schema_;
+  c10::FunctionSchema schema_;
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
