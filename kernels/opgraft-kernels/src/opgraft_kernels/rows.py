@@ -72,17 +72,15 @@ __all__ = [
 prepare()
 
 
-# As a default, Triton 3.6 takes strings in this form alone.
-_NO_HINT = tl.constexpr("")
-
-
 @triton.jit
 def load_if(
-    ptrs, mask, MASKED: tl.constexpr, OTHER: tl.constexpr = 0.0, EVICTION: tl.constexpr = _NO_HINT
+    ptrs, mask, MASKED: tl.constexpr, OTHER: tl.constexpr = 0.0, EVICTION: tl.constexpr = None
 ):
     """Loads, with OTHER where `mask` is false; if not MASKED it is true everywhere.
 
-    EVICTION says whether caches are to keep it longer than other data, or not to keep it.
+    EVICTION says whether caches are to keep it longer than other data, or not to keep it. None: it
+    is data as any other. Triton 3.6 takes no string as a default, and Inductor, which copies a
+    kernel's source, no name.
     """
     if MASKED:
         return tl.load(ptrs, mask=mask, other=OTHER, eviction_policy=EVICTION)
@@ -91,7 +89,7 @@ def load_if(
 
 
 @triton.jit
-def store_if(ptrs, value, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr = _NO_HINT):
+def store_if(ptrs, value, mask, MASKED: tl.constexpr, EVICTION: tl.constexpr = None):
     if MASKED:
         tl.store(ptrs, value, mask=mask, eviction_policy=EVICTION)
     else:
@@ -279,7 +277,7 @@ def load_logits(
     in_rows,
     MASKED: tl.constexpr,
     MASK_ROWS: tl.constexpr,
-    EVICTION: tl.constexpr = _NO_HINT,
+    EVICTION: tl.constexpr = None,
 ):
     """A tile in float32, with -inf beyond the rows' ends, and zeros in rows that there are not.
 
