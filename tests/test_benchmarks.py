@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
     "name",
     [
         *("attention", "compiled_norms", "crossovers", "layer_norm", "llama", "models"),
-        *("profile_shares", "rms_norm", "rows"),
+        *("profile_shares", "rms_norm", "rows", "softmax_tiles"),
     ],
 )
 def test_smoke(name: str) -> None:
