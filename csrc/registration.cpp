@@ -92,8 +92,7 @@ void when_destroyed(const c10::OperatorName& name, std::function<void()> tell) {
   Listener::instance().add(name, std::move(tell));
 }
 
-NamedOp::NamedOp(const c10::OperatorHandle& op)
-    : name_(op.operator_name()), schema_(op.schema()) {
+NamedOp::NamedOp(const c10::OperatorHandle& op) : name_(op.operator_name()), schema_(op.schema()) {
   keep(op);
 }
 

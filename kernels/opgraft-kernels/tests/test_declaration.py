@@ -69,7 +69,7 @@ print("found", sum(override.dsl == "triton" for override in named))
 
 
 def test_defaults_of_what_kernels_call_are_no_names() -> None:
-    """Inductor copies the source of a kernel that it traced, but no name that is a default in it."""
+    """Inductor copies the source of a kernel that it traced, and no name that is a default."""
     package = Path(opgraft_kernels.__file__).parent
     functions = [
         node
