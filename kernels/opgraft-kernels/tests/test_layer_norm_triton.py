@@ -208,6 +208,26 @@ def test_a_row_of_equal_numbers_of_many_digits_is_its_mean(
     torch.testing.assert_close(rstd, torch.full_like(rstd, 1e6), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [3.3, -100.3, 3e-3, 6e-8])
+@pytest.mark.parametrize("hidden", [24, 768, 5120, 9000])
+def test_a_row_of_equal_numbers_of_16_bits_is_its_mean(
+    hidden: int, value: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """And one in which a single number is the next one is not."""
+    if device.type == "cpu" and dtype is torch.bfloat16:
+        pytest.skip("the interpreter has no bfloat16")
+    x = torch.full((3, hidden), value, device=device, dtype=dtype)
+    x[1, hidden // 2] = torch.nextafter(x[0, 0], x.new_tensor(torch.inf))
+    y, mean, rstd = layer_norm_forward(x, [hidden], None, None, 1e-12)
+    equal = [0, 2]
+    torch.testing.assert_close(y[equal], torch.zeros_like(y[equal]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(mean[equal], x[equal, :1].float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd[equal], torch.full_like(rstd[equal], 1e6), rtol=1e-2, atol=0)
+    exact = torch.nn.functional.layer_norm(x[1].double(), [hidden], None, None, 1e-12)
+    torch.testing.assert_close(y[1].double(), exact, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("shape", [(2, 9000), (3, 20000)], ids=str)
 def test_long_rows(shape: tuple[int, ...], device: torch.device) -> None:
     _check(_case(shape, torch.float32, device))
