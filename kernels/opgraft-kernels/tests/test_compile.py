@@ -5,6 +5,7 @@ A sample of them, or with `COMPILE_ALL=1` all: see `covering.py`.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import os
@@ -23,6 +24,7 @@ from covering import covering
 
 pytest.importorskip("triton")
 
+import opgraft_kernels
 from opgraft_kernels.softmax import triton_kernels as kernels
 
 # At the limit of registers ptxas parks some of them; these were measured with the spills.
@@ -309,6 +311,26 @@ def test_cutedsl_tiles_fit_into_shared_memory(cutedsl: list[str]) -> None:
     for per_sm, size in lines:
         assert size <= SHARED_MEMORY[90]
         assert per_sm * (size + 1024) <= 228 * 1024
+
+
+def test_defaults_of_what_kernels_call_are_no_names() -> None:
+    """Inductor copies the source of a kernel that it traced, and no name that is a default."""
+    package = Path(opgraft_kernels.__file__).parent
+    functions = [
+        node
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+    assert len(functions) > 50
+    named = {
+        node.name: ast.unparse(default)
+        for node in functions
+        for default in node.args.defaults
+        if not isinstance(default, ast.Constant)
+    }
+    assert not named
 
 
 def _resources(cubin: Path) -> list[tuple[str, int]]:

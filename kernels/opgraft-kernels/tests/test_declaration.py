@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -66,23 +65,3 @@ print("found", sum(override.dsl == "triton" for override in named))
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) >= 4
-
-
-def test_defaults_of_what_kernels_call_are_no_names() -> None:
-    """Inductor copies the source of a kernel that it traced, and no name that is a default."""
-    package = Path(opgraft_kernels.__file__).parent
-    functions = [
-        node
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    ]
-    assert len(functions) > 50
-    named = {
-        node.name: ast.unparse(default)
-        for node in functions
-        for default in node.args.defaults
-        if not isinstance(default, ast.Constant)
-    }
-    assert not named

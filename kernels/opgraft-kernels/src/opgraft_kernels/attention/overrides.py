@@ -270,8 +270,6 @@ class _Kind(NamedTuple):
     dims: tuple[int, ...]
     ops: tuple[_Op, ...]
     priority: int = 0
-    # Those among them whose backwards decline.
-    dims_of_forward: tuple[int, ...] = ()
 
 
 # The largest head dimension of Triton's kernels, in 16 bits.
@@ -284,7 +282,6 @@ _WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 _CUTEDSL = _Kind(
     *("cutedsl", "cutedsl_kernels", False, (40, 64, 72, 80, 88, 96, 128, 192, 256), _CUDA_OPS),
     priority=1,
-    dims_of_forward=(72, 80),
 )
 _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
@@ -333,8 +330,9 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         terms["measured_as"] = _name(_MEASURED_AS[op], kind)
     else:
         terms["calls"] = partial(lazy("opgraft_kernels.attention.samples:calls"), op.name)
-        left_out = kind.dims_of_forward if op.is_backward else ()
-        dims = tuple(dim for dim in kind.dims if dim not in left_out)
+        dims = kind.dims
+        if kind is _CUTEDSL and op.is_backward:
+            dims = tuple(dim for dim in dims if has_cutedsl_backward(dim))
         terms["ranges"] = {**_RANGES, "dim": dims, **dict.fromkeys(more, (0, 1))}
         if "itemsize" in more:
             # Calls in 32 bits are the efficient op's.
@@ -398,16 +396,26 @@ def _lengths(op: _Op) -> tuple[Any, Any]:
     return when.size("query", op.length), when.size("key", op.length)
 
 
+def has_cutedsl_backward(dim: Any) -> Any:
+    """Whether FlashAttention-4's backward takes heads of a dimension, a number or an expression.
+
+    Its kernel for heads of 80, to which it pads 72, sometimes gives wrong gradients where there are
+    many tiles (flash-attn-4 4.0.0b36). The one for 112 was not tested, and is built in the same
+    way: its tiles were tuned for another dimension.
+
+    >>> [dim for dim in range(8, 136, 8) if not has_cutedsl_backward(dim)]
+    [72, 80, 104, 112]
+    """
+    return ((dim <= 64) | (dim > 80)) & ((dim <= 96) | (dim > 112))
+
+
 def _cutedsl_dims(op: _Op) -> Any:
     """Head dimensions that FlashAttention-4's kernels are compiled and tested for."""
     dim, dim_v = when.size("query", -1), when.size("value", -1)
     # Rows of heads are read 16 bytes at a time.
     same = (dim == dim_v) & (dim % 8 == 0) & ((dim <= 128) | (dim == 256))
     if op.is_backward:
-        # The backward's kernel for heads of 80, to which it pads 72, gives wrong gradients, not
-        # each time, where there are many tiles (flash-attn-4 4.0.0b36). That for 112 is built as it
-        # is: from what was tuned for another dimension.
-        same &= ((dim <= 64) | (dim > 80)) & ((dim <= 96) | (dim > 112))
+        same &= has_cutedsl_backward(dim)
     return same | ((dim == 192) & (dim_v == 128))
 
 
