@@ -15,7 +15,7 @@ from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import composite
 from opgraft.verification import opinfo
 
-Watch = Callable[[Call], "Callable[[], None] | None"]
+Watch = Callable[[Call], "Callable[[Any], None] | None"]
 
 
 class _CallWatcher(TorchDispatchMode):
@@ -35,7 +35,7 @@ class _CallWatcher(TorchDispatchMode):
             after = None
         result = func(*args, **kwargs)
         if after is not None:
-            after()
+            after(result)
         return result
 
 
@@ -49,7 +49,7 @@ def watch_all(
     """Run PyTorch's samples, forward, backward and in place, and tell of every call below autograd.
 
     Args:
-        watch: gets each call; what it returns is called after the call ran.
+        watch: gets each call; what it returns is called with the result, after the call ran.
         samples: of each op, dtype and direction.
         dtypes: of the samples.
         chosen: which of PyTorch's operators, by their OpInfo.
@@ -85,13 +85,13 @@ def calls(
     """
     found: dict[Op, list[Call]] = {}
 
-    def watch(call: Call) -> Callable[[], None] | None:
+    def watch(call: Call) -> Callable[[Any], None] | None:
         known = found.setdefault(call.op, [])
         tensors = list(call.tensors())
         if len(known) == each or not tensors or not all(map(_is_plain, tensors)):
             return None
         before = Call(call.op, tree_map_only(torch.Tensor, copied, call.values))
-        return lambda: known.append(before)
+        return lambda result: known.append(before)
 
     watch_all(watch, samples=samples, dtypes=(torch.float32,), chosen=chosen)
     return {op: known for op, known in found.items() if known and may_be_overridden(op)}

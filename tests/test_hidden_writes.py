@@ -29,7 +29,7 @@ def test_every_op_that_writes_says_so_or_is_known() -> None:
     hidden = defaultdict(set)
     seen = set()
 
-    def watch(call: Call) -> Callable[[], None]:
+    def watch(call: Call) -> Callable[[Any], None]:
         seen.add(call.op.name)
         written = {t.untyped_storage()._cdata for _, t in call.written() if has_storage(t)}
         kept = [
@@ -38,7 +38,7 @@ def test_every_op_that_writes_says_so_or_is_known() -> None:
             if has_storage(tensor) and tensor.untyped_storage()._cdata not in written
         ]
 
-        def after() -> None:
+        def after(result: Any) -> None:
             for name, tensor, before in kept:
                 if not same(before, facts(tensor)):
                     hidden[call.op.name].add(name)

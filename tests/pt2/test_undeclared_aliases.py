@@ -1,15 +1,19 @@
-"""Composite ops that return an argument's memory, which their schema does not say, in graphs."""
+"""Ops that return an argument's memory, which their schema does not say, in graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import opgraft
-from opgraft.ops.schema import resolve
+from opgraft.ops.schema import Call, resolve
 from opgraft.pt2 import opaque
+from opgraft.router import outputs
+from tests import opinfo_calls
 from tests.pt2 import models
 
 VIEWS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -73,3 +77,93 @@ def test_an_opaque_op_copies_items_that_alias() -> None:
     x = torch.ones(3)
     for each in torch.ops.opgraft.aten__broadcast_tensors([x, x]):
         assert each.equal(x) and each.data_ptr() != x.data_ptr()
+
+
+# ------------------------------------------------------------------ ops that are not composite
+
+UNSAFE: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a split": ("unsafe_split.Tensor", lambda x: torch.unsafe_split(x, 4)[0]),
+    "a split by sizes": (
+        "unsafe_split_with_sizes",
+        lambda x: torch.unsafe_split_with_sizes(x, [4])[0],
+    ),
+    "a view": ("_unsafe_view", lambda x: torch.ops.aten._unsafe_view(x, [4, 4])),
+    "the argument": ("lift", torch.ops.aten.lift),
+    "what is no quantized tensor": ("dequantize.self", torch.dequantize),
+}
+each_unsafe = pytest.mark.parametrize(("op", "view"), UNSAFE.values(), ids=UNSAFE)
+
+
+@pytest.mark.slow
+def test_every_op_whose_result_aliases_says_so_or_is_composite_or_is_known() -> None:
+    """Everything that PyTorch's samples reach: a new torch may bring new ones."""
+    seen, undeclared = set(), set()
+
+    def watch(call: Call) -> Callable[[Any], None] | None:
+        op = call.op
+        if opaque.obstacle(op) is not None or opaque.is_composite(op):
+            return None
+        seen.add(op.name)
+        given = list(call.tensors())
+
+        def after(result: Any) -> None:
+            tensors = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            if any(outputs.shares_memory(each, given) for each in tensors):
+                undeclared.add(op.name)
+
+        return after
+
+    opinfo_calls.watch_all(watch, samples=1)
+    assert len(seen) > 300
+    assert undeclared == set()
+
+
+@each_unsafe
+def test_an_op_that_aliases_by_name_is_left_to_the_compiler(
+    op: str, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = torch.ones(4, 4)
+    assert outputs.shares_memory(view(x), [x])
+    assert "shares memory" in str(opaque.obstacle(resolve(f"aten::{op}")))
+
+
+@each_unsafe
+@pytest.mark.parametrize("writes", [False, True], ids=["read", "written to"])
+@by_all
+def test_its_graph_is_the_one_without_an_override(
+    op: str, view: Callable[[torch.Tensor], torch.Tensor], writes: bool, backend: str
+) -> None:
+    b = torch.randn(4, 4)
+
+    def function(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if writes:
+            view(a).add_(1)
+            return a + 0, a
+        # The memory of `a * 2` would be used again, were the result not known to be in it.
+        return view(a * 2) + torch.mm(torch.mm(b.cos(), b).sin(), b), a
+
+    def compiled(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend=backend)(a)
+
+    a = torch.randn(4, 4)
+    expected = compiled(a.clone())
+    override = models.override(op, resolve(f"aten::{op}").overload)
+    torch.testing.assert_close(compiled(a.clone()), expected, rtol=0, atol=0)
+    with torch.no_grad():
+        view(a)
+    assert override.hits > 0
+
+
+@by_all
+def test_sizes_that_depend_on_data_are_bound_in_graphs_alone(backend: str) -> None:
+    """The trial of a composite op makes such sizes, too."""
+    native = resolve("aten::repeat_interleave.self_Tensor").overload
+    override = models.override("repeat_interleave.self_Tensor", native)
+    x = torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0])
+    run = torch.compile(
+        lambda x: x.repeat_interleave(x.long()) + 1, fullgraph=True, backend=backend
+    )
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert run(x).tolist() == [2, 3, 3, 4, 4, 4]
+    assert override.hits == 1

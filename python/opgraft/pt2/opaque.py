@@ -48,6 +48,15 @@ _CONTIGUOUS = frozenset({"aten::isin"})
 # Their outputs are contiguous or channels last, which depends on the device. Torch's meta function
 # does not know that, so Inductor would refuse the result.
 _STRIDES_UNKNOWN = frozenset({"aten::roll", "aten::max_unpool2d", "aten::max_unpool3d"})
+# Their output is in an argument's memory, which their schema does not say; some say it by their
+# name. Compilers and functionalization know each of them. They know no opaque op, and would reuse
+# the argument's memory.
+_UNDECLARED_ALIASES = frozenset(
+    {
+        *("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"),
+        *("aten::lift", "aten::dequantize"),
+    }
+)
 
 _lock = threading.RLock()
 _defined: dict[Op, OpOverload] = {}
@@ -119,6 +128,8 @@ def obstacle(op: Op) -> str | None:
         return "it writes to its arguments, and compilers functionalize it first"
     if any(returned.alias_info is not None for returned in op.returns):
         return "its output shares memory with an argument"
+    if schema.name in _UNDECLARED_ALIASES:
+        return "its output shares memory with an argument, which its schema does not say"
     if schema.name in _STRIDES_UNKNOWN:
         return "torch does not know the strides of its output"
     if _signatures.get(_name_with_overload(op), signature_of(op)) != signature_of(op):
