@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,11 +160,67 @@ def test_none_of_them_reaches_an_override(way: Callable[..., None], condition: s
     assert (override.hits > 0) == is_hit
 
 
-@pytest.mark.parametrize("op", ["detach", "alias", "empty.memory_format"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("detach", "alias", "empty.memory_format", "lift_fresh", "empty_strided", "to.device"),
+        *("set_.source_Storage", "set_.source_Storage_storage_offset"),
+    ],
+)
 def test_what_makes_tensors_of_subclasses_cannot_be_overridden(op: str) -> None:
     with pytest.raises(opgraft.RegistrationError, match=f"aten::{op} makes the tensors"):
         register(op)
     torch.nn.Parameter(torch.ones(1))
+
+
+class Subclass(torch.Tensor):
+    """Its constructor makes the tensor first, by ops."""
+
+
+#: By what a tensor of a subclass is made of.
+CONSTRUCTED: dict[str, Callable[[], torch.Tensor]] = {
+    "numbers": lambda: Subclass([1.0, 2.0]),
+    "whole numbers": lambda: Subclass([1, 2]),
+    "sizes": lambda: Subclass(2, 3),
+    "nothing": lambda: Subclass(),
+    "a storage": lambda: Subclass(torch.arange(4.0).untyped_storage()),
+    "a tensor": lambda: Subclass(torch.arange(4.0)),
+    "an array": lambda: Subclass(np.ones(3, dtype=np.float32)),
+    "another type's tensor": lambda: torch.arange(4.0).as_subclass(Subclass).new([1, 2]),
+    "a parameter": lambda: torch.nn.Parameter(torch.arange(4.0)),
+    "a parameter of another dtype": lambda: torch.nn.Linear(2, 2).double().weight,
+    "a parameter without memory": lambda: (
+        torch.nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight
+    ),
+}
+
+
+@pytest.mark.parametrize("made_of", CONSTRUCTED)
+def test_tensors_of_subclasses_are_made_under_overrides_of_all_that_is_called(made_of: str) -> None:
+    make = CONSTRUCTED[made_of]
+    expected = make()
+    overridden = 0
+    for name in called_on(lambda _: make()):
+        for op in resolve_all("aten", name):
+            if not opinfo_calls.may_be_overridden(op):
+                continue
+            override = register(op.registration_name)
+            overridden += 1
+            made = make()
+            assert type(made) is type(expected) and made.shape == expected.shape, op.name
+            override.remove()
+    assert overridden > 0
+
+
+@pytest.mark.parametrize("op", ["copy_", "_to_copy"])
+def test_an_array_of_another_dtype_is_a_tensor_before_it_is_a_subclass(op: str) -> None:
+    """As docs/routing.md says: the constructor's own conversion is what an impl has seen."""
+    override = register(op)
+    array = np.ones(3)
+    with pytest.raises(RuntimeError, match="already associated to a python object"):
+        Subclass(array)
+    assert override.hits == 1
+    assert torch.from_numpy(array).float().as_subclass(Subclass).tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("number", [True, -3, 2**63 - 1, 2**63, 2**64 - 1, 2.5, 1 + 2j])

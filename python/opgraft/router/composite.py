@@ -56,6 +56,16 @@ _AUTOGRAD_STATE_OPS = frozenset(
 )
 #: Ops whose results torch makes tensors of subclasses of, such as `nn.Parameter`.
 _MAKES_SUBCLASSES = frozenset({"aten::detach", "aten::alias", "aten::empty.memory_format"})
+#: The same at `CPU` alone: a subclass's constructor (`Subclass([1.0, 2.0])`) calls them, and makes
+#: tensors nowhere else. It calls `aten::copy_` and `aten::_to_copy` too, for NumPy arrays of
+#: another dtype. These are not refused: their overrides have uses, and that is a rare way to get a
+#: tensor.
+_MAKES_SUBCLASSES_ON_CPU = frozenset(
+    {
+        *("aten::lift_fresh", "aten::empty_strided", "aten::to.device"),
+        *("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset"),
+    }
+)
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
 
@@ -76,11 +86,12 @@ def check(op: Op, dispatch_key: str) -> None:
             be lost; or the op works on autograd's own state; or torch needs results that no Python
             object wraps yet.
     """
-    if op.name in _MAKES_SUBCLASSES:
+    on_cpu = dispatch_key == "CPU" and op.name in _MAKES_SUBCLASSES_ON_CPU
+    if on_cpu or op.name in _MAKES_SUBCLASSES:
         raise RegistrationError(
             f"{op.name} makes the tensors that nn.Parameter and other subclasses wrap, and what "
             "an impl in Python returns is wrapped by a Python object already: the op cannot be "
-            "overridden"
+            f"overridden{' at CPU' if on_cpu else ''}"
         )
     if not dispatcher.is_composite(op, dispatch_key):
         return
