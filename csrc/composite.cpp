@@ -1,11 +1,13 @@
 #include "composite.h"
 
 #include <ATen/ops/as_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/python_headers.h>
 
 #include <atomic>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -15,11 +17,21 @@ namespace opgraft {
 
 namespace {
 
+// A composite op whose results share its argument's memory, and are no views for autograd.
+constexpr std::string_view kUntrackedViews = "aten::unsafe_chunk";
+
 std::atomic<void*> tracing_mode{nullptr};
 
-bool is_traced() {
+// Autocast casts for the ops that a composite op calls, so they need the caller's autocast. What a
+// compiler makes of an op that it sees whole, it makes and runs without autocast.
+bool sees_autocast(c10::DispatchKey backend) {
+  const auto autocast = c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(backend));
+  return !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(autocast);
+}
+
+bool is_traced(c10::DispatchKey backend) {
   using Modes = c10::impl::TorchDispatchModeTLS;
-  if (Modes::get_mode(c10::impl::TorchDispatchModeKey::FUNCTIONAL)) return true;
+  if (Modes::get_mode(c10::impl::TorchDispatchModeKey::FUNCTIONAL)) return !sees_autocast(backend);
   const void* type = tracing_mode.load(std::memory_order_acquire);
   if (type == nullptr) return false;
   for (int64_t i = Modes::stack_len(); i-- > 0;) {
@@ -42,8 +54,8 @@ void register_tracing_mode(void* mode_type) noexcept {
 Interceptor interceptor_of(c10::DispatchKeySet keyset, c10::DispatchKey backend) {
   const auto next = (keyset & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
   if (C10_LIKELY(next == backend)) return Interceptor::None;
-  return keyset.has(c10::DispatchKey::Python) && is_traced() ? Interceptor::Tracer
-                                                             : Interceptor::Other;
+  return keyset.has(c10::DispatchKey::Python) && is_traced(backend) ? Interceptor::Tracer
+                                                                    : Interceptor::Other;
 }
 
 bool writes_or_aliases(const c10::FunctionSchema& schema) {
@@ -87,6 +99,7 @@ void AutogradBookkeeping::finish(torch::jit::Stack& stack, size_t outputs,
       input.tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
+  if (op == kUntrackedViews) return;
   for (size_t i = stack.size() - outputs; i < stack.size(); ++i) finish(stack[i], op);
 }
 

@@ -23,7 +23,8 @@ namespace opgraft {
 enum class Interceptor : uint8_t {
   None,    // the backend's kernel is the next one
   Tracer,  // torch.compile or opgraft.explain, which must see the op whole
-  Other,   // a dispatch mode, subclass, functorch or lazy bits: they see the decomposition
+  Other,   // a dispatch mode, subclass, functorch, lazy bits, or torch.compile under autocast: they
+           // see the decomposition
 };
 Interceptor interceptor_of(c10::DispatchKeySet keyset, c10::DispatchKey backend);
 

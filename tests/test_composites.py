@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import opgraft
 from opgraft import when
@@ -171,6 +172,23 @@ def test_an_impl_that_returns_its_argument_returns_the_same_tensor() -> None:
     assert torch.ops.aten.contiguous.default(x) is x
     assert contiguous.hits == 1
     assert not x._is_view()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_is_no_view_for_autograd_is_none_after_a_hit(taken: bool) -> None:
+    """`torch.gru_cell` writes to the chunks of a product with weights that require no grad."""
+    chunk = override("unsafe_chunk", resolve("aten::unsafe_chunk").overload, cond=lambda *_: taken)
+    x = torch.arange(6.0)
+    with torch.no_grad():
+        first, _ = torch.unsafe_chunk(x, 2)
+    assert not first._is_view() and first.data_ptr() == x.data_ptr()
+    first.add_(torch.ones(3, requires_grad=True))
+    assert x.tolist() == [1, 2, 3, 3, 4, 5] and not x.requires_grad
+    cell = nn.GRUCell(4, 4)
+    cell.weight_hh.requires_grad_(False)
+    cell.bias_hh.requires_grad_(False)
+    cell(torch.ones(2, 4)).sum().backward()
+    assert cell.weight_ih.grad is not None and (chunk.hits > 0) == taken
 
 
 def test_memory_of_an_argument_as_another_dtype_is_refused() -> None:

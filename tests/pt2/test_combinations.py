@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,40 @@ def test_autocast(override: Override) -> None:
 
     check(compiled(project), project, override, 1, rows(16))
     assert mm.hits == 1
+
+
+A, B = rows(4, 4), rows(5, 4)[1:]
+#: Composite ops without a kernel for autocast: it casts the ops that they call.
+CONTRACTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, B),
+    "inner": lambda x: torch.inner(x, B),
+    "tensordot": lambda x: torch.tensordot(x, B, 1),
+    "linalg_multi_dot": lambda x: torch.linalg.multi_dot([x, B]),
+    "matrix_power": lambda x: torch.matrix_power(x, 2),
+    "linear": lambda x: F.linear(x, B),  # which has a kernel for autocast
+}
+
+
+@pytest.mark.parametrize("op", CONTRACTIONS)
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_autocast_of_what_a_composite_op_calls(op: str, inside: bool) -> None:
+    """A graph runs without autocast, so an opaque op of such an op would not be cast."""
+    contract = CONTRACTIONS[op]
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with autocast() if inside else nullcontext():
+            return contract(x)
+
+    native_impl = resolve(f"aten::{op}").overload
+    override = models.override(op, lambda *args, **named: native_impl(*args, **named))
+    with nullcontext() if inside else autocast(), torch.no_grad():
+        expected = native(run, A)
+        graph = compiled(run)(A)
+        eager = run(A)
+    assert expected.dtype == torch.bfloat16
+    torch.testing.assert_close([graph, eager], [expected] * 2, rtol=0, atol=0)
+    assert override.hits == 1 + (op == "linear")
 
 
 def test_inference_mode(override: Override) -> None:

@@ -66,6 +66,8 @@ _MAKES_SUBCLASSES_ON_CPU = frozenset(
         *("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset"),
     }
 )
+#: Composite ops whose results share an argument's memory, and are no views for autograd.
+_UNTRACKED_VIEWS = frozenset({"aten::unsafe_chunk"})
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
 
@@ -176,11 +178,12 @@ def interceptor_of(
 
     Returns:
         "none"; "tracer": `torch.compile` or `explain`, which must see the op whole; "other": a
-        dispatch mode, a tensor subclass, functorch or lazy bits, which see its decomposition.
+        dispatch mode, a tensor subclass, functorch, lazy bits, or `torch.compile` under autocast,
+        which see its decomposition.
     """
     if (keyset & _BELOW).highestPriorityTypeId() == backend:
         return "none"
-    return "tracer" if keyset.has(DispatchKey.Python) and _is_traced() else "other"
+    return "tracer" if keyset.has(DispatchKey.Python) and _is_traced(backend) else "other"
 
 
 def is_backend_next(keyset: DispatchKeySet) -> bool:
@@ -188,10 +191,15 @@ def is_backend_next(keyset: DispatchKeySet) -> bool:
     return (keyset & _BELOW).highestPriorityTypeId() in _BACKENDS
 
 
-def _is_traced() -> bool:
+def _is_traced(backend: DispatchKey) -> bool:
     functional = torch._C._TorchDispatchModeKey.FUNCTIONAL  # type: ignore[attr-defined]
     if torch._C._get_dispatch_mode(functional) is not None:
-        return True
+        # Autocast casts for the ops that a composite op calls, so they need the caller's autocast.
+        # What a compiler makes of an op that it sees whole, it makes and runs without autocast.
+        autocast = f"Autocast{backend.name}"
+        return autocast not in DispatchKey.__members__ or (
+            torch._C._dispatch_tls_is_dispatch_key_excluded(autocast)
+        )
     depth = range(torch._C._len_torch_dispatch_stack())
     return any(type(torch._C._get_dispatch_stack_at(i)) in _tracing_modes for i in depth)
 
@@ -278,7 +286,8 @@ class AutogradBookkeeping:
         for tensor in self._written():
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        return self._tracked_views(result)
+        untracked = self._call.op.name in _UNTRACKED_VIEWS
+        return result if untracked else self._tracked_views(result)
 
     def _tracked_views(self, result: Any) -> Any:
         if isinstance(result, (tuple, list)):
