@@ -451,7 +451,6 @@ def _attention_kinds() -> Iterator[Any]:
     """Every head dimension once, and tiles that programs walk over."""
     from opgraft_kernels.attention.cutedsl_kernels import Kind
     from opgraft_kernels.attention.cutedsl_tiles import ForwardTile
-    from opgraft_kernels.attention.overrides import has_cutedsl_backward
 
     for dim, dim_v, causal in (
         (40, 40, False),
@@ -465,8 +464,7 @@ def _attention_kinds() -> Iterator[Any]:
         (256, 256, True),
     ):
         yield Kind(True, torch.bfloat16, dim, dim_v, 1, causal, True, False)
-        if has_cutedsl_backward(dim):
-            yield Kind(False, torch.bfloat16, dim, dim_v, 1, causal, True, False)
+        yield Kind(False, torch.bfloat16, dim, dim_v, 1, causal, True, False)
     yield Kind(True, torch.float16, 128, 128, 4, False, False, False)
     for dim, group, causal, tile in (
         (40, 1, False, (192, 80)),

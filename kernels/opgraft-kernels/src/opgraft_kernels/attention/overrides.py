@@ -275,7 +275,7 @@ class _Kind(NamedTuple):
 # The largest head dimension of Triton's kernels, in 16 bits.
 MAX_DIM = 256
 # Of a DSL's forwards and backwards: raised when they become faster or slower.
-VERSIONS = {"cutedsl_kernels": (2, 1), "triton_kernels": (2, 2)}
+VERSIONS = {"cutedsl_kernels": (2, 2), "triton_kernels": (2, 2)}
 _WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 # What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have. It goes before
 # Triton.
@@ -330,10 +330,7 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         terms["measured_as"] = _name(_MEASURED_AS[op], kind)
     else:
         terms["calls"] = partial(lazy("opgraft_kernels.attention.samples:calls"), op.name)
-        dims = kind.dims
-        if kind is _CUTEDSL and op.is_backward:
-            dims = tuple(dim for dim in dims if has_cutedsl_backward(dim))
-        terms["ranges"] = {**_RANGES, "dim": dims, **dict.fromkeys(more, (0, 1))}
+        terms["ranges"] = {**_RANGES, "dim": kind.dims, **dict.fromkeys(more, (0, 1))}
         if "itemsize" in more:
             # Calls in 32 bits are the efficient op's.
             terms["ranges"]["itemsize"] = (2, 4) if op in _EFFICIENTS else (2,)
@@ -366,21 +363,28 @@ def _condition(op: _Op, kind: _Kind) -> Any:
     """The calls that `kind`'s kernels are right for, and that tables may say something of."""
     dims = (when.size("query", -1), when.size("value", -1))
     if kind.kernels == "cutedsl_kernels":
-        computes = _hopper() & _cutedsl_dims(op)
+        computes = _hopper() & _cutedsl_dims()
     else:
         # Rows of heads are read 16 bytes at a time.
         half = when.dtype("query", torch.float16, torch.bfloat16) & _all(
             (dim % 8 == 0) & (dim <= MAX_DIM) for dim in dims
         )
-        single = when.dtype("query", torch.float32) & _all(
-            (dim % 4 == 0) & (dim <= MAX_DIM // 2) for dim in dims
-        )
-        if op is _EFFICIENT:
-            single &= _agrees_with_native_backward()
         # Tables were not measured for values of another dimension.
         same = dims[0] == dims[1]
-        computes = (when.device_capability("query") >= (8, 0)) & same & (half | single)
+        dtypes = half | _single(op, dims) if op in _EFFICIENTS else half
+        computes = (when.device_capability("query") >= (8, 0)) & same & dtypes
     return computes & _has_enough_queries(op) & _is_right(op, kind)
+
+
+def _single(op: _Op, dims: tuple[Any, Any]) -> Any:
+    """The calls in float32, which are the efficient op's alone.
+
+    cuDNN's op does not refuse them, and returns NaN for some: nobody calls it so.
+    """
+    single = when.dtype("query", torch.float32) & _all(
+        (dim % 4 == 0) & (dim <= MAX_DIM // 2) for dim in dims
+    )
+    return single & _agrees_with_native_backward() if op is _EFFICIENT else single
 
 
 def _has_enough_queries(op: _Op) -> Any:
@@ -396,26 +400,11 @@ def _lengths(op: _Op) -> tuple[Any, Any]:
     return when.size("query", op.length), when.size("key", op.length)
 
 
-def has_cutedsl_backward(dim: Any) -> Any:
-    """Whether FlashAttention-4's backward takes heads of a dimension, a number or an expression.
-
-    Its kernel for heads of 80, to which it pads 72, sometimes gives wrong gradients where there are
-    many tiles (flash-attn-4 4.0.0b36). The one for 112 was not tested, and is built in the same
-    way: its tiles were tuned for another dimension.
-
-    >>> [dim for dim in range(8, 136, 8) if not has_cutedsl_backward(dim)]
-    [72, 80, 104, 112]
-    """
-    return ((dim <= 64) | (dim > 80)) & ((dim <= 96) | (dim > 112))
-
-
-def _cutedsl_dims(op: _Op) -> Any:
+def _cutedsl_dims() -> Any:
     """Head dimensions that FlashAttention-4's kernels are compiled and tested for."""
     dim, dim_v = when.size("query", -1), when.size("value", -1)
     # Rows of heads are read 16 bytes at a time.
     same = (dim == dim_v) & (dim % 8 == 0) & ((dim <= 128) | (dim == 256))
-    if op.is_backward:
-        same &= has_cutedsl_backward(dim)
     return same | ((dim == 192) & (dim_v == 128))
 
 
