@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from opgraft.ops.schema import Call, resolve
-from opgraft.verification.reference import reference
+from opgraft.verification.reference import differentiable, errors, reference
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -104,3 +104,27 @@ def test_sequences_laid_end_to_end() -> None:
         backward.bind((grad, q, k, v, q, q, ends, ends, 4, 4, 0.0, True, q, q), {}),
         each,
     )
+
+
+@pytest.mark.parametrize("op", ["cudnn", "flash", "efficient"])
+def test_what_is_differentiated_is_the_formula(op: str) -> None:
+    """None of these ops has a kernel for float64, so native's gradients were their own measure."""
+    q, k, v = (each.double().requires_grad_() for each in inputs(*[(2, 4, 5, 8)] * 3))
+    forward = resolve(f"aten::_scaled_dot_product_{op}_attention")
+    arguments = {"query": q, "key": k, "value": v, "attn_bias": None, "compute_log_sumexp": True}
+    call = forward.bind(
+        (), {a.name: arguments[a.name] for a in forward.arguments if a.name in arguments}
+    )
+    out = F.scaled_dot_product_attention(q, k, v)
+    found = differentiable(call)
+    torch.testing.assert_close(found, out)
+    grads = (torch.autograd.grad(each.sum(), (q, k, v)) for each in (found, out))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_subnormal_numbers_keep_their_first_bits_alone(dtype: torch.dtype) -> None:
+    exact = torch.full((4,), torch.finfo(dtype).smallest_normal / 2, dtype=dtype)
+    kept, _ = errors(exact * 0.997, exact, exact)
+    flushed, _ = errors(exact * 0, exact, exact)
+    assert kept.within(2.0) and not flushed.within(2.0)

@@ -195,6 +195,22 @@ def _attention_gradients(call: Call) -> CallResults:
     return CallResults((*map(torch.cat, zip(*found, strict=True)), *rest), _BY_FORMULA)
 
 
+def differentiable(call: Call) -> Any:
+    """What the call of a forward op returns in float64, for autograd to differentiate.
+
+    Raises:
+        Exception: the op has no kernel for float64.
+    """
+    if _REFERENCES.get(call.op.name) is not _attention:
+        return call.op.overload(*call.args, **call.kwargs)
+    named = call.named
+    parts = [
+        _attend(call, where, *(named[name][where] for name in ("query", "key", "value")))
+        for where in _batches(call)
+    ]
+    return torch.cat(parts)
+
+
 _BY_FORMULA = "attention by its formula in float64"
 
 
@@ -359,13 +375,25 @@ def errors(
 
     eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
     wide = exact.double()
-    tiny = torch.finfo(mine.dtype).smallest_normal if mine.is_floating_point() else 0.0
     error = Error(
         largest(mine.double() - wide),
         largest(native.double() - wide),
-        eps * max(largest(wide), tiny),
+        max(eps * largest(wide), _subnormal_unit(mine.dtype)),
     )
     return error, problem
+
+
+def _subnormal_unit(dtype: torch.dtype) -> float:
+    """The unit in the last place of subnormal numbers.
+
+    Of the wide dtypes, a GPU's kernels keep the first bits only: a product in parts of TF32 or
+    bfloat16 has as many as the largest part. In float16 subnormal numbers are common, and kept.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    info = torch.finfo(dtype)
+    eps = info.eps if dtype == torch.float16 else torch.finfo(torch.bfloat16).eps
+    return eps * info.smallest_normal
 
 
 def _misplaced_values(

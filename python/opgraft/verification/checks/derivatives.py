@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from opgraft.verification.observation import (
     described,
     first_line,
 )
-from opgraft.verification.reference import Error, errors, widened
+from opgraft.verification.reference import Error, differentiable, errors, widened
 from opgraft.verification.samples import CannotMake, Sample, run, tensors_of
 
 #: Elements of the largest tensor of a call whose derivatives are taken numerically.
@@ -111,10 +111,12 @@ def _forward_call(seen: Observation) -> Call:
     return _differentiable(forward)
 
 
-def _gradients(call: Call, seed: int) -> list[torch.Tensor | None]:
+def _gradients(
+    call: Call, seed: int, forward: Callable[[Call], Any] = run
+) -> list[torch.Tensor | None]:
     inputs = [t for _, t in tensors_of(call.op, call.values) if t.requires_grad]
     with torch.enable_grad():
-        result = run(call)
+        result = forward(call)
         return list(map(_dense, opinfo.gradients(result, inputs, seed)))
 
 
@@ -141,7 +143,7 @@ def _exact_gradients(call: Call, seed: int) -> list[torch.Tensor | None] | None:
         if narrow.requires_grad:
             tensor.requires_grad_()
     try:
-        return _gradients(wide, seed)
+        return _gradients(wide, seed, differentiable)
     except Exception:
         return None
 
