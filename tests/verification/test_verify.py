@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,6 +25,7 @@ from opgraft.ops.schema import resolve
 from opgraft.plan import trial
 from opgraft.verification import opinfo
 from opgraft.verification.checks import CHECKS, cuda
+from opgraft.verification.layouts import LAYOUTS
 from opgraft.verification.observation import differ_by_noise
 from opgraft.verification.reference import errors
 from opgraft.verification.samples import base_from_arguments, base_from_other_op
@@ -692,7 +694,8 @@ def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # FlashAttention-4 alone compiles for minutes, on one core
 def test_the_first_party_pack_passes_on_a_gpu() -> None:
-    jobs = str(min(12, os.cpu_count() or 1))
+    gigabytes = torch.cuda.get_device_properties(0).total_memory // 2**30
+    jobs = str(min(gigabytes // 20, os.cpu_count() or 1))  # the largest samples take some 10 GB
     done = command("opgraft-kernels", "--json", "--jobs", jobs, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     overrides = json.loads(done.stdout)["overrides"]
@@ -881,6 +884,62 @@ def test_a_time_limit_leaves_what_was_done_by_then(tmp_path: Path) -> None:
     assert found["right"]["verdict"] == "passed"
     assert found["sleeps"]["verdict"] == "not run"
     assert "interrupted" in found["sleeps"]["skipped"]
+
+
+def test_what_lacked_memory_beside_others_is_verified_again_alone(tmp_path: Path) -> None:
+    """A kernel that CUDA cannot load for want of memory raises torch's general error."""
+    (tmp_path / "mine.py").write_text(
+        "import pathlib, sys, torch\n"
+        "from tests.verification.broken import *\n"
+        "marks = pathlib.Path(__file__).parent\n"
+        "def samples(name):\n"
+        "    mark = marks / name\n"
+        "    if not mark.exists():\n"
+        "        mark.touch()\n"
+        "        raise RuntimeError('CUDA error: out of memory')\n"
+        "    return [(torch.randn(8, 4), 1, False)]\n"
+        "register('right', samples=lambda device: samples('one'))\n"
+    )
+    done = command(
+        *("--import", "mine", "--check", "values", "--no-opinfo", "--json", "--jobs", "2"),
+        *("--max-samples", "20"),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        OPGRAFT_PACKS="none",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "right: again, alone" in done.stderr
+    (found,) = json.loads(done.stdout)["overrides"]
+    assert found["verdict"] == "passed" and found["hits"] > 0
+
+
+def test_a_check_that_lacks_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(seen: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setitem(CHECKS, "threads", replace(CHECKS["threads"], function=check))
+    report = opgraft.verify(broken.register("right"), checks=["threads"], max_samples=SOME)
+    assert report.ok
+    assert "too little memory" in (report.overrides[0].checks["threads"].reason or "")
+
+
+@pytest.mark.parametrize("lacks", range(1, 13))
+def test_a_layout_that_fits_into_memory_no_more_is_left_out(
+    lacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free changes between two looks at it, while other processes run."""
+    count = itertools.count(1)
+
+    def lay_out(tensor: torch.Tensor) -> torch.Tensor:
+        if next(count) == lacks:
+            raise ValueError("it does not fit")
+        return tensor.clone()
+
+    monkeypatch.setitem(LAYOUTS, "huge-strides", (lambda tensor: True, lay_out))
+    report = opgraft.verify(
+        broken.register("right"), checks=["values"], opinfo=False, max_samples=60
+    )
+    assert report.ok, str(report)
+    assert next(count) > lacks
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments() -> None:

@@ -26,7 +26,7 @@ from opgraft.base import interrupts
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Argument, Call
 from opgraft.registry import Override
-from opgraft.router import copies, outputs, threads
+from opgraft.router import copies, device, outputs, threads
 from opgraft.router.call_keys import kind_of
 from opgraft.router.outputs import OpResult
 
@@ -37,13 +37,12 @@ MAX_COPIED_BYTES = 2**28
 #: At most this many bytes of arguments are compared with what they were before.
 MAX_WATCHED_BYTES = 2**24
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 # Parts of native's message when it lacks support for a valid call: a dtype, a device or a mode that
 # is not implemented, or a library that fails. The override may exist for such calls.
 _UNSUPPORTED = (
     *("not implemented", "not support", "not_support", "unsupported", "deterministic"),
     *("cudnn", "cublas", "cusolver", "cusparse", "execution plan", "internal assert"),
-    *("not compiled with", "out of memory"),
+    "not compiled with",
 )
 # Part of the message when a written argument overlaps itself. torch calls that an "unsupported
 # operation" on every backend, so it is checked before `_UNSUPPORTED`.
@@ -75,7 +74,7 @@ def checked_outputs(override: Override, result: Any) -> tuple[Any, ...]:
 
 def is_invalid_call(error: Exception) -> bool:
     """Whether native's error means that the call is invalid, not that native lacks support."""
-    if isinstance(error, (NotImplementedError, *OUT_OF_MEMORY)):
+    if isinstance(error, NotImplementedError) or device.is_out_of_memory(error):
         return False
     message = str(error).lower()
     return _OVERLAP in message or not any(sign in message for sign in _UNSUPPORTED)
@@ -142,7 +141,9 @@ class Check:
                 copies.copy_call(self._call),
                 copies.copy_call(self._call),
             )
-        except OUT_OF_MEMORY as error:
+        except Exception as error:
+            if not device.is_out_of_memory(error):
+                raise
             log.debug("%s: not checked, %r", self._override.name, error)
             return False
         return True

@@ -10,6 +10,19 @@ import torch
 from opgraft.ops.schema import Call
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short, which is not the fault of the call.
+
+    CUDA itself raises another type than torch's allocator, for a kernel or a context.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("a bad size"))
+    (True, False)
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+
+
 def of_tensors(call: Call) -> torch.device | None:
     """The device of the call's tensors; None if it has no tensors.
 

@@ -11,6 +11,7 @@ from opgraft.base import env, interrupts
 from opgraft.errors import warn_caller
 from opgraft.ops.schema import Call
 from opgraft.registry import Override, registry
+from opgraft.router import device
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,6 @@ _STICKY = (
 # that this device lacks, no kernel image for it, a PTX compiler that is too old or missing, too
 # many resources. After any other error with a code the context may be lost.
 _REFUSED_LAUNCHES = frozenset({1, 9, 98, 200, 209, 218, 221, 222, 223, 300, 301, 302, 303, 701})
-_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def may_fall_back(override: Override, error: Exception, call: Call, *, capturing: bool) -> bool:
@@ -63,9 +63,9 @@ def may_fall_back(override: Override, error: Exception, call: Call, *, capturing
         return False
     if call.writes or capturing or interrupts.is_interrupt(error):
         return False
-    message = str(error).lower()
-    if isinstance(error, _OUT_OF_MEMORY) or "out of memory" in message:
+    if device.is_out_of_memory(error):
         return False
+    message = str(error).lower()
     if isinstance(error, torch.AcceleratorError):
         return getattr(error, "error_code", None) in _REFUSED_LAUNCHES
     return not any(sign in message for sign in _STICKY)

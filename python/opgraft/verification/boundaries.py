@@ -385,12 +385,11 @@ def supports_layout(sample: Sample) -> bool:
 
     Kernels of internal ops may rely on callers that make tensors contiguous.
     """
-    call = sample.call()
     with torch.no_grad():
         try:
-            as_laid_out = native(call).outputs
+            as_laid_out = native(sample.call()).outputs
             plain = native(copied(sample.call(), contiguous=True)).outputs
-        except Exception:  # it refuses the layout
+        except Exception:  # it refuses the layout, or the memory is short
             return False
     pairs = [
         (one, other)

@@ -177,7 +177,10 @@ class _Verification:
         seen = Observation(self._subject, sample)
         try:
             self._count(seen, sample)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            # Whether a large tensor can be made depends on what else is in memory.
+            if not isinstance(error, CannotMake) and not device.is_out_of_memory(error):
+                raise
             self._report.notes.append(f"too little memory for {sample.id}")
             return
         self._coverage.add(call)
@@ -263,15 +266,15 @@ class _Verification:
         except NotApplicable as reason:
             check.reason = check.reason or str(reason)
             return
-        except torch.OutOfMemoryError:  # the reference's, in float64
-            check.reason = check.reason or "the device has too little memory"
-            return
         except CannotMake as error:  # whether a large one can be made depends on the free memory
             check.reason = check.reason or str(error)
             return
         except Failed as failed:
             self._fail(check, name, seen, str(failed))
         except Exception as error:  # neither the override nor native raised: report it, and go on
+            if device.is_out_of_memory(error):  # the reference's, in float64
+                check.reason = check.reason or "the device has too little memory"
+                return
             self._fail(check, name, seen, f"the check itself raised {error!r}")
         check.samples += 1
 

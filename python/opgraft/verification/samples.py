@@ -24,6 +24,7 @@ from opgraft.ops.describing import dtype_name
 from opgraft.ops.schema import Call, Op, resolve
 from opgraft.router import threads
 from opgraft.router.call_keys import exact_key
+from opgraft.router.device import is_out_of_memory
 from opgraft.verification import journal
 from opgraft.verification.layouts import applicable_layouts, apply_layout
 from opgraft.verification.random_values import RandomValues
@@ -423,10 +424,9 @@ def run_natively(call: Call) -> Any:
     try:
         with torch.no_grad(), threads.scope(threads.EVERYTHING):
             return run(call)
-    except (NotImplementedError, torch.OutOfMemoryError):  # not because of the call
-        raise
     except Exception as error:
-        if key is not None:
+        is_calls_fault = not isinstance(error, NotImplementedError) and not is_out_of_memory(error)
+        if key is not None and is_calls_fault:
             _refused[key] = str(error)
         raise
 

@@ -69,14 +69,26 @@ def verify_in_subprocesses(
 
     with ThreadPoolExecutor(jobs) as pool, _sigterm_interrupts():
         futures: list[Future[OverrideReport]] = []
+        done: list[OverrideReport] = []
         try:
             for override in overrides:
                 futures.append(pool.submit(verify, override))
             wait(futures)
+            for override, future in zip(overrides, futures, strict=True):
+                report = future.result()
+                if jobs > 1 and _lacked_memory(report):
+                    log(f"{report.name}: again, alone")
+                    report = verify(override)
+                done.append(report)
         except KeyboardInterrupt:
             processes.end()
-        done = [future.result() for future in futures]
+        done += [future.result() for future in futures[len(done) :]]
         return report_of([*done, *map(_interrupted, overrides[len(done) :])], k, seed)
+
+
+def _lacked_memory(report: OverrideReport) -> bool:
+    """Whether a process ended for want of memory, which others beside it may have taken."""
+    return any("out of memory" in each.message for each in report.failures)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opgraft.ops.schema import Call
 from opgraft.verification.checks.registry import check
 from opgraft.verification.observation import (
     Failed,
@@ -46,8 +47,7 @@ def check_threads(seen: Observation) -> None:
     problems: list[str] = []
     start = threading.Barrier(len(ours))
 
-    def work(mine: Observation) -> None:
-        calls = [mine.sample.call() for _ in range(_CALLS)]
+    def work(mine: Observation, calls: list[Call]) -> None:
         try:
             start.wait(30)
             with torch.no_grad(), only_on_this_thread(override):
@@ -64,7 +64,11 @@ def check_threads(seen: Observation) -> None:
 
     for each in ours:
         assert each.override_run is not None  # before there is more than one thread
-    workers = [threading.Thread(target=work, args=(each,)) for each in ours]
+    # Before the threads start: if one cannot make its calls, the others would wait for it.
+    each_ones = [[each.sample.call() for _ in range(_CALLS)] for each in ours]
+    workers = [
+        threading.Thread(target=work, args=each) for each in zip(ours, each_ones, strict=True)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
