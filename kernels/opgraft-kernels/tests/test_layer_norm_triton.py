@@ -21,6 +21,7 @@ from special_inputs import LAYOUTS
 
 import opgraft
 from configurations import norm_launches
+from opgraft_kernels.norms import triton_permuted
 from opgraft_kernels.norms.overrides import LAYER_NORM, condition, register
 from opgraft_kernels.norms.triton_kernels import layer_norm_backward, layer_norm_forward
 
@@ -226,6 +227,27 @@ def test_a_row_of_equal_numbers_of_16_bits_is_its_mean(
     torch.testing.assert_close(rstd[equal], torch.full_like(rstd[equal], 1e6), rtol=1e-2, atol=0)
     exact = torch.nn.functional.layer_norm(x[1].double(), [hidden], None, None, 1e-12)
     torch.testing.assert_close(y[1].double(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("hidden", [24, 100, 768, 1000, 4097, 5120, 9000, 20000])
+@pytest.mark.parametrize("is_permuted", [False, True])
+def test_the_mean_of_numbers_around_zero_is_as_near_as_native_s(
+    hidden: int, is_permuted: bool, device: torch.device
+) -> None:
+    """What rounds all large numbers the same way is not in it."""
+    torch.manual_seed(0)
+    x = torch.rand(64, hidden, device=device) * 18 - 9
+    given = x.t().contiguous().t()[None] if is_permuted else x
+    forward = triton_permuted.layer_norm_forward if is_permuted else layer_norm_forward
+    if is_permuted and hidden > 1000:
+        pytest.skip("declined")
+    exact = x.double().mean(-1)
+    means = (
+        found(given, [hidden], None, None, 1e-5)[1].flatten().double()
+        for found in (forward, torch.native_layer_norm)
+    )
+    ours, native = ((mean - exact).square().mean().sqrt() for mean in means)
+    assert ours <= 1.5 * native
 
 
 @pytest.mark.parametrize("shape", [(2, 9000), (3, 20000)], ids=str)

@@ -78,7 +78,7 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=6),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=7),
     backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=6),
 )
 
@@ -229,7 +229,7 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     "backward": {**_TRITON_RANGES, "hidden": (2**4, 2**9), "elements": (2**12, 2**29)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
-PERMUTED_VERSION = 2
+PERMUTED_VERSION = 3
 # Their condition asks for 16 bits and whole vectors.
 _CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
 

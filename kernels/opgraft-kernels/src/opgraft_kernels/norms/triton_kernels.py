@@ -214,7 +214,7 @@ def _forward_rows_kernel(
         squares += (xs[i] * xs[i],)
     if mean_ptr is not None and ROWS > 1:
         squares, rest = _sum_pairs_of_rows(squares, xs, TOGETHER)
-        variance, rest = _variance_and_rest(squares, rest, hidden)
+        variance, rest = _variance_and_rest(squares, rest, hidden, mean)
     else:
         variance = _sum_rows(squares, TOGETHER) / hidden
         if mean_ptr is not None:
@@ -222,7 +222,7 @@ def _forward_rows_kernel(
             rest = tl.zeros_like(mean)
             if tl.max(variance - _LITTLE_VARIANCE * mean * mean, axis=0) <= 0.0:
                 sums = _sum_rows(xs, TOGETHER)
-                variance, rest = _variance_and_rest(variance * hidden, sums, hidden)
+                variance, rest = _variance_and_rest(variance * hidden, sums, hidden, mean)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
     rstd = tl.rsqrt(variance + eps)
@@ -309,19 +309,21 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def _variance_and_rest(squares, differences, hidden):
+def _variance_and_rest(squares, differences, hidden, mean):
     """The variance, and what the mean lacks, of rows of whose differences from that mean these are
     the sums.
 
     A mean of numbers that are large beside what they differ in is some units in its last place
     off, by the sum's roundings and by the division, which the GPU approximates. Of a row of equal
     numbers that would be all its variance. What is left after it was subtracted, which is exact
-    there, has all digits, and so has its mean.
+    there, has all digits, and so has its mean. Of numbers that differ by more it is not exact: all
+    that are as large are rounded the same way, and so would be the mean.
     """
     rest = differences / hidden
     variance = squares / hidden - rest * rest
     # By a rounding it may be less; a NaN stays.
-    return tl.where(variance < 0.0, 0.0, variance), rest
+    variance = tl.where(variance < 0.0, 0.0, variance)
+    return variance, tl.where(variance <= mean * mean * _LITTLE_VARIANCE, rest, 0.0)
 
 
 @triton.jit
@@ -425,7 +427,7 @@ def _forward_chunks_kernel(
         squares += x * x
     if HAS_MEAN:
         totals, rests = tl.reduce((squares, differences), axis=0, combine_fn=_add_pairs)
-        variance, rest = _variance_and_rest(totals, rests, hidden)
+        variance, rest = _variance_and_rest(totals, rests, hidden, mean)
         tl.store(mean_ptr + row, mean + rest)
     else:
         variance = tl.sum(squares, axis=0) / hidden
@@ -496,7 +498,7 @@ def _forward_split_kernel(
             squares, rest = tl.reduce(
                 (difference * difference, difference), axis=0, combine_fn=_add_pairs
             )
-            variance, rest = _variance_and_rest(squares, rest, part_size)
+            variance, rest = _variance_and_rest(squares, rest, part_size, part_mean)
             publish(means_ptr, step, split, part_mean + rest, SLOTS)
             publish(squares_ptr, step, split, variance * part_size, SLOTS)
         else:
@@ -513,7 +515,7 @@ def _forward_split_kernel(
                 axis=0,
                 combine_fn=_add_pairs,
             )
-            variance, rest = _variance_and_rest(squares, rest, hidden)
+            variance, rest = _variance_and_rest(squares, rest, hidden, mean)
             mean += rest
             rstd = tl.rsqrt(variance + eps)
         else:

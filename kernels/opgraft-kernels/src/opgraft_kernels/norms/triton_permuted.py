@@ -21,11 +21,13 @@ from torch import Tensor
 from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.norms import ops, triton_kernels
 from opgraft_kernels.norms.triton_kernels import (
+    _add_pairs,
     _center,
     _load_parameters,
     _load_statistics,
     _scale_and_shift,
     _standardize,
+    _variance_and_rest,
 )
 from opgraft_kernels.rows import (
     Launch,
@@ -114,11 +116,13 @@ def _forward_kernel(
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / hidden
         x = _center(x, mean, in_row, MASK_COLS)
-        # See `_variance_and_rest`, which is of sums that this kernel has one after the other.
-        rest = tl.sum(x, axis=1) / hidden
+        squares, rest = tl.reduce((x * x, x), axis=1, combine_fn=_add_pairs)
+        variance, rest = _variance_and_rest(squares, rest, hidden, mean)
         x = _center(x, rest, in_row, MASK_COLS)
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+    else:
+        variance = tl.sum(x * x, axis=1) / hidden
+    rstd = tl.rsqrt(variance + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
     y = _scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
