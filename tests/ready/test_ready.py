@@ -218,12 +218,37 @@ def test_a_run_before_a_capture_waits(register: Register, monkeypatch: pytest.Mo
     assert override.hits == 1
 
 
+def test_a_capture_has_calls_that_are_not_worth_python(register: Register) -> None:
+    """Of its replays none pays for that, and Inductor runs a graph once before: without a plan."""
+
+    class CUDAWarmupNode:
+        def run(self, size: int) -> None:
+            call(size)
+
+    class CUDAGraphNode:
+        def _record(self, size: int) -> None:
+            call(size)
+
+    module = type(sys)("torch._inductor.cudagraph_trees")
+    module.CUDAWarmupNode = CUDAWarmupNode  # type: ignore[attr-defined]
+    module.CUDAGraphNode = CUDAGraphNode  # type: ignore[attr-defined]
+    override = register(impls.negated, unplanned=when.numel("self") > 10**9)
+    warm_up._patch(module)
+    CUDAWarmupNode().run(4)
+    CUDAGraphNode()._record(4)
+    assert override.hits == 2
+    assert override.plans is not None and not override.plans.table.runs_all
+    call(5)
+    assert override.hits == 2
+
+
 def test_inductors_run_before_a_capture_is_found(register: Register) -> None:
     """Where it is called what it is called today."""
     from torch._inductor import cudagraph_trees
 
     register(impls.negated)
     assert hasattr(cudagraph_trees.CUDAWarmupNode.run, "__wrapped__")
+    assert hasattr(cudagraph_trees.CUDAGraphNode._record, "__wrapped__")
 
 
 @pytest.fixture

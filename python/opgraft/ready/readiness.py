@@ -567,6 +567,9 @@ def kept_plans(pack: str | None = None, dsl: str | None = None) -> list[entries.
 _all: weakref.WeakSet[Readiness] = weakref.WeakSet()
 _changed = threading.Condition()
 _scopes: list[_Scope] = []
+#: How many :func:`whatever_the_host_takes` are open, and the tables that they set.
+_costly = 0
+_free_tables: list[Any] = []
 _lock = fork_safe_lock()
 
 
@@ -615,6 +618,30 @@ def compiling_ahead() -> Iterator[None]:
     """
     with _open(_Scope("native", is_ahead=True)):
         yield
+
+
+@contextmanager
+def whatever_the_host_takes() -> Iterator[None]:
+    """Run impls in Python where they have no launch plan, however long that takes, while it lasts.
+
+    Of a call that a CUDA graph is captured of, no replay pays the host's time.
+    """
+    global _costly
+    with _lock:
+        _costly += 1
+        if _costly == 1:
+            _free_tables.extend(t for t in (each._table for each in _all) if not t.runs_all)
+            for table in _free_tables:
+                table.runs_all = not table.only_loaded
+    try:
+        yield
+    finally:
+        with _lock:
+            _costly -= 1
+            if _costly == 0:
+                for table in _free_tables:
+                    table.runs_all = False
+                _free_tables.clear()
 
 
 @contextmanager

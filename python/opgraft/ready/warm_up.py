@@ -1,17 +1,19 @@
-"""Runs before a capture wait for their kernels: what is captured is what runs for good.
+"""Runs before a capture wait for their kernels, and captures take them: that is what runs for good.
 
 `torch.compile(mode="reduce-overhead")` runs a graph once before it captures it. Were the native
-kernel to serve that run while another process compiles, the capture would hold native's for good.
+kernel to serve that run while another process compiles, or because a call is not worth Python
+before it has a launch plan, the capture would hold native's for good.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 from typing import Any
 
 from opgraft.base import imports
-from opgraft.ready.readiness import when_not_ready
+from opgraft.ready.readiness import whatever_the_host_takes, when_not_ready
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
@@ -23,14 +25,26 @@ def attach() -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    node = getattr(module, "CUDAWarmupNode", None)
-    if node is None:  # another torch's: captures hold native kernels, and a warning says so
+    # In another torch: captures hold native kernels, and a warning says so.
+    if (node := getattr(module, "CUDAWarmupNode", None)) is not None:
+        _wrap(node, "run", wait=True)
+    if (node := getattr(module, "CUDAGraphNode", None)) is not None:
+        _wrap(node, "_record", wait=False)
+
+
+def _wrap(node: type, name: str, *, wait: bool) -> None:
+    method = getattr(node, name, None)
+    if method is None:
         return
-    run = node.run
 
-    @functools.wraps(run)
-    def run_waiting(*args: Any, **kwargs: Any) -> Any:
-        with when_not_ready("wait"):
-            return run(*args, **kwargs)
+    @functools.wraps(method)
+    def for_good(*args: Any, **kwargs: Any) -> Any:
+        scopes: list[AbstractContextManager[None]] = [whatever_the_host_takes()]
+        if wait:
+            scopes.append(when_not_ready("wait"))
+        with ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(scope)
+            return method(*args, **kwargs)
 
-    node.run = run_waiting
+    setattr(node, name, for_good)
