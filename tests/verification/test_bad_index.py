@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 import opgraft
-from opgraft.verification import isolated
+from opgraft.ops.schema import resolve
+from opgraft.verification import boundaries, isolated
 from opgraft.verification.isolated import CallOutcome
-from opgraft.verification.samples import parse
+from opgraft.verification.samples import CannotMake, parse
 from tests import forked_programs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,6 +55,15 @@ def test_a_call_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_call_that_asks_for_too_much_memory_is_refused_it() -> None:
     (outcome,) = isolated.run_in_forks([lambda: torch.ones(2**34)])
     assert outcome.what == "raised"
+
+
+@pytest.mark.parametrize("weights", [5, 6])
+def test_an_index_that_the_cpu_leaves_out_is_out_of_range_too(weights: int) -> None:
+    """CUDA's kernel writes there."""
+    op = resolve("aten::embedding_dense_backward")
+    call = op.bind((torch.ones(3, 2), torch.tensor([0, 5, 2]), weights, -1, False), {})
+    with pytest.raises(CannotMake, match="5 rows") if weights == 5 else nullcontext():
+        boundaries._check_indices(call)
 
 
 def select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:

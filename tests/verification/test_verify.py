@@ -757,13 +757,22 @@ def test_overrides_verified_in_processes_of_their_own(tmp_path: Path) -> None:
     assert suites["aten::relu at CPU: crashes"].get("failures") == "1"
 
 
-def test_a_sample_on_which_native_ends_the_process_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "end",
+    [
+        "os.abort()",
+        # As Python ends where a device is lost: whatever is done with it raises.
+        "sys.exit('CUDA error: an illegal memory access was encountered')",
+    ],
+    ids=["it dies", "its device is lost"],
+)
+def test_a_sample_on_which_native_ends_the_process_is_left_out(end: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "import os, torch, opgraft\n"
+        "import os, sys, torch, opgraft\n"
         "library = torch.library.Library('left_out', 'DEF')\n"
         "library.define('double(Tensor x) -> Tensor')\n"
         "def native(x):\n"
-        "    return os.abort() if x.numel() == 3 else x * 2\n"
+        f"    return {end} if x.numel() == 3 else x * 2\n"
         "library.impl('double', native, 'CPU')\n"
         "library.impl('double', lambda x: torch.empty_like(x), 'Meta')\n"
         "opgraft.register_op_override('left_out', 'double', 'CPU', lambda x: x + x,\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 import opgraft
 from opgraft import verification
@@ -58,6 +59,8 @@ def command(
             for _ in range(2):  # cuDNN's attention raises on the first call that it has no plan for
                 with contextlib.suppress(Exception):
                     sample.native()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # raises where the device was lost
             return 0
         if jobs == 1:
             with journal.writing_to(journal_path, leaving_out=leave_out):

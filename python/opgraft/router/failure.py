@@ -68,7 +68,16 @@ def may_fall_back(override: Override, error: Exception, call: Call, *, capturing
     message = str(error).lower()
     if isinstance(error, torch.AcceleratorError):
         return getattr(error, "error_code", None) in _REFUSED_LAUNCHES
-    return not any(sign in message for sign in _STICKY)
+    return not loses_device(message)
+
+
+def loses_device(message: str) -> bool:
+    """Whether an error's message says that the process cannot use the device any more.
+
+    >>> loses_device("CUDA error: an illegal memory access was encountered")
+    True
+    """
+    return any(sign in message.lower() for sign in _STICKY)
 
 
 def quarantine(override: Override, kind: Hashable, error: Exception) -> None:

@@ -370,8 +370,14 @@ def _check_indices(call: Call) -> None:
     On a CUDA device it would be an assertion, after which the process cannot use the device any
     more. On the CPU it is an error, in a fork, as some kernels there trust their callers.
     """
-    has_indices = any(tensor.dtype in INDEX_DTYPES for tensor in call.tensors())
-    if not has_indices or not any(tensor.is_cuda for tensor in call.tensors()):
+    indices = [t for t in call.tensors() if t.dtype in INDEX_DTYPES and t.numel()]
+    # Of an embedding's gradient the CPU's kernel leaves such an index out, and CUDA's writes there.
+    weights = call.named.get("num_weights")
+    if isinstance(weights, int) and any(
+        not 0 <= int(i) < weights for t in indices for i in t.aminmax()
+    ):
+        raise CannotMake(f"an index is none of {weights} rows'")
+    if not indices or not any(tensor.is_cuda for tensor in call.tensors()):
         return
     on_cpu = on_host(call)
     (outcome,) = isolated.run_in_forks([lambda: run(on_cpu)])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from opgraft.registry import Override
+from opgraft.router.failure import loses_device
 from opgraft.verification import journal
 from opgraft.verification.runner import report_of
 from opgraft.verification.verification_report import (
@@ -171,10 +172,16 @@ def _run(
 
 def _is_natives(done: _Done, sample: str, command: Sequence[str], processes: _Processes) -> bool:
     """Whether a process died on a sample on which the native kernel alone ends one, too."""
-    if done is None or done.returncode >= 0 or not sample:
+    if not sample or not _is_broken(done):
         return False
-    natively = processes.run([*command, f"--only-native={sample}"])
-    return natively is not None and natively.returncode < 0
+    return _is_broken(processes.run([*command, f"--only-native={sample}"]))
+
+
+def _is_broken(done: _Done) -> bool:
+    """Whether a process died, or ended because its device was lost."""
+    if done is None:
+        return False
+    return done.returncode < 0 or (done.returncode > 0 and loses_device(done.stderr))
 
 
 def _empty(override: Override) -> OverrideReport:
