@@ -631,12 +631,13 @@ class Strided(NamedTuple):
 def strided_forward(itemsize: int, unit: int) -> Strided:
     if unit * itemsize < 8:  # an address for nearly each element: more would be spilled
         return Strided(16 * itemsize, 8192, 2048, 16384 * itemsize, 32 * 1024)
-    return Strided(32 * itemsize, 8192, 4096, FORWARD_TILE, 32 * 1024)
+    return Strided(32 * itemsize, 2048 * itemsize, 4096, FORWARD_TILE, 32 * 1024)
 
 
 def strided_backward(itemsize: int, unit: int) -> Strided:
     if unit * itemsize < 8:
-        return Strided(16 * itemsize, 8192, 1024, 8192 * itemsize, 16 * 1024)
+        short = 2048 if itemsize == 2 else 8192
+        return Strided(16 * itemsize, short, 1024, 8192 * itemsize, 4096 * itemsize)
     return Strided(64, 4096, 4096 // itemsize, BACKWARD_TILE, 32 * 1024)
 
 
