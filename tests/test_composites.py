@@ -184,6 +184,11 @@ def test_what_is_no_view_for_autograd_is_none_after_a_hit(taken: bool) -> None:
     assert not first._is_view() and first.data_ptr() == x.data_ptr()
     first.add_(torch.ones(3, requires_grad=True))
     assert x.tolist() == [1, 2, 3, 3, 4, 5] and not x.requires_grad
+    with torch.inference_mode():
+        first, _ = torch.unsafe_chunk(x, 2)
+    assert first._base is x
+    with pytest.raises(RuntimeError, match="created in inference mode"):
+        first.add_(torch.ones(3, requires_grad=True))
     cell = nn.GRUCell(4, 4)
     cell.weight_hh.requires_grad_(False)
     cell.bias_hh.requires_grad_(False)

@@ -242,6 +242,40 @@ def test_a_capture_has_calls_that_are_not_worth_python(register: Register) -> No
     assert override.hits == 2
 
 
+def test_an_override_that_is_registered_in_a_capture_is_in_it(register: Register) -> None:
+    with readiness.whatever_the_host_takes():
+        override = register(impls.negated, unplanned=when.numel("self") > 10**9)
+        with readiness.whatever_the_host_takes():
+            call(2)
+        call(3)
+    call(4)
+    assert override.hits == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
+@pytest.mark.filterwarnings("ignore")
+def test_a_capture_of_another_thread_is_none_in_a_child(register: Register) -> None:
+    override = register(impls.negated, unplanned=when.numel("self") > 10**9)
+    opened, may_close = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with readiness.whatever_the_host_takes():
+            opened.set()
+            may_close.wait()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    opened.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(override.plans is None or override.plans.table.runs_all)
+    _, status = os.waitpid(child, 0)
+    assert override.plans is not None and override.plans.table.runs_all
+    may_close.set()
+    thread.join()
+    assert status == 0 and not override.plans.table.runs_all
+
+
 def test_inductors_run_before_a_capture_is_found(register: Register) -> None:
     """Where it is called what it is called today."""
     from torch._inductor import cudagraph_trees

@@ -55,6 +55,7 @@ _UNDECLARED_ALIASES = frozenset(
     {
         *("aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"),
         *("aten::lift", "aten::dequantize"),
+        *("aten::channel_shuffle", "aten::native_channel_shuffle"),  # of one group, on CUDA
     }
 )
 

@@ -152,6 +152,7 @@ class Readiness:
         with _lock:
             _all.add(self)
             self.apply()
+            _set_costly()
 
     @property
     def policy(self) -> WhenNotReady:
@@ -567,9 +568,9 @@ def kept_plans(pack: str | None = None, dsl: str | None = None) -> list[entries.
 _all: weakref.WeakSet[Readiness] = weakref.WeakSet()
 _changed = threading.Condition()
 _scopes: list[_Scope] = []
-#: How many :func:`whatever_the_host_takes` are open, and the tables that they set.
-_costly = 0
-_free_tables: list[Any] = []
+#: The threads that have a :func:`whatever_the_host_takes` open, and the tables that these set.
+_costly: list[int] = []
+_costly_tables: list[Any] = []
 _lock = fork_safe_lock()
 
 
@@ -626,22 +627,30 @@ def whatever_the_host_takes() -> Iterator[None]:
 
     Of a call that a CUDA graph is captured of, no replay pays the host's time.
     """
-    global _costly
+    thread = threading.get_ident()
     with _lock:
-        _costly += 1
-        if _costly == 1:
-            _free_tables.extend(t for t in (each._table for each in _all) if not t.runs_all)
-            for table in _free_tables:
-                table.runs_all = not table.only_loaded
+        _costly.append(thread)
+        _set_costly()
     try:
         yield
     finally:
         with _lock:
-            _costly -= 1
-            if _costly == 0:
-                for table in _free_tables:
-                    table.runs_all = False
-                _free_tables.clear()
+            if thread in _costly:  # or it was another thread's, and this is the child of a fork
+                _costly.remove(thread)
+            _set_costly()
+
+
+def _set_costly() -> None:
+    """Tell the tables whether impls run in Python, with `_lock` held."""
+    if _costly:
+        others = [t for t in (each._table for each in _all) if not (t.runs_all or t.only_loaded)]
+        for table in others:
+            table.runs_all = True
+        _costly_tables.extend(others)
+    else:
+        for table in _costly_tables:
+            table.runs_all = False
+        _costly_tables.clear()
 
 
 @contextmanager
@@ -709,7 +718,9 @@ def _forget_in_child() -> None:
     with _lock:
         # Nobody would end those of other threads.
         _scopes[:] = [each for each in _scopes if each.thread == threading.get_ident()]
+        _costly[:] = [each for each in _costly if each == threading.get_ident()]
         _apply()
+        _set_costly()
     for each in _everyone():
         each._lock = threading.RLock()
         done = {key: state for key, state in each._states.items() if not state.is_pending}

@@ -66,7 +66,8 @@ _MAKES_SUBCLASSES_ON_CPU = frozenset(
         *("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset"),
     }
 )
-#: Composite ops whose results share an argument's memory, and are no views for autograd.
+#: Composite ops whose results share an argument's memory, and are no views for autograd but in
+#: inference mode.
 _UNTRACKED_VIEWS = frozenset({"aten::unsafe_chunk"})
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
@@ -286,8 +287,9 @@ class AutogradBookkeeping:
         for tensor in self._written():
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        untracked = self._call.op.name in _UNTRACKED_VIEWS
-        return result if untracked else self._tracked_views(result)
+        if self._call.op.name in _UNTRACKED_VIEWS and not torch.is_inference_mode_enabled():
+            return result
+        return self._tracked_views(result)
 
     def _tracked_views(self, result: Any) -> Any:
         if isinstance(result, (tuple, list)):

@@ -77,11 +77,12 @@ def _run_without_plans(override: Override) -> Iterator[None]:
     if override.plans is None:
         yield
         return
-    override.plans.table.runs_all = True
+    table = override.plans.table
+    before, table.runs_all = table.runs_all, True
     try:
         yield
     finally:
-        override.plans.table.runs_all = False
+        table.runs_all = before
 
 
 @contextmanager
