@@ -13,14 +13,16 @@ from opgraft.ops.schema import Call
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory is short, which is not the fault of the call.
 
-    CUDA itself raises another type than torch's allocator, for a kernel or a context.
+    CUDA itself raises another type than torch's allocator, for a kernel or a context, and each DSL
+    one of its own.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("a bad size"))
     (True, False)
+    >>> is_out_of_memory(Exception("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY: out of memory"))
+    True
     """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+    short = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, short) or "out of memory" in str(error).lower()
 
 
 def of_tensors(call: Call) -> torch.device | None:
