@@ -243,9 +243,9 @@ def test_a_capture_has_calls_that_are_not_worth_python(register: Register) -> No
 
 
 def test_an_override_that_is_registered_in_a_capture_is_in_it(register: Register) -> None:
-    with readiness.whatever_the_host_takes():
+    with readiness.for_a_capture(wait=False):
         override = register(impls.negated, unplanned=when.numel("self") > 10**9)
-        with readiness.whatever_the_host_takes():
+        with readiness.for_a_capture(wait=False):
             call(2)
         call(3)
     call(4)
@@ -259,7 +259,7 @@ def test_a_capture_of_another_thread_is_none_in_a_child(register: Register) -> N
     opened, may_close = threading.Event(), threading.Event()
 
     def capture() -> None:
-        with readiness.whatever_the_host_takes():
+        with readiness.for_a_capture(wait=False):
             opened.set()
             may_close.wait()
 
@@ -787,7 +787,8 @@ def test_a_condition_is_asked_before(register: Register) -> None:
 def test_who_wants_every_call_to_run_gets_that(register: Register) -> None:
     override = register(impls.negated)
     assert override.plans is not None
-    override.plans.table.runs_all = True  # as `opgraft.verify` does
+    override.plans.readiness.runs_all = True  # as `opgraft.verify` does
+    override.plans.readiness.apply()
     call()
     assert (override.hits, override.misses) == (1, 0)
 

@@ -146,25 +146,27 @@ class Readiness:
         self._states: dict[Kind, State] = {}
         self._warned_of_capture = False
         self._said: set[str] = set()
+        #: Whether calls without a launch plan run in Python, whatever `unplanned` says.
+        self.runs_all = False
         #: The entries of the cache whose plans were loaded, by their names.
         self.kept: dict[str, entries.Entry] = {}
         _attach_to_process()
         with _lock:
             _all.add(self)
             self.apply()
-            _set_costly()
 
     @property
     def policy(self) -> WhenNotReady:
         """What a call does whose kernels are not ready."""
-        if _scopes:
-            return _scopes[-1].policy
-        return env.when_not_ready() or self.override.when_not_ready  # type: ignore[return-value]
+        said = (scope := _innermost()) and scope.policy
+        return said or env.when_not_ready() or self.override.when_not_ready  # type: ignore[return-value]
 
     def apply(self) -> None:
         """Tell the core of the policy, which may have changed."""
         self._table.only_loaded = env.needs_bundle()
         self._table.gated = self.policy == "native" or self._table.only_loaded
+        is_captured = any(scope.is_captured for scope in _scopes) and not self._table.only_loaded
+        self._table.runs_all = self.runs_all or is_captured
 
     def state(self, call: str) -> State | None:
         """What became of the kernels of a kind of call, as :attr:`State.call` has it.
@@ -568,19 +570,25 @@ def kept_plans(pack: str | None = None, dsl: str | None = None) -> list[entries.
 _all: weakref.WeakSet[Readiness] = weakref.WeakSet()
 _changed = threading.Condition()
 _scopes: list[_Scope] = []
-#: The threads that have a :func:`whatever_the_host_takes` open, and the tables that these set.
-_costly: list[int] = []
-_costly_tables: list[Any] = []
 _lock = fork_safe_lock()
 
 
 class _Scope:
-    """One `with when_not_ready(...)` that is open."""
+    """One `with when_not_ready(...)` that is open, or another statement about all overrides."""
 
-    def __init__(self, policy: WhenNotReady, *, is_ahead: bool = False) -> None:
+    def __init__(
+        self,
+        policy: WhenNotReady | None,
+        *,
+        is_ahead: bool = False,
+        is_captured: bool = False,
+    ) -> None:
+        #: None: it says nothing of that.
         self.policy = policy
         #: Whether calls are made to have their kernels compiled for other processes.
         self.is_ahead = is_ahead
+        #: Whether calls are, or will be, captured in a CUDA graph: no replay pays the host's time.
+        self.is_captured = is_captured
         #: The thread that opened it.
         self.thread = threading.get_ident()
 
@@ -622,35 +630,14 @@ def compiling_ahead() -> Iterator[None]:
 
 
 @contextmanager
-def whatever_the_host_takes() -> Iterator[None]:
+def for_a_capture(*, wait: bool) -> Iterator[None]:
     """Run impls in Python where they have no launch plan, however long that takes, while it lasts.
 
-    Of a call that a CUDA graph is captured of, no replay pays the host's time.
+    Args:
+        wait: whether a call waits until its kernels are compiled.
     """
-    thread = threading.get_ident()
-    with _lock:
-        _costly.append(thread)
-        _set_costly()
-    try:
+    with _open(_Scope("wait" if wait else None, is_captured=True)):
         yield
-    finally:
-        with _lock:
-            if thread in _costly:  # or it was another thread's, and this is the child of a fork
-                _costly.remove(thread)
-            _set_costly()
-
-
-def _set_costly() -> None:
-    """Tell the tables whether impls run in Python, with `_lock` held."""
-    if _costly:
-        others = [t for t in (each._table for each in _all) if not (t.runs_all or t.only_loaded)]
-        for table in others:
-            table.runs_all = True
-        _costly_tables.extend(others)
-    else:
-        for table in _costly_tables:
-            table.runs_all = False
-        _costly_tables.clear()
 
 
 @contextmanager
@@ -667,8 +654,14 @@ def _open(scope: _Scope) -> Iterator[None]:
             _apply()
 
 
+def _innermost() -> _Scope | None:
+    """The scope that says what a call does whose kernels are not ready."""
+    # One look: another thread may close it.
+    return next((scope for scope in reversed(_scopes) if scope.policy is not None), None)
+
+
 def _is_ahead() -> bool:
-    scope = next(reversed(_scopes), None)  # one look: another thread may close it
+    scope = _innermost()
     return scope is not None and scope.is_ahead
 
 
@@ -718,9 +711,7 @@ def _forget_in_child() -> None:
     with _lock:
         # Nobody would end those of other threads.
         _scopes[:] = [each for each in _scopes if each.thread == threading.get_ident()]
-        _costly[:] = [each for each in _costly if each == threading.get_ident()]
         _apply()
-        _set_costly()
     for each in _everyone():
         each._lock = threading.RLock()
         done = {key: state for key, state in each._states.items() if not state.is_pending}

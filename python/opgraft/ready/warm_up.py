@@ -8,12 +8,11 @@ before it has a launch plan, the capture would hold native's for good.
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 from typing import Any
 
 from opgraft.base import imports
-from opgraft.ready.readiness import whatever_the_host_takes, when_not_ready
+from opgraft.ready.readiness import for_a_capture
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 
@@ -39,12 +38,7 @@ def _wrap(node: type, name: str, *, wait: bool) -> None:
 
     @functools.wraps(method)
     def for_good(*args: Any, **kwargs: Any) -> Any:
-        scopes: list[AbstractContextManager[None]] = [whatever_the_host_takes()]
-        if wait:
-            scopes.append(when_not_ready("wait"))
-        with ExitStack() as stack:
-            for scope in scopes:
-                stack.enter_context(scope)
+        with for_a_capture(wait=wait):
             return method(*args, **kwargs)
 
     setattr(node, name, for_good)

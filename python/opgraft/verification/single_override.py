@@ -77,12 +77,14 @@ def _run_without_plans(override: Override) -> Iterator[None]:
     if override.plans is None:
         yield
         return
-    table = override.plans.table
-    before, table.runs_all = table.runs_all, True
+    readiness = override.plans.readiness
+    before, readiness.runs_all = readiness.runs_all, True
+    readiness.apply()
     try:
         yield
     finally:
-        table.runs_all = before
+        readiness.runs_all = before
+        readiness.apply()
 
 
 @contextmanager
