@@ -313,6 +313,27 @@ def test_inference_mode(override: Override) -> None:
             check(run, softmax, override, hits, rows(count))
 
 
+@pytest.mark.parametrize("op", ["einsum", "inner", "linear"])
+@pytest.mark.parametrize("policy", ["opaque", "auto"])
+def test_inference_mode_inside(op: str, policy: str) -> None:
+    """What is left to the compiler is decomposed there as torch does it: without autograd."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return CONTRACTIONS[op](x)
+
+    native_impl = resolve(f"aten::{op}").overload
+    override = models.override(
+        op, lambda *args, **named: native_impl(*args, **named), compile=policy
+    )
+    expected = native(run, A)
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.testing.assert_close(compiled(run)(A), expected)
+        assert torch.equal(run(A), expected) and override.hits > 0
+        override.remove()  # a graph that is compiled later has the router in it, too
+
+
 # ------------------------------------------------------------------ functorch
 
 

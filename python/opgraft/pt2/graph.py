@@ -95,6 +95,9 @@ def _leave_to_compiler(
 @contextmanager
 def _above_autograd() -> Iterator[None]:
     """Dispatch the ops of a composite op through autograd, as where torch decomposes it."""
+    if torch.is_inference_mode_enabled():  # there torch itself leaves autograd out
+        yield
+        return
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in composite.AUTOGRAD_KEYS:
         exclude = exclude.remove(key)
