@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
@@ -103,13 +105,23 @@ def check_result(override: Override, before: Call, after: Call, result: Any) -> 
     got = OpResult(
         op, unwrap_functional(contract.checked_outputs(override, result)), before.tensors()
     )
-    with disable_proxy_modes_tracing():
+    with disable_proxy_modes_tracing(), outside_of_graphs(before):
         expected = op.overload(*before.args, **before.kwargs)
     native = OpResult(op, outputs.as_outputs(op, expected), before.tensors())
     for label, difference in outputs.compare(got, native):
         raise ContractError(
             f"{contract.display_name(override)}, traced, returned {label} {difference}"
         )
+
+
+def outside_of_graphs(call: Call) -> AbstractContextManager[None]:
+    """A scope for a trial of a call that is traced, whose result no graph has.
+
+    Sizes of it that depend on data need not be bound then. Else the compilation would fail for
+    them.
+    """
+    symbols = getattr(detect_fake_mode(list(call.tensors())), "shape_env", None)
+    return nullcontext() if symbols is None else symbols.ignore_fresh_unbacked_symbols()
 
 
 # ------------------------------------------------------------------ Triton launches

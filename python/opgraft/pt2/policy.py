@@ -117,11 +117,9 @@ def _alias_obstacle(call: Call) -> str | None:
     if not is_composite(call):
         return None
     fake = detect_fake_mode(call.values)
-    # The trial's sizes that depend on data are in no graph, so none may be left to be bound.
-    symbols = fake and fake.shape_env
-    unbound = symbols.ignore_fresh_unbacked_symbols() if symbols else nullcontext()
+    trial = impl_tracing.outside_of_graphs(call)
     try:
-        with _disable_current_modes(), unbound, fake or nullcontext():
+        with _disable_current_modes(), trial, fake or nullcontext():
             # Not the op itself: for that, a cache of fake results takes the schema's word.
             result = call.op.overload.decompose(*call.args, **call.kwargs)
     except Exception:  # the same is raised where the call is traced
