@@ -1,14 +1,12 @@
 #include "composite.h"
 
 #include <ATen/ops/as_strided.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/python_headers.h>
 
 #include <atomic>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -17,10 +15,6 @@
 namespace opgraft {
 
 namespace {
-
-// A composite op whose results share its argument's memory, and are no views for autograd but in
-// inference mode.
-constexpr std::string_view kUntrackedViews = "aten::unsafe_chunk";
 
 std::atomic<void*> tracing_mode{nullptr};
 
@@ -101,7 +95,6 @@ void AutogradBookkeeping::finish(torch::jit::Stack& stack, size_t outputs,
       input.tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
-  if (op == kUntrackedViews && !c10::InferenceMode::is_enabled()) return;
   for (size_t i = stack.size() - outputs; i < stack.size(); ++i) finish(stack[i], op);
 }
 

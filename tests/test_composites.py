@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import opgraft
 from opgraft import when
@@ -174,28 +173,6 @@ def test_an_impl_that_returns_its_argument_returns_the_same_tensor() -> None:
     assert not x._is_view()
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_what_is_no_view_for_autograd_is_none_after_a_hit(taken: bool) -> None:
-    """`torch.gru_cell` writes to the chunks of a product with weights that require no grad."""
-    chunk = override("unsafe_chunk", resolve("aten::unsafe_chunk").overload, cond=lambda *_: taken)
-    x = torch.arange(6.0)
-    with torch.no_grad():
-        first, _ = torch.unsafe_chunk(x, 2)
-    assert not first._is_view() and first.data_ptr() == x.data_ptr()
-    first.add_(torch.ones(3, requires_grad=True))
-    assert x.tolist() == [1, 2, 3, 3, 4, 5] and not x.requires_grad
-    with torch.inference_mode():
-        first, _ = torch.unsafe_chunk(x, 2)
-    assert first._base is x
-    with pytest.raises(RuntimeError, match="created in inference mode"):
-        first.add_(torch.ones(3, requires_grad=True))
-    cell = nn.GRUCell(4, 4)
-    cell.weight_hh.requires_grad_(False)
-    cell.bias_hh.requires_grad_(False)
-    cell(torch.ones(2, 4)).sum().backward()
-    assert cell.weight_ih.grad is not None and (chunk.hits > 0) == taken
-
-
 def test_memory_of_an_argument_as_another_dtype_is_refused() -> None:
     override("view_as", lambda self, other: self.view(torch.int32).view(other.shape))
     with pytest.raises((ContractError, RuntimeError), match="dtype"):
@@ -263,7 +240,9 @@ def test_a_hit_that_must_be_differentiated_is_the_composites() -> None:
     assert square.hits == 0
 
 
-@pytest.mark.parametrize("op", ["requires_grad_", "set_data", "retain_grad", "_version"])
+@pytest.mark.parametrize(
+    "op", ["requires_grad_", "set_data", "retain_grad", "_version", "unsafe_chunk"]
+)
 def test_what_is_about_autograds_own_state_is_refused(op: str) -> None:
     with pytest.raises(RegistrationError, match="below autograd"):
         override(op, lambda *args: None)

@@ -52,6 +52,9 @@ _AUTOGRAD_STATE_OPS = frozenset(
         *("aten::_backward", "aten::set_data", "aten::data", "aten::is_leaf", "aten::output_nr"),
         *("aten::_version", "aten::requires_grad_", "aten::retain_grad", "aten::retains_grad"),
         *("aten::_unpack_dual", "aten::_fw_primal", "aten::_make_dual"),
+        # Its results are in its argument's memory, with versions of their own, and views in
+        # inference mode alone.
+        "aten::unsafe_chunk",
     }
 )
 #: Ops whose results torch makes tensors of subclasses of, such as `nn.Parameter`.
@@ -66,9 +69,6 @@ _MAKES_SUBCLASSES_ON_CPU = frozenset(
         *("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset"),
     }
 )
-#: Composite ops whose results share an argument's memory, and are no views for autograd but in
-#: inference mode.
-_UNTRACKED_VIEWS = frozenset({"aten::unsafe_chunk"})
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
 
@@ -287,8 +287,6 @@ class AutogradBookkeeping:
         for tensor in self._written():
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-        if self._call.op.name in _UNTRACKED_VIEWS and not torch.is_inference_mode_enabled():
-            return result
         return self._tracked_views(result)
 
     def _tracked_views(self, result: Any) -> Any:
