@@ -65,10 +65,9 @@ def may_fall_back(override: Override, error: Exception, call: Call, *, capturing
         return False
     if device.is_out_of_memory(error):
         return False
-    message = str(error).lower()
     if isinstance(error, torch.AcceleratorError):
         return getattr(error, "error_code", None) in _REFUSED_LAUNCHES
-    return not loses_device(message)
+    return not loses_device(str(error))
 
 
 def loses_device(message: str) -> bool:
@@ -77,7 +76,8 @@ def loses_device(message: str) -> bool:
     >>> loses_device("CUDA error: an illegal memory access was encountered")
     True
     """
-    return any(sign in message.lower() for sign in _STICKY)
+    message = message.lower()
+    return any(sign in message for sign in _STICKY)
 
 
 def quarantine(override: Override, kind: Hashable, error: Exception) -> None:

@@ -8,8 +8,9 @@ native.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,9 +177,9 @@ def perturbed(call: Call, seed: int) -> Call:
 
 def _attention(call: Call) -> CallResults:
     """The output of attention by its formula; each kernel defines the other outputs itself."""
-    outs = [_attend(call, where, *_inputs(call, where)) for where in _batches(call)]
+    out = _attend_by_batches(call, partial(_inputs, call))
     rest = (None,) * (len(call.op.returns) - 1)
-    return CallResults((torch.cat(outs), *rest), _BY_FORMULA)
+    return CallResults((out, *rest), _BY_FORMULA)
 
 
 def _attention_gradients(call: Call) -> CallResults:
@@ -203,15 +204,20 @@ def differentiable(call: Call) -> Any:
     """
     if _REFERENCES.get(call.op.name) is not _attention:
         return call.op.overload(*call.args, **call.kwargs)
-    named = call.named
-    parts = [
-        _attend(call, where, *(named[name][where] for name in ("query", "key", "value")))
-        for where in _batches(call)
-    ]
-    return torch.cat(parts)
+    inputs = [call.named[name] for name in _INPUTS]
+    return _attend_by_batches(call, lambda where: [tensor[where] for tensor in inputs])
 
 
 _BY_FORMULA = "attention by its formula in float64"
+
+
+_INPUTS = ("query", "key", "value")
+
+
+def _attend_by_batches(
+    call: Call, inputs: Callable[[slice], Sequence[torch.Tensor]]
+) -> torch.Tensor:
+    return torch.cat([_attend(call, where, *inputs(where)) for where in _batches(call)])
 
 
 def _batches(call: Call) -> list[slice]:
@@ -223,7 +229,7 @@ def _batches(call: Call) -> list[slice]:
 
 
 def _inputs(call: Call, where: slice) -> list[torch.Tensor]:
-    return _wide(call, where, "query", "key", "value")
+    return _wide(call, where, *_INPUTS)
 
 
 def _wide(call: Call, where: slice, *names: str) -> list[torch.Tensor]:
