@@ -661,6 +661,13 @@ def command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     return forked_programs.run_module("opgraft", "verify", *arguments, env=env, cwd=ROOT)
 
 
+def command_on(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command on the overrides that a module registers, and on no pack's."""
+    (folder / "mine.py").write_text(source)
+    paths = {"PYTHONPATH": f"{ROOT}:{folder}", "OPGRAFT_PACKS": "none"}
+    return command("--import", "mine", *arguments, **paths)
+
+
 @pytest.mark.longest
 @pytest.mark.timeout(900)  # it takes minutes where other tests run beside it
 def test_the_first_party_pack_passes_on_cpu(tmp_path: Path) -> None:
@@ -729,19 +736,19 @@ def test_the_command_imports_what_registers_and_fails_with_it(tmp_path: Path) ->
 
 def test_overrides_verified_in_processes_of_their_own(tmp_path: Path) -> None:
     """One of them crashes: that is its failure, and the others' reports are there."""
-    (tmp_path / "mine.py").write_text(
+    mine = (
         "import os, opgraft\n"
         "from tests.verification.broken import *\n"
         "register('right'); register('wrong strides')\n"
         "opgraft.register_op_override('aten', 'relu', 'CPU', lambda self: os.abort(),\n"
         "                             unconditional_override=True, name='crashes')\n"
     )
-    done = command(
-        *("--import", "mine", "--check", "hit", "--check", "strides", "--dispatch-key", "CPU"),
+    done = command_on(
+        tmp_path,
+        mine,
+        *("--check", "hit", "--check", "strides", "--dispatch-key", "CPU"),
         *("--no-opinfo", "--json", "--jobs", "2", "--junit", str(tmp_path / "report.xml")),
         *("--max-samples", "60"),
-        PYTHONPATH=f"{ROOT}:{tmp_path}",
-        OPGRAFT_PACKS="none",
     )
     assert done.returncode == 1, done.stdout + done.stderr
     found = {each["name"]: each for each in json.loads(done.stdout)["overrides"]}
@@ -758,7 +765,7 @@ def test_overrides_verified_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_sample_on_which_native_ends_the_process_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+    mine = (
         "import os, torch, opgraft\n"
         "library = torch.library.Library('left_out', 'DEF')\n"
         "library.define('double(Tensor x) -> Tensor')\n"
@@ -772,11 +779,11 @@ def test_a_sample_on_which_native_ends_the_process_is_left_out(tmp_path: Path) -
         "opgraft.register_op_override('aten', 'relu', 'CPU', lambda self: self.clamp(min=0),\n"
         "    unconditional_override=True, name='another')\n"
     )
-    done = command(
-        *("--import", "mine", "--check", "hit", "--check", "values", "--dispatch-key", "CPU"),
+    done = command_on(
+        tmp_path,
+        mine,
+        *("--check", "hit", "--check", "values", "--dispatch-key", "CPU"),
         *("--no-opinfo", "--json", "--jobs", "2", "--max-samples", "60"),
-        PYTHONPATH=f"{ROOT}:{tmp_path}",
-        OPGRAFT_PACKS="none",
     )
     found = {each["name"]: each for each in json.loads(done.stdout)["overrides"]}
     assert found["right"]["verdict"] == "passed", done.stdout + done.stderr
@@ -801,7 +808,7 @@ def test_a_process_that_lost_its_device_is_as_one_that_died(
 
 def test_native_is_not_asked_again_for_what_an_internal_op_refused(tmp_path: Path) -> None:
     """The sizes 3 and 5 are refused once each, and the process ends when it is asked again."""
-    (tmp_path / "mine.py").write_text(
+    mine = (
         "import os, torch, opgraft\n"
         "library = torch.library.Library('refuses', 'DEF')\n"
         "library.define('_double(Tensor x) -> Tensor')\n"
@@ -818,11 +825,11 @@ def test_native_is_not_asked_again_for_what_an_internal_op_refused(tmp_path: Pat
         "override = opgraft.register_op_override('refuses', '_double', 'CPU', lambda x: x + x,\n"
         "    cond=opgraft.when.size('x', 0) >= 4, name='right')\n"
     )
-    done = command(
-        *("--import", "mine", "--check", "hit", "--check", "values", "--op", "refuses::_double"),
+    done = command_on(
+        tmp_path,
+        mine,
+        *("--check", "hit", "--check", "values", "--op", "refuses::_double"),
         *("--no-opinfo", "--json", "--max-samples", "60"),
-        PYTHONPATH=f"{ROOT}:{tmp_path}",
-        OPGRAFT_PACKS="none",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(done.stdout)["overrides"]
@@ -903,23 +910,22 @@ def test_a_time_limit_leaves_what_was_done_by_then(tmp_path: Path) -> None:
 
 def test_what_lacked_memory_beside_others_is_verified_again_alone(tmp_path: Path) -> None:
     """A kernel that CUDA cannot load for want of memory raises torch's general error."""
-    (tmp_path / "mine.py").write_text(
-        "import pathlib, sys, torch\n"
+    mine = (
+        "import pathlib, torch\n"
         "from tests.verification.broken import *\n"
-        "marks = pathlib.Path(__file__).parent\n"
-        "def samples(name):\n"
-        "    mark = marks / name\n"
+        "mark = pathlib.Path(__file__).with_suffix('.mark')\n"
+        "def samples(device):\n"
         "    if not mark.exists():\n"
         "        mark.touch()\n"
         "        raise RuntimeError('CUDA error: out of memory')\n"
         "    return [(torch.randn(8, 4), 1, False)]\n"
-        "register('right', samples=lambda device: samples('one'))\n"
+        "register('right', samples=samples)\n"
     )
-    done = command(
-        *("--import", "mine", "--check", "values", "--no-opinfo", "--json", "--jobs", "2"),
+    done = command_on(
+        tmp_path,
+        mine,
+        *("--check", "values", "--no-opinfo", "--json", "--jobs", "2"),
         *("--max-samples", "20"),
-        PYTHONPATH=f"{ROOT}:{tmp_path}",
-        OPGRAFT_PACKS="none",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "right: again, alone" in done.stderr

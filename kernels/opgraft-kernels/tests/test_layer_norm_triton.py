@@ -229,18 +229,21 @@ def test_a_row_of_equal_numbers_of_16_bits_is_its_mean(
     torch.testing.assert_close(y[1].double(), exact, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("hidden", [24, 100, 768, 1000, 4097, 5120, 9000, 20000])
-@pytest.mark.parametrize("is_permuted", [False, True])
+@pytest.mark.parametrize(
+    ("is_permuted", "hidden"),
+    [
+        *((False, hidden) for hidden in (24, 100, 768, 1000, 4097, 5120, 9000, 20000)),
+        *((True, hidden) for hidden in (24, 100, 768, 1000)),  # others are declined
+    ],
+)
 def test_the_mean_of_numbers_around_zero_is_as_near_as_native_s(
-    hidden: int, is_permuted: bool, device: torch.device
+    is_permuted: bool, hidden: int, device: torch.device
 ) -> None:
     """What rounds all large numbers the same way is not in it."""
     torch.manual_seed(0)
     x = torch.rand(64, hidden, device=device) * 18 - 9
     given = x.t().contiguous().t()[None] if is_permuted else x
     forward = triton_permuted.layer_norm_forward if is_permuted else layer_norm_forward
-    if is_permuted and hidden > 1000:
-        pytest.skip("declined")
     exact = x.double().mean(-1)
     means = (
         found(given, [hidden], None, None, 1e-5)[1].flatten().double()
