@@ -253,6 +253,22 @@ def test_the_mean_of_numbers_around_zero_is_as_near_as_native_s(
     assert ours <= 1.5 * native
 
 
+@pytest.mark.parametrize("offset", [0.0, 0.5, 0.95, 1.05, 30.0, 1e4])
+@pytest.mark.parametrize("hidden", [24, 1000, 4097, 20000])
+def test_the_variance_is_as_near_as_native_s_however_far_the_mean_is_from_zero(
+    hidden: int, offset: float, device: torch.device
+) -> None:
+    """A mean of up to one standard deviation is near: its square is taken off the squares'."""
+    torch.manual_seed(0)
+    x = torch.randn(64, hidden, device=device) + offset
+    exact = (x.double().var(-1, correction=0) + 1e-5).rsqrt()
+    ours, native = (
+        ((found(x, [hidden], None, None, 1e-5)[2].flatten().double() / exact - 1).square().mean())
+        for found in (layer_norm_forward, torch.native_layer_norm)
+    )
+    assert ours.sqrt() <= 2 * native.sqrt()
+
+
 @pytest.mark.parametrize("shape", [(2, 9000), (3, 20000)], ids=str)
 def test_long_rows(shape: tuple[int, ...], device: torch.device) -> None:
     _check(_case(shape, torch.float32, device))

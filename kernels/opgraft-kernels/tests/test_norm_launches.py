@@ -25,10 +25,10 @@ def backward_launches(norm: str, rows: int, hidden: int) -> list[Any]:
     [
         (64, 1024, 1),
         (512, 4096, 1),
-        (2048, 2048, 1),  # the most elements that are added up in the same launch
-        (2049, 2048, 2),
-        (4096, 4096, 1),  # and of longer rows
-        (4097, 4096, 2),
+        (4096, 4096, 1),
+        (40_000, 4096, 1),
+        (16384, 1024, 1),  # the most elements of narrow rows
+        (16400, 1024, 2),
         (64, 8192, 2),  # longer rows take a program too long to add up
     ],
 )
@@ -51,7 +51,7 @@ def test_programs_that_wait_for_one_another_fit_at_once(
     two a multiprocessor would be a cooperative launch that fails."""
     _, launch = norm_launches(norm, dtype, hidden, shared_memory=100 * 1024)
     assert launch.options["launch_cooperative_grid"]
-    assert launch.grid == MULTIPROCESSORS
+    assert launch.grid == 128  # one a multiprocessor, and as many steps as with all 132
 
 
 def test_a_program_that_loads_ahead_fits() -> None:
@@ -126,16 +126,16 @@ def test_blocks_of_a_row_in_a_backward(norm: str, hidden: int, blocks: int) -> N
         (5120, 1, 1024, 5, 4, True),
         (8064, 1, 1024, 8, 4, True),
         (8192, 1, 2048, 4, 8, True),
-        (9216, 1, 2048, 5, 8, False),
-        (10240, 1, 2048, 5, 8, False),
-        (10248, 1, 1024, 11, 8, True),  # six pieces would leave much unused
-        (11008, 1, 1024, 11, 8, True),
-        (11264, 1, 1024, 11, 8, True),
-        (11392, 1, 4096, 3, 8, False),  # so would six here, and eleven are too few
-        (12288, 1, 2048, 6, 8, True),
-        (13824, 1, 2048, 7, 8, True),
-        (15360, 1, 4096, 4, 8, False),
+        (9216, 1, 4096, 3, 8, False),
+        (11004, 1, 2048, 6, 8, True),  # no multiple of 16 bytes
+        (11008, 1, 4096, 3, 8, False),
+        (12288, 1, 4096, 3, 8, False),
+        (13824, 1, 8192, 2, 16, False),
         (16384, 1, 8192, 2, 16, False),
+        (96, 32, 32, 3, 4, True),
+        (192, 16, 64, 3, 4, True),
+        (320, 8, 64, 5, 4, True),
+        (448, 8, 64, 7, 4, True),
     ],
 )
 def test_pieces_of_a_forward_of_layer_norm(
@@ -146,8 +146,8 @@ def test_pieces_of_a_forward_of_layer_norm(
     assert [*found, launch.num_warps] == [rows, block, blocks, has_parameters_first, num_warps]
 
 
-@pytest.mark.parametrize("hidden", [512, 16400])
-def test_narrow_and_very_long_rows_are_not_pieces_in_a_forward(hidden: int) -> None:
+@pytest.mark.parametrize("hidden", [24, 40, 352, 512, 16400])
+def test_other_narrow_and_very_long_rows_are_not_pieces_in_a_forward(hidden: int) -> None:
     launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden)
     assert launch.constexprs.get("BLOCKS", 1) == 1
 
@@ -168,48 +168,67 @@ def test_one_program_makes_all_of_the_smallest() -> None:
     assert not launch.options["launch_cooperative_grid"]
 
 
-@pytest.mark.parametrize("is_alone", [False, True])
-@pytest.mark.parametrize("hidden", [1, 128, 1024, 2050, 4096])
+_TILES = [
+    shared.Tile(1, 1024, 4, stages=6, blocks=3),
+    shared.Tile(1, 1024, 4, per_sm=2, stages=4, blocks=3),
+    shared.Tile(2, 2048, 8, stages=3),
+]
+
+
+@pytest.mark.parametrize("tile", _TILES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 128, 1024, 2050, 4096, 16384])
+@pytest.mark.parametrize("sums", [1, 2])
 def test_sums_fit_into_registers_and_few_kinds_of_them_are_compiled(
-    hidden: int, is_alone: bool
+    sums: int, hidden: int, tile: shared.Tile
 ) -> None:
-    tiles = [shared.sum_constexprs(hidden, each, True, is_alone) for each in range(2, 200)]
-    # A program that is alone on a multiprocessor has at least 128 threads of 255 registers.
-    assert max(tile["SUM_ROWS"] * tile["SUM_BLOCK"] for tile in tiles[:126]) <= 4096
-    assert max(tile["SUM_ROWS"] * tile["SUM_BLOCK"] for tile in tiles) <= 4096 * (1 + 3 * is_alone)
-    assert len({tuple(tile.values()) for tile in tiles}) <= 5 + is_alone
-    for programs in (4, 8, 16, 28, 31, 46, 58, 60, 64, 108, 132):
-        blocks = shared.ceil_div(hidden, tiles[programs - 2]["SUM_BLOCK"])
-        assert shared.ceil_div(blocks, programs) <= 2  # each adds up one or two
+    numbers = range(2, 300)
+    kinds = [shared.sum_constexprs(hidden, sums, each, tile, True) for each in numbers]
+    for kind in kinds:
+        held = kind["SUM_ROWS"] * kind["SUM_BLOCK"] // (32 * tile.num_warps)
+        assert held <= (tile.registers + 1) // 2 if kind["SUM_ONCE"] else held <= 32
+    assert len({tuple(kind.values()) for kind in kinds}) <= 9
+    for programs, kind in zip(numbers, kinds, strict=True):
+        blocks = shared.ceil_div(hidden, kind["SUM_BLOCK"])
+        if kind["SUM_ONCE"]:
+            assert kind["SUM_ROWS"] >= programs
+            assert kind["SUM_MASKED"] == (kind["SUM_ROWS"] > programs)
+            strips = sums * shared.ceil_div(hidden, shared.STRIP.value)
+            assert programs * kind["SUM_BLOCK"] >= strips * shared.STRIP.value
+        elif hidden <= shared.ONE_LAUNCH_HIDDEN and programs in (4, 8, 16, 28, 31, 46, 58, 60, 64):
+            assert shared.ceil_div(blocks, programs) <= 2  # each adds up one or two
 
 
-@pytest.mark.parametrize(("hidden", "sums"), [(2050, 2048), (3072, 16384)])
-def test_only_programs_that_are_meant_to_be_alone_add_up_more_at_a_time(
-    hidden: int, sums: int
-) -> None:
-    """Those that were to share a multiprocessor have no more registers where its shared memory
-    holds one alone."""
-    _, launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden, shared_memory=100 * 1024)
-    assert launch.constexprs["SUM_ROWS"] * launch.constexprs["SUM_BLOCK"] == sums
+@pytest.mark.parametrize("most", [1, 3, 58, 108, 128, 132, 264, 792])
+def test_programs_of_a_power_of_two_take_no_step_more(most: int) -> None:
+    for steps in (most, 2 * most - 1, 4096, 8192, 10_000):
+        programs = shared.even_programs(most, steps)
+        assert shared.ceil_div(steps, programs) == shared.ceil_div(steps, most)
+        assert programs in (most, shared.power_of_2(most + 1) // 2)
 
 
 @pytest.mark.parametrize("multiprocessors", [58, 60, 108, 132])
 def test_more_elements_take_one_launch_only_where_all_sums_are_read_at_once(
     multiprocessors: int,
 ) -> None:
-    large = shared.sums_in_one_launch(4096, 3072, multiprocessors, is_alone=True)
-    tile = shared.sum_constexprs(3072, multiprocessors, True, is_alone=True)
-    rounds = shared.ceil_div(2 * 3072, tile["SUM_BLOCK"]) / multiprocessors
-    assert large == (tile["SUM_ROWS"] >= multiprocessors and rounds <= 1)
+    large = shared.sums_in_one_launch(4096, 3072, 2, multiprocessors, _TILES[0])
+    kind = shared.sum_constexprs(3072, 2, multiprocessors, _TILES[0], True)
+    assert large == kind["SUM_ONCE"]
+
+
+def test_narrow_rows_take_one_launch_up_to_so_many_elements() -> None:
+    rows = shared.AT_ONCE_NARROW_ELEMENTS // 1024
+    taken = [shared.sums_in_one_launch(n, 1024, 2, 128, _TILES[2]) for n in (rows, rows + 1)]
+    assert taken == [True, False]
 
 
 def test_all_partial_sums_of_long_rows_are_read_at_once() -> None:
-    (launch,) = backward_launches("layer_norm", 4096, 3072)
-    assert launch.constexprs["SUM_ROWS"] >= launch.grid
-    assert shared.ceil_div(2 * 3072, launch.constexprs["SUM_BLOCK"]) <= launch.grid
+    (launch,) = backward_launches("rms_norm", 4096, 3072)
+    assert launch.grid == 128
+    assert launch.constexprs["SUM_ONCE"]
+    assert not launch.constexprs["SUM_MASKED"]
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_backwards_of_two_launches_differ_in_nothing_that_is_compiled(norm: str) -> None:
-    first, second = (backward_launches(norm, rows, 8192)[0] for rows in (100, 10_000))
+    first, second = (backward_launches(norm, rows, 1024)[0] for rows in (20_000, 40_000))
     assert first.constexprs == second.constexprs

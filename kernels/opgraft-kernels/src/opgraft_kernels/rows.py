@@ -41,6 +41,7 @@ __all__ = [
     "device_of",
     "ends_columns",
     "ends_of",
+    "even_programs",
     "exp",
     "grow_exponentials",
     "load_if",
@@ -391,21 +392,64 @@ def sum_after_barrier(
     hidden,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONCE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
 ):
     """`sum_partials_kernel` within the launch whose programs wrote one row of partial sums each.
 
-    All programs wait for one another first, so the launch must be cooperative.
+    All programs wait for one another first, so the launch must be cooperative. ONCE: each reads all
+    that it adds up at once, of strips of columns that are a grid apart.
     """
     grid_barrier()
     programs = tl.num_programs(0)
-    blocks = tl.cdiv(hidden, BLOCK)
+    if ONCE:
+        _sum_strips(partial_ptr, sum_ptr, other_sum_ptr, programs, hidden, ROWS, BLOCK, MASK_ROWS)
+    else:
+        blocks = tl.cdiv(hidden, BLOCK)
+        if other_sum_ptr is not None:
+            blocks *= 2
+        steps = tl.cdiv(programs, ROWS)
+        for index in range(tl.program_id(0), blocks, programs):
+            _sum_columns(
+                partial_ptr, sum_ptr, other_sum_ptr, programs, hidden, steps, index, ROWS, BLOCK
+            )
+
+
+# Columns that are neighbours in a program's share of the sums: 64 bytes of each partial sum.
+STRIP = tl.constexpr(16)
+
+
+@triton.jit
+def _sum_strips(
+    partial_ptr,
+    sum_ptr,
+    other_sum_ptr,
+    programs,
+    hidden,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+):
+    """A program's share of what `sum_partials_kernel` computes: BLOCK columns at most, of up to
+    ROWS partial sums. There are fewer than 2**31 of them."""
+    row = tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK)
+    strips = tl.cdiv(hidden, STRIP)
+    strip = tl.program_id(0) + lane // STRIP * programs
+    matrix = strip // strips
+    col = strip % strips * STRIP + lane % STRIP
+    ptrs = partial_ptr + (matrix * programs * hidden + col)[None, :] + row[:, None] * hidden
+    matrices: tl.constexpr = 1 if other_sum_ptr is None else 2
+    is_there = (matrix < matrices) & (col < hidden)
+    mask = is_there[None, :]
+    if MASK_ROWS:
+        mask = mask & (row < programs)[:, None]
+    # Past L1, as in `_sum_columns`.
+    partials = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    result = tl.sum(partials, axis=0).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + col, result, mask=is_there & (matrix == 0))
     if other_sum_ptr is not None:
-        blocks *= 2
-    steps = tl.cdiv(programs, ROWS)
-    for index in range(tl.program_id(0), blocks, programs):
-        _sum_columns(
-            partial_ptr, sum_ptr, other_sum_ptr, programs, hidden, steps, index, ROWS, BLOCK
-        )
+        tl.store(other_sum_ptr + col, result, mask=is_there & (matrix == 1))
 
 
 @triton.jit
@@ -630,8 +674,10 @@ ONE_PROGRAM_ELEMENTS = 2**14
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
 ONE_LAUNCH_ELEMENTS, ONE_LAUNCH_HIDDEN = 2**22, 4096
-# And up to so many where each program reads all that it adds up at once.
-MOST_ONE_LAUNCH_ELEMENTS = 2**24
+# Where each program reads all that it adds up at once, the GPU is faster, too: in rows of up to so
+# many elements; in narrow rows, up to so many elements in all.
+AT_ONCE_HIDDEN = 2**14
+AT_ONCE_NARROW_HIDDEN, AT_ONCE_NARROW_ELEMENTS = 1024, 2**24
 
 
 def power_of_2(n: int) -> int:
@@ -673,34 +719,52 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def sums_in_one_launch(rows: int, hidden: int, programs: int, is_alone: bool) -> bool:
-    """Whether programs that walk over the rows are to add up their sums in the same launch.
+def even_programs(most: int, steps: int) -> int:
+    """How many of up to `most` programs are to share so many steps: a power of two of them, if none
+    then has more. So they leave fewer partial sums, and those that add them up mask nothing.
 
-    is_alone: their tile is meant for one program a multiprocessor, which has its registers.
+    >>> even_programs(132, 4096), even_programs(132, 8192)
+    (128, 132)
     """
-    at_once = _are_sums_read_at_once(hidden, programs, is_alone)
-    most = MOST_ONE_LAUNCH_ELEMENTS if at_once else ONE_LAUNCH_ELEMENTS
-    return programs > 1 and rows * hidden <= most and hidden <= ONE_LAUNCH_HIDDEN
+    even = power_of_2(most + 1) // 2
+    return even if ceil_div(steps, even) == ceil_div(steps, most) else most
 
 
-def _are_sums_read_at_once(hidden: int, programs: int, is_alone: bool) -> bool:
-    """Whether each program reads all partial sums of its columns together, and these in one round:
-    there are as many programs as that takes, and a row long enough to be worth it."""
-    return is_alone and hidden > ONE_LAUNCH_HIDDEN // 2 and programs >= 128
+def sums_in_one_launch(rows: int, hidden: int, sums: int, programs: int, tile: Tile) -> bool:
+    """Whether programs that walk over the rows are to add up their sums, so many rows of them, in
+    the same launch."""
+    elements = rows * hidden
+    if _share_at_once(hidden, sums, programs, tile) is not None:
+        is_narrow = hidden <= AT_ONCE_NARROW_HIDDEN
+        return elements <= AT_ONCE_NARROW_ELEMENTS if is_narrow else hidden <= AT_ONCE_HIDDEN
+    return programs > 1 and elements <= ONE_LAUNCH_ELEMENTS and hidden <= ONE_LAUNCH_HIDDEN
+
+
+def _share_at_once(hidden: int, sums: int, programs: int, tile: Tile) -> int | None:
+    """How many columns a program adds up if each reads all of its share at once; None where it has
+    no registers for that, or few programs would have all there is."""
+    strips = sums * ceil_div(hidden, STRIP.value)
+    if programs < 128 or 4 * strips < programs:
+        return None
+    share = STRIP.value * power_of_2(ceil_div(strips, programs))
+    a_thread = power_of_2(programs) * share // (tile.num_warps * 32)
+    return share if 2 * a_thread <= power_of_2(tile.registers) else None
 
 
 def sum_constexprs(
-    hidden: int, programs: int, one_launch: bool, is_alone: bool = False
-) -> dict[str, int]:
+    hidden: int, sums: int, programs: int, tile: Tile, one_launch: bool
+) -> dict[str, Any]:
     """What `sum_after_barrier` adds up at a time: about an equal part of the columns a program.
 
-    Five kinds for all numbers of programs, and with them of rows, and one more where each reads all
-    at once: there are few to compile.
+    Few kinds for all numbers of programs, and with them of rows: there are few to compile.
     """
     if not one_launch:
-        return {"SUM_ROWS": 1, "SUM_BLOCK": 1}
-    if _are_sums_read_at_once(hidden, programs, is_alone):
-        return {"SUM_ROWS": 256, "SUM_BLOCK": 64}
+        return {"SUM_ROWS": 1, "SUM_BLOCK": 1, "SUM_ONCE": False, "SUM_MASKED": False}
+    share = _share_at_once(hidden, sums, programs, tile)
+    if share is not None:
+        rows = power_of_2(programs)
+        masked = rows > programs
+        return {"SUM_ROWS": rows, "SUM_BLOCK": share, "SUM_ONCE": True, "SUM_MASKED": masked}
     if programs >= 32:
         rows, parts = 64, 128 if programs >= 128 else 64
     elif hidden < 1024:
@@ -713,6 +777,8 @@ def sum_constexprs(
     return {
         "SUM_ROWS": rows,
         "SUM_BLOCK": max(16, min(power_of_2(ceil_div(hidden, parts)), 4096 // rows)),
+        "SUM_ONCE": False,
+        "SUM_MASKED": False,
     }
 
 

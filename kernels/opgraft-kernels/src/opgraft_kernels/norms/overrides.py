@@ -68,8 +68,8 @@ RMS_NORM = Norm(
     statistics=("rstd",),
     # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
     cpu_dtypes=(torch.float32, torch.float16),
-    forward=Op("_fused_rms_norm", (65536, 131072), version=3),
-    backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072), version=6),
+    forward=Op("_fused_rms_norm", (65536, 131072), version=4),
+    backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072), version=7),
 )
 
 LAYER_NORM = Norm(
@@ -78,8 +78,8 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=7),
-    backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=6),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=8),
+    backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=7),
 )
 
 
@@ -229,7 +229,7 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     "backward": {**_TRITON_RANGES, "hidden": (2**4, 2**9), "elements": (2**12, 2**29)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
-PERMUTED_VERSION = 3
+PERMUTED_VERSION = 4
 # Their condition asks for 16 bits and whole vectors.
 _CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
 

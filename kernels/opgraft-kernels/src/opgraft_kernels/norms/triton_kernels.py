@@ -46,6 +46,7 @@ from opgraft_kernels.rows import (
     collect_sum,
     contiguous,
     device_of,
+    even_programs,
     load_if,
     mask_if,
     multiple_of,
@@ -203,28 +204,10 @@ def _forward_rows_kernel(
     if PARAMETERS_FIRST:
         parameters = _load_all_parameters(w_ptr, b_ptr, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS)
     if mean_ptr is not None:
-        mean = _sum_rows(xs, TOGETHER) / hidden
-        centered = ()
-        for i in tl.static_range(LAST + 1):
-            col = _columns(i, BLOCK, BLOCKS, TAIL)
-            centered += (_center(xs[i], mean, col < hidden, MASK_COLS and i == LAST),)
-        xs = centered
-    squares = ()
-    for i in tl.static_range(LAST + 1):
-        squares += (xs[i] * xs[i],)
-    if mean_ptr is not None and ROWS > 1:
-        squares, rest = _sum_pairs_of_rows(squares, xs, TOGETHER)
-        variance, rest = _variance_and_rest(squares, rest, hidden, mean)
-    else:
-        variance = _sum_rows(squares, TOGETHER) / hidden
-        if mean_ptr is not None:
-            # The second sum costs one row some percent of the bandwidth, and few rows need it.
-            rest = tl.zeros_like(mean)
-            if tl.max(variance - _LITTLE_VARIANCE * mean * mean, axis=0) <= 0.0:
-                sums = _sum_rows(xs, TOGETHER)
-                variance, rest = _variance_and_rest(variance * hidden, sums, hidden, mean)
-    if mean_ptr is not None:
+        mean, variance, rest = _statistics(xs, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS, TOGETHER)
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
+    else:
+        variance = _sum_rows(_squares(xs), TOGETHER) / hidden
     rstd = tl.rsqrt(variance + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     if not PARAMETERS_FIRST and not IN_TURN:
@@ -237,9 +220,59 @@ def _forward_rows_kernel(
             w, b = parameters[i]
         x = xs[i]
         if mean_ptr is not None:
-            x = x - rest[:, None]
+            x = x - mean[:, None] - rest[:, None]
         y = _scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b)
         _store_tile(y_ptr, y, row, rows, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
+
+
+@triton.jit
+def _statistics(
+    xs,
+    hidden,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TAIL: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """The mean of rows, in pieces, their variance, and what the mean lacks.
+
+    One reduction finds both the sums and those of squares. Only for rows whose mean is far from
+    zero there is a second one, of differences from the mean.
+    """
+    LAST: tl.constexpr = BLOCKS - (TAIL == 0)
+    sums, squares = _sum_pairs_of_rows(xs, _squares(xs), TOGETHER)
+    mean, variance = _mean_and_variance(sums, squares, hidden)
+    rest = tl.zeros_like(mean)
+    if tl.max(_is_far(mean, variance).to(tl.int32), axis=0) > 0:
+        differences = ()
+        for i in tl.static_range(LAST + 1):
+            col = _columns(i, BLOCK, BLOCKS, TAIL)
+            differences += (_center(xs[i], mean, col < hidden, MASK_COLS and i == LAST),)
+        squares, rest = _sum_pairs_of_rows(_squares(differences), differences, TOGETHER)
+        variance, rest = _variance_and_rest(squares, rest, hidden, mean)
+    return mean, variance, rest
+
+
+@triton.jit
+def _squares(pieces):
+    squares = ()
+    for i in tl.static_range(len(pieces)):
+        squares += (pieces[i] * pieces[i],)
+    return squares
+
+
+@triton.jit
+def _mean_and_variance(sums, squares, hidden):
+    mean = sums / hidden
+    return mean, squares / hidden - mean * mean
+
+
+@triton.jit
+def _is_far(mean, variance):
+    """Whether a mean is further from zero than a standard deviation: its square, taken off the mean
+    of squares, took digits of the variance with it. So it is where one overflowed, or is NaN."""
+    return (variance >= mean * mean) == 0
 
 
 @triton.jit
@@ -395,50 +428,34 @@ def _forward_chunks_kernel(
     CHUNKS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """A program reads a row that is too long for registers again for each step, from cache.
+    """A program reads a row that is too long for registers again to write it, from cache.
 
-    Each pass goes the other way than the one before: what was read last is the likeliest to be in
-    cache still.
+    The second pass goes the other way: what was read last is the likeliest to be in cache still.
     """
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
-    HAS_MEAN: tl.constexpr = mean_ptr is not None
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * x_stride
     y_row = y_ptr + row * hidden
-    block = tl.arange(0, BLOCK)
-    if HAS_MEAN:
-        sums = tl.zeros([BLOCK], tl.float32)
-        for chunk in range(CHUNKS):
-            col = chunk * BLOCK + block
-            x = tl.load(x_row + col, mask=col < hidden, other=0.0, eviction_policy="evict_last")
-            sums += x.to(tl.float32)
-        mean = tl.sum(sums, axis=0) / hidden
-    squares = tl.zeros([BLOCK], tl.float32)
-    differences = tl.zeros([BLOCK], tl.float32)
-    for chunk in range(CHUNKS):
-        col = (CHUNKS - 1 - chunk if HAS_MEAN else chunk) * BLOCK + block
-        mask = col < hidden
-        x = tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_last")
-        x = x.to(tl.float32)
-        if HAS_MEAN:
-            x = tl.where(mask, x - mean, 0.0)
-            differences += x
-        squares += x * x
-    if HAS_MEAN:
-        totals, rests = tl.reduce((squares, differences), axis=0, combine_fn=_add_pairs)
-        variance, rest = _variance_and_rest(totals, rests, hidden, mean)
+    if mean_ptr is not None:
+        sums, squares = _sums_of_chunks(x_row, 0.0, hidden, BLOCK, CHUNKS)
+        mean, variance = _mean_and_variance(sums, squares, hidden)
+        rest = 0.0
+        if _is_far(mean, variance):
+            differences, squares = _sums_of_chunks(x_row, mean, hidden, BLOCK, CHUNKS)
+            variance, rest = _variance_and_rest(squares, differences, hidden, mean)
         tl.store(mean_ptr + row, mean + rest)
     else:
-        variance = tl.sum(squares, axis=0) / hidden
+        _, squares = _sums_of_chunks(x_row, None, hidden, BLOCK, CHUNKS)
+        variance = squares / hidden
     rstd = tl.rsqrt(variance + eps)
     tl.store(rstd_ptr + row, rstd)
     for chunk in range(CHUNKS):
-        col = (chunk if HAS_MEAN else CHUNKS - 1 - chunk) * BLOCK + block
+        col = (CHUNKS - 1 - chunk) * BLOCK + tl.arange(0, BLOCK)
         mask = col < hidden
         x = tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_first")
         x = x.to(tl.float32)
-        if HAS_MEAN:
+        if mean_ptr is not None:
             x = x - mean - rest
         y = x * rstd
         if w_ptr is not None:
@@ -448,6 +465,27 @@ def _forward_chunks_kernel(
             b = tl.load(b_ptr + col, mask=mask, other=0.0, eviction_policy="evict_last")
             y = y + b.to(tl.float32)
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sums_of_chunks(x_row, mean, hidden, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """The sum of a row's differences from `mean`, and that of their squares; without a mean the sum
+    of its squares alone."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for chunk in range(CHUNKS):
+        col = chunk * BLOCK + tl.arange(0, BLOCK)
+        mask = col < hidden
+        x = tl.load(x_row + col, mask=mask, other=0.0, eviction_policy="evict_last")
+        x = x.to(tl.float32)
+        if mean is not None:
+            x = tl.where(mask, x - mean, 0.0)
+            sums += x
+        squares += x * x
+    if mean is None:
+        return 0.0, tl.sum(squares, axis=0)
+    else:
+        return tl.reduce((sums, squares), axis=0, combine_fn=_add_pairs)
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "x_stride", "splits", "steps"])
@@ -572,6 +610,8 @@ def _backward_rows_kernel(
     STAGES: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
+    SUM_ONCE: tl.constexpr,
+    SUM_MASKED: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """A program walks over tiles of ROWS whole rows, a grid apart, with its part of dw and db in
@@ -655,7 +695,9 @@ def _backward_rows_kernel(
             NEED_DB,
         )
     if sum_ptr is not None:
-        sum_after_barrier(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
+        sum_after_barrier(
+            partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK, SUM_ONCE, SUM_MASKED
+        )
 
 
 @triton.jit
@@ -702,6 +744,8 @@ def _backward_pieces_kernel(
     STAGES: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_BLOCK: tl.constexpr,
+    SUM_ONCE: tl.constexpr,
+    SUM_MASKED: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """As `_backward_rows_kernel`, of rows of BLOCKS equal pieces, of which only the last is masked.
@@ -790,7 +834,9 @@ def _backward_pieces_kernel(
             NEED_DB,
         )
     if sum_ptr is not None:
-        sum_after_barrier(partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK)
+        sum_after_barrier(
+            partial_ptr, sum_ptr, other_sum_ptr, hidden, SUM_ROWS, SUM_BLOCK, SUM_ONCE, SUM_MASKED
+        )
 
 
 @triton.jit
@@ -1006,14 +1052,14 @@ def _backward_split_kernel(
 # The tiles below are the fastest, or within 2% of it, of those tried on an H200 in bfloat16 at
 # hidden sizes 40 to 131072, in bytes, so that float32 moves as many of them: 32 bytes of each
 # tensor a thread, 64 for RMSNorm's longer rows, for LayerNorm's narrow ones, and for the block of
-# rows that have a tail, which adds to it. LayerNorm's forward sees other rows as equal pieces, if
-# elements are loaded together; those that are loaded one by one have a block and a tail, too.
+# rows that have a tail, which adds to it. LayerNorm's forward sees rows as equal pieces, if
+# elements are loaded together and a program holds them; narrow rows only where nothing is masked.
 
 # The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
 _MIN_BLOCK = 16
 # Rows whose lanes take up to this many bytes are narrow: a tile has 16 of them or more.
 _NARROW_ROW_BYTES = 512
-# Longer rows of LayerNorm are pieces, in a forward, if elements are loaded together.
+# Longer rows of LayerNorm are pieces in a forward, whatever they leave of the last.
 _PIECES_ROW_BYTES = 1024
 # Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
 _WHOLE_ROW_BYTES = 32 * 1024
@@ -1119,7 +1165,7 @@ def _is_tail_for_all_threads(tile: Tile, itemsize: int) -> bool:
 def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile | None:
     """None: rows are too long for registers, or faster if they are read again."""
     sizes = tiling(has_mean)
-    if has_mean and unit > 1 and (pieces := _forward_pieces(hidden, itemsize)) is not None:
+    if has_mean and unit > 1 and (pieces := _forward_pieces(hidden, itemsize, unit)) is not None:
         return pieces
     if hidden * itemsize > _WHOLE_ROW_BYTES or _is_read_twice(hidden, itemsize, sizes):
         return None
@@ -1136,12 +1182,13 @@ def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile
     return Tile(rows, block, max(1, size // a_warp), tail=tail)
 
 
-def _forward_pieces(hidden: int, itemsize: int) -> Tile | None:
-    """That of LayerNorm's rows: equal pieces, nearly all with 16 bytes for each thread, and so few
-    that weight and bias have room beside them. None: of narrow rows and of those that no program
-    holds."""
+def _forward_pieces(hidden: int, itemsize: int, unit: int) -> Tile | None:
+    """That of LayerNorm's rows: equal pieces, most with 16 bytes for each thread. None: of narrow
+    rows that are a power of two or need many pieces, and of those that no program holds."""
     row = hidden * itemsize
-    if not _PIECES_ROW_BYTES < row <= _WHOLE_ROW_BYTES:
+    if row <= _PIECES_ROW_BYTES:
+        return _narrow_forward_pieces(hidden, itemsize)
+    if row > 16384 * itemsize:
         return None
     if row < 3072:
         tile = Tile(2, 512 // itemsize, 2)
@@ -1149,33 +1196,32 @@ def _forward_pieces(hidden: int, itemsize: int) -> Tile | None:
         tile = Tile(1, 1024 // itemsize, 2)
     elif row < 16384:
         tile = Tile(1, 2048 // itemsize, 4)
+    elif row == 16384 or unit * itemsize < 16 or (itemsize == 4 and row <= 32768):
+        tile = Tile(1, 4096 // itemsize, 8)
+    elif row <= 12288 * itemsize:
+        # A thread of 16 bits has twice as many elements: without a bound three programs of eight
+        # warps would not fit.
+        tile = Tile(1, 8192 // itemsize, 8, per_sm=3 if itemsize == 2 else 1)
     else:
-        tile = _forward_pieces_of_long_rows(row, itemsize)
+        tile = Tile(1, 16384 // itemsize, 16, per_sm=2 if itemsize == 2 else 1)
     return tile._replace(blocks=ceil_div(hidden, tile.block))
 
 
-def _forward_pieces_of_long_rows(row: int, itemsize: int) -> Tile:
-    """Pieces of 16 bytes a thread, too, or of 32, before which no parameters are loaded, or of 8.
-
-    Others are better of rows of 16 bits, of which a thread has twice as many elements: longer ones
-    where there would be eight, since no registers are left, and where there would be six, of which
-    the row leaves more than a sixteenth unused. Where half of the last is unused, eleven shorter
-    ones hold as much as there is.
-    """
-    pieces = ceil_div(row, 4096)
-    if itemsize == 2 and ceil_div(row, 2048) == 11:
-        return Tile(1, 2048 // itemsize, 8)
-    if itemsize == 2 and (pieces == 8 or (pieces == 6 and 16 * row < 15 * pieces * 4096)):
-        return Tile(1, 16384 // itemsize, 16) if row == 32768 else Tile(1, 8192 // itemsize, 8)
-    return Tile(1, 4096 // itemsize, 8)
+def _narrow_forward_pieces(hidden: int, itemsize: int) -> Tile | None:
+    """Rows that are few times a power of two: nothing is masked."""
+    piece = hidden & -hidden
+    pieces = hidden // piece
+    if not 1 < pieces <= 7 or piece * itemsize < 32:
+        return None
+    rows = power_of_2(8192 // (hidden * itemsize) + 1) // 2
+    return Tile(rows, piece, 4, blocks=pieces)
 
 
 def _has_parameters_first(tile: Tile, itemsize: int, sizes: Tiling) -> bool:
     """Whether a forward loads weight and bias before the reduction."""
     if tile.blocks > 1:
-        is_a_vector = tile.rows * tile.block * itemsize <= tile.num_warps * 32 * 16
-        # Five long pieces of 16 bits: four programs fit without the parameters, with them two.
-        return is_a_vector and not (tile.num_warps == 8 and tile.blocks == 5 and itemsize == 2)
+        # Beside two vectors of 16 bits of each piece a thread has no registers for them.
+        return itemsize == 4 or tile.rows * tile.block * itemsize <= tile.num_warps * 32 * 16
     most = sizes.parameters_first_block_bytes if tile.tail else sizes.parameters_first_bytes
     return tile.block * itemsize <= most
 
@@ -1225,7 +1271,7 @@ def _backward_pieces(hidden: int, itemsize: int, has_mean: bool) -> Tile | None:
         tile = Tile(1, 1024 // itemsize, 2, per_sm=6, stages=3)
     elif itemsize == 2 and size == 4096 and 0 < tail <= block // 2:
         tile = Tile(1, 2048 // itemsize, 4, per_sm=2, stages=4)
-        if hidden == block + block // 2:
+        if hidden == block + block // 2 and not has_mean:
             # Nothing is masked: one program that loads far ahead leaves half as many sums.
             tile = tile._replace(per_sm=1, stages=6)
     elif size == 16384 and (is_whole or (has_mean and tail)):
@@ -1327,6 +1373,7 @@ def plan_forward(call: ops.Forward, device: Device) -> Launch:
                 **unit,
             },
             tile.num_warps,
+            {"maxnreg": tile.registers} if tile.per_sm > 1 else {},
         )
     split = None
     if device.can_wait and hidden * itemsize > _L1_ROW_BYTES:
@@ -1396,14 +1443,17 @@ def _plan_backward_rows(
     # All of them at once, for they may wait for one another.
     fitting = max(1, device.shared_memory // _bytes_ahead(tile, itemsize))
     per_sm = min(tile.per_sm, fitting)
-    programs = min(device.multiprocessors * per_sm, tiles)
+    programs = even_programs(min(device.multiprocessors * per_sm, tiles), tiles)
     if rows * hidden <= tiling(has_mean).one_program_elements:
         # Its partial sums are the sums, which saves small calls a launch.
         programs, partial, sums = 1, call.dw, []
     else:
         partial = _partial_sums(call, sums, programs)
-    is_alone, may_wait = tile.per_sm == 1, device.can_wait and bool(sums)
-    one_launch = may_wait and sums_in_one_launch(rows, hidden, programs, is_alone)
+    one_launch = (
+        device.can_wait
+        and bool(sums)
+        and sums_in_one_launch(rows, hidden, len(sums), programs, tile)
+    )
     unit = _unit(call, matrix)
     stages = tile.stages if _is_ahead_faster(tile, unit["UNIT"] * itemsize) else 1
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
@@ -1412,7 +1462,7 @@ def _plan_backward_rows(
         "ROWS": tile.rows,
         "BLOCK": tile.block,
         "STAGES": stages,
-        **sum_constexprs(hidden, programs, one_launch, is_alone),
+        **sum_constexprs(hidden, len(sums), programs, tile, one_launch),
         **unit,
     }
     if tile.blocks > 1:

@@ -21,13 +21,11 @@ from torch import Tensor
 from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.norms import ops, triton_kernels
 from opgraft_kernels.norms.triton_kernels import (
-    _add_pairs,
-    _center,
     _load_parameters,
     _load_statistics,
     _scale_and_shift,
     _standardize,
-    _variance_and_rest,
+    _statistics,
 )
 from opgraft_kernels.rows import (
     Launch,
@@ -114,11 +112,8 @@ def _forward_kernel(
     offsets = _offsets(row, col, inner, x_outer, x_inner, x_col, UNIT, True)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if mean_ptr is not None:
-        mean = tl.sum(x, axis=1) / hidden
-        x = _center(x, mean, in_row, MASK_COLS)
-        squares, rest = tl.reduce((x * x, x), axis=1, combine_fn=_add_pairs)
-        variance, rest = _variance_and_rest(squares, rest, hidden, mean)
-        x = _center(x, rest, in_row, MASK_COLS)
+        mean, variance, rest = _statistics((x,), hidden, BLOCK, 1, 0, MASK_COLS, False)
+        x = x - mean[:, None] - rest[:, None]
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
     else:
         variance = tl.sum(x * x, axis=1) / hidden
