@@ -106,6 +106,21 @@ def test_sizes_that_depend_on_data(override: Override) -> None:
             check(run, of_positive, override, hits, x)
 
 
+@pytest.mark.parametrize("op", ["cross_entropy_loss", "nll_loss"])
+def test_a_composite_op_of_as_many_rows_as_data_say(op: str) -> None:
+    """Torch's reference of it asks whether there are rows."""
+
+    def loss_of_chosen(x: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x[chosen], target[chosen])
+
+    override = models.override(op, models.itself(op))
+    target = torch.arange(16) % 8
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True):
+        run = compiled(loss_of_chosen)
+        for count in (5, 1):
+            check(run, loss_of_chosen, override, 1, rows(16), target, torch.arange(16) < count)
+
+
 def test_sizes_zero_and_one(override: Override) -> None:
     run = compiled(softmax, dynamic=True)
     for count, hits in ((9, 1), (1, 0), (0, 0)):

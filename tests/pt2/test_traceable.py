@@ -150,6 +150,26 @@ def test_sizes_that_depend_on_data_are_not_guarded_on(
     assert "cannot be traced" in decisions.text
 
 
+def test_a_composite_op_of_as_many_rows_as_data_say_is_traced(
+    graphs: Graphs, decisions: pytest.LogCaptureFixture
+) -> None:
+    """Its result is compared with native's, and torch's reference of it asks if it has rows."""
+
+    def impl(x: torch.Tensor, target: torch.Tensor, *_: object) -> torch.Tensor:
+        return -x.gather(1, target[:, None]).mean()
+
+    def loss_of_chosen(x: torch.Tensor) -> torch.Tensor:
+        rows = x[x[:, 0] < 0]
+        return torch.nn.functional.nll_loss(rows, rows.argmin(1))
+
+    models.override("nll_loss", impl, compile="traceable")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = graphs.compile(loss_of_chosen)
+        x = torch.randn(40, 8)
+        torch.testing.assert_close(compiled(x), loss_of_chosen(x))
+    assert "is traced" in decisions.text
+
+
 def test_an_impl_that_reads_values_is_opaque_instead(
     graphs: Graphs, decisions: pytest.LogCaptureFixture
 ) -> None:

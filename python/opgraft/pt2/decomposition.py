@@ -13,12 +13,16 @@ import functools
 import logging
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from opgraft import router
 from opgraft.ops.schema import resolve
+from opgraft.router import dispatcher
 
 log = logging.getLogger(__name__)
 
@@ -54,4 +58,33 @@ def _has_only_router(func: OpOverload, flat_args: Sequence[object]) -> bool:
         if isinstance(each, torch.Tensor):
             key = torch._C._dispatch_key_for_device(each.device.type)
             return router.hides_composite(resolve(func), key)
+    return False
+
+
+class Decomposing(TorchDispatchMode):
+    """Decomposes composite ops that run on fake tensors, as a tracer decomposes them.
+
+    FakeTensorMode prefers a reference in Python, which may ask for more: `nll_loss`'s asks whether
+    there are rows, and of a number of rows that depends on data torch does not know it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and _is_composite(func, tree_leaves((args, kwargs))):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+
+def _is_composite(func: OpOverload, flat_args: Sequence[object]) -> bool:
+    """Whether an op has no kernel where its tensors live but a composite one, our router aside."""
+    if not torch._C._dispatch_has_kernel(func.name()):  # TorchScript's own, as `prim::device`
+        return False
+    for each in flat_args:
+        if isinstance(each, torch.Tensor):
+            key = torch._C._dispatch_key_for_device(each.device.type)
+            op = resolve(func)
+            return dispatcher.is_composite(op, key) or router.hides_composite(op, key)
     return False

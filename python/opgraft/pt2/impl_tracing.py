@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from opgraft.base import imports, traced
 from opgraft.errors import ContractError
 from opgraft.ops.schema import Call, Op
+from opgraft.pt2.decomposition import Decomposing
 from opgraft.registry import Override
 from opgraft.router import contract, outputs
 from opgraft.router.outputs import OpResult
@@ -105,7 +106,7 @@ def check_result(override: Override, before: Call, after: Call, result: Any) -> 
     got = OpResult(
         op, unwrap_functional(contract.checked_outputs(override, result)), before.tensors()
     )
-    with disable_proxy_modes_tracing(), outside_of_graphs(before):
+    with disable_proxy_modes_tracing(), outside_of_graphs(before), Decomposing():
         expected = op.overload(*before.args, **before.kwargs)
     native = OpResult(op, outputs.as_outputs(op, expected), before.tensors())
     for label, difference in outputs.compare(got, native):

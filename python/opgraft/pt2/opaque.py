@@ -26,7 +26,7 @@ from opgraft.core import loader
 from opgraft.errors import RegistrationError
 from opgraft.ops.bypass import bypassing
 from opgraft.ops.schema import Call, Op, resolve_all
-from opgraft.pt2 import NAMESPACE, randomness
+from opgraft.pt2 import NAMESPACE, decomposition, randomness
 from opgraft.router import composite, outputs
 
 # These tags describe the op's place in torch's own set of ops, not what it computes.
@@ -260,8 +260,11 @@ def shares_undeclared_memory(call: Call, result: Any) -> bool:
 
 def _fake_of(op: Op) -> Any:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        result = op.overload(*args, **kwargs)
-        return _without_aliases(op.bind(args, kwargs), result) if is_composite(op) else result
+        if not is_composite(op):
+            return op.overload(*args, **kwargs)
+        with decomposition.Decomposing():
+            result = op.overload(*args, **kwargs)
+        return _without_aliases(op.bind(args, kwargs), result)
 
     def contiguous(*args: Any, **kwargs: Any) -> Any:
         return torch.empty_like(fake(*args, **kwargs), memory_format=torch.contiguous_format)
