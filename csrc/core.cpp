@@ -532,6 +532,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
           "excluded", [](const RouterHandle& self) { return self.router->excluded(); },
           "The dispatch keys that are excluded while an impl runs.")
       .def_property_readonly(
+          "has_own_kernel", [](const RouterHandle& self) { return self.router->has_own_kernel(); },
+          "Whether the op had a kernel of its own at this key, not only one for all backends.")
+      .def(
+          "let_autocast_through", [](RouterHandle& self) { self.router->let_autocast_through(); },
+          "Have impls see their callers' autocast. Not while there are overrides.")
+      .def_property_readonly(
           "is_typed", [](const RouterHandle& self) { return self.router->is_typed(); },
           "Whether calls from C++ arrive unboxed.");
 

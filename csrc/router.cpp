@@ -131,6 +131,7 @@ Router::Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Obs
       native_(op, key),
       op_(std::move(op)),
       output_count_(op_.schema().returns().size()),
+      has_own_kernel_(op_.hasKernelForDispatchKey(key)),
       name_(c10::toString(op_.operator_name())),
       key_(key),
       device_type_(c10::dispatchKeyToDeviceType(key)),
@@ -138,9 +139,9 @@ Router::Router(c10::OperatorHandle op, c10::DispatchKey key, std::unique_ptr<Obs
       may_be_destroyed_(name_.rfind("aten::", 0) != 0) {
   // A kernel for all backends calls other ops, which go through autocast. So do its overrides'
   // impls.
-  const bool own = op_.hasKernelForDispatchKey(key);
-  if (own) excluded_ = c10::autocast_dispatch_keyset;
-  if (!own && op_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+  if (has_own_kernel_) excluded_ = c10::autocast_dispatch_keyset;
+  if (!has_own_kernel_ &&
+      op_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
     composite_kernel_.emplace(op_, c10::getAutogradKeyFromBackend(c10::toBackendComponent(key)));
     writes_or_aliases_ = writes_or_aliases(op_.schema());
     excluded_ = excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;

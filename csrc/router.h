@@ -295,6 +295,11 @@ class alignas(64) Router {
   }
   // The keys to exclude while an impl runs, so that it runs as a kernel at the router's key does.
   c10::DispatchKeySet excluded() const noexcept { return excluded_; }
+  // Whether the op had a kernel of its own at the router's key, not only one for all backends.
+  bool has_own_kernel() const noexcept { return has_own_kernel_; }
+  // Have impls see their callers' autocast, as a native kernel does that calls other ops. Not while
+  // there are overrides.
+  void let_autocast_through() noexcept { excluded_ = excluded_ - c10::autocast_dispatch_keyset; }
   bool is_composite() const noexcept { return composite_kernel_.has_value(); }
   const NativeKernel& composite_kernel() const { return composite_kernel_.value(); }
   const c10::OperatorHandle& op() const noexcept { return op_; }
@@ -364,6 +369,7 @@ class alignas(64) Router {
   NativeKernel native_;
   c10::OperatorHandle op_;
   size_t output_count_;
+  bool has_own_kernel_;
   std::string name_;
   c10::DispatchKey key_;
   c10::DeviceType device_type_;

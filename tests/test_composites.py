@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +315,52 @@ def test_impls_that_call_what_autocast_casts(symbol: str) -> None:
     torch.testing.assert_close(result, expected, rtol=0, atol=0)
     assert seen == [(False, torch.float32)] * graft.hits
     assert graft.hits == 6
+
+
+TOKENS = torch.randn(2, 4, 8)
+ENCODER = (
+    *(TOKENS, 8, 2, torch.randn(24, 8), torch.randn(24), torch.randn(8, 8), torch.randn(8)),
+    *(False, False, 1e-5, torch.randn(8), torch.randn(8), torch.randn(8), torch.randn(8)),
+    *(torch.randn(16, 8), torch.randn(16), torch.randn(8, 16), torch.randn(8), None, None),
+)
+#: Ops with a kernel of the CPU's own that calls others, which autocast casts.
+CALLS_CAST_OPS: dict[str, tuple[Any, ...]] = {
+    "aten::_transformer_encoder_layer_fwd": ENCODER,
+    "autocast_tests::project": (X,),
+}
+
+
+@pytest.fixture
+def project() -> Iterator[None]:
+    library = torch.library.Library("autocast_tests", "DEF")
+    library.define("project(Tensor x) -> Tensor")
+    library.impl("project", lambda x: x @ SIDE, "CPU")
+    yield
+    for override in opgraft.overrides():  # of an op that is destroyed they go with a warning
+        override.remove()
+    library._destroy()
+
+
+@pytest.mark.parametrize("symbol", CALLS_CAST_OPS)
+def test_an_impl_sees_autocast_where_the_native_kernel_calls_what_it_casts(
+    project: None, symbol: str
+) -> None:
+    op, args = resolve(symbol), CALLS_CAST_OPS[symbol]
+    native, seen = opgraft.native(op.overload), []
+
+    def impl(*args: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return native(*args)
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = op.overload(*args)
+    namespace, _, name = symbol.partition("::")
+    opgraft.register_op_override(namespace, name, "CPU", impl, unconditional_override=True)
+    for autocast in (False, False, False, True, True, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+            result = op.overload(*args)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert seen == [False] * 3 + [True] * 3
 
 
 def by_matmul(one: Any, two: Any, dims: list[int], others: list[int]) -> torch.Tensor:

@@ -99,9 +99,10 @@ class CompiledRouter(Router):
             decompose=self._decompose_values,
         )
         self.is_composite = self._router.is_composite
+        if composite.calls_other_ops(chain.op, chain.dispatch_key):
+            self._router.let_autocast_through()
         self.excluded = self._router.excluded
-        # The core excludes autocast only where the op has a kernel of its own.
-        self.has_own_kernel = self.excluded.has(torch._C.DispatchKey.AutocastCPU)
+        self.has_own_kernel = self._router.has_own_kernel
         # The core's object for each override in the chain. It keeps the Python override alive.
         self._core_overrides: dict[Override, Any] = {}
         # Those that take calls which their tables decline.

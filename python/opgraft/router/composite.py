@@ -69,6 +69,11 @@ _MAKES_SUBCLASSES_ON_CPU = frozenset(
         *("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset"),
     }
 )
+#: Ops whose own kernels call ops that autocast casts, such as `linear`. Autocast casts none of them
+#: itself, but for the second on the CPU.
+_CALL_CAST_OPS = frozenset(
+    {"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"}
+)
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
 
@@ -214,10 +219,12 @@ def excluded(op: Op, dispatch_key: str) -> DispatchKeySet:
     """The keys to exclude while an impl runs, so that it runs as a kernel at its key does.
 
     A kernel for all backends calls other ops, which go through autocast. So autocast's keys are
-    excluded only where the op has a kernel of its own. Call this before a router is installed.
+    excluded only where the op has a kernel of its own, which calls none. Call this before a router
+    is installed.
     """
     keys: list[DispatchKey] = []
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name, dispatch_key):
+    has_own_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name, dispatch_key)
+    if has_own_kernel and not calls_other_ops(op, dispatch_key):
         keys += _AUTOCAST
     if dispatcher.is_composite(op, dispatch_key):
         keys += AUTOGRAD_KEYS
@@ -225,6 +232,17 @@ def excluded(op: Op, dispatch_key: str) -> DispatchKeySet:
     for key in keys:
         keyset = keyset.add(key)
     return keyset
+
+
+def calls_other_ops(op: Op, dispatch_key: str) -> bool:
+    """Whether an op's own kernel at a key calls ops that go through its caller's autocast.
+
+    One that was registered in Python may. An impl that it does not concern can leave autocast, but
+    none could find out what its results have to be if it did not see it.
+    """
+    namespace = op.name.split("::", 1)[0]
+    registration = f"{namespace}/{op.registration_name}/{dispatch_key}"
+    return op.name in _CALL_CAST_OPS or registration in torch.library._impls
 
 
 @contextmanager
