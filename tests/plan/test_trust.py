@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from opgraft import when
 from opgraft.core import loader
 from opgraft.ops.schema import Call, resolve
 from opgraft.plan import plans
-from opgraft.plan.trial import substitutes
+from opgraft.plan.trial import Trial, TrialFailed, substitutes
 from opgraft.ready.dry import default_dtype
 from tests import probes
 from tests.plan import fuzz
@@ -43,6 +44,43 @@ def refusal(override: opgraft.Override) -> str:
 def copy_unseen(x: torch.Tensor, y: torch.Tensor) -> None:
     """A launch that no recorder sees."""
     ctypes.memmove(y.data_ptr(), x.data_ptr(), x.nbytes)
+
+
+# ------------------------------------------------------------------ memory that is short
+
+
+class _TrialWithout(Trial):
+    """A trial that cannot make substitutes, or whose replays fail."""
+
+    def __init__(self, *, substitutes: Any = None, replay: Any = None) -> None:
+        router = mock.Mock(replay=mock.Mock(side_effect=replay))
+        self._call_like = Call(resolve("aten::neg"), (torch.ones(2),))
+        self._error = substitutes
+        super().__init__(mock.Mock(), router, self._call_like, mock.Mock())
+
+    def _substitute_calls(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._call_like, [self._call_like] * 2
+
+    def _record(self, impl: Impl, call: Call) -> Any:
+        return mock.Mock(fingerprint=1), None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("1 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA driver error: out of memory"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("where", ["substitutes", "replay"])
+def test_a_trial_without_memory_says_so(where: str, error: Exception) -> None:
+    with pytest.raises(TrialFailed, match="there was no memory"):
+        _TrialWithout(**{where: error}).run(mock.Mock(), mock.Mock(fingerprint=1))
 
 
 # ------------------------------------------------------------------ ops that write

@@ -157,6 +157,33 @@ def test_arguments_that_cannot_be_copied_are_natives(monkeypatch: pytest.MonkeyP
     assert "no copy" in one.difference
 
 
+#: CUDA's own error has another type than that of torch's allocator.
+OUT_OF_MEMORY = [torch.OutOfMemoryError("1 GiB"), RuntimeError("CUDA error: out of memory")]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_a_replay_without_memory_is_left_to_a_later_call(error: Exception) -> None:
+    call = Call(resolve("aten::neg"), (torch.ones(2),))
+    one = proof.Proof(mock.Mock())
+    router = mock.Mock()
+    negative = -torch.ones(2)
+    router.replay.side_effect = [error, *[negative.clone() for _ in range(proof.REPLAYS)]]
+    for _ in range(1 + proof.REPLAYS):
+        one.run(router, call, lambda each: 0 - each.values[0])
+    assert one.is_done, one.difference
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_arguments_for_whose_copies_there_is_no_memory_are_left_to_a_later_call(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = Call(resolve("aten::neg_"), (torch.ones(2),))
+    one = proof.Proof(mock.Mock())
+    monkeypatch.setattr("opgraft.plan.proof.copies.copy_call", mock.Mock(side_effect=error))
+    one.run(mock.Mock(), call, lambda each: each.values[0].neg_())
+    assert one.difference == ""
+
+
 def test_threads_that_look_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = proof._Verdict.__new__(proof._Verdict)
     others: list[threading.Thread] = []

@@ -913,13 +913,16 @@ def test_a_check_says_what_would_be_decided_otherwise(tmp_path: Path, clock: Clo
     assert len(otherwise) == 2 and all("plan and python -> native" in each for each in otherwise)
 
 
-def test_a_check_counts_what_cannot_be_measured_any_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("16 EiB"), RuntimeError("CUDA error: out of memory")]
+)
+def test_a_check_counts_what_cannot_be_measured_any_more(error: Exception, tmp_path: Path) -> None:
     declared = crossover(ranges={"rows": (16, 32), "dtype": (torch.float32,)})
     assert tune(tmp_path, register(declared)).measured == 2
 
     def short_of_memory(device: torch.device, rows: int, dtype: torch.dtype) -> Iterator[Any]:
         if rows == 32:
-            raise torch.OutOfMemoryError("16 EiB")
+            raise error
         yield torch.zeros(rows, 4, device=device, dtype=dtype), -1, False
 
     override = register(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opgraft.ops.schema import Call
-from opgraft.router import contract, copies, outputs, threads
+from opgraft.router import contract, copies, device, outputs, threads
 from opgraft.router.outputs import OpResult
 
 if TYPE_CHECKING:
@@ -88,10 +88,8 @@ class Proof:
             raise
         try:
             self._compare(router, ours, call, result, poison)
-        except torch.OutOfMemoryError:
-            self._skip(poison)
         except Exception as error:  # a launch that fails, a dtype that few ops support
-            self.difference = f"{type(error).__name__}: {error}"
+            self._note(error, poison)
         except BaseException:  # an interrupt, which says nothing of the plan
             self._leave(poison)
             raise
@@ -104,10 +102,8 @@ class Proof:
         try:
             with threads.scope(threads.EVERYTHING):
                 return copies.copy_call(call)
-        except torch.OutOfMemoryError:
-            self._skip(poison)
         except Exception as error:  # what cannot be copied is native's, and no error
-            self.difference = f"{type(error).__name__}: {error}"
+            self._note(error, poison)
         except BaseException:
             self._leave(poison)
             raise
@@ -133,6 +129,13 @@ class Proof:
             verdict = _Verdict(pairs, poison, finite=self._finite)
         with self._lock:
             self._verdicts.append(verdict)
+
+    def _note(self, error: Exception, poison: int) -> None:
+        """Note why a replay was not compared, which memory that is short leaves to a later call."""
+        if device.is_out_of_memory(error):
+            self._skip(poison)
+        else:
+            self.difference = f"{type(error).__name__}: {error}"
 
     def _leave(self, poison: int) -> None:
         """Leave a replay to a later call."""
@@ -190,10 +193,10 @@ class _Verdict:
             elif one != other and not (one != one and other != other):
                 self.difference = f"{label}: {one!r}, native returns {other!r}"
         devices = (found.device for _, found in self._found)
-        device = self._device = next((each for each in devices if each.type != "cpu"), None)
-        self._event = None if device is None else torch.cuda.Event()
+        self._device = next((each for each in devices if each.type != "cpu"), None)
+        self._event = None if self._device is None else torch.cuda.Event()
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
+            self._event.record(torch.cuda.current_stream(self._device))
         else:
             self.look()
 

@@ -71,10 +71,10 @@ class Trial:
         """
         try:
             python_call, replay_calls = self._substitute_calls()
-        except torch.OutOfMemoryError:
-            raise TrialFailed(_NO_MEMORY) from None
         except Exception as error:  # a dtype that few ops support must not fail the call
-            raise TrialFailed(f"its arguments have no substitutes: {error}") from None
+            no_substitutes = f"its arguments have no substitutes: {error}"
+            reason = _NO_MEMORY if device.is_out_of_memory(error) else no_substitutes
+            raise TrialFailed(reason) from None
         again, result = self._record(impl, python_call)
         if again.fingerprint != plan.fingerprint:
             raise TrialFailed(
@@ -82,10 +82,9 @@ class Trial:
             )
         try:
             difference = self._replays(plan, result, python_call, replay_calls)
-        except torch.OutOfMemoryError:
-            difference = _NO_MEMORY
-        except RuntimeError as error:
-            difference = f"a replay failed: {error}"
+        except (RuntimeError, MemoryError) as error:
+            out_of_memory = device.is_out_of_memory(error)
+            difference = _NO_MEMORY if out_of_memory else f"a replay failed: {error}"
         if difference:
             raise TrialFailed(difference)
 

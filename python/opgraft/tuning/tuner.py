@@ -26,6 +26,7 @@ from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call
 from opgraft.ready import ahead, pool
 from opgraft.registry import Override
+from opgraft.router.device import is_out_of_memory
 from opgraft.tuning import host_times, search, writing
 from opgraft.tuning.measuring import Measuring, Skip, cold_calls, measuring
 from opgraft.verification.runner import Progress
@@ -457,15 +458,11 @@ class _Tuning:
         except Skip as reason:
             each.undecidable.add(at)
             self._count_skipped(str(reason))
-        except torch.OutOfMemoryError:
-            each.failed.add(at)
-            self._count_skipped("the device has too little memory")
         except RegistrationError:
             raise
         except (Exception, SystemExit) as error:  # of native, the impl or calls=: others may work
-            first_line = next(iter(str(error).splitlines()), "")
             each.failed.add(at)
-            self._count_skipped(f"{type(error).__name__}: {first_line[:200]}")
+            self._count_skipped(_why_failed(error))
         return None
 
     def _count_skipped(self, reason: str) -> None:
@@ -669,6 +666,14 @@ def _gain(cell: Cell) -> float:
 
 def _pays(cell: Cell) -> bool:
     return rule.pays(cell, rule.PLAN, rule.MARGIN)
+
+
+def _why_failed(error: BaseException) -> str:
+    """Why a cell could not be measured, for people to read."""
+    if is_out_of_memory(error):
+        return "the device has too little memory"
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line[:200]}"
 
 
 def _bits(cell: Cell) -> int:
