@@ -277,13 +277,14 @@ RouterHandle install(const std::string& name, const std::string& overload, const
 }
 
 void set_hooks(RouterHandle& self, py::object takes, py::object first_hit, py::object recover,
-               py::object is_capturing, py::object contract_error, py::object observe,
-               py::object decompose) {
+               py::object is_capturing, py::object warn_captured, py::object contract_error,
+               py::object observe, py::object decompose) {
   auto hooks = std::make_shared<PythonHooks>();
   hooks->takes = PythonRef(std::move(takes));
   hooks->first_hit = PythonRef(std::move(first_hit));
   hooks->recover = PythonRef(std::move(recover));
   hooks->is_capturing = PythonRef(std::move(is_capturing));
+  hooks->warn_captured = PythonRef(std::move(warn_captured));
   hooks->contract_error = PythonRef(std::move(contract_error));
   self.hooks = std::move(hooks);
   self.observer->set(PythonRef(std::move(observe)));
@@ -505,8 +506,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   py::class_<RouterHandle>(core, "Router")
       .def(py::init(&install), py::arg("name"), py::arg("overload"), py::arg("dispatch_key"))
       .def("set_hooks", &set_hooks, py::arg("takes"), py::arg("first_hit"), py::arg("recover"),
-           py::arg("is_capturing"), py::arg("contract_error"), py::arg("observe"),
-           py::arg("decompose"),
+           py::arg("is_capturing"), py::arg("warn_captured"), py::arg("contract_error"),
+           py::arg("observe"), py::arg("decompose"),
            "Set the Python functions that its overrides call, before the first override.")
       .def("publish",
            [](const RouterHandle& self, const std::vector<std::shared_ptr<Override>>& chain) {

@@ -328,6 +328,7 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
     capturing = call_python(hooks_->is_capturing.get()).is(py::handle(Py_True));
     if (C10_UNLIKELY(capturing) && ran_calls_.count(exact_key(call)) == 0) {
       override.misses->add();
+      call_python(hooks_->warn_captured.get(), override_.get());
       return false;
     }
   }

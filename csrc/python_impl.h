@@ -115,6 +115,7 @@ struct PythonHooks {
   PythonRef recover;    // recover(override, keyset, values, error) -> result, or raises
   PythonRef
       is_capturing;  // is_capturing() -> bool: a CUDA graph is being captured on the current stream
+  PythonRef warn_captured;   // warn_captured(override): a capture has the native kernel for good
   PythonRef contract_error;  // the type of the error for results that the op cannot have
 };
 

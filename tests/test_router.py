@@ -15,6 +15,7 @@ import opgraft
 from opgraft import router, when
 from opgraft.ops.schema import resolve
 from opgraft.registry import registry
+from opgraft.router import decision
 from tests import ops
 from tests.modes import RecordOps
 
@@ -425,3 +426,33 @@ def test_an_op_that_is_defined_anew_with_other_arguments_is_left_alone() -> None
                 )
             torch.ops.opgraft_again.again(*[torch.ones(2)] * arguments)
     assert override.hits == 1
+
+
+def test_a_call_that_is_captured_before_it_ran_is_natives_and_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that stands for a GPU: the CPU has no captures."""
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    on_device = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    with torch.library._scoped_library("opgraft_captured", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "PrivateUse1")
+        override = opgraft.register_op_override(
+            *("opgraft_captured", "twice", "PrivateUse1", lambda x: x + x),
+            unconditional_override=True,
+        )
+        twice = torch.ops.opgraft_captured.twice.default
+        with pytest.warns(opgraft.OverrideWarning, match="before the capture") as warned:
+            for _ in range(2):
+                twice.redispatch(on_device, torch.ones(2, device="meta"))
+        override.remove()
+    assert len(warned) == 1 and override.name in str(warned[0].message)
+    assert (override.hits, override.misses) == (0, 2)
+
+
+def test_the_python_router_warns_of_such_a_call_too() -> None:
+    override = override_softmax()
+    call = resolve("aten::_softmax").bind((torch.ones(2, 3), -1, False), {})
+    with pytest.warns(opgraft.OverrideWarning, match="before the capture") as warned:
+        taken = [decision.takes(override, call, capturing=True) for _ in range(2)]
+    assert (taken, len(warned), override.misses) == ([False, False], 1, 2)

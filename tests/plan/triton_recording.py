@@ -98,6 +98,7 @@ def record(impl: Any) -> dict[str, Any]:
         "first_hit",
         "recover",
         "is_capturing",
+        "warn_captured",
         "contract_error",
         "observe",
         "decompose",

@@ -81,6 +81,7 @@ class Router:
         first_hit: Callable[[Any, torch.DispatchKeySet, Values], Any],
         recover: Callable[[Any, torch.DispatchKeySet, Values, Exception], Any],
         is_capturing: Callable[[], bool],
+        warn_captured: Callable[[Any], None],
         contract_error: type[Exception],
         observe: Callable[[Values, bool], Callable[..., None] | None],
         decompose: Callable[[Values], Any],

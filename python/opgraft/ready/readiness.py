@@ -24,10 +24,10 @@ import torch
 from opgraft.base import env
 from opgraft.base.locks import fork_safe_lock
 from opgraft.core import deferred
-from opgraft.errors import RegistrationError, warn_caller
+from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Call
 from opgraft.registry import Override, WhenNotReady
-from opgraft.router import device
+from opgraft.router import decision, device
 
 if TYPE_CHECKING:
     from opgraft.cache import entries
@@ -144,7 +144,6 @@ class Readiness:
         # Of its own thread's also: a signal's handler may make a call.
         self._lock = threading.RLock()
         self._states: dict[Kind, State] = {}
-        self._warned_of_capture = False
         self._said: set[str] = set()
         #: Whether calls without a launch plan run in Python, whatever `unplanned` says.
         self.runs_all = False
@@ -488,14 +487,10 @@ class Readiness:
 
     def warn_if_captured(self, call: Call) -> None:
         """Warn once of a call that is not ready and is captured in a CUDA graph."""
-        if self._warned_of_capture or not device.is_capturing(device.of_tensors(call)):
+        if self.override.state.warned_of_capture:
             return
-        self._warned_of_capture = True
-        warn_caller(
-            f"override {self.override.name!r} of {self.override.op} is not ready for a call that "
-            "is captured in a CUDA graph: the graph has the native kernel for good. Make the call "
-            "with opgraft.warmup before the capture"
-        )
+        if device.is_capturing(device.of_tensors(call)):
+            decision.warn_captured(self.override)
 
 
 @functools.cache

@@ -62,6 +62,8 @@ class OverrideState:
         self.checked: dict[Hashable, int] = {}
         self._results: dict[Hashable, list[MemoryRange]] = {}
         self._ran: dict[Hashable, None] = {}
+        #: Whether a warning said that a CUDA graph has the native kernel in its place.
+        self.warned_of_capture = False
 
     # Failures.
 

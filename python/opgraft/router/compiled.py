@@ -32,7 +32,7 @@ from opgraft.router import (
 )
 from opgraft.router.base import Router
 from opgraft.router.call_keys import kind_of
-from opgraft.router.decision import takes
+from opgraft.router.decision import takes, warn_captured
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
 from opgraft.router.torch_function import hidden
 from opgraft.when.compilation import NEVER_HOLDS, compile_condition, pack_capability
@@ -94,6 +94,7 @@ class CompiledRouter(Router):
             first_hit=self._first_hit,
             recover=self._recover,
             is_capturing=getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never_capturing),
+            warn_captured=warn_captured,
             contract_error=ContractError,
             observe=self._observe,
             decompose=self._decompose_values,

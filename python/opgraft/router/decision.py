@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from opgraft.errors import warn_caller
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import device, failure, threads, torch_function
@@ -17,12 +18,12 @@ class Decline(NamedTuple):
     """Why an override does not take a call."""
 
     reason: str
-    kind: Literal["condition", "rule", "disabled", "quarantined"]
+    kind: Literal["condition", "rule", "captured", "disabled", "quarantined"]
 
     @property
     def is_miss(self) -> bool:
         """Whether `.misses` counts it: a condition declined, or a rule that all overrides share."""
-        return self.kind in ("condition", "rule")
+        return self.kind in ("condition", "rule", "captured")
 
 
 def takes(override: Override, call: Call, *, capturing: bool) -> bool:
@@ -45,7 +46,21 @@ def takes(override: Override, call: Call, *, capturing: bool) -> bool:
         return False
     if decline is not None and decline.is_miss:
         override.state.misses.add()
+    if decline is not None and decline.kind == "captured":
+        warn_captured(override)
     return decline is None
+
+
+def warn_captured(override: Override) -> None:
+    """Warn once of a call that is captured in a CUDA graph before it could be an override's."""
+    if override.state.warned_of_capture:
+        return
+    override.state.warned_of_capture = True
+    warn_caller(
+        f"override {override.name!r} of {override.op} is not ready for a call that is captured in "
+        "a CUDA graph: the graph has the native kernel for good. Make the call with opgraft.warmup "
+        "before the capture"
+    )
 
 
 def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | None:
@@ -73,7 +88,7 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
         return Decline(
             "a CUDA graph is being captured and this call has not run before: compiling would "
             "break the capture",
-            "rule",
+            "captured",
         )
     return None
 
