@@ -248,6 +248,12 @@ def test_what_is_about_autograds_own_state_is_refused(op: str) -> None:
         override(op, lambda *args: None)
 
 
+def test_what_is_asked_of_uninitialized_parameters_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="uninitialized"):
+        override("_has_compatible_shallow_copy_type", lambda *args: True)
+    assert torch.nn.LazyLinear(3)(torch.ones(2, 4)).shape == (2, 3)
+
+
 # ------------------------------------------------------------------ autocast
 
 

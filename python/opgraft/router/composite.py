@@ -69,6 +69,10 @@ _MAKES_SUBCLASSES_ON_CPU = frozenset(
         *("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset"),
     }
 )
+#: Asked of parameters that have no sizes yet (`nn.LazyLinear`), when they get some. Of these Python
+#: can look at nothing, and the answer is about keys of tensors that no impl sees. Other ops that
+#: such parameters reach, as `aten::copy_`, have uses.
+_OF_UNINITIALIZED = frozenset({"aten::_has_compatible_shallow_copy_type"})
 #: Ops whose own kernels call ops that autocast casts, such as `linear`. Autocast casts none of them
 #: itself, but for the second on the CPU.
 _CALL_CAST_OPS = frozenset(
@@ -92,7 +96,7 @@ def check(op: Op, dispatch_key: str) -> None:
     Raises:
         RegistrationError: the backend has no autograd key of its own, so that the derivative would
             be lost; or the op works on autograd's own state; or torch needs results that no Python
-            object wraps yet.
+            object wraps yet; or torch calls it with parameters that no impl in Python can look at.
     """
     on_cpu = dispatch_key == "CPU" and op.name in _MAKES_SUBCLASSES_ON_CPU
     if on_cpu or op.name in _MAKES_SUBCLASSES:
@@ -100,6 +104,11 @@ def check(op: Op, dispatch_key: str) -> None:
             f"{op.name} makes the tensors that nn.Parameter and other subclasses wrap, and what "
             "an impl in Python returns is wrapped by a Python object already: the op cannot be "
             f"overridden{' at CPU' if on_cpu else ''}"
+        )
+    if op.name in _OF_UNINITIALIZED:
+        raise RegistrationError(
+            f"{op.name} is asked of uninitialized parameters, such as those of nn.LazyLinear, and "
+            "an impl in Python can look at nothing of them: the op cannot be overridden"
         )
     if not dispatcher.is_composite(op, dispatch_key):
         return
