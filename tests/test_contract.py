@@ -694,6 +694,17 @@ def test_which_errors_of_native_are_refusals(error: Exception, refuses: bool) ->
     assert contract.is_invalid_call(error) == refuses
 
 
+@pytest.mark.parametrize("op", ["_to_copy", "copy_"])
+def test_a_hit_with_a_parameter_that_has_no_sizes_is_not_compared(op: str) -> None:
+    """Such a parameter raises an error for its shape."""
+    native = opgraft.native(f"aten::{op}")
+    override = register(lambda *args, **kwargs: native(*args, **kwargs), op)
+    model = torch.nn.LazyLinear(3).double()
+    model.load_state_dict(torch.nn.Linear(4, 3).state_dict())
+    assert model(torch.ones(2, 4, dtype=torch.double)).shape == (2, 3)
+    assert override.hits > 0
+
+
 @where_the_core_routes
 def test_the_same_in_the_python_router() -> None:
     run_again(__file__, selected="not python_router")

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft.base import interrupts
@@ -92,6 +93,8 @@ def begin(
         always: check this hit even if it is not one of the first of its kind.
     """
     if override.state.is_unchecked:
+        return None
+    if any(map(is_lazy, call.tensors())):  # whose shape nothing may look at
         return None
     kind = kind_of(call)
     if not always and not override.state.is_check_due(kind):
