@@ -806,6 +806,26 @@ def test_a_process_that_lost_its_device_is_as_one_that_died(
     assert subprocesses._is_broken(subprocess.CompletedProcess([], code, "", said)) == is_broken
 
 
+def test_a_lost_device_ends_verify_with_what_to_do(tmp_path: Path) -> None:
+    """A native kernel that loses it has not refused a call: no other call can be verified."""
+    mine = (
+        "import torch, opgraft\n"
+        "library = torch.library.Library('loses', 'DEF')\n"
+        "library.define('double(Tensor x) -> Tensor')\n"
+        "def native(x):\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "library.impl('double', native, 'CPU')\n"
+        "library.impl('double', lambda x: torch.empty_like(x), 'Meta')\n"
+        "opgraft.register_op_override('loses', 'double', 'CPU', lambda x: x + x,\n"
+        "    unconditional_override=True, name='right',\n"
+        "    samples=lambda device: [(torch.ones(2, device=device),)])\n"
+    )
+    done = command_on(tmp_path, mine, "--check", "hit", "--op", "loses::double", "--no-opinfo")
+    assert done.returncode == 1
+    assert "an illegal memory access" in done.stderr and "--jobs 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_native_is_not_asked_again_for_what_an_internal_op_refused(tmp_path: Path) -> None:
     """The sizes 3 and 5 are refused once each, and the process ends when it is asked again."""
     mine = (

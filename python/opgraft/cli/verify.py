@@ -13,6 +13,7 @@ import opgraft
 from opgraft import verification
 from opgraft.cli import modules as named_modules
 from opgraft.cli import output
+from opgraft.router.failure import loses_device
 from opgraft.verification import journal, reproduction
 from opgraft.verification.subprocesses import verify_in_subprocesses
 from opgraft.verification.verification_report import VerificationReport
@@ -86,6 +87,14 @@ def command(
             )
     except opgraft.RegistrationError as error:
         raise click.UsageError(str(error)) from error
+    except Exception as error:
+        if not loses_device(str(error)):
+            raise
+        raise click.ClickException(
+            f"the device was lost, so nothing more can be verified in this process: {error}\n"
+            "With --jobs 2 each override has a process of its own, and calls on which the native "
+            "kernel alone loses the device are left out"
+        ) from error
     if junit is not None:
         Path(junit).write_text(report.junit() + "\n")
     if as_json:

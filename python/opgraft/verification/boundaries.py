@@ -17,6 +17,7 @@ import torch
 
 from opgraft.ops.schema import Call
 from opgraft.router import threads
+from opgraft.router.failure import loses_device
 from opgraft.verification import isolated
 from opgraft.verification.layouts import INDEX_DTYPES
 from opgraft.verification.reference import copied, native, on_host
@@ -133,6 +134,8 @@ class Explorer:
                 self._run(sample.call())
                 self._valid[sample.id] = True
             except Exception as error:  # the native kernel refuses the call
+                if loses_device(str(error)):
+                    raise
                 self.refusal = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self._valid[sample.id] = False
         return self._valid[sample.id]
