@@ -31,7 +31,7 @@ _STICKY = (
     "misaligned address",
     "invalid address space",
     "invalid program counter",
-    "device-side assert",
+    "device-side assert triggered",  # torch says of any error how to compile such assertions in
     "unspecified launch failure",
     "launch timed out",
     "hardware stack error",
@@ -75,6 +75,9 @@ def loses_device(message: str) -> bool:
 
     >>> loses_device("CUDA error: an illegal memory access was encountered")
     True
+    >>> loses_device("CUDA error: out of memory. Compile with `TORCH_USE_CUDA_DSA` to enable "
+    ...              "device-side assertions.")
+    False
     """
     message = message.lower()
     return any(sign in message for sign in _STICKY)
