@@ -54,7 +54,7 @@ def edited(folder: Path, edit: Callable[[str], str]) -> Path:
     shutil.copytree(
         SOURCES, folder / SOURCES.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
     )
-    file = folder / SOURCES.name / "norms" / "triton_kernels.py"
+    file = folder / SOURCES.name / "norms" / "triton_forward.py"
     before = file.read_text()
     file.write_text(edit(before))
     assert file.read_text() != before
@@ -68,10 +68,10 @@ def with_comments(text: str) -> str:
 
 def with_names(text: str) -> str:
     """The kernel, a variable of it and a function that it calls have other names."""
-    for name in ("_forward_rows_kernel", "in_row", "_scale_and_shift"):
+    for name in ("forward_rows_kernel", "in_row", "_center"):
         text = text.replace(name, f"{name}_renamed")
-    # The kernels for permuted inputs call the function by its name here.
-    return f"{text}\n\n_scale_and_shift = _scale_and_shift_renamed\n"
+    # The launches are of the kernel by its name here.
+    return f"{text}\n\nforward_rows_kernel = forward_rows_kernel_renamed\n"
 
 
 def with_arithmetic(text: str) -> str:

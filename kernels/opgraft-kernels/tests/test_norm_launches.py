@@ -67,7 +67,7 @@ def test_a_program_that_loads_ahead_fits() -> None:
 def test_long_rows_of_layer_norm_are_split_where_pieces_would_not_load_ahead(
     hidden: int, kib: int
 ) -> None:
-    for size, kernel in ((kib, "_backward_pieces_kernel"), (kib - 64, "_backward_split_kernel")):
+    for size, kernel in ((kib, "backward_pieces_kernel"), (kib - 64, "backward_split_kernel")):
         (_, launch, *_) = norm_launches(
             "layer_norm", torch.bfloat16, hidden, shared_memory=size * 1024
         )

@@ -34,14 +34,14 @@ def test_configurations_fit() -> None:
     compiled = compiled_launches("rms_norm")
     kernels = {found["kernel"] for found in compiled}
     assert kernels == {
-        "_forward_rows_kernel",
-        "_forward_chunks_kernel",
-        "_forward_split_kernel",
-        "_backward_rows_kernel",
-        "_backward_pieces_kernel",
-        "_backward_split_kernel",
-        "_row_means_kernel",
-        "_backward_columns_kernel",
+        "forward_rows_kernel",
+        "forward_chunks_kernel",
+        "forward_split_kernel",
+        "backward_rows_kernel",
+        "backward_pieces_kernel",
+        "backward_split_kernel",
+        "row_means_kernel",
+        "backward_columns_kernel",
         "sum_partials_kernel",
     }
     for found in compiled:
@@ -55,7 +55,7 @@ def _allowed_spill(found: dict[str, Any]) -> int:
     if _is_unaligned(found):
         return UNALIGNED_SPILL
     tile = (found["kernel"], found["constexprs"]["BLOCK"], found["num_warps"])
-    if _TRITON >= (3, 9) and tile == ("_backward_rows_kernel", 16384, 32):
+    if _TRITON >= (3, 9) and tile == ("backward_rows_kernel", 16384, 32):
         return WIDEST_SPILL
     return SPILL
 
@@ -66,7 +66,7 @@ def _resident(found: dict[str, Any]) -> int:
 
     sizes = tiling(has_mean=False)
     split = {
-        "_forward_split_kernel": sizes.forward_split,
-        "_backward_split_kernel": sizes.backward_split,
+        "forward_split_kernel": sizes.forward_split,
+        "backward_split_kernel": sizes.backward_split,
     }.get(found["kernel"])
     return split(2).per_sm if split else 1

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.norms import ops, triton_kernels
-from opgraft_kernels.norms.triton_kernels import (
-    _load_parameters,
-    _load_statistics,
-    _scale_and_shift,
-    _standardize,
-    _statistics,
+from opgraft_kernels.norms.triton_forward import statistics
+from opgraft_kernels.norms.triton_tiles import (
+    load_parameters,
+    load_statistics,
+    scale_and_shift,
+    standardize,
 )
 from opgraft_kernels.rows import (
     Launch,
@@ -112,15 +112,15 @@ def _forward_kernel(
     offsets = _offsets(row, col, inner, x_outer, x_inner, x_col, UNIT, True)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if mean_ptr is not None:
-        mean, variance, rest = _statistics((x,), hidden, BLOCK, 1, 0, MASK_COLS, False)
+        mean, variance, rest = statistics((x,), hidden, BLOCK, 1, 0, MASK_COLS, False)
         x = x - mean[:, None] - rest[:, None]
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
     else:
         variance = tl.sum(x * x, axis=1) / hidden
     rstd = tl.rsqrt(variance + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    w, b = _load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
-    y = _scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
+    w, b = load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
+    y = scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + (row.to(tl.int64) * hidden)[:, None] + col[None, :], y, mask=mask)
 
 
@@ -158,7 +158,7 @@ def _backward_kernel(
     programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
     in_row = col < hidden
-    w, _ = _load_parameters(w_ptr, None, col, in_row, True)
+    w, _ = load_parameters(w_ptr, None, col, in_row, True)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
     for step in range(steps):
@@ -169,8 +169,8 @@ def _backward_kernel(
         g_offsets = _offsets(row, col, inner, g_outer, g_inner, g_col, UNIT_G, ACROSS_G)
         x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
         g = tl.load(g_ptr + g_offsets, mask=mask, other=0.0).to(tl.float32)
-        mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, in_rows)
-        xhat = _standardize(x, mean_ptr, mean, rstd)
+        mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, in_rows)
+        xhat = standardize(x, mean_ptr, mean, rstd)
         if NEED_DB:
             db += tl.sum(g, axis=0)
         if NEED_DW:
