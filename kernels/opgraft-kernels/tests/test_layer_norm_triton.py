@@ -269,6 +269,36 @@ def test_the_variance_is_as_near_as_native_s_however_far_the_mean_is_from_zero(
     assert ours.sqrt() <= 2 * native.sqrt()
 
 
+@pytest.mark.parametrize("value", [3e17, 1e18, 1e19])
+@pytest.mark.parametrize(
+    ("is_permuted", "hidden"), [(False, 24), (False, 4096), (False, 20000), (True, 24)]
+)
+def test_squares_that_overflow_where_the_variance_does_not(
+    is_permuted: bool, hidden: int, value: float, device: torch.device
+) -> None:
+    """The square of their mean may be a number still."""
+    torch.manual_seed(0)
+    x = (1 + torch.randn(17, hidden, device=device) / 100) * value
+    x[0] = value
+    given = x.t().contiguous().t()[None] if is_permuted else x
+    forward = triton_permuted.layer_norm_forward if is_permuted else layer_norm_forward
+    rstd = forward(given, [hidden], None, None, 1e-5)[2].flatten().double()
+    exact = (x.double().var(-1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(rstd[1:], exact[1:], rtol=1e-5, atol=0)
+    assert rstd[0] > 1e-12  # all the same: what the mean is off by a rounding, at most
+
+
+@pytest.mark.parametrize("hidden", [24, 96, 320])
+def test_a_row_does_not_depend_on_the_rows_beside_it(hidden: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, hidden, device=device)
+    before = layer_norm_forward(x, [hidden], None, None, 1e-5)
+    x[0] += 50.0  # now its mean is far from zero
+    after = layer_norm_forward(x, [hidden], None, None, 1e-5)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one[1:], other[1:])
+
+
 @pytest.mark.parametrize("shape", [(2, 9000), (3, 20000)], ids=str)
 def test_long_rows(shape: tuple[int, ...], device: torch.device) -> None:
     _check(_case(shape, torch.float32, device))

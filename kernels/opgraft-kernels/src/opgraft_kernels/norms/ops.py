@@ -13,8 +13,8 @@ With ``rows x hidden`` the input seen as a matrix, and all arithmetic in float32
 
 RMSNorm is the same without m, b, db and ``mean(w * g)``. (Ba, Kiros and Hinton, "Layer
 Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; the backward
-is the derivative.) The variance is the mean of squared differences from the mean, not the
-difference of means: that would lose all digits where the mean is large.
+is the derivative.) The variance is the mean of squared differences from the mean. The difference
+of means stands for it only where the mean is so near to zero that no digits are lost.
 """
 
 from __future__ import annotations

@@ -126,13 +126,17 @@ def statistics(
     sums, squares = sum_pairs_of_rows(xs, _squares(xs), TOGETHER)
     mean, variance = _mean_and_variance(sums, squares, hidden)
     rest = tl.zeros_like(mean)
-    if tl.max(_is_far(mean, variance).to(tl.int32), axis=0) > 0:
+    is_far = _is_far(mean, variance)
+    if tl.max(is_far.to(tl.int32), axis=0) > 0:
         differences = ()
         for i in tl.static_range(LAST + 1):
             col = _columns(i, BLOCK, BLOCKS, TAIL)
             differences += (_center(xs[i], mean, col < hidden, MASK_COLS and i == LAST),)
-        squares, rest = sum_pairs_of_rows(_squares(differences), differences, TOGETHER)
-        variance, rest = _variance_and_rest(squares, rest, hidden, mean)
+        squares, sums = sum_pairs_of_rows(_squares(differences), differences, TOGETHER)
+        far_variance, far_rest = _variance_and_rest(squares, sums, hidden, mean)
+        # A row's bits are the same whatever rows are beside it.
+        variance = tl.where(is_far, far_variance, variance)
+        rest = tl.where(is_far, far_rest, 0.0)
     return mean, variance, rest
 
 
@@ -154,7 +158,8 @@ def _mean_and_variance(sums, squares, hidden):
 def _is_far(mean, variance):
     """Whether a mean is further from zero than a standard deviation: its square, taken off the mean
     of squares, took digits of the variance with it. So it is where one overflowed, or is NaN."""
-    return (variance >= mean * mean) == 0
+    is_near = (variance >= mean * mean) & (variance < float("inf"))
+    return is_near == 0
 
 
 @triton.jit
