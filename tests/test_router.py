@@ -15,7 +15,7 @@ import opgraft
 from opgraft import router, when
 from opgraft.ops.schema import resolve
 from opgraft.registry import registry
-from opgraft.router import decision
+from opgraft.router import decision, dispatcher
 from tests import ops
 from tests.modes import RecordOps
 
@@ -456,3 +456,17 @@ def test_the_python_router_warns_of_such_a_call_too() -> None:
     with pytest.warns(opgraft.OverrideWarning, match="before the capture") as warned:
         taken = [decision.takes(override, call, capturing=True) for _ in range(2)]
     assert (taken, len(warned), override.misses) == ([False, False], 1, 2)
+
+
+def test_a_router_in_python_leaves_others_registrations_on_torchs_list() -> None:
+    """Impls of an op with a kernel in Python see autocast, those of its next router too."""
+    with torch.library._scoped_library("opgraft_listed", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        op = resolve("opgraft_listed::twice")
+        assert not dispatcher.is_registered_in_python(op, "CPU")
+        dispatcher.register(op, "CPU", lambda keys, x: x * 2)._destroy()
+        assert not dispatcher.is_registered_in_python(op, "CPU")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        for _ in range(2):
+            dispatcher.register(op, "CPU", lambda keys, x: x + x)._destroy()
+            assert dispatcher.is_registered_in_python(op, "CPU")

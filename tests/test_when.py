@@ -690,3 +690,10 @@ def test_the_routers_know_a_dimension_from_either_end(dim: int) -> None:
     torch.ones(2, 3).cumsum(dim)
     assert override.hits == (dim % 2 == 1)
     override.remove()
+
+
+def test_a_parameter_that_has_no_sizes_yet_has_the_size_that_torch_says() -> None:
+    """Its shape is an error, as of nn.LazyLinear's weight before the first call."""
+    weight = torch.nn.UninitializedParameter()
+    assert (when.size("x", 0) == weight.size(0)).holds({"x": weight})
+    assert not (when.size("x", 0) >= 99).holds({"x": weight})

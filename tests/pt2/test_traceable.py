@@ -168,6 +168,24 @@ def test_a_composite_op_of_as_many_rows_as_data_say_is_traced(
         x = torch.randn(40, 8)
         torch.testing.assert_close(compiled(x), loss_of_chosen(x))
     assert "is traced" in decisions.text
+    assert "cannot be traced" not in decisions.text
+
+
+def test_an_op_of_sizes_that_are_computed_from_others_is_traced(
+    graphs: Graphs, decisions: pytest.LogCaptureFixture
+) -> None:
+    """They are compared with native's where no graph sees it."""
+
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        return torch.vstack([x[x[:, 0] > 0], x]) * 2
+
+    models.override("vstack", torch.ops.aten.vstack.default, compile="traceable")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        compiled = graphs.compile(stacked)
+        x = torch.randn(40, 8)
+        torch.testing.assert_close(compiled(x), stacked(x))
+    assert "is traced" in decisions.text
+    assert "cannot be traced" not in decisions.text
 
 
 def test_an_impl_that_reads_values_is_opaque_instead(

@@ -249,9 +249,7 @@ def calls_other_ops(op: Op, dispatch_key: str) -> bool:
     One that was registered in Python may. An impl that it does not concern can leave autocast, but
     none could find out what its results have to be if it did not see it.
     """
-    namespace = op.name.split("::", 1)[0]
-    registration = f"{namespace}/{op.registration_name}/{dispatch_key}"
-    return op.name in _CALL_CAST_OPS or registration in torch.library._impls
+    return op.name in _CALL_CAST_OPS or dispatcher.is_registered_in_python(op, dispatch_key)
 
 
 @contextmanager

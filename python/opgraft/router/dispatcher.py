@@ -29,10 +29,17 @@ def register(op: Op, dispatch_key: str, kernel: Callable[..., Any]) -> torch.lib
     _keep_dynamo_out(kernel)
     library = torch.library.Library(op.name.split("::", 1)[0], "IMPL")
     options: dict[str, Any] = {"with_keyset": True, "allow_override": True}
+    is_others = is_registered_in_python(op, dispatch_key)
     with _without_our_own_warning():
         library.impl(op.registration_name, kernel, dispatch_key, **options)
-    _let_others_register(library)
+    _take_off_list(library, keep=is_others)
     return library
+
+
+def is_registered_in_python(op: Op, dispatch_key: str) -> bool:
+    """Whether somebody registered a kernel of an op at a key in Python. Routers do not count."""
+    namespace = op.name.split("::", 1)[0]
+    return f"{namespace}/{op.registration_name}/{dispatch_key}" in torch.library._impls
 
 
 def _keep_dynamo_out(kernel: Callable[..., Any]) -> None:
@@ -57,15 +64,16 @@ def clear_dispatch_cache(op: Op) -> None:
     op.overload._dispatch_cache.clear()
 
 
-def _let_others_register(library: torch.library.Library) -> None:
-    """Remove our registration from torch's list of registrations from Python.
+def _take_off_list(library: torch.library.Library, *, keep: bool) -> None:
+    """Take our registration off torch's list of registrations from Python.
 
     An entry in that list keeps others from registering there later, unless they pass
-    `allow_override`.
+    `allow_override`. An entry of the same name that was there before is theirs: `keep` it.
     """
     for name in list(getattr(library, "_op_impls", ())):
         library._op_impls.discard(name)
-        torch.library._impls.discard(name)
+        if not keep:
+            torch.library._impls.discard(name)
 
 
 def capture(op: Op, dispatch_key: str) -> tuple[Any | None, str]:

@@ -321,7 +321,8 @@ def cuda_capability(index: int) -> tuple[int, int]:
 
 
 _TENSOR_NUMBERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
-    "size": lambda tensor, dim: tensor.shape[dim],
+    # Not `shape`, which is an error of a parameter that has no sizes yet.
+    "size": lambda tensor, dim: tensor.size(dim),
     "stride": lambda tensor, dim: tensor.stride()[dim],
     "ndim": lambda tensor, _: tensor.ndim,
     "numel": lambda tensor, _: tensor.numel(),
