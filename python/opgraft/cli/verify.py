@@ -13,9 +13,8 @@ import opgraft
 from opgraft import verification
 from opgraft.cli import modules as named_modules
 from opgraft.cli import output
-from opgraft.router.failure import loses_device
 from opgraft.verification import journal, reproduction
-from opgraft.verification.subprocesses import verify_in_subprocesses
+from opgraft.verification.subprocesses import lost_its_device, verify_in_subprocesses
 from opgraft.verification.verification_report import VerificationReport
 
 
@@ -88,7 +87,7 @@ def command(
     except opgraft.RegistrationError as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:
-        if not loses_device(str(error)):
+        if not lost_its_device(error):
             raise
         raise click.ClickException(
             f"the device was lost, so nothing more can be verified in this process: {error}\n"

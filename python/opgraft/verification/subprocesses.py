@@ -184,6 +184,11 @@ def _is_broken(done: _Done) -> bool:
     return done.returncode < 0 or (done.returncode > 0 and loses_device(done.stderr))
 
 
+def lost_its_device(error: Exception) -> bool:
+    """Whether an error says that this process cannot use its device any more."""
+    return loses_device(str(error))
+
+
 def _empty(override: Override) -> OverrideReport:
     return OverrideReport(
         override.name, override.op, override.dispatch_key, override.dsl, override.pack
