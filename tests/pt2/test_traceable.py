@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,12 +164,7 @@ def test_a_composite_op_of_as_many_rows_as_data_say_is_traced(
         return torch.nn.functional.nll_loss(rows, rows.argmin(1))
 
     models.override("nll_loss", impl, compile="traceable")
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = graphs.compile(loss_of_chosen)
-        x = torch.randn(40, 8)
-        torch.testing.assert_close(compiled(x), loss_of_chosen(x))
-    assert "is traced" in decisions.text
-    assert "cannot be traced" not in decisions.text
+    check_is_traced(loss_of_chosen, graphs, decisions)
 
 
 def test_an_op_of_sizes_that_are_computed_from_others_is_traced(
@@ -180,10 +176,20 @@ def test_an_op_of_sizes_that_are_computed_from_others_is_traced(
         return torch.vstack([x[x[:, 0] > 0], x]) * 2
 
     models.override("vstack", torch.ops.aten.vstack.default, compile="traceable")
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
-        compiled = graphs.compile(stacked)
+    with torch.no_grad():
+        check_is_traced(stacked, graphs, decisions)
+
+
+def check_is_traced(
+    of_data: Callable[[torch.Tensor], torch.Tensor],
+    graphs: Graphs,
+    decisions: pytest.LogCaptureFixture,
+) -> None:
+    """A function with sizes that depend on data is right in a graph, and its impl traced."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = graphs.compile(of_data)
         x = torch.randn(40, 8)
-        torch.testing.assert_close(compiled(x), stacked(x))
+        torch.testing.assert_close(compiled(x), of_data(x))
     assert "is traced" in decisions.text
     assert "cannot be traced" not in decisions.text
 

@@ -15,6 +15,7 @@ import torch
 from opgraft_kernels.rows import Device, Launch
 
 __all__ = [
+    "NORM_KERNELS",
     "copy_launch",
     "cross_entropy_launches",
     "cutedsl_kinds",
@@ -30,6 +31,19 @@ MULTIPROCESSORS = 132  # an H200's
 SHARED_MEMORY = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 #: Too few for several programs a multiprocessor, wherever that is.
 FEW_ROWS = 4
+
+#: What the launches of either norm are of, but of permuted inputs.
+NORM_KERNELS = {
+    "forward_rows_kernel",
+    "forward_chunks_kernel",
+    "forward_split_kernel",
+    "backward_rows_kernel",
+    "backward_pieces_kernel",
+    "backward_split_kernel",
+    "row_means_kernel",
+    "backward_columns_kernel",
+    "sum_partials_kernel",
+}
 
 
 def launches(family: str, capability: int) -> Iterator[Launch]:

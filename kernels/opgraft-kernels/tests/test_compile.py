@@ -25,6 +25,7 @@ from covering import covering
 pytest.importorskip("triton")
 
 import opgraft_kernels
+from configurations import NORM_KERNELS
 from opgraft_kernels.softmax import triton_kernels as kernels
 
 # At the limit of registers ptxas parks some of them; these were measured with the spills.
@@ -72,17 +73,7 @@ def test_attention_fits() -> None:
 
 def test_layer_norm_fits() -> None:
     compiled = compiled_launches("layer_norm")
-    assert {found["kernel"] for found in compiled} == {
-        "forward_rows_kernel",
-        "forward_chunks_kernel",
-        "forward_split_kernel",
-        "backward_rows_kernel",
-        "backward_pieces_kernel",
-        "backward_split_kernel",
-        "row_means_kernel",
-        "backward_columns_kernel",
-        "sum_partials_kernel",
-    }
+    assert {found["kernel"] for found in compiled} == NORM_KERNELS
     for found in compiled:
         sizes = [int(each) for each in found["arguments"] if each.isdigit()]
         unaligned = any(size > 4000 and size % 2 for size in sizes)

@@ -229,6 +229,15 @@ def test_a_row_of_equal_numbers_of_16_bits_is_its_mean(
     torch.testing.assert_close(y[1].double(), exact, rtol=0.05, atol=0.05)
 
 
+def _normalized(x: torch.Tensor, is_permuted: bool) -> tuple[torch.Tensor, ...]:
+    """The forward of rows of a matrix, which are beside one another in memory or across it."""
+    if is_permuted:
+        x, forward = x.t().contiguous().t()[None], triton_permuted.layer_norm_forward
+    else:
+        forward = layer_norm_forward
+    return forward(x, [x.shape[-1]], None, None, 1e-5)
+
+
 @pytest.mark.parametrize(
     ("is_permuted", "hidden"),
     [
@@ -242,13 +251,9 @@ def test_the_mean_of_numbers_around_zero_is_as_near_as_native_s(
     """What rounds all large numbers the same way is not in it."""
     torch.manual_seed(0)
     x = torch.rand(64, hidden, device=device) * 18 - 9
-    given = x.t().contiguous().t()[None] if is_permuted else x
-    forward = triton_permuted.layer_norm_forward if is_permuted else layer_norm_forward
     exact = x.double().mean(-1)
-    means = (
-        found(given, [hidden], None, None, 1e-5)[1].flatten().double()
-        for found in (forward, torch.native_layer_norm)
-    )
+    found = (_normalized(x, is_permuted), torch.native_layer_norm(x, [hidden], None, None, 1e-5))
+    means = (mean.flatten().double() for _, mean, _ in found)
     ours, native = ((mean - exact).square().mean().sqrt() for mean in means)
     assert ours <= 1.5 * native
 
@@ -280,9 +285,7 @@ def test_squares_that_overflow_where_the_variance_does_not(
     torch.manual_seed(0)
     x = (1 + torch.randn(17, hidden, device=device) / 100) * value
     x[0] = value
-    given = x.t().contiguous().t()[None] if is_permuted else x
-    forward = triton_permuted.layer_norm_forward if is_permuted else layer_norm_forward
-    rstd = forward(given, [hidden], None, None, 1e-5)[2].flatten().double()
+    rstd = _normalized(x, is_permuted)[2].flatten().double()
     exact = (x.double().var(-1, correction=0) + 1e-5).rsqrt()
     torch.testing.assert_close(rstd[1:], exact[1:], rtol=1e-5, atol=0)
     assert rstd[0] > 1e-12  # all the same: what the mean is off by a rounding, at most

@@ -54,11 +54,14 @@ def see_past_routers(proxy_tensor: ModuleType) -> None:
 
 def _has_only_router(func: OpOverload, flat_args: Sequence[object]) -> bool:
     """Whether the kernel of a composite op, where torch looks for one, is our router."""
-    for each in flat_args:
-        if isinstance(each, torch.Tensor):
-            key = torch._C._dispatch_key_for_device(each.device.type)
-            return router.hides_composite(resolve(func), key)
-    return False
+    key = _key_of(flat_args)
+    return key is not None and router.hides_composite(resolve(func), key)
+
+
+def _key_of(flat_args: Sequence[object]) -> str | None:
+    """The dispatch key of the backend that the first tensor lives on; None without a tensor."""
+    first = next((each for each in flat_args if isinstance(each, torch.Tensor)), None)
+    return None if first is None else torch._C._dispatch_key_for_device(first.device.type)
 
 
 class Decomposing(TorchDispatchMode):
@@ -82,9 +85,8 @@ def _is_composite(func: OpOverload, flat_args: Sequence[object]) -> bool:
     """Whether an op has no kernel where its tensors live but a composite one, our router aside."""
     if not torch._C._dispatch_has_kernel(func.name()):  # TorchScript's own, as `prim::device`
         return False
-    for each in flat_args:
-        if isinstance(each, torch.Tensor):
-            key = torch._C._dispatch_key_for_device(each.device.type)
-            op = resolve(func)
-            return dispatcher.is_composite(op, key) or router.hides_composite(op, key)
-    return False
+    key = _key_of(flat_args)
+    if key is None:
+        return False
+    op = resolve(func)
+    return dispatcher.is_composite(op, key) or router.hides_composite(op, key)

@@ -157,7 +157,8 @@ class Readiness:
     @property
     def policy(self) -> WhenNotReady:
         """What a call does whose kernels are not ready."""
-        said = (scope := _innermost()) and scope.policy
+        scope = _innermost()
+        said = None if scope is None else scope.policy
         return said or env.when_not_ready() or self.override.when_not_ready  # type: ignore[return-value]
 
     def apply(self) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "multiple_of",
     "plan_sum",
     "power_of_2",
+    "power_of_2_within",
     "prefetch",
     "publish",
     "scalar",
@@ -680,6 +681,11 @@ AT_ONCE_HIDDEN = 2**14
 AT_ONCE_NARROW_HIDDEN, AT_ONCE_NARROW_ELEMENTS = 1024, 2**24
 
 
+def power_of_2_within(n: int) -> int:
+    """The largest power of two that is no more than `n`."""
+    return 1 << (n.bit_length() - 1)
+
+
 def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
@@ -726,7 +732,7 @@ def even_programs(most: int, steps: int) -> int:
     >>> even_programs(132, 4096), even_programs(132, 8192)
     (128, 132)
     """
-    even = power_of_2(most + 1) // 2
+    even = power_of_2_within(most)
     return even if ceil_div(steps, even) == ceil_div(steps, most) else most
 
 

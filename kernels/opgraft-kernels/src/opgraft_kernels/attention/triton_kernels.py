@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from opgraft_kernels.rows import Launch, ceil_div, power_of_2, unit_of
+from opgraft_kernels.rows import Launch, ceil_div, power_of_2, power_of_2_within, unit_of
 
 from .triton_backward import backward_keys_kernel, backward_queries_kernel, delta_kernel
 from .triton_forward import forward_kernel
@@ -252,7 +252,7 @@ def _short_backward_tile(kind: Kind, programs: int, length_k: int) -> Tile:
 def _parts(length: int) -> tuple[int, int]:
     """Powers of two that hold so many keys together; the second may be 0."""
     padded = ceil_div(length, _MIN_BLOCK_DIM) * _MIN_BLOCK_DIM
-    first = 1 << (padded.bit_length() - 1)
+    first = power_of_2_within(padded)
     rest = padded - first
     return first, max(power_of_2(rest), _MIN_BLOCK_DIM) if rest else 0
 
@@ -363,7 +363,7 @@ def _unmeasured_backward_tile(kind: Kind) -> Tile:
 
 
 def _block_dim(dim: int) -> int:
-    return max(_MIN_BLOCK_DIM, 1 << (dim - 1).bit_length())
+    return max(_MIN_BLOCK_DIM, power_of_2(dim))
 
 
 def _kind(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool) -> Kind:

@@ -15,7 +15,6 @@ from opgraft_kernels.norms.triton_tiles import (
     load_parameters,
     load_statistics,
     load_tile,
-    mask_of_tile,
     pointers,
     scale_and_shift,
     standardize,
@@ -26,6 +25,7 @@ from opgraft_kernels.norms.triton_tiles import (
 from opgraft_kernels.rows import (
     collect_sum,
     mask_if,
+    mask_of,
     multiple_of,
     publish,
     sum_after_barrier,
@@ -115,11 +115,11 @@ def backward_rows_kernel(
     for step in tl.range(0, steps, num_stages=STAGES):
         row = (program + step * programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         in_rows = row < rows
-        mask = mask_of_tile(row, rows, col, hidden, True)
+        mask = mask_of(in_rows, col, hidden, True)
         x = tl.load(pointers(x_ptr, row, x_stride, col), mask=mask, other=0.0)
         g = tl.load(pointers(g_ptr, row, g_stride, col), mask=mask, other=0.0).to(tl.float32)
         if TAIL:
-            tail_mask = mask_of_tile(row, rows, tail, hidden, True)
+            tail_mask = mask_of(in_rows, tail, hidden, True)
             x_tail = tl.load(pointers(x_ptr, row, x_stride, tail), mask=tail_mask, other=0.0)
             g_tail = tl.load(pointers(g_ptr, row, g_stride, tail), mask=tail_mask, other=0.0)
             g_tail = g_tail.to(tl.float32)

@@ -55,6 +55,7 @@ from opgraft_kernels.rows import (
     even_programs,
     plan_sum,
     power_of_2,
+    power_of_2_within,
     split_rows,
     sum_constexprs,
     sums_in_one_launch,
@@ -143,7 +144,7 @@ _RMS_NORM = Tiling(
     one_program_elements=ONE_PROGRAM_ELEMENTS,
 )
 _LAYER_NORM = Tiling(
-    forward_bytes=4096,  # smaller programs than RMSNorm's: there are two reductions to wait for
+    forward_bytes=4096,  # smaller programs than RMSNorm's: there are two sums to wait for
     small_forward_bytes=0,
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=3, stages=3),
     backward_split=lambda itemsize: Tile(1, 4096 // itemsize, 4, per_sm=3, stages=3),
@@ -241,7 +242,7 @@ def _narrow_forward_pieces(hidden: int, itemsize: int) -> Tile | None:
     pieces = hidden // piece
     if not 1 < pieces <= 7 or piece * itemsize < 32:
         return None
-    rows = power_of_2(8192 // (hidden * itemsize) + 1) // 2
+    rows = power_of_2_within(8192 // (hidden * itemsize))
     return Tile(rows, piece, 4, blocks=pieces)
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from opgraft_kernels.rows import (
     RING,
     load_if,
+    mask_of,
     store_if,
 )
 
@@ -20,7 +21,6 @@ __all__ = [
     "load_parameters",
     "load_statistics",
     "load_tile",
-    "mask_of_tile",
     "pointers",
     "scale_and_shift",
     "standardize",
@@ -130,7 +130,7 @@ def pointers(ptr, row, stride, col):
 def load_tile(
     ptr, row, rows, stride, col, hidden, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr
 ):
-    mask = mask_of_tile(row, rows, col, hidden, MASK_COLS)
+    mask = mask_of(row < rows, col, hidden, MASK_COLS)
     return load_if(pointers(ptr, row, stride, col), mask, MASK_ROWS or MASK_COLS)
 
 
@@ -138,18 +138,9 @@ def load_tile(
 def store_tile(
     ptr, values, row, rows, col, hidden, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr
 ):
-    mask = mask_of_tile(row, rows, col, hidden, MASK_COLS)
+    mask = mask_of(row < rows, col, hidden, MASK_COLS)
     values = values.to(ptr.dtype.element_ty)
     store_if(pointers(ptr, row, hidden, col), values, mask, MASK_ROWS or MASK_COLS)
-
-
-@triton.jit
-def mask_of_tile(row, rows, col, hidden, MASK_COLS: tl.constexpr):
-    """Which elements of a tile there are."""
-    mask = (row < rows)[:, None]
-    if MASK_COLS:
-        mask = mask & (col < hidden)[None, :]
-    return mask
 
 
 @triton.jit
