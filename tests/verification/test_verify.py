@@ -23,7 +23,7 @@ from opgraft.core import loader
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import resolve
 from opgraft.plan import trial
-from opgraft.verification import opinfo, subprocesses
+from opgraft.verification import journal, opinfo, subprocesses
 from opgraft.verification.checks import CHECKS, cuda
 from opgraft.verification.layouts import LAYOUTS
 from opgraft.verification.observation import differ_by_noise
@@ -789,6 +789,55 @@ def test_a_sample_on_which_native_ends_the_process_is_left_out(tmp_path: Path) -
     assert found["right"]["verdict"] == "passed", done.stdout + done.stderr
     assert found["right"]["hits"] > 0
     assert any("left out, as native ends the process" in note for note in found["right"]["notes"])
+
+
+def test_a_change_of_a_sample_that_is_left_out_is_left_out_too() -> None:
+    with journal.writing_to(None, leaving_out=["pack:1", "pack:2 x[0]=3"]):
+        left_out = ["pack:1", "pack:1 x[0]=5", "pack:2 x[0]=3", "pack:2 y[0]=1 x[0]=3 @x:expanded"]
+        assert all(map(journal.is_left_out, left_out))
+        left = ["pack:10", "pack:2", "pack:2 x[0]=30", "pack:3 x[0]=3"]
+        assert not any(map(journal.is_left_out, left))
+
+
+def test_a_change_that_is_left_out_of_two_samples_is_made_to_no_other() -> None:
+    with journal.writing_to(
+        None, leaving_out=["pack:1 x[0]=0", "pack:2 x[0]=0", "pack:4", "pack:5"]
+    ):
+        assert journal.is_left_out("pack:3 x[0]=0") and journal.is_left_out("pack:3 y[1]=2 x[0]=0")
+        assert not journal.is_left_out("pack:3 x[1]=0") and not journal.is_left_out("pack:3")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_sample_on_which_native_loses_the_device_is_left_out(tmp_path: Path) -> None:
+    """Its error comes later, with another sample: the notes name the one that it is of."""
+    mine = (
+        "import torch, opgraft\n"
+        "from opgraft import when\n"
+        "def samples(device):\n"
+        "    for width in (8, 0, 4):\n"
+        "        grad = torch.randn(4, width, device=device)\n"
+        "        yield grad, torch.arange(4, device=device), 10, -1, False\n"
+        "def impl(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):\n"
+        "    new = grad_output.new_zeros(num_weights, grad_output.size(-1))\n"
+        "    return new.index_add_(0, indices, grad_output)\n"
+        "opgraft.register_op_override('aten', 'embedding_dense_backward', 'CUDA', impl,\n"
+        "    cond=(when.dtype('grad_output', torch.float32) & (when.numel('grad_output') > 0)\n"
+        "        & (when.ndim('grad_output') == 2) & (when.ndim('indices') == 1)\n"
+        "        & (when.value('padding_idx') == -1)\n"
+        "        & (when.value('scale_grad_by_freq') == False)),\n"
+        "    name='right', samples=samples)\n"
+    )
+    done = command_on(
+        tmp_path,
+        mine,
+        *("aten::embedding_dense_backward", "--name", "right"),
+        *("--check", "hit", "--no-opinfo", "--json", "--jobs", "2", "--max-samples", "20"),
+    )
+    (found,) = json.loads(done.stdout)["overrides"]
+    assert found["verdict"] == "passed", done.stdout + done.stderr
+    assert found["hits"] > 0
+    assert "left out, as native ends the process on it: pack:1" in found["notes"]
 
 
 @pytest.mark.parametrize(

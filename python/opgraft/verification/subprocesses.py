@@ -31,7 +31,7 @@ from opgraft.verification.verification_report import (
 )
 
 #: After so many samples on which native ends the process, the override's report is a crash's.
-_MAX_LEFT_OUT = 5
+_MAX_LEFT_OUT = 8
 #: How many lines of a crashed process's stderr are reported.
 _STDERR_LINES = 12
 
