@@ -15,6 +15,8 @@ from opgraft_kernels.samples import dtypes_on
 __all__ = ["calls", "permuted_samples", "samples"]
 
 _SHORT, _LONG = 65536, 131072
+#: Places of the images of permuted inputs that are measured.
+_IMAGE = 28 * 28
 #: The shape, and what else is particular.
 _CASES: tuple[tuple[tuple[int, ...], torch.dtype, str], ...] = (
     # Of each width many rows first.
@@ -134,9 +136,11 @@ def calls(
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     random = partial(torch.randn, device=device, dtype=dtype)
     for width in widths if rows else ():
-        if is_permuted:  # of images of 28 x 28, if there are as many rows; no more than asked for
-            side = min(rows, 784)
-            input = random(rows // side, width, side).mT
+        if is_permuted:  # of images of 28 x 28, if there are as many rows
+            side = min(rows, _IMAGE)
+            # Whole images of at least as many elements, and of less than twice as many.
+            images = -(-elements // (side * width)) if rows > _IMAGE else 1
+            input = random(images, width, side).mT
         else:
             input = random(rows, width)
         yield _call(input, parameters, statistics, direction)
