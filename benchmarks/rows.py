@@ -35,6 +35,7 @@ from opgraft import lazy, triton_utils
 from opgraft_kernels.copies.overrides import condition as copy_condition
 from opgraft_kernels.cross_entropy import overrides as cross_entropy
 from opgraft_kernels.embedding.overrides import condition as embedding_condition
+from opgraft_kernels.nll_loss import overrides as nll_loss
 from opgraft_kernels.softmax.overrides import OPS, condition
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -44,7 +45,7 @@ L2_BYTES = 2**28  # more than any has
 class Row(NamedTuple):
     """A call to measure."""
 
-    op: str  # of `OPS`, "cross_entropy", "embedding", or "copy"
+    op: str  # of `OPS`, "cross_entropy", "nll_loss", "embedding", or "copy"
     shape: tuple[int, ...]  # of an embedding: its weight's
     dim: int
     dtype: torch.dtype  # of a copy: what is read
@@ -57,6 +58,8 @@ class Row(NamedTuple):
             return (_TOKENS + self.shape[0]) * self.shape[1] * self.dtype.itemsize
         if self.target is not None:
             return math.prod(self.shape) * (self.dtype.itemsize + self.target.itemsize)
+        if self.op == "nll_loss":
+            return math.prod(self.shape) * self.dtype.itemsize
         passes = 2 if self.op in ("_softmax", "_log_softmax") else 3
         return passes * math.prod(self.shape) * self.dtype.itemsize
 
@@ -86,6 +89,17 @@ _CASES = [
 ROWS = [
     *(Row(op, *case) for op in _SOFTMAX for case in _CASES),
     *(Row("cross_entropy", *case) for case in _CASES if len(case[0]) == 2 and case[1] == 1),
+    # A model's that returns log-probabilities: of words, of pixels, of a graph's nodes.
+    *(
+        Row("nll_loss", *case)
+        for case in (
+            ((8192, 128256), 1, FLOAT32),
+            ((8192, 32000), 1, BFLOAT16),
+            ((524288, 21), 1, FLOAT32),
+            ((169343, 40), 1, FLOAT32),
+            ((4096, 1000), 1, FLOAT32),
+        )
+    ),
     # Embeddings of a Llama 3, a Llama 2, and a GPT-2.
     *(
         Row("embedding", shape, 0, BFLOAT16)
@@ -133,6 +147,7 @@ def register(dispatch_key: str) -> list[opgraft.Override]:
         for op in OPS
     ]
     losses = cross_entropy.register(dispatch_key, by_table=False)
+    losses += nll_loss.register(dispatch_key, by_table=False)
     return [*losses, embedding, *softmax, copy]
 
 
@@ -148,10 +163,10 @@ def _call(row: Row, device: str) -> Call:
     x = torch.randn(row.shape, dtype=row.dtype, device=device)
     if row.target is not None:
         return lambda: x.to(row.target)
-    if row.op == "cross_entropy":
+    if row.op in ("cross_entropy", "nll_loss"):
         x.requires_grad_()
-        target = torch.randint(row.shape[1], row.shape[:1], device=device)
-        return lambda: torch.autograd.grad(F.cross_entropy(x, target), x)
+        loss, target = getattr(F, row.op), torch.randint(row.shape[1], row.shape[:1], device=device)
+        return lambda: torch.autograd.grad(loss(x, target), x)
     op = getattr(torch.ops.aten, row.op)
     if row.op in ("_softmax", "_log_softmax"):
         return lambda: op(x, row.dim, False)
@@ -215,7 +230,10 @@ _FORWARDS = ["softmax.forward", "log_softmax.forward"]
 def smoke() -> None:
     """Every op at the CPU key under the interpreter: whether the script works."""
     overrides = register("CPU")
-    rows = [Row(op, (33, 40), 1, FLOAT32) for op in [*_SOFTMAX, "cross_entropy", "embedding"]]
+    rows = [
+        Row(op, (33, 40), 1, FLOAT32)
+        for op in [*_SOFTMAX, "cross_entropy", "nll_loss", "embedding"]
+    ]
     for row in [*rows, Row("copy", (33, 400), 1, FLOAT32, torch.float16)]:
         call: Callable[[], Any] = _call(row, "cpu")
         torch.testing.assert_close(call(), natively(call)())

@@ -58,6 +58,7 @@ def _compile_from(folder: str) -> dict[str, Found]:
     from opgraft_kernels.copies import overrides as copies
     from opgraft_kernels.cross_entropy import overrides as cross_entropy
     from opgraft_kernels.embedding import overrides as embedding
+    from opgraft_kernels.nll_loss import overrides as nll_loss
     from opgraft_kernels.norms import overrides as norms
     from opgraft_kernels.softmax import overrides as softmax
 
@@ -81,11 +82,15 @@ def _compile_from(folder: str) -> dict[str, Found]:
     }
     hashes = _hashes(_cross_entropy_launches(), "both")
     of_cross_entropy = {"cross_entropy": Found(cross_entropy.VERSION, hashes)}
+    of_nll_loss = {
+        f"nll_loss.{way}": Found(nll_loss.VERSION, _hashes(_nll_loss_launches(), way))
+        for way in nll_loss.DIRECTIONS
+    }
     hashes = _hashes(_embedding_launches(), "backward")
     of_embedding = {"embedding.backward": Found(embedding.VERSION, hashes)}
     of_copies = {"copy": Found(copies.VERSION, _hashes(_copy_launches(), "copy"))}
     of_rows = {**of_norms, **of_permuted, **of_softmax}
-    return {**of_rows, **of_cross_entropy, **of_embedding, **of_copies}
+    return {**of_rows, **of_cross_entropy, **of_nll_loss, **of_embedding, **of_copies}
 
 
 def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> Compiled:
@@ -129,6 +134,18 @@ def _cross_entropy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
     ):
         name = f"{dtype} {classes}, smoothing {smoothing}".removeprefix("torch.")
         yield name, {"both": cross_entropy_launches(dtype, 1024, classes, smoothing)}
+
+
+def _nll_loss_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
+    """One program of the sum, and more."""
+    import torch
+
+    from configurations import nll_loss_launches
+
+    for dtype, rows in ((torch.bfloat16, 1000), (torch.float32, 100_000)):
+        *forward, backward = nll_loss_launches(dtype, rows, 1)
+        name = f"{dtype} {rows}".removeprefix("torch.")
+        yield name, {"forward": forward, "backward": [backward]}
 
 
 def _embedding_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:

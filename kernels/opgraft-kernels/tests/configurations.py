@@ -21,6 +21,7 @@ __all__ = [
     "cutedsl_kinds",
     "embedding_launches",
     "launches",
+    "nll_loss_launches",
     "norm_launches",
     "permuted_launches",
     "softmax_launches",
@@ -51,8 +52,9 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
 
     Args:
         family: ``"rms_norm"``, ``"layer_norm"``, ``"softmax"``, ``"cross_entropy"``,
-            ``"permuted"`` (norms), ``"embedding"``, ``"copies"`` or ``"attention"``; and of rows
-            that are shifted alone ``"shifted softmax"`` and ``"shifted cross_entropy"``.
+            ``"nll_loss"``, ``"permuted"`` (norms), ``"embedding"``, ``"copies"`` or
+            ``"attention"``; and of rows that are shifted alone ``"shifted softmax"`` and
+            ``"shifted cross_entropy"``.
         capability: 80, 90 or 100.
     """
     if family == "softmax":
@@ -61,6 +63,8 @@ def launches(family: str, capability: int) -> Iterator[Launch]:
         return _cross_entropy()
     if family.startswith("shifted "):
         return _shifted(family.removeprefix("shifted "), capability)
+    if family == "nll_loss":
+        return _nll_loss()
     if family == "embedding":
         return _embedding()
     if family == "copies":
@@ -301,6 +305,32 @@ def cross_entropy_launches(
             *(loss, x, target, weight, all_weights, statistics, mass, x, -100, smoothing)
         ),
     ]
+
+
+# ------------------------------------------------------------------ negative log-likelihood
+
+
+def _nll_loss() -> Iterator[Launch]:
+    """One program of the sum and more, each reduction, with weights and without."""
+    for rows, reduction in ((1000, 1), (100_000, 2), (100_000, 0)):
+        yield from nll_loss_launches(torch.bfloat16, rows, reduction, is_weighted=reduction == 2)
+    yield from nll_loss_launches(torch.float32, 100_000, 1, is_weighted=True)
+
+
+def nll_loss_launches(
+    dtype: torch.dtype, rows: int, reduction: int, is_weighted: bool = False
+) -> list[Launch]:
+    """The launches of a forward, and then of a backward."""
+    from opgraft_kernels.nll_loss import triton_kernels
+
+    classes = 1000
+    make = functools.partial(torch.empty, device="meta", dtype=dtype)
+    x, target, mass = make((rows, classes)), make(rows, dtype=torch.int64), make(())
+    weight = make(classes) if is_weighted else None
+    loss = make(()) if reduction else make(rows)
+    given = target, weight, reduction, -100
+    backward = triton_kernels.plan_backward(loss, *given, mass, x)
+    return [*triton_kernels.plan_forward(x, *given, loss, mass), backward]
 
 
 # ------------------------------------------------------------------ embedding

@@ -29,6 +29,7 @@ from opgraft_kernels.attention import overrides as attention
 from opgraft_kernels.copies import overrides as copies
 from opgraft_kernels.cross_entropy import overrides as cross_entropy
 from opgraft_kernels.embedding import overrides as embedding
+from opgraft_kernels.nll_loss import overrides as nll_loss
 from opgraft_kernels.norms import overrides as norms
 from opgraft_kernels.softmax import overrides as softmax
 
@@ -64,7 +65,7 @@ def calls_wait_for_their_kernels() -> Iterator[None]:
 def whatever_tables_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Overrides take all calls that they are right for, but in tests marked `crossovers`."""
     if request.node.get_closest_marker("crossovers") is None:
-        for family in (attention, norms, softmax, cross_entropy, embedding, copies):
+        for family in (attention, norms, softmax, cross_entropy, nll_loss, embedding, copies):
             monkeypatch.setattr(family, "_crossover", lambda *_, **__: None)
 
 

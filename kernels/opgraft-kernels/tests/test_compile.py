@@ -174,6 +174,17 @@ def test_cross_entropy_fits() -> None:
         assert found["widest"] >= min(16, math.gcd(classes, block) * itemsize), found
 
 
+def test_nll_loss_fits() -> None:
+    compiled = compiled_launches("nll_loss")
+    kernels = {found["kernel"] for found in compiled}
+    assert kernels == {"_forward_kernel", "_sum_kernel", "_backward_kernel"}
+    for found in compiled:
+        _check(found, 0)
+        assert found["asserts"] == (found["kernel"] != "_sum_kernel"), found
+        if found["kernel"] == "_backward_kernel":
+            assert found["stores"]["16"] > 0, found  # zeros
+
+
 def test_permuted_norms_fit() -> None:
     compiled = compiled_launches("permuted")
     assert {found["kernel"] for found in compiled} == {

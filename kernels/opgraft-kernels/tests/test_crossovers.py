@@ -15,6 +15,7 @@ from opgraft.when.grid import SteppedAxis
 from opgraft_kernels.copies import overrides as copies
 from opgraft_kernels.cross_entropy import overrides as cross_entropy
 from opgraft_kernels.embedding import overrides as embedding
+from opgraft_kernels.nll_loss import overrides as nll_loss
 from opgraft_kernels.norms import overrides as norms
 from opgraft_kernels.softmax import overrides as softmax
 
@@ -87,6 +88,15 @@ def test_samples_of_cross_entropy_fall_into_their_cells() -> None:
     cells = {"elements": octaves(64, 2**28)[::4], "classes": (2, 16, 64, 1024, 2**17)}
     condition = cross_entropy.condition("CPU")
     assert made_in_cells(cross_entropy._crossover(), cells, condition=condition) > 50
+
+
+@pytest.mark.parametrize("direction", nll_loss.DIRECTIONS)
+def test_samples_of_nll_loss_fall_into_their_cells(direction: nll_loss.Direction) -> None:
+    cells = {"rows": octaves(1, 2**22)[::3], "classes": octaves(1, 2**17)[::4]}
+    exact = {"itemsize": (2, 4), "is_summed": (0, 1)}
+    condition = nll_loss.condition(direction, "CPU")
+    made = made_in_cells(nll_loss._crossover(direction), cells, exact, condition)
+    assert made > 100
 
 
 def test_samples_of_embedding_fall_into_their_cells() -> None:

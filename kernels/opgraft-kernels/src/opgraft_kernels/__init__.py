@@ -36,6 +36,7 @@ def register() -> list[Override]:
     from opgraft_kernels.copies import overrides as copies
     from opgraft_kernels.cross_entropy import overrides as cross_entropy
     from opgraft_kernels.embedding import overrides as embedding
+    from opgraft_kernels.nll_loss import overrides as nll_loss
     from opgraft_kernels.norms import overrides as norms
     from opgraft_kernels.softmax import overrides as softmax
 
@@ -45,6 +46,7 @@ def register() -> list[Override]:
         *norms.register(norms.LAYER_NORM, key),
         *softmax.register(key),
         *cross_entropy.register(key),
+        *nll_loss.register(key),
         *embedding.register(key),
         *copies.register(key),
         *attention_overrides.register(key),

@@ -14,48 +14,73 @@ from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.cross_entropy import loss, ops
 from opgraft_kernels.crossovers import TABLES, misalignment
 
-__all__ = ["VERSION", "backward_condition", "condition", "register"]
+__all__ = [
+    "VERSION",
+    "backward_condition",
+    "class_indices",
+    "class_weights",
+    "condition",
+    "dense_rows",
+    "is_matrix",
+    "register",
+]
 
 
 def condition(dispatch_key: str) -> Any:
     """Which calls go to Triton at `dispatch_key`: class indices of a matrix, or of one row."""
     classes = when.size("self", -1)
     is_row = (when.ndim("self") == 1) & (when.ndim("target") == 0)
-    is_matrix = (
-        (when.ndim("self") == 2)
-        & (when.ndim("target") == 1)
-        & (when.size("target", 0) == when.size("self", 0))
-    )
     return (
         triton_computes("self", dispatch_key)
         # More dimensions have classes that are strided. Probabilities as targets are floats.
-        & (is_row | is_matrix)
-        & when.dtype("target", torch.int64)
-        & when.same_device("self", "target")
-        # An empty grid is a launch error.
-        & (when.numel("self") > 0)
-        # Elements of a row are indexed with 32 bits, padded to a power of two.
-        & (classes <= 2**30)
-        # Other rows would be copied.
-        & ((when.stride("self", -1) == 1) | (classes == 1))
-        & (when.is_none("weight") | _weight(classes))
-        # Others are native's errors; native takes a negative smoothing for none.
-        & (when.value("reduction") >= 0)
-        & (when.value("reduction") <= 2)
+        & (is_row | is_matrix())
+        & class_indices(classes)
+        & dense_rows(classes)
+        # Label smoothing has a derivative by the weights, too.
+        & (when.is_none("weight") | (class_weights(classes) & ~when.requires_grad("weight")))
+        # Native takes a negative smoothing for none, and others for errors.
         & (when.value("label_smoothing") >= 0)
         & (when.value("label_smoothing") <= 1)
     )
 
 
-def _weight(classes: Any) -> Any:
+def is_matrix() -> Any:
+    """Whether each row has a class."""
+    return (
+        (when.ndim("self") == 2)
+        & (when.ndim("target") == 1)
+        & (when.size("target", 0) == when.size("self", 0))
+    )
+
+
+def class_indices(classes: Any) -> Any:
+    """Whether targets are class indices, and there is such a reduction."""
+    return (
+        when.dtype("target", torch.int64)
+        & when.same_device("self", "target")
+        # An empty grid is a launch error.
+        & (when.numel("self") > 0)
+        # Elements of a row are indexed with 32 bits, padded to a power of two.
+        & (classes <= 2**30)
+        # Others are native's errors.
+        & (when.value("reduction") >= 0)
+        & (when.value("reduction") <= 2)
+    )
+
+
+def dense_rows(classes: Any) -> Any:
+    """Whether rows are read where they are: others would be copied."""
+    return (when.stride("self", -1) == 1) | (classes == 1)
+
+
+def class_weights(classes: Any) -> Any:
+    """Whether there is a weight for each class."""
     return (
         when.same_dtype("self", "weight")
         & when.same_device("self", "weight")
         & (when.ndim("weight") == 1)
         & (when.numel("weight") == classes)
         & when.is_contiguous("weight")
-        # Label smoothing has a derivative by the weights, too.
-        & ~when.requires_grad("weight")
     )
 
 

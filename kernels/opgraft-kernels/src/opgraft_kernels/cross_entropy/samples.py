@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,10 +12,26 @@ from opgraft_kernels.cross_entropy import ops
 from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.samples import tensor_of
 
-__all__ = ["backward_samples", "calls", "forward_samples", "samples"]
+__all__ = [
+    "IGNORED",
+    "KINDS",
+    "Case",
+    "Kind",
+    "backward_samples",
+    "calls",
+    "dtypes_on",
+    "forward_samples",
+    "sample_of",
+    "samples",
+    "target_of",
+]
 
 #: The logits' shape, and what is particular.
-_CASES: tuple[tuple[tuple[int, ...], str], ...] = (
+Case: TypeAlias = tuple[tuple[int, ...], str]
+#: Reduction, label smoothing, and whether classes have weights.
+Kind: TypeAlias = tuple[int, float, bool]
+
+_CASES: tuple[Case, ...] = (
     # Rows that share a program, that fit one, that are read in blocks; odd sizes of each.
     ((129, 16), ""),
     ((15, 100), ""),
@@ -41,7 +57,7 @@ _CASES: tuple[tuple[tuple[int, ...], str], ...] = (
     ((0, 16), ""),
 )
 #: Those of the two ops that the loss is made of: of class indices, for a matrix or a row.
-_CASES_OF_PARTS: tuple[tuple[tuple[int, ...], str], ...] = (
+_CASES_OF_PARTS: tuple[Case, ...] = (
     ((9, 16), ""),
     ((8, 20), "transposed"),
     ((15, 100), ""),
@@ -56,9 +72,9 @@ _CASES_OF_PARTS: tuple[tuple[tuple[int, ...], str], ...] = (
     ((2, 40000), ""),
     ((16500, 3), ""),
 )
-#: Of each case: reduction, label smoothing, and whether classes have weights.
-_KINDS = ((0, 0.0, False), (1, 0.0, True), (1, 0.1, False), (2, 0.2, True))
-_IGNORED = -100
+#: Of each case.
+KINDS: tuple[Kind, ...] = ((0, 0.0, False), (1, 0.0, True), (1, 0.1, False), (2, 0.2, True))
+IGNORED = -100
 
 
 def samples(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -67,8 +83,8 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
     Args:
         device: where the tensors are to live.
     """
-    for case, dtype, kind in itertools.product(_CASES, _dtypes(device), _KINDS):
-        yield _sample(case, dtype, kind, device)
+    for case, dtype, kind in itertools.product(_CASES, dtypes_on(device), KINDS):
+        yield sample_of(case, dtype, kind, device)
 
 
 def forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -94,29 +110,25 @@ def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _samples_of_parts(device: torch.device) -> Iterator[dict[str, Any]]:
-    for kind, case, dtype in itertools.product(_KINDS, _CASES_OF_PARTS, _dtypes(device)):
-        yield {**_sample(case, dtype, kind, device), "dtype": dtype}
+    for kind, case, dtype in itertools.product(KINDS, _CASES_OF_PARTS, dtypes_on(device)):
+        yield {**sample_of(case, dtype, kind, device), "dtype": dtype}
 
 
-def _dtypes(device: torch.device) -> list[torch.dtype]:
+def dtypes_on(device: torch.device) -> list[torch.dtype]:
     both = [torch.float32, torch.float16]
     return both if device.type == "cpu" else [*both, torch.bfloat16, torch.float64]
 
 
-def _sample(
-    case: tuple[tuple[int, ...], str],
-    dtype: torch.dtype,
-    kind: tuple[int, float, bool],
-    device: torch.device,
-) -> dict[str, Any]:
+def sample_of(case: Case, dtype: torch.dtype, kind: Kind, device: torch.device) -> dict[str, Any]:
+    """A call of ATen's op, as arguments by name."""
     (shape, particular), (reduction, smoothing, is_weighted) = case, kind
     logits = tensor_of(shape, particular, dtype, device)
     return {
         "self": logits,
-        "target": _target(logits, particular),
+        "target": target_of(logits, particular),
         "weight": _weight(logits) if is_weighted else None,
         "reduction": reduction,
-        "ignore_index": _IGNORED,
+        "ignore_index": IGNORED,
         "label_smoothing": smoothing,
     }
 
@@ -139,24 +151,24 @@ def calls(
         logits = torch.randn(rows, width, dtype=dtype, device=device)
         yield {
             "self": logits,
-            "target": _target(logits, ""),
+            "target": target_of(logits, ""),
             "weight": None,
             "reduction": 1,
-            "ignore_index": _IGNORED,
+            "ignore_index": IGNORED,
             "label_smoothing": 0.0,
         }
 
 
-def _target(logits: torch.Tensor, particular: str) -> torch.Tensor:
+def target_of(logits: torch.Tensor, particular: str) -> torch.Tensor:
     if particular == "probabilities":
         return torch.randn_like(logits).softmax(-1)
     class_dim = min(1, logits.dim() - 1)
     shape = [size for dim, size in enumerate(logits.shape) if dim != class_dim]
     target = torch.randint(0, logits.shape[class_dim], shape, device=logits.device)
     if particular == "ignored":
-        target[::2] = _IGNORED
+        target[::2] = IGNORED
     if particular == "all ignored":
-        target.fill_(_IGNORED)
+        target.fill_(IGNORED)
     return target
 
 

@@ -51,7 +51,15 @@ from opgraft_kernels.rows import (
 )
 from opgraft_kernels.softmax.triton_kernels import BACKWARD_TILE, FORWARD_TILE, Tile, tile_of
 
-__all__ = ["backward", "forward", "plan_backward", "plan_forward", "plan_sums"]
+__all__ = [
+    "asserting",
+    "backward",
+    "forward",
+    "plan_backward",
+    "plan_forward",
+    "plan_sums",
+    "targets_of",
+]
 
 # --------------------------------------------------------------------------------------------------
 # Kernels
@@ -64,7 +72,7 @@ __all__ = ["backward", "forward", "plan_backward", "plan_forward", "plan_sums"]
 
 
 @triton.jit
-def _targets(target_ptr, row, in_rows, classes, ignore_index):
+def targets_of(target_ptr, row, in_rows, classes, ignore_index):
     """The classes of rows, -1 where a row is ignored, and which rows count."""
     target = tl.load(target_ptr + row, mask=in_rows, other=0)
     is_ignored = target == ignore_index
@@ -139,7 +147,7 @@ def _forward_kernel(
     x_stride = multiple_of(x_stride, APART)
     row = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     in_rows = row < rows
-    target, counts = _targets(target_ptr, row, in_rows, classes, ignore_index)
+    target, counts = targets_of(target_ptr, row, in_rows, classes, ignore_index)
     start = row * x_stride
     x_row = x_ptr + start
     x_tile = x_ptr + tile_start(start, UNIT, ENDS)
@@ -259,7 +267,7 @@ def _sum_kernel(
     loss = tl.sum(losses, axis=0)
     if mass_ptr is not None:
         mass = tl.sum(masses, axis=0)
-        tl.store(mass_sum_ptr + program, mass)
+        tl.store(mass_sum_ptr + program, mass.to(mass_sum_ptr.dtype.element_ty))
         if DIVIDE:
             loss = loss / mass
             if SMOOTH:
@@ -435,7 +443,7 @@ def _constexprs(tile: Tile, classes: int, stride: int, ends: int, itemsize: int)
     }
 
 
-def _asserting(device: torch.device) -> dict[str, Any]:
+def asserting(device: torch.device) -> dict[str, Any]:
     """What makes Triton compile assertions; without its own, that integers do not overflow."""
     return {} if device.type == "cpu" else {"debug": True, "sanitize_overflow": False}
 
@@ -474,7 +482,7 @@ def plan_forward(
             **_constexprs(tile, classes, x_stride, ends, itemsize),
         },
         tile.num_warps,
-        _asserting(x.device),
+        asserting(x.device),
     )
 
 
@@ -484,8 +492,11 @@ def plan_sums(
     loss: Tensor,
     mass: Tensor | None,
     smoothing: float = 0.0,
+    *,
+    divide: bool = True,
 ) -> list[Launch]:
-    """The launches that fill `loss`, with the mean where there are masses, else with the sum."""
+    """The launches that fill `loss`, with the mean where there are masses, else with the sum; and
+    `mass`. Without `divide` it is the sum in any case."""
     launches = []
     while True:
         rows = losses.numel()
@@ -499,7 +510,7 @@ def plan_sums(
                 _sum_kernel,
                 programs,
                 (losses, masses, partial, partial_mass, rows, ceil_div(blocks, programs)),
-                {"DIVIDE": is_last, "SMOOTH": smoothing > 0, "BLOCK": _SUM_BLOCK},
+                {"DIVIDE": divide and is_last, "SMOOTH": smoothing > 0, "BLOCK": _SUM_BLOCK},
                 4,
             )
         )

@@ -1,0 +1,1 @@
+"""The negative log-likelihood of log-probabilities and class indices, and its gradient."""

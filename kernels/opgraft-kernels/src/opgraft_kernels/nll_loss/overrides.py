@@ -1,0 +1,108 @@
+"""The overrides of the two ops that ``F.nll_loss`` calls; `register` puts them there.
+
+Nothing here imports Triton: the first call that a condition wants does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, TypeAlias
+
+from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft_kernels.conditions import triton_computes
+from opgraft_kernels.cross_entropy import ops
+from opgraft_kernels.cross_entropy.overrides import (
+    class_indices,
+    class_weights,
+    dense_rows,
+    is_matrix,
+)
+from opgraft_kernels.crossovers import TABLES
+
+__all__ = ["DIRECTIONS", "VERSION", "Direction", "condition", "register"]
+
+Direction: TypeAlias = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+
+
+def condition(direction: Direction, dispatch_key: str) -> Any:
+    """Which calls of the negative log-likelihood go to Triton: class indices of a matrix."""
+    classes = when.size("self", -1)
+    wanted = (
+        triton_computes("self", dispatch_key)
+        # Native's mean of one row does not divide by its weight, which may be 0.
+        & is_matrix()
+        & class_indices(classes)
+        & (when.is_none("weight") | class_weights(classes))
+    )
+    if direction == "forward":
+        return wanted & dense_rows(classes)
+    is_summed = when.value("reduction") != ops.NONE
+    return (
+        wanted
+        & when.same_dtype("self", "grad_output")
+        & when.same_device("self", "grad_output")
+        & when.same_dtype("self", "total_weight")
+        & when.same_device("self", "total_weight")
+        & (when.numel("total_weight") == 1)
+        # Fewer elements would be read out of bounds.
+        & (when.ndim("grad_output") <= 1)
+        & ((when.numel("grad_output") == when.numel("target")) | is_summed)
+        & ((when.numel("grad_output") == 1) | ~is_summed)
+    )
+
+
+#: Of the kernels: raised when they become faster or slower. A test says when they change.
+VERSION = 1
+
+
+def _crossover(direction: Direction) -> Crossover | None:
+    """On what it depends whether the kernels are faster than ATen's."""
+    return Crossover(
+        # The forward reads an element a row, the backward writes all.
+        rows=when.numel("target"),
+        classes=when.size("self", -1),
+        itemsize=when.itemsize("self"),
+        # Native has as many threads as rows where it adds nothing up.
+        is_summed=(when.value("reduction") + 1) // 2,
+        calls=functools.partial(lazy("opgraft_kernels.nll_loss.samples:calls"), direction),
+        ranges={
+            "rows": (2**4, 2**22),
+            "classes": (2**1, 2**17),
+            "itemsize": (2, 4),
+            "is_summed": (0, 1),
+        },
+        exact=["itemsize", "is_summed"],
+        open_ended=["rows", "classes"],
+        version=VERSION,
+        tables=TABLES,
+    )
+
+
+def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
+    """Register the two ops at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter).
+
+    Args:
+        dispatch_key: where.
+        by_table: whether measured tables say which calls are taken on CUDA; else all that the
+            kernels are right for, as a benchmark wants them.
+    """
+    return [_register(direction, dispatch_key, by_table) for direction in DIRECTIONS]
+
+
+def _register(direction: Direction, dispatch_key: str, by_table: bool) -> Override:
+    options: dict[str, Any] = {}
+    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
+        crossover = _crossover(direction) if by_table else None
+        options = {"launch_plan": True, "crossover": crossover}
+    samples = lazy("opgraft_kernels.nll_loss.samples:samples")
+    return triton_utils.register_op_override(
+        "aten",
+        f"nll_loss_{direction}",
+        dispatch_key,
+        lazy(f"opgraft_kernels.nll_loss.triton_kernels:{direction}"),
+        cond=condition(direction, dispatch_key),
+        name=f"opgraft_kernels.nll_loss.{direction}",
+        samples=functools.partial(samples, direction),
+        **options,
+    )

@@ -1,0 +1,230 @@
+"""The negative log-likelihood of log-probabilities and class indices in Triton, and its gradient.
+
+With class weights w, and the class t of a row, a row's loss is ``-w[t] * x[t]``. The mean divides
+their sum by that of the weights of the rows' classes. Native adds the rows up, and writes the
+gradient's elements that are not zero, in one block of 32 threads: that takes longer than to write
+all the zeros where there are many rows. Here all programs do.
+
+All arithmetic is in float32, and sums are in a fixed order. A class that there is not is never read
+or written with: on the GPU it fails the assertion that native fails.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
+from opgraft_kernels.cross_entropy.triton_kernels import asserting, plan_sums, targets_of
+from opgraft_kernels.rows import Launch, as_rows, ceil_div, contiguous
+
+__all__ = ["backward", "forward"]
+
+# --------------------------------------------------------------------------------------------------
+# Kernels
+# --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weight_of(w_ptr, target, counts):
+    """The weights of rows by their classes; 0 of those that do not count."""
+    weight = tl.where(counts, 1.0, 0.0)
+    if w_ptr is not None:
+        weight = tl.load(w_ptr + target, mask=counts, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit(do_not_specialize=["rows", "steps", "classes", "x_stride", "ignore_index"])
+def _forward_kernel(
+    x_ptr,
+    target_ptr,
+    w_ptr,
+    loss_ptr,
+    mass_ptr,
+    rows,
+    steps,
+    classes,
+    x_stride,
+    ignore_index,
+    SUM: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each row's loss, and no mass; with SUM the sums of `steps` blocks of rows a program, with
+    DIVIDE that of the losses by that of the masses."""
+    program = tl.program_id(0)
+    losses = tl.zeros([BLOCK], tl.float32)
+    masses = tl.zeros([BLOCK], tl.float32)
+    for step in range(steps):
+        row = (program * steps + step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        target, counts = targets_of(target_ptr, row, row < rows, classes, ignore_index)
+        weight = _weight_of(w_ptr, target, counts)
+        x = tl.load(x_ptr + row * x_stride + target, mask=counts, other=0.0).to(tl.float32)
+        loss = tl.where(counts, -weight * x, 0.0)
+        if SUM:
+            losses += loss
+            masses += weight
+        else:
+            tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row < rows)
+    if SUM:
+        loss_sum = tl.sum(losses, axis=0)
+        mass_sum = tl.sum(masses, axis=0)
+        if DIVIDE:
+            loss_sum = loss_sum / mass_sum
+        tl.store(loss_ptr + program, loss_sum.to(loss_ptr.dtype.element_ty))
+        tl.store(mass_ptr + program, mass_sum.to(mass_ptr.dtype.element_ty))
+    elif program == 0:
+        tl.store(mass_ptr, tl.zeros([], mass_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["rows", "classes", "g_stride", "ignore_index"])
+def _backward_kernel(
+    g_ptr,
+    target_ptr,
+    w_ptr,
+    mass_ptr,
+    dx_ptr,
+    rows,
+    classes,
+    g_stride,
+    ignore_index,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A block of the gradient, whatever rows it is of: zeros, and then what is not zero."""
+    numel = rows.to(tl.int64) * classes
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], dx_ptr.dtype.element_ty)
+    if first + BLOCK <= numel:  # without masks, so that whole vectors are written
+        tl.store(dx_ptr + place, zeros)
+    else:
+        tl.store(dx_ptr + place, zeros, mask=place < numel)
+    # Zeros of other threads must not come later.
+    tl.debug_barrier()
+    first_row = first // classes
+    rows_here = tl.cdiv(first + BLOCK, classes) - first_row
+    for start in range(0, rows_here, ROWS):
+        row = first_row + start + tl.arange(0, ROWS)
+        target, counts = targets_of(target_ptr, row, row < rows, classes, ignore_index)
+        g = tl.load(g_ptr + row * g_stride, mask=counts, other=0.0).to(tl.float32)
+        if mass_ptr is not None:
+            g = g / tl.load(mass_ptr).to(tl.float32)
+        dx = -g * _weight_of(w_ptr, target, counts)
+        at = row * classes + target
+        is_here = counts & (at >= first) & (at < first + BLOCK)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=is_here)
+
+
+# --------------------------------------------------------------------------------------------------
+# Launches
+# --------------------------------------------------------------------------------------------------
+
+# Rows that a program of the forward has at a time, and how many such steps the only program takes
+# before there are more: each step waits for a class and then for its element.
+_BLOCK, _STEPS = 1024, 2
+# A program of the backward writes so many bytes, 128 a thread, and sees so many rows at a time.
+_BACKWARD_BYTES, _ROWS = 16 * 1024, 128
+
+
+def plan_forward(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    loss: Tensor,
+    mass: Tensor,
+) -> list[Launch]:
+    """The launches that fill `loss` and `mass`."""
+    rows, classes = x.shape
+    x, x_stride = as_rows(x, rows, classes)
+    blocks = ceil_div(rows, _BLOCK)
+    has_sum, is_mean = reduction != NONE, reduction == MEAN
+    is_last = not has_sum or blocks <= _STEPS
+    programs = 1 if has_sum and is_last else blocks
+    losses, masses = loss, mass
+    if not is_last:
+        losses, masses = x.new_empty((2, programs), dtype=torch.float32).unbind()
+    launch = Launch(
+        _forward_kernel,
+        programs,
+        (
+            *(x, contiguous(target), weight, losses, masses),
+            *(rows, ceil_div(blocks, programs), classes, x_stride, ignore_index),
+        ),
+        {"SUM": has_sum, "DIVIDE": is_mean and is_last, "BLOCK": _BLOCK},
+        4,
+        asserting(x.device),
+    )
+    if is_last:
+        return [launch]
+    return [launch, *plan_sums(losses, masses, loss, mass, divide=is_mean)]
+
+
+def plan_backward(
+    g: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    mass: Tensor,
+    dx: Tensor,
+) -> Launch:
+    """The launch that fills `dx`, contiguous."""
+    rows, classes = dx.shape
+    block = _BACKWARD_BYTES // dx.element_size()
+    return Launch(
+        _backward_kernel,
+        ceil_div(rows * classes, block),
+        (
+            *(g, contiguous(target), weight, mass if reduction == MEAN else None, dx),
+            *(rows, classes, g.stride(0) if reduction == NONE else 0, ignore_index),
+        ),
+        {"BLOCK": block, "ROWS": _ROWS},
+        4,
+        asserting(dx.device),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The ops
+# --------------------------------------------------------------------------------------------------
+
+
+def forward(
+    self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """``aten::nll_loss_forward``, of a matrix.
+
+    Raises:
+        IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
+    """
+    check_targets(target, self.shape[1], ignore_index)
+    loss = self.new_empty(target.shape if reduction == NONE else ())
+    mass = self.new_empty(())
+    for launch in plan_forward(self, target, weight, reduction, ignore_index, loss, mass):
+        launch()
+    return loss, mass
+
+
+def backward(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """``aten::nll_loss_backward``, of a matrix.
+
+    Raises:
+        IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
+    """
+    check_targets(target, self.shape[1], ignore_index)
+    dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    plan_backward(grad_output, target, weight, reduction, ignore_index, total_weight, dx)()
+    return dx
