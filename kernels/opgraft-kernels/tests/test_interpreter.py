@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,29 @@ def test_what_types_and_tensors_say_of_themselves_is_as_before() -> None:
         tl.block_type(tl.float16, [3])
     scalars = [tl.tensor(handle, tl.int32), tl.tensor(handle, tl.float32)]
     assert [(each.dtype, len(each.shape)) for each in scalars] == [(tl.int32, 0), (tl.float32, 0)]
+
+
+def test_operands_are_made_alike_as_before() -> None:
+    from triton.runtime import interpreter
+
+    triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
+    semantic = interpreter.interpreter_semantic
+
+    def block(dtype: tl.dtype, *shape: int) -> tl.tensor:
+        handle = interpreter.TensorHandle(torch.zeros(shape, dtype=torch.int8).numpy(), dtype)
+        return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
+
+    a, b = block(tl.int32, 4, 8), block(tl.float32, 4, 8)
+    assert all(map(operator.is_, semantic.broadcast_impl_value(a, b), (a, b)))
+    assert semantic.cast(a, tl.int32) is a and semantic.cast(a, tl.block_type(tl.int32, [2])) is a
+    assert semantic.cast(a, tl.float32).dtype == tl.float32
+    for other in (block(tl.int32), block(tl.int32, 8), block(tl.int32, 4, 1)):
+        for pair in (a, other), (other, a):
+            both = semantic.broadcast_impl_value(*pair)
+            assert [each.handle.data.shape for each in both] == [(4, 8)] * 2
+            assert [list(each.type.shape) for each in both] == [[4, 8]] * 2
+    with pytest.raises(ValueError, match="incompatible dimensions"):
+        semantic.broadcast_impl_value(a, block(tl.int32, 8, 4))
 
 
 def test_a_function_of_the_language_is_called_without_a_check_of_who_calls() -> None:

@@ -26,6 +26,7 @@ def prepare() -> None:
     _compute_no_overflow(interpreter)
     _look_up_dtypes(interpreter)
     _describe_tensors_once()
+    _leave_alike_operands(interpreter)
     _reduce_whole_blocks(interpreter)
     _call_functions_of_the_language(interpreter)
     if triton.__version__.startswith("3.6."):
@@ -120,6 +121,38 @@ def _keep_fields(kind: Any, key: Callable[..., Any], own: str | None = None) -> 
             setattr(self, own, arguments[0])
 
     kind.__init__ = make_with_known
+
+
+def _leave_alike_operands(interpreter: Any) -> None:
+    """Return at once operands that have one shape, and tensors that have the dtype wanted.
+
+    Most have. The interpreter finds that out element by element of their shapes, and by comparing
+    dtypes' names, which took a good part of the time of the pack's kernels.
+    """
+    semantic: Any = type(getattr(interpreter, "interpreter_semantic", None))
+    broadcast, cast = (getattr(semantic, each, None) for each in ("broadcast_impl_value", "cast"))
+    if broadcast is None or cast is None:
+        return
+
+    def broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        if one.is_block() and other.is_block() and _sizes(one) == _sizes(other):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def cast_if_needed(self: Any, input: Any, dst_ty: Any, *rounding: Any, **named: Any) -> Any:
+        if input.type.scalar is dst_ty.scalar:
+            return input
+        return cast(self, input, dst_ty, *rounding, **named)
+
+    semantic.broadcast_impl_value = broadcast_if_needed
+    semantic.cast = cast_if_needed
+
+
+def _sizes(block_type: Any) -> Sequence[int]:
+    """Of a block. Triton's own tuple compares by way of new tuples, so this is what it holds."""
+    shape = block_type.shape
+    return getattr(shape, "values", shape)
 
 
 def _reduce_whole_blocks(interpreter: Any) -> None:
