@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import opgraft
+from opgraft import triton_utils
 from opgraft.verification.opinfo import seed_torch
 from opgraft_kernels.attention import overrides as attention
 from opgraft_kernels.copies import overrides as copies
@@ -67,6 +68,21 @@ def whatever_tables_say(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if request.node.get_closest_marker("crossovers") is None:
         for family in (attention, norms, softmax, cross_entropy, nll_loss, embedding, copies):
             monkeypatch.setattr(family, "_crossover", lambda *_, **__: None)
+
+
+@pytest.fixture(autouse=True)
+def few_programs_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over rows have few wide programs in the interpreter, where each takes milliseconds.
+
+    Hundreds of narrow ones, as a GPU wants them, took half of the time of the norms' tests. The
+    bits are the same: test_interpreter.py compares them.
+    """
+    if triton_utils.interpreted() and importlib.util.find_spec("triton"):
+        from opgraft_kernels import rows
+        from wide_sums import with_wide_sums
+
+        run = rows.Launch.__call__
+        monkeypatch.setattr(rows.Launch, "__call__", lambda launch: run(with_wide_sums(launch)))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,9 @@ import triton
 import triton.language as tl
 
 from opgraft import triton_utils
+from opgraft_kernels import rows
 from opgraft_kernels.norms import triton_kernels
+from wide_sums import with_wide_sums
 
 pytestmark = pytest.mark.skipif(
     not triton_utils.interpreted(), reason="kernels run on the GPU here"
@@ -40,8 +43,8 @@ def test_a_function_that_a_kernel_calls_leaves_triton_s_language_as_it_is(
     counts = []
     triton_kernels.rms_norm_forward(torch.randn(1, 64), [64], None, 1e-6)
     patched.clear()
-    for rows in (1, 300):
-        triton_kernels.rms_norm_forward(torch.randn(rows, 64), [64], None, 1e-6)
+    for count in (1, 300):
+        triton_kernels.rms_norm_forward(torch.randn(count, 64), [64], None, 1e-6)
         counts.append(len(patched))
         patched.clear()
     assert counts[0] == counts[1] > 0
@@ -187,3 +190,31 @@ def test_a_reduction_by_an_own_function_combines_blocks_in_their_order(
     assert torch.equal(a.flatten()[:size], expected[0])
     assert torch.equal(b.flatten()[:size], expected[1])
     assert len(calls) == ((2, 3)[axis] if is_own else 32 - size)
+
+
+@pytest.mark.parametrize("has_other", [False, True])
+@pytest.mark.parametrize("partials", [5, 64, 65, 150])  # one step of either tile, and more
+@pytest.mark.parametrize("hidden", [7, 200, 1024, 2100])
+def test_sums_of_wide_programs_have_the_bits_of_those_that_a_gpu_runs(
+    hidden: int, partials: int, has_other: bool
+) -> None:
+    """Tests run the wide ones, see `few_programs_of_sums`."""
+    partial = torch.randn(*([2] if has_other else []), partials, hidden)
+
+    def sums(change: Callable[[rows.Launch], rows.Launch]) -> list[torch.Tensor]:
+        found = list(torch.full((1 + has_other, hidden), torch.nan))
+        launch = change(rows.plan_sum(partial, *found))
+        launch.kernel[(launch.grid,)](*launch.arguments, **launch.keywords)
+        return found
+
+    narrow, wide = sums(lambda launch: launch), sums(with_wide_sums)
+    expected = partial.double().sum(-2).view(1 + has_other, hidden)
+    for one, other, right in zip(narrow, wide, expected, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one.double(), right, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_of_wide_programs_have_fewer() -> None:
+    """Still several for each of two matrices, where a row has more columns than one."""
+    launch = rows.plan_sum(torch.zeros(2, 5, 2100), torch.zeros(2100), torch.zeros(2100))
+    assert (launch.grid, with_wide_sums(launch).grid) == (66, 6)
