@@ -66,6 +66,19 @@ def test_an_index_that_the_cpu_leaves_out_is_out_of_range_too(weights: int) -> N
         boundaries._check_indices(call)
 
 
+@pytest.mark.parametrize(("classes", "ignored"), [(5, -1), (6, -1), (5, 5)])
+def test_a_class_that_the_cpu_writes_out_of_bounds_with_is_out_of_range(
+    classes: int, ignored: int
+) -> None:
+    """Of the gradient: the forward's kernel looks at it."""
+    op, one = resolve("aten::nll_loss_backward"), torch.ones(())
+    targets = torch.tensor([0, 5, 2])
+    call = op.bind((one, torch.ones(3, classes), targets, None, 1, ignored, one), {})
+    is_wrong = classes == 5 and ignored != 5
+    with pytest.raises(CannotMake, match="5 rows") if is_wrong else nullcontext():
+        boundaries._check_indices(call)
+
+
 def select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     return torch.stack([self.select(dim, i) for i in index.tolist()], dim).contiguous()
 

@@ -374,12 +374,10 @@ def _check_indices(call: Call) -> None:
     more. On the CPU it is an error, in a fork, as some kernels there trust their callers.
     """
     indices = [t for t in call.tensors() if t.dtype in INDEX_DTYPES and t.numel()]
-    # Of an embedding's gradient the CPU's kernel leaves such an index out, and CUDA's writes there.
-    weights = call.named.get("num_weights")
-    if isinstance(weights, int) and any(
-        not 0 <= int(i) < weights for t in indices for i in t.aminmax()
-    ):
-        raise CannotMake(f"an index is none of {weights} rows'")
+    rows = _rows_that_backwards_trust(call)
+    ignored = call.named.get("ignore_index")
+    if rows is not None and any(_is_outside(each, rows, ignored) for each in indices):
+        raise CannotMake(f"an index is none of {rows} rows'")
     if not indices or not any(tensor.is_cuda for tensor in call.tensors()):
         return
     on_cpu = on_host(call)
@@ -387,6 +385,26 @@ def _check_indices(call: Call) -> None:
     is_refused = outcome.what == "raised" and outcome.error in ("IndexError", "RuntimeError")
     if is_refused or outcome.what == "died":
         raise CannotMake(f"the CPU's kernel refuses it: {outcome.error}: {outcome.message}")
+
+
+def _is_outside(indices: torch.Tensor, rows: int, ignored: int | None) -> bool:
+    wrong = (indices < 0) | (indices >= rows)
+    return bool((wrong if ignored is None else wrong & (indices != ignored)).any())
+
+
+def _rows_that_backwards_trust(call: Call) -> int | None:
+    """How many rows there are for the indices of a backward whose kernels look at no index's value.
+
+    Of an embedding's gradient the CPU's kernel leaves an index out of range out, and CUDA's writes
+    there. Of the negative log-likelihood's the CPU's writes there.
+    """
+    rows = call.named.get("num_weights")
+    if isinstance(rows, int):
+        return rows
+    input = call.named.get("self")
+    if "total_weight" in call.named and isinstance(input, torch.Tensor) and input.dim():
+        return input.shape[min(1, input.dim() - 1)]
+    return None
 
 
 def supports_layout(sample: Sample) -> bool:
