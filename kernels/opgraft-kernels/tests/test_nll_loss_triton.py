@@ -229,6 +229,16 @@ def test_a_backward_that_is_declined(changed: dict[str, Any]) -> None:
     assert not condition("backward", "CPU").holds({**call, **changed})
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("reduction", range(3))
+def test_the_gradient_of_one_row_has_its_dimension(reduction: int, shape: tuple[int, ...]) -> None:
+    call = {"self": torch.randn(1, 33), "target": torch.zeros(1, dtype=torch.int64)}
+    call |= {"weight": None, "reduction": reduction, "ignore_index": 0}
+    call |= {"grad_output": torch.ones(shape), "total_weight": torch.ones(())}
+    is_natives = reduction == 0 and shape == ()
+    assert condition("backward", "CPU").holds(call) is not is_natives
+
+
 # ---------------------------------------------------------------------------- classes that are not
 
 

@@ -46,9 +46,10 @@ def condition(direction: Direction, dispatch_key: str) -> Any:
         & when.same_device("self", "total_weight")
         & (when.numel("total_weight") == 1)
         # Fewer elements would be read out of bounds.
-        & (when.ndim("grad_output") <= 1)
         & ((when.numel("grad_output") == when.numel("target")) | is_summed)
         & ((when.numel("grad_output") == 1) | ~is_summed)
+        # A number is no gradient of one row: native's error.
+        & ((when.ndim("grad_output") == 1) | (is_summed & (when.ndim("grad_output") == 0)))
     )
 
 
