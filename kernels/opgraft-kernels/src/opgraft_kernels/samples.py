@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["dtypes_on", "tensor_of"]
+__all__ = ["MEASURED", "dtypes_and_float64_on", "dtypes_on", "tensor_of"]
+
+#: The dtype of calls that are measured, by the bytes of an element.
+MEASURED = {2: torch.bfloat16, 4: torch.float32}
 
 
 def dtypes_on(device: torch.device) -> list[torch.dtype]:
     """The floats of samples: without bfloat16 on the CPU, where Triton's interpreter is wrong."""
     dtypes = [torch.float32, torch.float16]
     return dtypes if device.type == "cpu" else [*dtypes, torch.bfloat16]
+
+
+def dtypes_and_float64_on(device: torch.device) -> list[torch.dtype]:
+    """The floats of `dtypes_on`, and on a GPU float64, which conditions leave to native."""
+    dtypes = dtypes_on(device)
+    return dtypes if device.type == "cpu" else [*dtypes, torch.float64]
 
 
 def tensor_of(

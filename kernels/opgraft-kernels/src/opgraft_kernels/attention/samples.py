@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opgraft_kernels.samples import MEASURED
+
 from . import aten
 from .overrides import FEWEST_DIMS_32BIT, MANY_QUERIES, TILE
 
@@ -172,7 +174,7 @@ def calls(
     if dim == 192 and op in _SAME_DIMS:
         return
     most = rows + rows // 2
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    dtype = MEASURED[itemsize]
     for length in _lengths(keys, bool(fills_tiles)):
         queries = min(length, most // TILE * TILE if fills_tiles else most)
         if holds_keys:

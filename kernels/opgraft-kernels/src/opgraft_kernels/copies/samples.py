@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opgraft_kernels.samples import dtypes_on, tensor_of
+from opgraft_kernels.samples import MEASURED, dtypes_on, tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -66,7 +66,7 @@ def calls(
     """
     if source == target == 4:  # there is one such dtype
         return
-    reads = {2: torch.bfloat16, 4: torch.float32}[source]
+    reads = MEASURED[source]
     writes = {2: torch.float16, 4: torch.float32}[target]
     yield {
         "self": torch.empty(elements, dtype=writes, device=device),

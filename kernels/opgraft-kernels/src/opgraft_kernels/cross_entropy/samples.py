@@ -10,7 +10,7 @@ import torch
 
 from opgraft_kernels.cross_entropy import ops
 from opgraft_kernels.crossovers import aligned_widths
-from opgraft_kernels.samples import tensor_of
+from opgraft_kernels.samples import MEASURED, dtypes_and_float64_on, tensor_of
 
 __all__ = [
     "IGNORED",
@@ -19,7 +19,6 @@ __all__ = [
     "Kind",
     "backward_samples",
     "calls",
-    "dtypes_on",
     "forward_samples",
     "sample_of",
     "samples",
@@ -83,7 +82,7 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
     Args:
         device: where the tensors are to live.
     """
-    for case, dtype, kind in itertools.product(_CASES, dtypes_on(device), KINDS):
+    for case, dtype, kind in itertools.product(_CASES, dtypes_and_float64_on(device), KINDS):
         yield sample_of(case, dtype, kind, device)
 
 
@@ -110,13 +109,10 @@ def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _samples_of_parts(device: torch.device) -> Iterator[dict[str, Any]]:
-    for kind, case, dtype in itertools.product(KINDS, _CASES_OF_PARTS, dtypes_on(device)):
+    for kind, case, dtype in itertools.product(
+        KINDS, _CASES_OF_PARTS, dtypes_and_float64_on(device)
+    ):
         yield {**sample_of(case, dtype, kind, device), "dtype": dtype}
-
-
-def dtypes_on(device: torch.device) -> list[torch.dtype]:
-    both = [torch.float32, torch.float16]
-    return both if device.type == "cpu" else [*both, torch.bfloat16, torch.float64]
 
 
 def sample_of(case: Case, dtype: torch.dtype, kind: Kind, device: torch.device) -> dict[str, Any]:
@@ -146,7 +142,7 @@ def calls(
         misalignment: of a row; see `crossovers`.
     """
     rows = elements // classes
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    dtype = MEASURED[itemsize]
     for width in aligned_widths(classes, itemsize, misalignment) if rows else ():
         logits = torch.randn(rows, width, dtype=dtype, device=device)
         yield {
@@ -160,6 +156,7 @@ def calls(
 
 
 def target_of(logits: torch.Tensor, particular: str) -> torch.Tensor:
+    """Random classes; or ``"probabilities"``, or some or all of them ``"ignored"``."""
     if particular == "probabilities":
         return torch.randn_like(logits).softmax(-1)
     class_dim = min(1, logits.dim() - 1)

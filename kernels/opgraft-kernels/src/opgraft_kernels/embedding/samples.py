@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_widths
-from opgraft_kernels.samples import tensor_of
+from opgraft_kernels.samples import MEASURED, dtypes_and_float64_on, tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -51,14 +51,9 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
     Args:
         device: where the tensors are to live.
     """
-    dtypes = [torch.float32, torch.float16]
-    if device.type == "cpu":
-        cases = _CASES + _CPU_CASES
-    else:
-        cases = _CASES + _LARGE_CASES
-        dtypes += [torch.bfloat16, torch.float64]
+    cases = _CASES + (_CPU_CASES if device.type == "cpu" else _LARGE_CASES)
     for shape, num_weights, width, particular in cases:
-        for dtype in dtypes:
+        for dtype in dtypes_and_float64_on(device):
             indices = torch.randint(num_weights, shape, device=device)
             if particular == "one row":
                 indices.fill_(num_weights // 2)
@@ -95,7 +90,7 @@ def calls(
     found = next(aligned_widths(width, itemsize, misalignment), None)
     if found is None or max(tokens, num_weights) * found > _LARGEST:
         return
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    dtype = MEASURED[itemsize]
     drawn = num_weights ** torch.rand(tokens, dtype=torch.float64, device=device)
     yield {
         "grad_output": torch.randn(tokens, found, dtype=dtype, device=device),

@@ -13,11 +13,11 @@ from opgraft_kernels.cross_entropy.samples import (
     IGNORED,
     KINDS,
     Case,
-    dtypes_on,
     sample_of,
     target_of,
 )
 from opgraft_kernels.crossovers import aligned_widths
+from opgraft_kernels.samples import MEASURED, dtypes_and_float64_on
 
 __all__ = ["calls", "samples"]
 
@@ -48,7 +48,7 @@ def samples(direction: str, device: torch.device) -> Iterator[dict[str, Any]]:
         direction: ``"forward"`` or ``"backward"``.
         device: where the tensors are to live.
     """
-    for case, dtype, kind in itertools.product(_CASES, dtypes_on(device), KINDS):
+    for case, dtype, kind in itertools.product(_CASES, dtypes_and_float64_on(device), KINDS):
         sample = sample_of(case, dtype, kind, device)
         del sample["label_smoothing"]
         yield _call(direction, sample)
@@ -84,7 +84,7 @@ def calls(
     """
     width = next(aligned_widths(classes, itemsize, 0), classes)
     if rows * width <= _LARGEST:
-        dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+        dtype = MEASURED[itemsize]
         logits = torch.randn(rows, width, dtype=dtype, device=device)
         yield _call(
             direction,

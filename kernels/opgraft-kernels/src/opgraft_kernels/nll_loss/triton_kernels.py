@@ -20,7 +20,7 @@ from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.cross_entropy.triton_kernels import asserting, plan_sums, targets_of
 from opgraft_kernels.rows import Launch, as_rows, ceil_div, contiguous
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "plan_backward", "plan_forward"]
 
 # --------------------------------------------------------------------------------------------------
 # Kernels

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_widths
-from opgraft_kernels.samples import dtypes_on
+from opgraft_kernels.samples import MEASURED, dtypes_on
 
 __all__ = ["calls", "permuted_samples", "samples"]
 
@@ -133,7 +133,7 @@ def calls(
     widths: Iterable[int] = [hidden]
     if misalignment is not None:
         widths = aligned_widths(hidden, itemsize, misalignment)
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    dtype = MEASURED[itemsize]
     random = partial(torch.randn, device=device, dtype=dtype)
     for width in widths if rows else ():
         if is_permuted:  # of images of 28 x 28, if there are as many rows

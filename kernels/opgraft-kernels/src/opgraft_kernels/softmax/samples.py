@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_widths
-from opgraft_kernels.samples import tensor_of
+from opgraft_kernels.samples import MEASURED, dtypes_and_float64_on, tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -55,11 +55,8 @@ def samples(function: str, direction: str, device: torch.device) -> Iterator[dic
         device: where the tensors are to live.
     """
     make = partial(_call, function, direction)
-    dtypes = [torch.float32, torch.float16]
-    if device.type != "cpu":
-        dtypes += [torch.bfloat16, torch.float64]
     for shape, dim, particular in _CASES:
-        for dtype in dtypes:
+        for dtype in dtypes_and_float64_on(device):
             x = tensor_of(shape, particular, dtype, device)
             yield make(x, torch.randn_like(x), dim)
     if device.type != "cpu":
@@ -96,7 +93,7 @@ def calls(
     shapes: Iterable[tuple[int, ...]] = ((elements // size, width) for width in widths)
     if inner != 1:
         shapes = _strided_shapes(elements, size, next(widths, None))
-    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    dtype = MEASURED[itemsize]
     for shape in shapes:
         x = torch.randn(shape, dtype=dtype, device=device)
         yield _call(function, direction, x, torch.randn_like(x), 1)
