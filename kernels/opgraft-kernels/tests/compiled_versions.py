@@ -83,7 +83,7 @@ def _compile_from(folder: str) -> dict[str, Found]:
     hashes = _hashes(_cross_entropy_launches(), "both")
     of_cross_entropy = {"cross_entropy": Found(cross_entropy.VERSION, hashes)}
     of_nll_loss = {
-        f"nll_loss.{way}": Found(nll_loss.VERSION, _hashes(_nll_loss_launches(), way))
+        f"nll_loss.{way}": Found(nll_loss.VERSIONS[way], _hashes(_nll_loss_launches(), way))
         for way in nll_loss.DIRECTIONS
     }
     hashes = _hashes(_embedding_launches(), "backward")
@@ -94,7 +94,11 @@ def _compile_from(folder: str) -> dict[str, Found]:
 
 
 def _hashes(launches: Iterable[tuple[str, dict[str, list[Any]]]], way: str) -> Compiled:
-    return {name: _hash([_text(launch) for launch in by_way[way]]) for name, by_way in launches}
+    return {
+        name: _hash([_text(launch) for launch in by_way[way]])
+        for name, by_way in launches
+        if way in by_way
+    }
 
 
 def _softmax_launches(log: bool) -> Iterator[tuple[str, dict[str, list[Any]]]]:
@@ -137,7 +141,7 @@ def _cross_entropy_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 
 def _nll_loss_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
-    """One program of the sum, and more."""
+    """One program of the sum, and more; rows of many classes, and of few."""
     import torch
 
     from configurations import nll_loss_launches
@@ -146,6 +150,8 @@ def _nll_loss_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:
         *forward, backward = nll_loss_launches(dtype, rows, 1)
         name = f"{dtype} {rows}".removeprefix("torch.")
         yield name, {"forward": forward, "backward": [backward]}
+    *_, backward = nll_loss_launches(torch.float32, 100_000, 1, classes=2)
+    yield "float32 100000 of 2 classes", {"backward": [backward]}
 
 
 def _embedding_launches() -> Iterator[tuple[str, dict[str, list[Any]]]]:

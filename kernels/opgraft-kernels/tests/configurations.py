@@ -314,16 +314,19 @@ def _nll_loss() -> Iterator[Launch]:
     """One program of the sum and more, each reduction, with weights and without."""
     for rows, reduction in ((1000, 1), (100_000, 2), (100_000, 0)):
         yield from nll_loss_launches(torch.bfloat16, rows, reduction, is_weighted=reduction == 2)
-    yield from nll_loss_launches(torch.float32, 100_000, 1, is_weighted=True)
+    yield from nll_loss_launches(torch.float32, 100_000, 1, is_weighted=True, classes=2)
 
 
 def nll_loss_launches(
-    dtype: torch.dtype, rows: int, reduction: int, is_weighted: bool = False
+    dtype: torch.dtype,
+    rows: int,
+    reduction: int,
+    is_weighted: bool = False,
+    classes: int = 1000,
 ) -> list[Launch]:
     """The launches of a forward, and then of a backward."""
     from opgraft_kernels.nll_loss import triton_kernels
 
-    classes = 1000
     make = functools.partial(torch.empty, device="meta", dtype=dtype)
     x, target, mass = make((rows, classes)), make(rows, dtype=torch.int64), make(())
     weight = make(classes) if is_weighted else None

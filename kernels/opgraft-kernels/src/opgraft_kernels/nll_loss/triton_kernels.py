@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.cross_entropy.triton_kernels import asserting, plan_sums, targets_of
-from opgraft_kernels.rows import Launch, as_rows, ceil_div, contiguous
+from opgraft_kernels.rows import Launch, as_rows, ceil_div, contiguous, power_of_2_within
 
 __all__ = ["backward", "forward", "plan_backward", "plan_forward"]
 
@@ -125,8 +125,10 @@ def _backward_kernel(
 # Rows that a program of the forward has at a time, and how many such steps the only program takes
 # before there are more: each step waits for a class and then for its element.
 _BLOCK, _STEPS = 1024, 2
-# A program of the backward writes so many bytes, 128 a thread, and sees so many rows at a time.
-_BACKWARD_BYTES, _ROWS = 16 * 1024, 128
+# A program of the backward writes so many bytes, 128 a thread.
+_BACKWARD_BYTES = 16 * 1024
+# It sees so many rows at a time, by how many it has: each step waits for a class.
+_FEWEST_ROWS, _MOST_ROWS = 128, 1024
 
 
 def plan_forward(
@@ -164,6 +166,12 @@ def plan_forward(
     return [launch, *plan_sums(losses, masses, loss, mass, divide=is_mean)]
 
 
+def _rows_at_a_time(block: int, classes: int) -> int:
+    """The rows that a program of the backward sees in a step, of a block of so many elements."""
+    rows = block // classes
+    return power_of_2_within(min(max(rows, _FEWEST_ROWS), _MOST_ROWS))
+
+
 def plan_backward(
     g: Tensor,
     target: Tensor,
@@ -183,7 +191,7 @@ def plan_backward(
             *(g, contiguous(target), weight, mass if reduction == MEAN else None, dx),
             *(rows, classes, g.stride(0) if reduction == NONE else 0, ignore_index),
         ),
-        {"BLOCK": block, "ROWS": _ROWS},
+        {"BLOCK": block, "ROWS": _rows_at_a_time(block, classes)},
         4,
         asserting(dx.device),
     )
