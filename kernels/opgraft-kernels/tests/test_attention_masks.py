@@ -546,18 +546,21 @@ GPU_MASKS = {
     "tiles of each head": lambda b, h, q, k: _of_tiles((b, h, q, k), -math.inf),
     "tiles of low numbers": lambda b, h, q, k: _of_tiles((1, 1, q, k), -65504.0, -math.inf),
 }
+BY_TRITON, BY_CUTEDSL = (32, 40, 64, 72, 128), (64, 80, 96, 128)
 # Batch, heads, queries, keys.
 GPU_SIZES = [(2, 4, 200, 200), (3, 8, 1000, 1000), (2, 4, 513, 4000)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("backend", "dtype", "dim"),
+    ("kernels", "backend", "dtype", "dim"),
     [
-        *((SDPBackend.CUDNN_ATTENTION, torch.bfloat16, dim) for dim in (32, 40, 64, 72, 128)),
-        (SDPBackend.CUDNN_ATTENTION, torch.float16, 64),
-        *((SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16, dim) for dim in (64, 256)),
-        *((SDPBackend.EFFICIENT_ATTENTION, torch.float32, dim) for dim in (64, 80, 128)),
+        *(("triton", SDPBackend.CUDNN_ATTENTION, torch.bfloat16, dim) for dim in BY_TRITON),
+        *(("cutedsl", SDPBackend.CUDNN_ATTENTION, torch.bfloat16, dim) for dim in BY_CUTEDSL),
+        ("triton", SDPBackend.CUDNN_ATTENTION, torch.float16, 64),
+        ("cutedsl", SDPBackend.CUDNN_ATTENTION, torch.float16, 64),
+        *(("triton", SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16, dim) for dim in (64, 256)),
+        *(("triton", SDPBackend.EFFICIENT_ATTENTION, torch.float32, dim) for dim in (64, 80, 128)),
     ],
     ids=lambda each: str(each).split(".")[-1],
 )
@@ -566,12 +569,13 @@ GPU_SIZES = [(2, 4, 200, 200), (3, 8, 1000, 1000), (2, 4, 513, 4000)]
 def test_sdpa_with_a_mask_hits_on_a_gpu(
     name: str,
     sizes: tuple[int, int, int, int],
+    kernels: str,
     backend: SDPBackend,
     dtype: torch.dtype,
     dim: int,
 ) -> None:
     """A forward by one kernel and a backward by another agree."""
-    overrides.register("CUDA")
+    kind = _register_masked(kernels, GPU_MASKS[name](*sizes))
     device = torch.device("cuda")
     torch.manual_seed(3)
     batch, heads, queries, keys = sizes
@@ -594,7 +598,7 @@ def test_sdpa_with_a_mask_hits_on_a_gpu(
     for number, scopes in enumerate(((by_us, by_us), (by_us, by_native), (by_native, by_us))):
         ours = run(*scopes)
         hits = {each.name: each.hits for each in opgraft.overrides() if each.hits}
-        assert all(".masked." in name for name in hits)
+        assert all(f".{kind}." in name for name in hits)
         assert sorted(hits.values()) == [[1, 1], [1, 2], [2, 2]][number]
         for what, one, other, each in zip(NAMES_OF_SDPA, ours, native, right, strict=True):
             assert one.stride() == other.stride()
@@ -604,6 +608,21 @@ def test_sdpa_with_a_mask_hits_on_a_gpu(
 
 
 NAMES_OF_SDPA = ("out", "dq", "dk", "dv")
+
+
+def _register_masked(kernels: str, mask: torch.Tensor) -> str:
+    """Register the overrides, for a mask without those of other kernels; the kind that takes it."""
+    registered = overrides.register("CUDA")
+    if kernels == "triton":
+        for each in registered:
+            if ".cutedsl_masked." in each.name:
+                each.remove()
+        return "masked"
+    if not overrides._has_flash_attn_4():
+        pytest.skip("needs FlashAttention-4")
+    if mask.shape[1] != 1:
+        pytest.skip("a mask that heads do not share is Triton's")
+    return "cutedsl_masked"
 
 
 def _sdpa_by_formula(
@@ -688,7 +707,12 @@ def test_float32_is_taken_where_native_s_backward_is_right_after_it(
 
 BY_TABLE = [
     (op, kind)
-    for kind in (overrides._CUTEDSL, overrides._TRITON, overrides._MASKED)
+    for kind in (
+        overrides._CUTEDSL,
+        overrides._CUTEDSL_MASKED,
+        overrides._TRITON,
+        overrides._MASKED,
+    )
     for op in kind.ops
     if op not in overrides._MEASURED_AS
 ]

@@ -5,6 +5,7 @@ Importing this imports CuteDSL and the library, which takes seconds; only compil
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -13,14 +14,18 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int64
 from flash_attn.cute import interface as library
+from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
 from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.utils import AuxData
 
-from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
+from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forward
+from opgraft_kernels.attention.cutedsl_kernels import LISTED_QUERIES, BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 
@@ -53,6 +58,22 @@ def _swap_heads_and_length(t: Any) -> Any:
     return cute.make_tensor(t.iterator, layout)
 
 
+def _tiles_listed(lists: cute.Tensor | None) -> BlockSparseTensors | None:
+    """Lists of tiles as the library has them; `triton_lists` says how they are laid out."""
+    if lists is None:
+        return None
+    *shape, _, entries = lists.shape
+    *strides, of_kind, _ = lists.stride
+
+    def listed(kind: int) -> tuple[Any, Any]:
+        begin = lists.iterator + kind * of_kind
+        counts = cute.make_layout(tuple(shape), stride=tuple(strides))
+        tiles = cute.make_layout((*shape, entries - 1), stride=(*strides, 1))
+        return cute.make_tensor(begin, counts), cute.make_tensor(begin + 1, tiles)
+
+    return BlockSparseTensors(*listed(0), *listed(1))
+
+
 class _Forward:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -70,6 +91,27 @@ class _Forward:
     ):
         q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
         self.kernel(q, k, v, out, logsumexp, scale, stream=stream)
+
+
+class _BiasedForward(_Forward):
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        logsumexp: cute.Tensor | None,
+        bias: cute.Tensor,
+        lists: cute.Tensor,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
+        self.kernel(
+            q, k, v, out, logsumexp, scale, blocksparse_tensors=_tiles_listed(lists),
+            aux_data=AuxData([bias], (scale,)), stream=stream,
+        )  # fmt: skip
 
 
 class _ForwardVarlen(_Forward):
@@ -120,6 +162,8 @@ class _Backward:
         dv_sum: cute.Tensor | None,
         cum_q: cute.Tensor | None,
         cum_k: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        lists: cute.Tensor | None,
         scale: Float32,
         stream: cuda.CUstream,
     ):
@@ -132,16 +176,14 @@ class _Backward:
             out, grad_out, delta, logsumexp, logsumexp2, dq_sum, cum_q, None, None, None, None, one,
             stream=stream,
         )  # fmt: skip
-        if cutlass.const_expr(dk_sum is None):
-            self.kernel(
-                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk, dv, scale, cum_q, cum_k,
-                stream=stream,
-            )  # fmt: skip
-        else:
-            self.kernel(
-                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk_sum, dv_sum, scale, cum_q, cum_k,
-                stream=stream,
-            )  # fmt: skip
+        of_keys = (dk, dv) if cutlass.const_expr(dk_sum is None) else (dk_sum, dv_sum)
+        aux_data = (
+            AuxData() if cutlass.const_expr(bias is None) else AuxData([bias], (one / scale,))
+        )
+        self.kernel(
+            q, k, v, grad_out, logsumexp2, delta, dq_sum, *of_keys, scale, cum_q, cum_k,
+            blocksparse_tensors=_tiles_listed(lists), aux_data=aux_data, stream=stream,
+        )  # fmt: skip
         self.finish_dq(dq_sum, dq, scale, cum_q, None, None, stream=stream)
         if cutlass.const_expr(dk_sum is not None):
             self.finish_dk(dk_sum, dk, scale, cum_k, None, None, stream=stream)
@@ -177,6 +219,9 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         # Probabilities stay in registers, and the next product of queries and keys overlaps.
         config = library.FwdConfig(kind.tile.queries, kind.tile.keys, True, True)
         kernel_class = walking_forward(kind.tile.programs)
+    if kind.bias is not None:
+        assert kind.tile is not None
+        kernel_class = functools.partial(biased_forward(kind.tile.programs), bias=kind.bias)
     return kernel_class(
         dtype,
         kind.head_dim,
@@ -184,7 +229,8 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         kind.group,
         is_causal=kind.causal,
         is_local=False,
-        pack_gqa=kind.group > 1,
+        # The lists of tiles, and the bias, are of queries of one head.
+        pack_gqa=kind.group > 1 and kind.bias is None,
         tile_m=config.m_block_size,
         tile_n=config.n_block_size,
         num_stages=2,
@@ -204,19 +250,31 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
     if kind.is_varlen:
         cum = [fake_tensor(cutlass.Int32, 1, 1) for _ in range(2)]
         return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
+    if kind.bias is not None:
+        return _compile(
+            _BiasedForward(kernel), *tensors, logsumexp, *_fake_bias(kind), Float32(1.0)
+        )
     return _compile(_Forward(kernel), *tensors, logsumexp, Float32(1.0))
 
 
+def _fake_bias(kind: Kind) -> tuple[Any, Any]:
+    """A bias of any strides but the last one, and the lists of its tiles."""
+    assert kind.bias is not None
+    dtype = Float32 if kind.bias.dtype is torch.float32 else CUTLASS_DTYPES[kind.bias.dtype]
+    return fake_tensor(dtype, 4, 2 if kind.bias.in_pairs else 1), fake_tensor(cutlass.Int32, 5, 1)
+
+
 def _backward_kernel(
-    dtype: Any, head_dim: int, head_dim_v: int, group: int, causal: bool
+    dtype: Any, dims: tuple[int, int], kind: Kind, config: Any
 ) -> FlashAttentionBackwardSm90:
-    config = library._tile_size_bwd_sm90(head_dim, head_dim_v, causal, False)
-    return FlashAttentionBackwardSm90(
+    kernel_class = FlashAttentionBackwardSm90
+    if kind.bias is not None:
+        kernel_class = functools.partial(BiasedBackward, bias=kind.bias)
+    return kernel_class(
         dtype,
-        head_dim,
-        head_dim_v,
-        group,
-        causal,
+        *dims,
+        kind.group,
+        kind.causal,
         is_local=False,
         deterministic=False,
         tile_m=config.m_block_size,
@@ -233,7 +291,13 @@ def _backward_kernel(
         num_threads=(config.num_wg + 1) * 128,
         V_in_regs=False,
         dQ_single_wg=config.dQ_single_wg,
+        q_subtile_factor=LISTED_QUERIES // config.m_block_size if kind.bias is not None else 1,
     )
+
+
+def _listed_queries(kind: Kind) -> int | None:
+    """Of how many queries tiles are listed, which those of the kernel divide; None: of none."""
+    return LISTED_QUERIES if kind.bias is not None else None
 
 
 def _built_dim(dim: int) -> int:
@@ -249,8 +313,8 @@ def _built_dim(dim: int) -> int:
 def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     dtype = CUTLASS_DTYPES[kind.dtype]
     dims = _built_dim(kind.head_dim), _built_dim(kind.head_dim_v)
-    config = library._tile_size_bwd_sm90(*dims, kind.causal, False)
-    kernel = _backward_kernel(dtype, *dims, kind.group, kind.causal)
+    config = library._tile_size_bwd_sm90(*dims, kind.causal, False, _listed_queries(kind))
+    kernel = _backward_kernel(dtype, dims, kind, config)
     # To what the kernel rounds head dimensions. The kernels before and after it have to agree: the
     # library's own front says 32 to them where the kernel takes 16, and dq of heads of 40, 72 and
     # 80 is wrong through it (flash-attn-4 4.0.0b36).
@@ -280,8 +344,9 @@ def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     if kind.group == 1:
         sums[3:] = [None, None]
     cum = [fake_tensor(cutlass.Int32, 1, 1) if kind.is_varlen else None for _ in range(2)]
+    bias = (None, None) if kind.bias is None else _fake_bias(kind)
     function = _Backward(preprocess, kernel, finish_dq, finish_dk, finish_dv)
     logsumexp = fake_tensor(Float32, ndim - 1, 1)
-    compiled = _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, Float32(1.0))
+    compiled = _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, *bias, Float32(1.0))
     sizes = (config.m_block_size, config.n_block_size, kernel.tile_hdim, kernel.tile_hdimv)
     return compiled, BackwardTile(*sizes)

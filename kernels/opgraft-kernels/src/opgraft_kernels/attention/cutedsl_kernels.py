@@ -19,7 +19,11 @@ from typing import NamedTuple
 import torch
 
 from opgraft import cutedsl_utils, lazy
-from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, forward_tile
+from opgraft_kernels.attention.cutedsl_tiles import (
+    ForwardTile,
+    biased_forward_tile,
+    forward_tile,
+)
 from opgraft_kernels.devices import multiprocessors
 
 __all__ = [
@@ -30,6 +34,14 @@ __all__ = [
     "forward",
     "forward_varlen",
 ]
+
+
+class BiasKind(NamedTuple):
+    """What of an additive mask of the scores a compiled function is for."""
+
+    dtype: torch.dtype
+    is_by_key: bool  # all queries share it
+    in_pairs: bool  # two of its elements can be read at once, from an even key on
 
 
 class Kind(NamedTuple):
@@ -45,6 +57,12 @@ class Kind(NamedTuple):
     is_varlen: bool
     # Of a forward by programs that walk over tiles; otherwise the library's.
     tile: ForwardTile | None = None
+    bias: BiasKind | None = None
+
+
+# Of the tiles that are listed for a backward: tiles of its kernels are as many keys, and their
+# queries divide these.
+LISTED_QUERIES, LISTED_KEYS = 128, 128
 
 
 class BackwardTile(NamedTuple):
@@ -81,8 +99,9 @@ def forward(
     logsumexp: torch.Tensor | None,
     scale: float,
     causal: bool,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """Writes ``softmax(scale * q @ k.T) @ v`` to `out`, and the scores' logsumexp.
+    """Writes ``softmax(scale * q @ k.T + bias) @ v`` to `out`, and the scores' logsumexp.
 
     Args:
         q: ``[batch, heads, length_q, dim]``, float16 or bfloat16, as `k`, `v` and `out` are; the
@@ -92,26 +111,62 @@ def forward(
         out: ``[batch, heads, length_q, dim_v]``.
         logsumexp: ``[batch, heads, length_q]``, float32, natural logarithm; None where unwanted.
         scale: of the scores.
-        causal: whether query i sees key j only where ``j <= i + length_k - length_q``.
+        causal: whether query i sees key j only where ``j <= i + length_k - length_q``; not beside
+            a bias.
+        bias: ``[batch, heads, length_q, length_k]``, of the inputs' dtype or float32, its last
+            dimension contiguous, the same for all heads, the others of any strides, 0 where it is
+            broadcast; None for 0. A query whose scores are all -inf gets an output of 0, and a
+            logsumexp of inf.
     """
     batch, heads, queries, head_dim = q.shape
     _, heads_k, keys, head_dim_v = v.shape
-    group = heads // heads_k
-    programs = multiprocessors(q.device)
     kind = Kind(
         True,
         q.dtype,
         head_dim,
         head_dim_v,
-        group,
+        heads // heads_k,
         causal,
         logsumexp is not None,
         False,
-        forward_tile(
-            max(head_dim, head_dim_v), group, causal, batch * heads_k, queries, keys, programs
-        ),
     )
-    _functions(kind, q.device)(q, k, v, out, logsumexp, scale)
+    dim, programs = max(head_dim, head_dim_v), multiprocessors(q.device)
+    if bias is None:
+        tile = forward_tile(dim, kind.group, causal, batch * heads_k, queries, keys, programs)
+        _functions(kind._replace(tile=tile), q.device)(q, k, v, out, logsumexp, scale)
+        return
+    tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
+    kind = kind._replace(tile=tile, bias=_bias_kind(bias))
+    lists = _lists(bias, q, k, scale, tile.queries, tile.keys)
+    _functions(kind, q.device)(q, k, v, out, logsumexp, bias, lists, scale)
+
+
+def _bias_kind(bias: torch.Tensor) -> BiasKind:
+    beginnings = (*bias.stride()[:3], bias.data_ptr() // bias.element_size(), bias.shape[3])
+    return BiasKind(
+        bias.dtype,
+        is_by_key=bias.stride(2) == 0,
+        in_pairs=all(n % 2 == 0 for n in beginnings),
+    )
+
+
+def _lists(
+    bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    queries: int,
+    keys: int,
+    logsumexp: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The lists of tiles of a bias, as `triton_lists` has them, on the stream."""
+    # Triton's, which no other kernel here needs.
+    from opgraft_kernels.attention.triton_lists import plan_lists
+
+    lists, launches = plan_lists(bias, q, k, scale, queries, keys, logsumexp)
+    for launch in launches:
+        launch()
+    return lists
 
 
 def forward_varlen(
@@ -151,6 +206,7 @@ def backward(
     dv: torch.Tensor,
     scale: float,
     causal: bool,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Writes the gradients of `forward` to `dq`, `dk` and `dv`, laid out as `forward`'s tensors.
 
@@ -159,7 +215,10 @@ def backward(
     batch, heads, length_q, head_dim = q.shape
     _, heads_k, length_k, head_dim_v = v.shape
     group = heads // heads_k
-    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
+    kind, lists = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False), None
+    if bias is not None:
+        kind = kind._replace(bias=_bias_kind(bias))
+        lists = _lists(bias, q, k, scale, LISTED_QUERIES, LISTED_KEYS, logsumexp)
     tile = _tile(kind, q.device)
     rows = _round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32
@@ -173,7 +232,7 @@ def backward(
         dv_sum = torch.zeros((batch, heads_k, columns * tile.dim_v), dtype=fp32, device=device)
     _functions(kind, device)(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
-        delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, scale,
+        delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, bias, lists, scale,
     )  # fmt: skip
 
 
@@ -211,5 +270,5 @@ def backward_varlen(
         dv_sum = torch.zeros((heads_k, columns * tile.dim_v), dtype=fp32, device=device)
     _functions(kind, device)(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
-        delta, logsumexp2, dq_sum, dk_sum, dv_sum, cum_q, cum_k, scale,
+        delta, logsumexp2, dq_sum, dk_sum, dv_sum, cum_q, cum_k, None, None, scale,
     )  # fmt: skip

@@ -16,11 +16,11 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["ForwardTile", "forward_tile"]
+__all__ = ["ForwardTile", "biased_forward_tile", "forward_tile"]
 
 
 class ForwardTile(NamedTuple):
-    """A tile, and how many programs walk over tiles of that size."""
+    """A tile, and how many programs walk over tiles of that size; 0: each tile has a program."""
 
     queries: int
     keys: int
@@ -92,6 +92,24 @@ def forward_tile(
     if units <= multiprocessors or _walking_time(call, *best) >= _library_time(call):
         return None
     return ForwardTile(*best, multiprocessors)
+
+
+def biased_forward_tile(
+    head_dim: int, is_by_key: bool, heads: int, queries: int, multiprocessors: int
+) -> ForwardTile:
+    """The tiles of a forward with a bias, of which lists say which are computed.
+
+    Args:
+        head_dim: of queries, keys and values.
+        is_by_key: whether all queries share the bias: then a head's tiles see the same keys.
+        heads: of queries, of the whole batch.
+        queries: of a head.
+        multiprocessors: the device's.
+    """
+    height = _HIGH if head_dim <= _WIDE_DIMS else _LOW
+    tiles = -(-queries // height) * heads
+    walks = is_by_key and head_dim <= _MOST_DIMS and tiles > multiprocessors
+    return ForwardTile(height, _KEYS, multiprocessors if walks else 0)
 
 
 def _sizes(call: _Call) -> Iterator[tuple[int, int]]:

@@ -23,10 +23,10 @@ from cutlass.cute import FastDivmodDivisorV2
 from flash_attn.cute import flash_fwd, flash_fwd_sm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.named_barrier import NamedBarrierFwd
-from flash_attn.cute.tile_scheduler import WorkTileInfo
+from flash_attn.cute.tile_scheduler import SingleTileScheduler, WorkTileInfo
 from quack.cute_dsl_utils import ParamsBase
 
-__all__ = ["walking_forward"]
+__all__ = ["LongestFirst", "renamed", "walking_forward"]
 
 
 class Walk:
@@ -163,6 +163,24 @@ class WalkingForward(FlashAttentionForwardSm90):
         )  # fmt: skip
 
 
+class LastQueriesFirst(SingleTileScheduler):  # type: ignore[misc]
+    """A program for each tile, of which those of a head's last queries begin first."""
+
+    @staticmethod
+    def create(params: Any, _ctx: Any = None, **__: Any) -> LastQueriesFirst:
+        return LastQueriesFirst(params, cute.arch.block_idx())
+
+    def get_current_work(self, **_: Any) -> WorkTileInfo:
+        tile, head, batch = self._blk_coord
+        place = (self.params.num_block - 1 - tile, head, batch, Int32(0))
+        return WorkTileInfo(place, self._is_first_block)
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> LastQueriesFirst:
+        made = super().__new_from_mlir_values__(values)
+        made.__class__ = LastQueriesFirst
+        return made
+
+
 def _check_barrier() -> None:
     """That the library's kernel leaves the barrier alone which the epilogue above takes."""
     name = NamedBarrierFwd.PFull.name
@@ -188,11 +206,29 @@ def walking_forward(programs: int) -> type[WalkingForward]:
     """
     _check_barrier()
     walk = type("Walk", (Walk,), {"programs": programs})
-    known = inspect.unwrap(FlashAttentionForwardSm90.__call__)
-    names = {**known.__globals__, "SingleTileScheduler": walk, "SingleTileLPTScheduler": walk}
-    call = FunctionType(
-        known.__code__, names, known.__name__, known.__defaults__, known.__closure__
+    names = {"SingleTileScheduler": walk, "SingleTileLPTScheduler": walk}
+    call = renamed(FlashAttentionForwardSm90.__call__, names)
+    return type("WalkingForward", (WalkingForward,), {"__call__": call})
+
+
+def renamed(function: Any, names: dict[str, Any]) -> Any:
+    """One of the library's functions, in which some names of its module mean something else."""
+    known = inspect.unwrap(function)
+    same = FunctionType(
+        known.__code__,
+        {**known.__globals__, **names},
+        known.__name__,
+        known.__defaults__,
+        known.__closure__,
     )
     for name in ("__kwdefaults__", "__qualname__", "__module__", "__annotations__"):
-        setattr(call, name, getattr(known, name))
-    return type("WalkingForward", (WalkingForward,), {"__call__": cute.jit(call)})
+        setattr(same, name, getattr(known, name))
+    return cute.jit(same)
+
+
+class LongestFirst(FlashAttentionForwardSm90):  # type: ignore[misc]
+    """The library's kernel, which begins with the tiles that see the most keys in most masks."""
+
+    __call__ = renamed(
+        FlashAttentionForwardSm90.__call__, {"SingleTileScheduler": LastQueriesFirst}
+    )

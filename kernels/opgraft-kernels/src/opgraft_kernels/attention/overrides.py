@@ -285,6 +285,11 @@ _CUTEDSL = _Kind(
 )
 _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
+# Masks that heads share. Of others every tile is read, and Triton's kernels are faster.
+_CUTEDSL_MASKED = _Kind(
+    *("cutedsl_masked", "cutedsl_kernels", True, (64, 80, 96, 128), (_CUDNN, _CUDNN_BACKWARD)),
+    priority=1,
+)
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
 # `_scaled_dot_product_flash_attention` calls this op: native is one kernel, and so are ours. What
 # was measured of the one holds for the other.
@@ -334,6 +339,8 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         if "itemsize" in more:
             # Calls in 32 bits are the efficient op's.
             terms["ranges"]["itemsize"] = (2, 4) if op in _EFFICIENTS else (2,)
+        if kind is _CUTEDSL_MASKED:
+            terms["ranges"]["for_all_heads"] = (1,)
     return Crossover(**terms, **features, **more)
 
 
@@ -362,7 +369,9 @@ def _is_right(op: _Op, kind: _Kind) -> Any:
 def _condition(op: _Op, kind: _Kind) -> Any:
     """The calls that `kind`'s kernels are right for, and that tables may say something of."""
     dims = (when.size("query", -1), when.size("value", -1))
-    if kind.kernels == "cutedsl_kernels":
+    if kind is _CUTEDSL_MASKED:
+        computes = _hopper() & _cutedsl_masks(dims)
+    elif kind.kernels == "cutedsl_kernels":
         computes = _hopper() & _cutedsl_dims()
     else:
         # Rows of heads are read 16 bytes at a time.
@@ -408,6 +417,25 @@ def _cutedsl_dims() -> Any:
     return same | ((dim == 192) & (dim_v == 128))
 
 
+# A scale from here on divides masks without an overflow, but of numbers that are almost one.
+_LEAST_SCALE = 1e-6
+
+
+def _cutedsl_masks(dims: tuple[Any, Any]) -> Any:
+    """Masks, and head dimensions, that FlashAttention-4's kernels are compiled and tested for."""
+    return (
+        (dims[0] == dims[1])
+        & (dims[0] % 8 == 0)
+        & (dims[0] <= 128)
+        # Their lists of tiles are of one mask, which is not causal besides.
+        & (when.value("is_causal") == 0)
+        & (when.ndim("attn_bias") == 4)
+        & (_is_broadcast("attn_bias", -3) == 1)
+        & (when.stride("attn_bias", -1) == 1)
+        & (when.is_none("scale") | (when.value("scale") > _LEAST_SCALE))
+    )
+
+
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
 _CPU_ROWS = 16
@@ -451,7 +479,7 @@ def register(dispatch_key: str) -> list[Override]:
 def available_kinds() -> list[_Kind]:
     """The kinds of calls whose kernels are installed."""
     if _has_flash_attn_4():
-        return [_CUTEDSL, _TRITON, _MASKED]
+        return [_CUTEDSL, _CUTEDSL_MASKED, _TRITON, _MASKED]
     log.info("no overrides by FlashAttention-4: pip install 'opgraft-kernels[flash-attn-4]'")
     return [_TRITON, _MASKED]
 

@@ -52,7 +52,20 @@ from .triton_tiles import (
     norms_kernel,
 )
 
-__all__ = ["MAX_DIM", "Device", "backward", "forward", "plan_backward", "plan_forward"]
+__all__ = [
+    "BY_KEY",
+    "MAX_DIM",
+    "Device",
+    "apart",
+    "are_far_apart",
+    "backward",
+    "bias_kind",
+    "block_dim",
+    "forward",
+    "mark_tiles",
+    "plan_backward",
+    "plan_forward",
+]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,7 +284,7 @@ def _plan_short_forward(
     rows = 64
     in_all = ceil_div(length_q, rows) * batch * heads
     tiles = max(1, min(_MOST_TILES, in_all // _MANY_PROGRAMS))
-    strides = _strides(q, k, v, out)
+    strides = apart(q, k, v, out)
     lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     common = _constexprs(q, v, strides, device)
     del common["PRECISION"]  # 16 bits have one
@@ -311,9 +324,9 @@ def _plan_short_backward(
     programs = batch * heads_k
     tile = _short_backward_tile(_kind(q, v, bias, causal), programs, length_k)
     inputs, results = (grad_out, q, k, v, out), (dq, dk, dv)
-    strides = _strides(*inputs, *results)
+    strides = apart(*inputs, *results)
     common = _constexprs(q, v, strides, device)
-    planned = Bias(_bias_kind(bias), bias)
+    planned = Bias(bias_kind(bias), bias)
     of_bias = planned.constexprs()
     del common["PRECISION"], of_bias["SPLITS"]  # 16 bits have one; no tiles are listed
     return [
@@ -322,8 +335,8 @@ def _plan_short_backward(
             programs,
             (
                 *(*inputs, logsumexp, bias, *results, dbias),
-                *(*_strides(*inputs), *logsumexp.stride(), *planned.strides()),
-                *(*_strides(*results), 0 if dbias is None else dbias.stride(2)),
+                *(*apart(*inputs), *logsumexp.stride(), *planned.strides()),
+                *(*apart(*results), 0 if dbias is None else dbias.stride(2)),
                 *(heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale),
             ),
             {
@@ -362,41 +375,41 @@ def _unmeasured_backward_tile(kind: Kind) -> Tile:
     return Tile(32, 32, 8, 1)
 
 
-def _block_dim(dim: int) -> int:
+def block_dim(dim: int) -> int:
     return max(_MIN_BLOCK_DIM, power_of_2(dim))
 
 
 def _kind(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool) -> Kind:
     dim = max(q.shape[-1], v.shape[-1])
-    return Kind(dim, q.element_size(), _bias_kind(bias), _is_listed(bias, causal))
+    return Kind(dim, q.element_size(), bias_kind(bias), _is_listed(bias, causal))
 
 
 # Rows that a tile has at the most.
 _TALLEST = 256
 
 
-def _are_far_apart(apart: tuple[int, ...]) -> bool:
-    """Whether 32 bits are too few for where a tile's rows begin. `apart`: as `_strides` has it."""
-    return _TALLEST * max(apart[2::3]) >= 2**31
+def are_far_apart(strides: tuple[int, ...]) -> bool:
+    """Whether 32 bits are too few for where a tile's rows begin. `strides`: as `apart` has them."""
+    return _TALLEST * max(strides[2::3]) >= 2**31
 
 
 def _constexprs(
-    q: torch.Tensor, v: torch.Tensor, apart: tuple[int, ...], device: Device
+    q: torch.Tensor, v: torch.Tensor, strides: tuple[int, ...], device: Device
 ) -> dict[str, Any]:
-    """What every kernel of a call is compiled with. `apart`: by what its tensors are strided."""
+    """What every kernel of a call is compiled with. `strides`: as `apart` has its tensors'."""
     dim, dim_v = q.shape[-1], v.shape[-1]
     return {
         "DIM": dim,
         "DIM_V": dim_v,
-        "BLOCK_DIM": _block_dim(dim),
-        "BLOCK_DIM_V": _block_dim(dim_v),
-        "UNIT": unit_of(q.element_size(), *apart),
-        "FAR": _are_far_apart(apart),
+        "BLOCK_DIM": block_dim(dim),
+        "BLOCK_DIM_V": block_dim(dim_v),
+        "UNIT": unit_of(q.element_size(), *strides),
+        "FAR": are_far_apart(strides),
         "PRECISION": device.precision if q.dtype is torch.float32 else "tf32",
     }
 
 
-def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+def apart(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Of each but the last dimension, which is contiguous."""
     return tuple(stride for t in tensors for stride in t.stride()[:3])
 
@@ -439,7 +452,7 @@ class Bias(NamedTuple):
         return {"BIAS": self.kind, "UNIT_BIAS": unit, "SPLITS": splits}
 
 
-def _bias_kind(bias: torch.Tensor | None) -> int:
+def bias_kind(bias: torch.Tensor | None) -> int:
     if bias is None:
         return NO_BIAS.value
     return BY_KEY.value if bias.stride(2) == 0 else BY_SCORE.value
@@ -471,7 +484,7 @@ def _plan_bias(
     Returns:
         For the kernel of `queries`; for the one of `keys`; the launches.
     """
-    kind = _bias_kind(bias)
+    kind = bias_kind(bias)
     planned = Bias(kind, bias)
     if kind == BY_KEY.value:  # a program of keys has one tile of the bias
         keys = None
@@ -479,7 +492,7 @@ def _plan_bias(
     if bias is None or not wanted or not _is_listed(bias, causal):
         return planned, planned, []
     rows, cols = min(tile.q for tile in wanted), min(tile.k for tile in wanted)
-    marks, best, mark = _mark_tiles(bias, rows, cols)
+    marks, best, mark = mark_tiles(bias, rows, cols)
     of_queries, of_keys, launches = planned, planned, [mark]
     if queries is not None:
         tiles, collect = _list_tiles(marks, best, queries.q // rows, queries.k // cols)
@@ -497,14 +510,14 @@ def _plan_bias(
 _MARKED_BY_WARP = 4096
 
 
-def _mark_tiles(
+def mark_tiles(
     bias: torch.Tensor, rows: int, cols: int
 ) -> tuple[torch.Tensor, torch.Tensor, Launch]:
     """What tiles of so many rows and columns are, ``[batch, rows of tiles, tiles]``."""
     batch, _, length_q, length_k = bias.shape
     batch = 1 if bias.stride(0) == 0 else batch
-    if _bias_kind(bias) == BY_KEY.value:
-        length_q = rows  # all rows of tiles are the same
+    if bias_kind(bias) == BY_KEY.value:
+        length_q = rows = 1  # all rows are the same
     shape = (batch, ceil_div(length_q, rows), ceil_div(length_k, cols))
     marks = torch.empty(shape, dtype=torch.int32, device=bias.device)
     best = torch.empty(shape, dtype=torch.float32, device=bias.device)
@@ -556,7 +569,7 @@ def _with_norms(planned: Bias, listed: Bias, x: torch.Tensor) -> tuple[Bias, lis
     batch, heads, length, dim = x.shape
     splits = min(power_of_2(ceil_div(length, 4 * _NORM_ROWS)), _MOST_SPLITS)
     norms = torch.empty((batch * heads, splits), dtype=torch.float32, device=x.device)
-    strides = _strides(x)
+    strides = apart(x)
     launch = Launch(
         norms_kernel,
         norms.numel(),
@@ -567,11 +580,11 @@ def _with_norms(planned: Bias, listed: Bias, x: torch.Tensor) -> tuple[Bias, lis
         {
             "DIM": dim,
             "BLOCK": _NORM_ROWS,
-            "BLOCK_DIM": _block_dim(dim),
+            "BLOCK_DIM": block_dim(dim),
             "BLOCK_TILES": power_of_2(listed.tiles.shape[1]),
             "SPLITS": splits,
             "UNIT": unit_of(x.element_size(), *strides),
-            "FAR": _are_far_apart(strides),
+            "FAR": are_far_apart(strides),
         },
         4,
     )
@@ -601,7 +614,7 @@ def plan_forward(
     tile = _forward_tile(device, kind, batch * heads * length_q, length_k)
     planned, _, listing = _plan_bias(bias, causal, queries=tile)
     planned, norms = _with_norms(planned, planned, k)
-    strides = _strides(q, k, v, out)
+    strides = apart(q, k, v, out)
     lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     forward = Launch(
         forward_kernel,
@@ -668,12 +681,12 @@ def plan_backward(
             *(scale, causal, device, bias, dbias),
         )
     inputs = (grad_out, q, k, v)
-    common = _constexprs(q, v, _strides(*inputs, out, dq, dk, dv), device)
+    common = _constexprs(q, v, apart(*inputs, out, dq, dk, dv), device)
     delta = torch.empty((batch, heads, length_q), dtype=torch.float32, device=q.device)
     delta_launch = Launch(
         delta_kernel,
         ceil_div(length_q, _DELTA_ROWS) * batch * heads,
-        (grad_out, out, delta, *_strides(grad_out, out), heads, length_q),
+        (grad_out, out, delta, *apart(grad_out, out), heads, length_q),
         {
             "DIM": common["DIM_V"],
             "BLOCK": _DELTA_ROWS,
@@ -683,7 +696,7 @@ def plan_backward(
         },
         4,
     )
-    strides = (*_strides(*inputs), *logsumexp.stride())
+    strides = (*apart(*inputs), *logsumexp.stride())
     sizes = (heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale)
 
     tile_q = _backward_queries_tile(device, kind, batch * heads * length_q, length_k, causal)
@@ -706,7 +719,7 @@ def plan_backward(
             *strides,
             *planned.strides(),
             *planned.tile_strides(),
-            *_strides(dk, dv),
+            *apart(dk, dv),
             *sizes,
         ),
         {"CAUSAL": causal, **planned.constexprs(), **common, **tile.constexprs()},
@@ -727,7 +740,7 @@ def plan_backward(
             *strides,
             *planned_q.strides(),
             *planned_q.tile_strides(),
-            *_strides(dq),
+            *apart(dq),
             0 if dbias is None else dbias.stride(2),
             *sizes,
         ),

@@ -16,8 +16,11 @@ __all__ = [
     "LOG2_E",
     "LOW",
     "LOWEST",
+    "LOW_TILE",
     "NOTHING_BELOW",
+    "NOTHING_TILE",
     "NO_BIAS",
+    "ZERO_TILE",
     "fast_exp",
     "head_at",
     "head_rows",
@@ -256,8 +259,8 @@ def tiles_listed(entries_ptr, largest):
 # What `mark_tiles_kernel` says of a tile: all of it is -inf, or low, or 0, or there is something
 # else. The bits say that something is above -inf, is not low, is not 0: several tiles together are
 # what the bits of all of them say.
-_NOTHING, _LOW = tl.constexpr(0b100), tl.constexpr(0b101)
-_ZERO, _OTHER = tl.constexpr(0b011), tl.constexpr(0b111)
+NOTHING_TILE, LOW_TILE = tl.constexpr(0b100), tl.constexpr(0b101)
+ZERO_TILE, OTHER_TILE = tl.constexpr(0b011), tl.constexpr(0b111)
 # Numbers that stand for -inf in masks: the lowest of a dtype, -1e9, -1e4, which bfloat16 rounds.
 LOW = tl.constexpr(-9000.0)
 
@@ -293,9 +296,9 @@ def mark_tiles_kernel(
     least = tl.min(tl.min(bias, axis=1), axis=0)
     # Neither of the two says that there is a NaN.
     is_number = tl.max(tl.max((bias != bias).to(tl.int32), axis=1), axis=0) == 0
-    low = tl.where(largest == -INF, _NOTHING, _LOW)
-    state = tl.where((least == 0.0) & (largest == 0.0), _ZERO, _OTHER)
-    state = tl.where(is_number, tl.where(largest <= LOW, low, state), _OTHER)
+    low = tl.where(largest == -INF, NOTHING_TILE, LOW_TILE)
+    state = tl.where((least == 0.0) & (largest == 0.0), ZERO_TILE, OTHER_TILE)
+    state = tl.where(is_number, tl.where(largest <= LOW, low, state), OTHER_TILE)
     tl.store(state_ptr + tl.program_id(0), state)
     best = tl.where(row < length_r, top, INF)
     tl.store(best_ptr + tl.program_id(0), tl.min(best, axis=0))
@@ -340,14 +343,14 @@ def list_tiles_kernel(
             col = tile * COLS + mark_col
             there = (row < row_marks) & (col < col_marks)
             ptrs = marks + col * stride_c
-            state = state | tl.load(state_ptr + ptrs, mask=there, other=_NOTHING)
+            state = state | tl.load(state_ptr + ptrs, mask=there, other=NOTHING_TILE)
             bests = tl.load(best_ptr + ptrs, mask=there, other=-INF)
             best_of_row = tl.maximum(best_of_row, tl.max(bests, axis=0))
         best = tl.minimum(best, tl.where(row < row_marks, best_of_row, INF))
-    begin = tl.min(tl.where(state == _ZERO, tile, tiles), axis=0)
-    end = tl.min(tl.where((tile >= begin) & (state != _ZERO), tile, tiles), axis=0)
-    is_low = state == _LOW
-    is_other = (state != _NOTHING) & ~is_low & ((tile < begin) | (tile >= end))
+    begin = tl.min(tl.where(state == ZERO_TILE, tile, tiles), axis=0)
+    end = tl.min(tl.where((tile >= begin) & (state != ZERO_TILE), tile, tiles), axis=0)
+    is_low = state == LOW_TILE
+    is_other = (state != NOTHING_TILE) & ~is_low & ((tile < begin) | (tile >= end))
     others = tl.sum(is_other.to(tl.int32), axis=0)
     place = tl.cumsum(is_other.to(tl.int32), axis=0) - 1
     tl.store(entries_ptr + HEADER + place, tile, mask=is_other)

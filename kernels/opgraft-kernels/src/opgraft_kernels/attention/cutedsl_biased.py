@@ -1,0 +1,314 @@
+"""FlashAttention-4's kernels for Hopper with an additive mask, a bias, of the scores.
+
+The library's kernels take lists of tiles: those that are computed as they are, and those whose
+scores are changed first. Here the first are those where the bias is 0, the others those with a
+bias, and those that it leaves out are in neither.
+
+The library's own way to change scores calls a function for each element, which divides and loads by
+element. Here a tile's mask adds the bias, which it loads before the tile's product where there are
+registers for it, and the softmax has two forms. Scores of a tile without a bias are scaled as they
+are exponentiated, as in the library. Those with a bias are scaled before, and their maximum is
+subtracted before they are taken to powers of two: times log2(e) the lowest float, which stands for
+-inf in some models' masks, would be -inf, and rows of nothing else would attend to nothing.
+
+Importing this imports CuteDSL and the library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache, partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from flash_attn.cute import utils
+from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.mask import AttentionMask
+from flash_attn.cute.softmax import Softmax
+from quack import layout_utils
+
+from opgraft_kernels.attention.cutedsl_kernels import BiasKind
+from opgraft_kernels.attention.cutedsl_walking import LongestFirst, renamed, walking_forward
+
+__all__ = ["BiasedBackward", "biased_forward"]
+
+_LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
+# From so many warp groups on a thread has no registers for a bias beside a product.
+_MANY_WARP_GROUPS = 3
+# A backward's logsumexp in powers of two is no less than this: of a row that has nothing but the
+# lowest floats it would be -inf, and -inf - -inf is NaN.
+_LEAST_LOGSUMEXP = -1e38
+
+
+def _has_bias(*_: Any) -> bool:
+    """Stands where the library expects a function of its own: tiles of one list have a bias."""
+    raise AssertionError("BiasMask adds the bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasMask(AttentionMask):  # type: ignore[misc]
+    """The library's mask, which adds a bias where it is asked to change scores."""
+
+    # Whether it is the scores that are multiplied by the given number, or else the bias.
+    scales_scores: cutlass.Constexpr[bool] = True
+    # Whether all queries share the bias.
+    is_by_key: cutlass.Constexpr[bool] = False
+    # Whether two keys can be read at once, from an even one on.
+    in_pairs: cutlass.Constexpr[bool] = False
+
+    @cute.jit
+    def apply_mask(
+        self,
+        acc_S: cute.Tensor,
+        batch_idx: Int32,
+        head_idx: Int32,
+        m_block: Int32,
+        n_block: Int32,
+        thr_mma: cute.TiledMma,
+        mask_seqlen: cutlass.Constexpr[bool],
+        mask_causal: cutlass.Constexpr[bool],
+        mask_local: cutlass.Constexpr[bool] = False,
+        mask_mod: cutlass.Constexpr[Any] = None,
+        aux_data: Any = None,
+        fastdiv_mods: Any = (None, None),
+        bias: cute.Tensor | None = None,
+    ) -> None:
+        """As the library has it; `bias` is what `load` returns, where it was called before."""
+        if cutlass.const_expr(mask_mod is None):
+            AttentionMask.apply_mask(
+                self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen,
+                mask_causal, mask_local,
+            )  # fmt: skip
+        else:
+            if cutlass.const_expr(bias is None):
+                bias = self.load(aux_data, batch_idx, head_idx, m_block, n_block, thr_mma)
+            self._add(acc_S, bias, n_block, thr_mma, aux_data.scalars[0])
+
+    def _places(self, thr_mma: cute.TiledMma) -> cute.Tensor:
+        """Where in a tile the scores of a thread are, by their row and column."""
+        shape = (self.tile_m, self.tile_n)
+        places = cute.make_identity_tensor(shape[::-1] if self.swap_AB else shape)
+        return layout_utils.reshape_acc_to_mn(thr_mma.partition_C(places), transpose=self.swap_AB)
+
+    @cute.jit
+    def load(
+        self,
+        aux_data: Any,
+        batch: Int32,
+        head: Int32,
+        m_block: Int32,
+        n_block: Int32,
+        thr_mma: cute.TiledMma,
+    ) -> cute.Tensor:
+        """The bias of a thread's scores; where there is no query or key, the last one's."""
+        ROW, COL = (1, 0) if cutlass.const_expr(self.swap_AB) else (0, 1)
+        bias = aux_data.tensors[0][batch, head, None, None]
+        place = self._places(thr_mma)
+        rows, cols = cute.size(place.shape[0]), cute.size(place.shape[1])
+        lines = 1 if cutlass.const_expr(self.is_by_key) else rows
+        loaded = cute.make_rmem_tensor((lines, cols), bias.element_type)
+        # A thread's columns are pairs, but of the product of keys and queries.
+        step = 2 if cutlass.const_expr(self.in_pairs and not self.swap_AB) else 1
+        for row in cutlass.range_constexpr(lines):
+            query = cutlass.min(m_block * self.tile_m + place[row, 0][ROW], self.seqlen_q - 1)
+            line = cute.logical_divide(bias[query, None], cute.make_layout(step))
+            for col in cutlass.range_constexpr(0, cols, step):
+                key = n_block * self.tile_n + place[0, col][COL]
+                key = cutlass.min(key, self.seqlen_k - step)
+                for half in cutlass.range_constexpr(step):
+                    loaded[row, col + half] = line[half, key // step]
+        return loaded
+
+    @cute.jit
+    def _add(
+        self,
+        acc_S: cute.Tensor,
+        bias: cute.Tensor,
+        n_block: Int32,
+        thr_mma: cute.TiledMma,
+        times: Float32,
+    ) -> None:
+        """Scores become ``times * score + bias``, or ``score + times * bias``; of no key -inf."""
+        COL = 0 if cutlass.const_expr(self.swap_AB) else 1
+        scores = layout_utils.reshape_acc_to_mn(acc_S, transpose=self.swap_AB)
+        place = self._places(thr_mma)
+        lines = cute.size(bias.shape[0])
+        for col in cutlass.range_constexpr(cute.size(scores.shape[1])):
+            is_key = n_block * self.tile_n + place[0, col][COL] < self.seqlen_k
+            for row in cutlass.range_constexpr(cute.size(scores.shape[0])):
+                score = scores[row, col]
+                here = bias[row if lines > 1 else 0, col].to(Float32)
+                if cutlass.const_expr(self.scales_scores):
+                    score = score * times + here
+                else:
+                    score = here * times + score
+                scores[row, col] = score if is_key else -Float32.inf
+
+
+@dataclasses.dataclass
+class BiasedSoftmax(Softmax):  # type: ignore[misc]
+    """The library's softmax, with maxima of scaled scores, natural logarithms.
+
+    `is_biased` says whether the scores of a tile are scaled already.
+    """
+
+    is_biased: cutlass.Constexpr[bool] = False
+
+    @staticmethod
+    def create(
+        scale_log2: Float32,
+        num_rows: int,
+        arch: int = 80,
+        softmax_scale: Float32 | None = None,
+    ) -> BiasedSoftmax:
+        row_max = cute.make_rmem_tensor(num_rows, Float32)
+        row_sum = cute.make_rmem_tensor(num_rows, Float32)
+        return BiasedSoftmax(scale_log2, num_rows, row_max, row_sum, arch, softmax_scale)
+
+    @cute.jit
+    def online_softmax(
+        self,
+        acc_S: cute.Tensor,
+        is_first: cutlass.Constexpr[bool] = False,
+        check_inf: cutlass.Constexpr[bool] = True,
+    ) -> cute.Tensor:
+        scores = layout_utils.reshape_acc_to_mn(acc_S)
+        row_scale = cute.make_fragment_like(self.row_max, Float32)
+        for row in cutlass.range_constexpr(self.num_rows):
+            line = scores[row, None].load()
+            top = utils.fmax_reduce(line, init_val=None, arch=self.arch)
+            top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+            if cutlass.const_expr(not self.is_biased):
+                top *= self.softmax_scale
+            before = -Float32.inf
+            if cutlass.const_expr(not is_first):
+                before = self.row_max[row]
+                top = utils.fmax(before, top)
+            self.row_max[row] = top
+            # Of a row that has seen -inf alone. -inf - -inf would be NaN.
+            base = Float32(0.0) if top == -Float32.inf else top
+            if cutlass.const_expr(self.is_biased):
+                powers = (line - base) * _LOG2_E
+            else:
+                powers = line * (self.softmax_scale * _LOG2_E) - base * _LOG2_E
+            powers = cute.math.exp2(powers, fastmath=True)
+            if cutlass.const_expr(is_first):
+                row_scale[row] = Float32(1.0)
+                self.row_sum[row] = utils.fadd_reduce(powers, init_val=None, arch=self.arch)
+            else:
+                shrink = cute.math.exp2((before - base) * _LOG2_E, fastmath=True)
+                row_scale[row] = shrink
+                self.row_sum[row] = utils.fadd_reduce(
+                    powers, init_val=self.row_sum[row] * shrink, arch=self.arch
+                )
+            scores[row, None].store(powers)
+        return row_scale
+
+    @cute.jit
+    def finalize(self, final_scale: float = 1.0, sink_val: Any = None) -> cute.Tensor:
+        """What outputs are divided by; the sums become the scores' logsumexp.
+
+        It is infinity of a row that attends to nothing: exp(S - L) is then 0 in anybody's backward.
+        """
+        self.row_sum.store(utils.warp_reduce(self.row_sum.load(), lambda x, y: x + y, width=4))
+        row_scale = cute.make_fragment_like(self.row_max, Float32)
+        for row in cutlass.range_constexpr(self.num_rows):
+            total = self.row_sum[row]
+            is_empty = total == 0.0
+            row_scale[row] = cute.arch.rcp_approx(Float32(1.0) if is_empty else total)
+            logsumexp = self.row_max[row] + cute.math.log2(total, fastmath=True) * _LN_2
+            self.row_sum[row] = Float32.inf if is_empty else logsumexp
+        return row_scale
+
+
+def _with_bias(mask_class: partial[Any], bias: BiasKind, scales_scores: bool) -> partial[Any]:
+    return partial(
+        BiasMask,
+        *mask_class.args,
+        **mask_class.keywords,
+        scales_scores=scales_scores,
+        is_by_key=bias.is_by_key,
+        in_pairs=bias.in_pairs,
+    )
+
+
+class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
+    """A forward in which tiles of one list have a bias."""
+
+    def __init__(self, *args: Any, bias: BiasKind, **keywords: Any) -> None:
+        self.bias = bias
+        # With a function of scores the library's softmax gets their scale by itself.
+        super().__init__(*args, score_mod=_has_bias, mask_mod=_has_bias, **keywords)
+
+    def apply_score_mod(self, *_: Any, **__: Any) -> None:
+        """Nothing: the tile's mask adds the bias."""
+
+    def first_half_block_overlap(self, *args: Any, **keywords: Any) -> Any:
+        return super().first_half_block_overlap(*args, **self._for_tile(**keywords))
+
+    def mma_one_n_block_intrawg_overlap(self, *args: Any, **keywords: Any) -> Any:
+        return super().mma_one_n_block_intrawg_overlap(*args, **self._for_tile(**keywords))
+
+    def _for_tile(
+        self, softmax: BiasedSoftmax, mask_fn: partial[None], n_block: Int32, **others: Any
+    ) -> dict[str, Any]:
+        """What a step is given, by whether its tile has a bias."""
+        of_mask = mask_fn.keywords
+        if of_mask.get("mask_mod") is not None:
+            softmax = dataclasses.replace(softmax, is_biased=True)
+            if self.num_wg_mma < _MANY_WARP_GROUPS:
+                mask = mask_fn.func.__self__  # type: ignore[attr-defined]
+                bias = mask.load(
+                    *(of_mask[name] for name in ("aux_data", "batch_idx", "head_idx", "m_block")),
+                    *(n_block, of_mask["thr_mma"]),
+                )
+                mask_fn = partial(mask_fn, bias=bias)
+        return {"softmax": softmax, "mask_fn": mask_fn, "n_block": n_block, **others}
+
+
+@cache
+def biased_forward(programs: int) -> type[BiasedForward]:
+    """The class of a forward with a bias.
+
+    Args:
+        programs: as many walk over tiles; 0: there is a program for each tile, and those of the
+            last queries begin first, which see the most keys in most masks.
+    """
+    base = walking_forward(programs) if programs else LongestFirst
+    mma = renamed(FlashAttentionForwardSm90.mma, {"Softmax": BiasedSoftmax})
+
+    def with_bias(self: Any, *args: Any) -> None:
+        *before, mask_class, scheduler, lists, aux_data, fastdiv_mods = args
+        mask_class = _with_bias(mask_class, self.bias, scales_scores=True)
+        mma(self, *before, mask_class, scheduler, lists, aux_data, fastdiv_mods)
+
+    return type("BiasedForward", (BiasedForward, base), {"mma": with_bias})
+
+
+class BiasedBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
+    """A backward in which tiles of one list have a bias."""
+
+    def __init__(self, *args: Any, bias: BiasKind, **keywords: Any) -> None:
+        self.bias = bias
+        super().__init__(*args, mask_mod=_has_bias, **keywords)
+
+    def mma(self, *args: Any, **more: Any) -> None:
+        args = tuple(
+            _with_bias(each, self.bias, scales_scores=False)
+            if isinstance(each, partial) and each.func is AttentionMask
+            else each
+            for each in args
+        )
+        super().mma(*args, **more)
+
+    @staticmethod
+    @cute.jit
+    def _get_stat(
+        tSrS: cute.Tensor, row: Int32, lane: Int32, shuffle: cutlass.Constexpr[bool]
+    ) -> Float32:
+        stat = FlashAttentionBackwardSm90._get_stat(tSrS, row, lane, shuffle)
+        return Float32(_LEAST_LOGSUMEXP) if stat < _LEAST_LOGSUMEXP else stat

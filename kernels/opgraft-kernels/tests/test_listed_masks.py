@@ -1,0 +1,269 @@
+"""FlashAttention-4 with masks that heads share: the lists of tiles, and its kernels with them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from opgraft import when
+from opgraft_kernels.attention import cutedsl_kernels, overrides, samples
+from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, biased_forward_tile
+from opgraft_kernels.attention.triton_lists import plan_lists
+
+BATCH, HEADS, DIM = 2, 2, 16
+# Torch's own for cuDNN, BERT's in bfloat16, and the lowest number.
+LOW = (-65504.0, -9984.0, torch.finfo(torch.float32).min)
+# Of queries and keys.
+TILES = ((128, 128), (192, 128))
+
+
+def masks(name: str, queries: int, keys: int, lowest: float) -> torch.Tensor:
+    """A mask that heads share, ``[batch, 1, queries or 1, keys]``, float32."""
+    causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    key = torch.arange(keys)
+    begins = torch.tensor([[0], [keys // 3]])[:, None, None]
+    tiles = torch.rand(BATCH, 1, -(-queries // 128), -(-keys // 128)) < 0.5
+    seen = {
+        "padding": (key < torch.tensor([[keys], [keys // 2]]))[:, None, None],
+        "causal": causal[None, None],
+        "padding on the left": (key >= begins) & causal,
+        "tiles": tiles.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :queries, :keys],
+        "numbers": torch.ones(1, 1, queries, keys, dtype=torch.bool),
+    }[name]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, lowest)
+    return mask + torch.randn(mask.shape) if name == "numbers" else mask
+
+
+MASKS = ("padding", "causal", "padding on the left", "tiles", "numbers")
+
+# ------------------------------------------------------------------ lists
+
+
+def lists_of(
+    bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tile: tuple[int, int],
+    logsumexp: torch.Tensor | None,
+) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
+    """Batch, head and row of tiles, the tiles with a bias, and those where it is 0."""
+    lists, launches = plan_lists(bias, q, k, 1.0, *tile, logsumexp)
+    for launch in launches:
+        launch()
+    for place in itertools.product(*map(range, lists.shape[:3])):
+        with_bias, without = (each[1 : 1 + each[0]].tolist() for each in lists[place])
+        yield (*place, with_bias, without)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_in_no_list_has_no_probability(seed: int) -> None:
+    """By the formula, of scores that are large beside the mask, too."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    heads_k, lowest = rng.choice((1, 2)), (-math.inf, *LOW)[seed % 4]
+    queries, keys = rng.choice(((256, 256), (129, 450), (450, 200)))
+    size = rng.choice((1.0, 10.0, 40.0))
+    q = torch.randn(BATCH, HEADS, queries, DIM) * size
+    k = torch.randn(BATCH, heads_k, keys, DIM) * size
+    bias = masks(MASKS[seed % 5], queries, keys, lowest).expand(BATCH, HEADS, queries, keys)
+    scores = q @ k.repeat_interleave(HEADS // heads_k, 1).mT + bias
+    logsumexp = scores.logsumexp(-1)
+    is_there = (scores - logsumexp[..., None]).exp() > 0
+    for (rows, cols), lse in ((TILES[0], None), (TILES[1], None), (TILES[0], logsumexp)):
+        for batch, head, row, with_bias, without in lists_of(bias, q, k, (rows, cols), lse):
+            listed = [*with_bias, *without]
+            assert with_bias == sorted(with_bias) and without == sorted(without)
+            assert len({*listed}) == len(listed)
+            for tile in range(
+                -(-(keys if lse is None else queries) // (rows if lse is not None else cols))
+            ):
+                of_queries, of_keys = (row, tile) if lse is None else (tile, row)
+                place = (
+                    *(batch, head, slice(of_queries * rows, (of_queries + 1) * rows)),
+                    slice(of_keys * cols, (of_keys + 1) * cols),
+                )
+                assert tile in listed or not is_there[place].any()
+                if tile in without:
+                    assert bias[place].eq(0).all() and bias[place].shape[-1] == cols
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, *LOW])
+def test_of_padding_whole_tiles_are_computed_without_a_bias(lowest: float) -> None:
+    q = k = torch.randn(BATCH, HEADS, 512, DIM)
+    bias = masks("padding", 512, 512, lowest).expand(BATCH, HEADS, 512, 512)
+    found = [each[3:] for each in lists_of(bias, q, k, (128, 128), None)]
+    of_the_first, of_the_second = [([], [0, 1, 2, 3])] * 8, [([], [0, 1])] * 8
+    assert found == [*of_the_first, *of_the_second]
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, *LOW])
+def test_of_causal_masks_the_diagonal_has_a_bias(lowest: float) -> None:
+    q = k = torch.randn(BATCH, HEADS, 512, DIM)
+    bias = masks("causal", 512, 512, lowest).expand(BATCH, HEADS, 512, 512)
+    found = [each[3:] for each in lists_of(bias, q, k, (128, 128), None)]
+    assert found == [([row], list(range(row))) for row in range(4)] * BATCH * HEADS
+
+
+def test_queries_that_see_nothing_but_low_numbers_see_all_of_them() -> None:
+    q = k = torch.randn(BATCH, HEADS, 256, DIM)
+    bias = torch.zeros(1, 1, 256, 256)
+    bias[:, :, :, 128:] = LOW[0]
+    bias[:, :, 5] = LOW[0]
+    wide = bias.expand(BATCH, HEADS, 256, 256)
+    found = [each[3:] for each in lists_of(wide, q, k, (128, 128), None)]
+    assert found == [([0, 1], []), ([], [0])] * BATCH * HEADS
+
+
+def test_what_is_no_number_is_in_a_list() -> None:
+    q = k = torch.randn(BATCH, HEADS, 256, DIM)
+    k = k.clone()
+    k[0, 0, 200] = math.nan
+    bias = torch.zeros(1, 1, 1, 256)
+    bias[..., 128:] = LOW[0]
+    found = [
+        each[3:] for each in lists_of(bias.expand(BATCH, HEADS, 256, 256), q, k, (128, 128), None)
+    ]
+    assert found == [([1], [0])] * 2 + [([], [0])] * 6
+
+
+# ------------------------------------------------------------------ tiles and conditions
+
+
+def test_programs_walk_over_tiles_where_all_see_the_same_keys() -> None:
+    assert biased_forward_tile(64, True, 512, 512, 132) == ForwardTile(192, 128, 132)
+    assert biased_forward_tile(64, True, 8, 512, 132) == ForwardTile(192, 128, 0)
+    assert biased_forward_tile(128, True, 512, 512, 132) == ForwardTile(128, 128, 132)
+    assert biased_forward_tile(128, False, 512, 512, 132) == ForwardTile(128, 128, 0)
+
+
+OPS = [op.name for op in overrides._CUTEDSL_MASKED.ops]
+
+
+def _holds(op: str, *changes: tuple[str, Any]) -> bool:
+    """Without what is about the device."""
+    given = {"rows": 2**8, "keys": 2**5, "dim": 64, "for_all_queries": 0, "for_all_heads": 1}
+    named, *_ = samples.calls(op, torch.device("cpu"), **given)
+    named |= dict(changes)
+    (found,) = (each for each in overrides._CUTEDSL_MASKED.ops if each.name == op)
+    kind = overrides._CUTEDSL_MASKED
+    dims = when.size("query", -1), when.size("value", -1)
+    condition = overrides._cutedsl_masks(dims) & overrides._is_right(found, kind)
+    return bool(condition.holds(named))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_masks_that_heads_share_are_taken(op: str) -> None:
+    assert _holds(op)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attn_bias", lambda mask: mask.contiguous()),
+        ("attn_bias", lambda mask: mask[0, 0]),
+        ("attn_bias", lambda mask: mask[:, :, :, :1].expand_as(mask)),
+        ("attn_bias", lambda mask: torch.cat([mask, mask], -1)[..., ::2]),
+        ("is_causal", lambda _: True),
+        ("scale", lambda _: 1e-9),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_others_are_not(op: str, name: str, value: Any) -> None:
+    """They are Triton's, or native's."""
+    given = {"rows": 2**8, "keys": 2**5, "dim": 64, "for_all_queries": 0, "for_all_heads": 1}
+    named, *_ = samples.calls(op, torch.device("cpu"), **given)
+    assert not _holds(op, (name, value(named["attn_bias"])))
+
+
+# ------------------------------------------------------------------ kernels
+
+
+def _by_formula(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """In float64; 0 for queries that no key is left for."""
+    leaves = [each.double().requires_grad_() for each in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    wide = [each.repeat_interleave(group, 1) for each in leaves[1:]]
+    scores = leaves[0] @ wide[0].mT * q.shape[-1] ** -0.5 + bias.double()
+    is_left_alone = (bias == -math.inf).all(-1, keepdim=True)
+    p = scores.masked_fill(is_left_alone, 0.0).softmax(-1).masked_fill(is_left_alone, 0.0)
+    out = p @ wide[1]
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The output and the gradients, and the logsumexp."""
+    out = torch.full_like(q, math.nan)
+    logsumexp = torch.full(q.shape[:3], math.nan, device=q.device)
+    scale = q.shape[-1] ** -0.5
+    cutedsl_kernels.forward(q, k, v, out, logsumexp, scale, False, bias)
+    dq, dk, dv = (torch.full_like(each, math.nan) for each in (q, k, v))
+    cutedsl_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, scale, False, bias)
+    return [out, dq, dk, dv], logsumexp
+
+
+@pytest.fixture
+def on_hopper() -> torch.device:
+    if torch.cuda.get_device_capability() != (9, 0) or not overrides._has_flash_attn_4():
+        pytest.skip("needs Hopper and FlashAttention-4")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lowest", [-math.inf, *LOW])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("dim", "heads_k", "queries", "keys"),
+    [(64, 4, 300, 333), (128, 1, 257, 512), (72, 4, 640, 640)],
+)
+def test_attention_is_right(
+    dim: int,
+    heads_k: int,
+    queries: int,
+    keys: int,
+    name: str,
+    lowest: float,
+    dtype: torch.dtype,
+    on_hopper: torch.device,
+) -> None:
+    """Of queries with nothing but low numbers the gradients in float32 are too coarse for any
+    backward that keeps the logsumexp alone."""
+    shapes = ((4, queries), (heads_k, keys), (heads_k, keys), (4, queries))
+    q, k, v, grad = (
+        torch.randn(2, length, heads, dim, device=on_hopper).bfloat16().transpose(1, 2)
+        for heads, length in shapes
+    )
+    mask = masks(name, queries, keys, lowest).to(on_hopper).to(dtype)
+    bias = mask.expand(2, 4, queries, keys)
+    is_low = (bias < -9000).all(-1) & ~(bias == -math.inf).all(-1)
+    grad = grad.masked_fill(is_low[..., None], 0.0)
+    right = _by_formula(q, k, v, bias, grad)
+    ours, logsumexp = _attend(q, k, v, bias, grad)
+    for one, expected in zip(ours, right, strict=True):
+        error = (one.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        assert error <= 2e-2, error
+    is_left_alone = (bias == -math.inf).all(-1)
+    assert logsumexp.isinf().equal(is_left_alone)
+
+
+@pytest.mark.gpu
+def test_what_a_mask_removes_reaches_nothing(on_hopper: torch.device) -> None:
+    q, k, v, grad = (torch.randn(2, 4, 512, 64, device=on_hopper).bfloat16() for _ in range(4))
+    bias = torch.zeros(2, 1, 1, 512, device=on_hopper)
+    bias[..., 256:] = -math.inf
+    k[:, :, 256:] = v[:, :, 256:] = math.nan
+    ours, _ = _attend(q, k, v, bias.bfloat16().expand(2, 4, 512, 512), grad)
+    assert all(each.isfinite().all() for each in ours)
+    assert ours[2][:, :, 256:].eq(0).all() and ours[3][:, :, 256:].eq(0).all()
