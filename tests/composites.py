@@ -23,6 +23,7 @@ from opgraft import when
 from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op, resolve_symbol
 from opgraft.verification import opinfo
+from tests.garbage import collect_seldom
 from tests.modes import RecordOps
 
 Call = Callable[..., Any]
@@ -372,6 +373,7 @@ def _same(one: Any, other: Any) -> bool:
 def main(shard: int, shards: int, ways: list[str]) -> None:
     """Print, as JSON, what differed, and which ops were reached."""
     warnings.simplefilter("ignore")
+    collect_seldom()
     runs = [
         (*program, way)
         for program in programs(shard, shards)

@@ -31,6 +31,9 @@ from benchmarks._environment import Environment
 from opgraft.registry import registry
 from opgraft.verification.opinfo import seed_torch
 from tests.forked_programs import EnvironmentWithTorch, with_torch_imported
+from tests.garbage import collect_seldom
+
+collect_seldom()
 
 
 def _longest_first(items: list[pytest.Item]) -> None:

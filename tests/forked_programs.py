@@ -27,7 +27,9 @@ from tests import forked_workers
 #: it knows, and would copy the memory of all of torch's. What is about tensors of several processes
 #: is what `torch.testing.assert_close` imports, and sympy with it.
 _SERVER = """
-import gc, json, os, sys, torch
+import gc, json, os, sys
+gc.set_threshold(20_000)  # as in tests/garbage.py
+import torch
 if torch.distributed.is_available():
     import torch.distributed.tensor
 # Here: more that its programs import, or their workers.

@@ -88,6 +88,7 @@ with FakeTensorMode(), torch.no_grad():
 
 _SERVER = f"""
 import gc, sys
+gc.set_threshold(20_000)  # as in tests/garbage.py
 {FIRST_RUN}
 assert "opgraft" not in sys.modules
 gc.collect()

@@ -29,6 +29,7 @@ import opgraft
 from opgraft import when
 from opgraft.core import loader
 from opgraft.ops.schema import resolve
+from tests.garbage import collect_seldom
 from tests.modes import RecordOps
 
 torch.manual_seed(0)
@@ -210,6 +211,7 @@ def test_pieces_stay_the_same() -> None:
 
 def main() -> int:
     """Prints the differences under each router, in processes that have seen ops without it."""
+    collect_seldom()
     torch.set_num_threads(1)  # a process that was forked has none of OpenMP's
     torch._dynamo.config.allow_rnn = True
     stock = pieces()
