@@ -1139,13 +1139,13 @@ def test_no_compiler_outlives_a_program_that_is_killed(notes: Path) -> None:
     program = (
         PROGRAM[: PROGRAM.index("from opgraft.ready")]
         + """
-while not os.path.exists(os.environ["OPGRAFT_TEST_NOTES"]):
+notes = os.environ["OPGRAFT_TEST_NOTES"]
+while not (os.path.exists(notes) and open(notes).read().endswith("\\n")):
     time.sleep(0.01)
 os.kill(os.getpid(), 9)
 """
     )
     forked_programs.run(program, "starts_a_process_when_dry")
-    until(lambda: notes.read_text().endswith("\n"))
     compiler = int(notes.read_text())
     until(lambda: not is_alive(compiler))
 
