@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import forked_programs
 
 pytest.importorskip("triton")
 # With one, Triton is not interpreted, and the CPU key has no kernel.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RUN = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script as Python runs a file, in a process that has just imported torch."""
+    return forked_programs.run(RUN, BENCHMARKS / f"{name}.py", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +41,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 )
 def test_smoke(name: str) -> None:
     """Each asserts that its overrides were hit."""
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run(name, "--smoke")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
 
@@ -46,10 +57,9 @@ def test_recorded_times_of_graphs_are_put_into_tables(tmp_path: Path) -> None:
         part["cells"] = [" ".join([*cell.split()[:-2], "-", "-"]) for cell in part["cells"]]
     path = tmp_path / "nvidia_h200.json"
     path.write_text(json.dumps(table))
-    command = [sys.executable, str(BENCHMARKS / "recorded_tables.py"), "--output", str(tmp_path)]
     texts = []
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = run("recorded_tables", "--output", tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
         texts.append(path.read_text())
     assert texts[0] == texts[1], "what a table has stays"
