@@ -68,6 +68,12 @@ from tests import forked_workers
 del sys.path[0]
 forked_workers.fork_those_of_this_program()
 """
+_FILE = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 _MODULE = "import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
@@ -175,6 +181,13 @@ def run_module(
     """Run a module with this interpreter, as `subprocess.run` would `python -m`; see `run`."""
     text = _MODULE.format(name=name)
     return run(text, *arguments, env=env, cwd=cwd, forks_workers=forks_workers)
+
+
+def run_file(
+    path: Path, *arguments: object, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script with this interpreter, as `subprocess.run` would `python path`; see `run`."""
+    return run(_FILE, path, *arguments, env=env)
 
 
 class EnvironmentWithTorch(Environment):

@@ -19,17 +19,10 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-RUN = """
-import os, runpy, sys
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a script as Python runs a file, in a process that has just imported torch."""
-    return forked_programs.run(RUN, BENCHMARKS / f"{name}.py", *arguments)
+    return forked_programs.run_file(BENCHMARKS / f"{name}.py", *arguments)
 
 
 @pytest.mark.parametrize(

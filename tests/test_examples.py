@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forked_programs
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def variables() -> dict[str, str]:
+    """Without a GPU an example's kernels run in Triton's interpreter."""
+    return os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+
+
 def run(example: str) -> str:
-    """What an example prints; without a GPU its kernels run in Triton's interpreter."""
-    environment = dict(os.environ)
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / example)], env=environment, capture_output=True, text=True
-    )
+    """What an example prints, in a process that has just imported torch."""
+    done = forked_programs.run_file(EXAMPLES / example, env=variables())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -52,4 +54,8 @@ def test_attention_runs_with_overrides_and_without() -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_checks_itself() -> None:
-    assert "Large calls ran Triton, small ones the native kernel" in run("quickstart.py")
+    """Started as a reader starts it."""
+    quickstart = [sys.executable, str(EXAMPLES / "quickstart.py")]
+    done = subprocess.run(quickstart, env=variables(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Large calls ran Triton, small ones the native kernel" in done.stdout
