@@ -36,8 +36,9 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 # The bytecode of what is imported is all that the quickstart needs: that of all of torch would take a good part of its
 # time. An empty variable lets Python write it, even where the environment says that it should not.
 PY_KEEPING_BYTECODE := PYTHONDONTWRITEBYTECODE= $(PY)
-# Tests import most of it, in many processes. A few files of torch are for other versions of Python.
-BYTECODE = $(PY) -m compileall -qq -j $(JOBS) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+# Tests import most of it, in many processes, but not what tests it. A few files of torch are for other versions of
+# Python.
+BYTECODE = $(PY) -m compileall -qq -j $(JOBS) -x '/tests/' "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 # One stamp for each step that succeeded: the next call skips it, and repeats what failed.
 STAMPS := $(VENV)/stamps
 
