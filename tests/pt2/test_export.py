@@ -150,8 +150,9 @@ def package(path: Path) -> None:
         export(),
         package_path=str(path),
         inductor_configs={
-            "aot_inductor.compile_wrapper_opt_level": "O0"
-        },  # compiles in half the time
+            "aot_inductor.compile_wrapper_opt_level": "O0",  # compiles in half the time
+            "aot_inductor.precompile_headers": False,  # for two packages not worth it
+        },
     )
 
 
