@@ -848,6 +848,8 @@ def test_the_sources_of_the_core_go_together(tmp_path: Path) -> None:
         [
             *building.find_compiler(),
             *("-std=c++20", "-fsyntax-only", "-w", f"-iquote{ROOT / 'csrc'}"),
+            # In kilobytes: below this GCC does not look for memory that it could use again.
+            *("--param", "ggc-min-heapsize=1500000"),
             *("-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C_test"),
             *('-DOPGRAFT_TORCH_VERSION="1.99.0"', '-DOPGRAFT_TORCH_COMMIT=""'),
             *(f"-isystem{each}" for each in folders),
