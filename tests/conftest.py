@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,18 @@ def clean_registry() -> Iterator[None]:
 def same_random_numbers() -> None:
     """Whether a bound holds is not left to chance, nor to the tests that ran before."""
     seed_torch(0)
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """For tests that collect garbage often: that of a module alone, not all that was imported."""
+    if gc.get_freeze_count():  # in a process that was forked
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ from opgraft.registry import Chain
 from opgraft.router import derivative
 from tests.python_router import run_again, where_the_core_routes
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 NAMESPACE = "redefined"
 #: An op belongs to one test: what is registered for it stays.
 _numbers = itertools.count()

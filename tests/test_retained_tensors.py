@@ -23,7 +23,7 @@ CALLS = 8
 
 
 @pytest.fixture(autouse=True)
-def without_collections() -> Iterator[None]:
+def without_collections(quick_collections: None) -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield

@@ -28,7 +28,7 @@ Names = frozenset[str]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(quick_collections: None) -> Iterator[None]:
     yield
     gc.collect()
     assert threads.scopes() == () == threads.observers()
