@@ -34,6 +34,8 @@ core: Any = loader.in_use()
 if core is None:
     pytest.skip(f"Python routes here: {loader.status()}", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 LONG = os.environ.get("OPGRAFT_STRESS") == "1"
 CHANGES = 100_000 if LONG else 5_000
 
