@@ -54,10 +54,12 @@ def _check(found: dict[str, Any], spill: int) -> None:
 
 @pytest.mark.longest
 def test_attention_fits() -> None:
-    few_keys = {"short_backward_kernel", "short_forward_kernel"}
-    compiled = compiled_launches("attention", hopper=few_keys)
+    of_few_keys = {"short_backward_kernel", "short_forward_kernel"}
+    for_cutedsl = {"_norms_kernel", "_list_kernel"}
+    compiled = compiled_launches("attention", hopper=of_few_keys | for_cutedsl)
     assert {found["kernel"] for found in compiled} == {
-        *few_keys,
+        *of_few_keys,
+        *for_cutedsl,
         "forward_kernel",
         "delta_kernel",
         "backward_keys_kernel",
@@ -246,6 +248,8 @@ def _dtypes(found: dict[str, Any]) -> list[str]:
 
 # -------------------------------------------------------------------------------------- CuteDSL
 
+# Of three warp groups a thread has 160 registers, which a bias beside scores and output fills.
+BIASED_SPILL = 48
 # Functions that differ in their tiles alone would overwrite each other's files.
 _COMPILE_CUTEDSL = """
 import os, pathlib
@@ -286,11 +290,13 @@ def test_cutedsl_fits(package: str, family: str, cutedsl: list[str], tmp_path: P
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    cubins = list(tmp_path.glob("*/*.cubin"))
-    assert len(cubins) == len(done.stdout.splitlines()) > 0
+    cubins, kinds = list(tmp_path.glob("*/*.cubin")), done.stdout.splitlines()
+    assert len(cubins) == len(kinds) > 0
     for cubin in cubins:
+        kind = kinds[int(cubin.parent.name)]
+        most = {"STACK": BIASED_SPILL if "BiasKind" in kind else 0, "LOCAL": 0}
         for name, number in _resources(cubin):
-            assert (name, number) in (("STACK", 0), ("LOCAL", 0)), cubin
+            assert number <= most[name], kind
 
 
 _COUNT_SHARED_MEMORY = """
