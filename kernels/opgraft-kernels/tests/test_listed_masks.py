@@ -183,6 +183,30 @@ def test_others_are_not(op: str, name: str, value: Any) -> None:
     assert not _holds(op, (name, value(named["attn_bias"])))
 
 
+BACKWARDS = [
+    (op, kind)
+    for kind in (overrides._CUTEDSL, overrides._CUTEDSL_MASKED)
+    for op in kind.ops
+    if op.is_backward and op not in overrides._MEASURED_AS
+]
+
+
+@pytest.mark.parametrize(("op", "kind"), BACKWARDS, ids=lambda each: each.name)
+def test_more_batches_than_a_grid_has_are_not(op: overrides._Op, kind: overrides._Kind) -> None:
+    given: dict[str, Any] = {"rows": 2**10, "keys": 32, "dim": 64}
+    if kind.is_masked:
+        given |= {"for_all_queries": 0, "for_all_heads": 1}
+    named, *_ = samples.calls(op.name, torch.device("meta"), **given)
+    condition = overrides._is_right(op, kind)
+    assert condition.holds(named)
+    wide = {
+        name: each[:1].expand(2**16, -1, -1, -1)
+        for name, each in named.items()
+        if isinstance(each, torch.Tensor) and each.ndim == 4
+    }
+    assert not condition.holds({**named, **wide})
+
+
 # ------------------------------------------------------------------ kernels
 
 

@@ -357,9 +357,13 @@ def _is_broadcast(mask: str, dim: int) -> Any:
 
 def _is_right(op: _Op, kind: _Kind) -> Any:
     """The calls that `kind`'s kernels are right for, without what declines for its speed."""
+    dense = _dense(op, with_bias=kind.is_masked)
+    if kind.kernels == "cutedsl_kernels":
+        # Batches and heads are dimensions of a launch's grid, of which CUDA has so many.
+        dense = dense & (when.size("query", 0) < 2**16) & (when.size("query", op.heads) < 2**16)
     if op not in _MEASURED_AS:
-        return _dense(op, with_bias=kind.is_masked)
-    dense = when.is_none("cum_seq_q") & when.is_none("cum_seq_k") & _dense(op)
+        return dense
+    dense = when.is_none("cum_seq_q") & when.is_none("cum_seq_k") & dense
     if kind is not _CUTEDSL:  # Triton's kernels know no packed sequences
         return dense
     # FlashAttention-4's were tested on them at dimensions that need no padding in registers.
