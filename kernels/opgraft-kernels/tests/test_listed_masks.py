@@ -170,6 +170,7 @@ def test_masks_that_heads_share_are_taken(op: str) -> None:
         ("attn_bias", lambda mask: mask.contiguous()),
         ("attn_bias", lambda mask: mask[0, 0]),
         ("attn_bias", lambda mask: mask[:, :, :, :1].expand_as(mask)),
+        ("attn_bias", lambda mask: mask[:, :, :, :1].contiguous()[:, :1]),
         ("attn_bias", lambda mask: torch.cat([mask, mask], -1)[..., ::2]),
         ("is_causal", lambda _: True),
         ("scale", lambda _: 1e-9),

@@ -285,9 +285,11 @@ _CUTEDSL = _Kind(
 )
 _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
-# Masks that heads share. Of others every tile is read, and Triton's kernels are faster.
+# Masks that heads share. Of others every tile is read, and Triton's kernels are faster. The
+# backward is not registered: of queries that have nothing but numbers such as -1e9 it rounds the
+# scores otherwise than the logsumexp, and gradients are wrong or NaN.
 _CUTEDSL_MASKED = _Kind(
-    *("cutedsl_masked", "cutedsl_kernels", True, (64, 80, 96, 128), (_CUDNN, _CUDNN_BACKWARD)),
+    *("cutedsl_masked", "cutedsl_kernels", True, (64, 80, 96, 128), (_CUDNN,)),
     priority=1,
 )
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
@@ -436,6 +438,7 @@ def _cutedsl_masks(dims: tuple[Any, Any]) -> Any:
         & (when.ndim("attn_bias") == 4)
         & (_is_broadcast("attn_bias", -3) == 1)
         & (when.stride("attn_bias", -1) == 1)
+        & (when.size("attn_bias", -1) == when.size("key", -2))
         & (when.is_none("scale") | (when.value("scale") > _LEAST_SCALE))
     )
 
