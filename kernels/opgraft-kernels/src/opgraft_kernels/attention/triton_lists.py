@@ -1,11 +1,11 @@
 """Lists of the tiles of a bias for FlashAttention-4's kernels, which Triton kernels write before.
 
-A list is of a row of tiles: of queries in a forward, of keys in a backward. ``lists[b, h, r, 0]``
-are the tiles that are computed with the bias, and ``lists[b, h, r, 1]`` those where it is 0: their
-number, and then in order the tiles. Those that are left out are in neither: where all is -inf, or
-low, which torch makes of a boolean mask, and exp of it would be 0 in float32. Rows' norms tell, as
-for Triton's own kernels (`triton_tiles`), but all of them here before: what a program of
-FlashAttention-4 loads is known before it computes.
+A list is of a row of tiles, of queries. ``lists[b, h, r, 0]`` are the tiles that are computed with
+the bias, and ``lists[b, h, r, 1]`` those where it is 0: their number, and then in order the tiles.
+Those that are left out are in neither: where all is -inf, or low, which torch makes of a boolean
+mask, and exp of it would be 0 in float32. Rows' norms tell, as for Triton's own kernels
+(`triton_tiles`), but all of them here before: what a program of FlashAttention-4 loads is known
+before it computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from .triton_tiles import (
     NOTHING_TILE,
     ZERO_TILE,
     head_at,
-    least_logsumexp,
     load_rows,
     norms_of,
     row_stride,
@@ -61,20 +60,19 @@ def _largest_norm(rows, first, length, stride, DIM, MARKED: tl.constexpr, BLOCK_
 
 @triton.jit
 def _norms_kernel(
-    x_ptr,
+    k_ptr,
     state_ptr,
     norms_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xm,
+    stride_kb,
+    stride_kh,
+    stride_km,
     stride_b,
     stride_q,
     stride_k,
     query_marks,
     key_marks,
-    heads,
-    length,
-    marks,
+    heads_k,
+    length_k,
     DIM: tl.constexpr,
     MARKED: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -83,42 +81,35 @@ def _norms_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low."""
-    mark = tl.program_id(0) % marks
-    flat_head = tl.program_id(0) // marks
-    batch = flat_head // heads
+    """The largest norm of each MARKED keys of a head; nothing where no mark of the batch is low."""
+    mark = tl.program_id(0) % key_marks
+    flat_head = tl.program_id(0) // key_marks
+    batch = flat_head // heads_k
     states = state_ptr + batch.to(tl.int64) * stride_b
     if _is_low_anywhere(states, stride_q, stride_k, query_marks, key_marks, ROWS, COLS):
-        rows = head_at(x_ptr, batch, flat_head % heads, stride_xb, stride_xh, UNIT)
-        stride_xm = row_stride(stride_xm, UNIT, FAR)
-        largest = _largest_norm(rows, mark * MARKED, length, stride_xm, DIM, MARKED, BLOCK_DIM)
+        rows = head_at(k_ptr, batch, flat_head % heads_k, stride_kb, stride_kh, UNIT)
+        stride_km = row_stride(stride_km, UNIT, FAR)
+        largest = _largest_norm(rows, mark * MARKED, length_k, stride_km, DIM, MARKED, BLOCK_DIM)
         tl.store(norms_ptr + tl.program_id(0), largest)
 
 
 @triton.jit
 def _list_kernel(
-    x_ptr,
+    q_ptr,
     norms_ptr,
-    logsumexp_ptr,
     state_ptr,
     best_ptr,
     lists_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xm,
-    stride_lb,
-    stride_lh,
-    stride_lm,
+    stride_qb,
+    stride_qh,
+    stride_qm,
     stride_b,
     stride_q,
     stride_k,
     query_marks,
     key_marks,
-    other_marks,
     heads,
-    group_x,
-    group_other,
-    length,
+    group,
     length_q,
     rows,
     tiles,
@@ -133,75 +124,54 @@ def _list_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A program writes both lists of one row of tiles of a head: of queries, or of keys in a
-    backward, which gives `logsumexp_ptr`.
+    """A program writes both lists of one row of tiles of a head; `norms_ptr` has the norms of keys.
 
     A tile is what ``[QUERIES, KEYS]`` marks say together.
-
-    Args:
-        x_ptr: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other.
     """
-    BY_KEYS: tl.constexpr = logsumexp_ptr is not None
     row = tl.program_id(0) % rows
     flat_head = tl.program_id(0) // rows
     batch, head = flat_head // heads, flat_head % heads
     tile = tl.arange(0, BLOCK)
-    this = tl.full([BLOCK], 0, tl.int32) + row
-    query_tile = tile if BY_KEYS else this
-    key_tile = this if BY_KEYS else tile
     states = state_ptr + batch.to(tl.int64) * stride_b
     state = tl.zeros([BLOCK], tl.int32)
     for query_mark in tl.static_range(QUERIES):
-        of_queries = query_tile * QUERIES + query_mark
+        query = row * QUERIES + query_mark
         for key_mark in tl.static_range(KEYS):
-            of_keys = key_tile * KEYS + key_mark
-            is_there = (of_queries < query_marks) & (of_keys < key_marks) & (tile < tiles)
-            places = of_queries.to(tl.int64) * stride_q + of_keys * stride_k
+            of_keys = tile * KEYS + key_mark
+            is_there = (query < query_marks) & (of_keys < key_marks) & (tile < tiles)
+            places = query.to(tl.int64) * stride_q + of_keys * stride_k
             # Where a tile ends behind the last key there are scores to be left out.
-            absent = tl.where(of_queries < query_marks, NOTHING_TILE, 0)
+            absent = tl.where(query < query_marks, NOTHING_TILE, 0)
             state = state | tl.load(states + places, mask=is_there, other=absent)
     is_low = (state == LOW_TILE) & (tile < tiles)
     counts = is_low
     if tl.max(is_low.to(tl.int32), axis=0) > 0:
-        OWN: tl.constexpr = KEYS if BY_KEYS else QUERIES
-        OTHER: tl.constexpr = QUERIES if BY_KEYS else KEYS
-        x_rows = head_at(x_ptr, batch, head // group_x, stride_xb, stride_xh, UNIT)
-        stride_xm = row_stride(stride_xm, UNIT, FAR)
-        own = tl.zeros([], tl.float32)
-        for mark in tl.static_range(OWN):
-            first = (row * OWN + mark) * MARKED
-            of_mark = _largest_norm(x_rows, first, length, stride_xm, DIM, MARKED, BLOCK_DIM)
-            own = tl.maximum(own, of_mark)
-        norms = norms_ptr + (batch * (heads // group_other) + head // group_other) * other_marks
+        q_rows = head_at(q_ptr, batch, head, stride_qb, stride_qh, UNIT)
+        stride_qm = row_stride(stride_qm, UNIT, FAR)
+        norms = norms_ptr + (batch * (heads // group) + head // group) * key_marks
         of_tile = tl.zeros([BLOCK], tl.float32)
-        for mark in tl.static_range(OTHER):
-            mark_of_tile = tile * OTHER + mark
-            there = mark_of_tile < other_marks
+        for mark in tl.static_range(KEYS):
+            mark_of_tile = tile * KEYS + mark
+            there = mark_of_tile < key_marks
             of_tile = tl.maximum(of_tile, tl.load(norms + mark_of_tile, mask=there, other=0.0))
-        if BY_KEYS:
-            lse_ptr = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh)
-            least = tl.full([BLOCK], INF, tl.float32)
-            for start in range(0, QUERIES * MARKED, CHUNK):
-                queries = (tile * QUERIES * MARKED + start)[:, None] + tl.arange(0, CHUNK)[None, :]
-                lse_ptrs = lse_ptr + queries.to(tl.int64) * stride_lm
-                least = tl.minimum(least, least_logsumexp(lse_ptrs, queries < length_q, 1))
-            # What scores are at most without a bias.
-            largest = own * of_tile * scale
-        else:
-            # Of every query the bias is as much somewhere, and the score there no less.
-            bests = best_ptr + batch.to(tl.int64) * stride_b
-            least = tl.full([], INF, tl.float32)
-            for mark in tl.static_range(QUERIES):
-                query = row * QUERIES + mark
-                best = tl.full([CHUNK], -INF, tl.float32)
-                for begin in range(0, key_marks, CHUNK):
-                    key = begin + tl.arange(0, CHUNK)
-                    is_mark = (key < key_marks) & (query < query_marks)
-                    place = query.to(tl.int64) * stride_q + key * stride_k
-                    best = tl.maximum(best, tl.load(bests + place, mask=is_mark, other=-INF))
-                best_of_mark = tl.max(best, axis=0)
-                least = tl.minimum(least, tl.where(query < query_marks, best_of_mark, INF))
-            largest = own * (of_tile + tl.max(of_tile, axis=0)) * scale
+        of_queries = tl.zeros([], tl.float32)
+        # Of every query the bias is as much somewhere, and the score there no less.
+        bests = best_ptr + batch.to(tl.int64) * stride_b
+        least = tl.full([], INF, tl.float32)
+        for mark in tl.static_range(QUERIES):
+            here = row * QUERIES + mark
+            first = here * MARKED
+            of_mark = _largest_norm(q_rows, first, length_q, stride_qm, DIM, MARKED, BLOCK_DIM)
+            of_queries = tl.maximum(of_queries, of_mark)
+            best = tl.full([CHUNK], -INF, tl.float32)
+            for begin in range(0, key_marks, CHUNK):
+                key = begin + tl.arange(0, CHUNK)
+                is_mark = (key < key_marks) & (here < query_marks)
+                place = here.to(tl.int64) * stride_q + key * stride_k
+                best = tl.maximum(best, tl.load(bests + place, mask=is_mark, other=-INF))
+            best_of_mark = tl.max(best, axis=0)
+            least = tl.minimum(least, tl.where(here < query_marks, best_of_mark, INF))
+        largest = of_queries * (of_tile + tl.max(of_tile, axis=0)) * scale
         counts = is_low & ~(largest + LOW - least < NOTHING_BELOW)
     is_zero = (state == ZERO_TILE) & (tile < tiles)
     is_biased = (state != NOTHING_TILE) & (state != ZERO_TILE) & (tile < tiles)
@@ -214,20 +184,14 @@ def _list_kernel(
     tl.store(zero_ptr + tl.cumsum(is_zero.to(tl.int32), axis=0), tile, mask=is_zero)
 
 
-# Queries and keys of a mark: what divides the tiles of all kernels.
+# Queries and keys of a mark: what divides the tiles.
 _MARKED = 64
-# Marks of a row, or queries of a tile, that a program looks at together.
+# Marks of a row that a program looks at together.
 _CHUNK = 32
 
 
 def plan_lists(
-    bias: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,
-    queries: int,
-    keys: int,
-    logsumexp: torch.Tensor | None = None,
+    bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, queries: int, keys: int
 ) -> tuple[torch.Tensor, list[Launch]]:
     """The lists of a bias that heads share, and the launches that fill them.
 
@@ -238,14 +202,12 @@ def plan_lists(
         scale: of the scores.
         queries: of a tile; a multiple of 64, as `keys` is.
         keys: of a tile.
-        logsumexp: of a backward, ``[batch, heads, length_q]``: there is a list for each tile of
-            keys, and otherwise for each of queries.
 
     Returns:
         ``[batch, heads, rows of tiles, 2, 1 + tiles]``, int32; and the launches.
     """
     batch, heads, length_q, length_k = bias.shape
-    by_keys = logsumexp is not None
+    heads_k = k.shape[1]
     marks, best, mark = mark_tiles(bias, _MARKED, _MARKED)
     query_marks, key_marks = marks.shape[1:]
     strides = list(marks.stride())
@@ -253,35 +215,28 @@ def plan_lists(
         strides[0] = 0
     if bias_kind(bias) == BY_KEY.value:  # and one row of marks
         query_marks, strides[1] = ceil_div(length_q, _MARKED), 0
-    of_marks = (*strides, query_marks, key_marks)
-    own, other = (k, q) if by_keys else (q, k)
-    rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
-    if by_keys:
-        rows, tiles = tiles, rows
-    other_marks = ceil_div(other.shape[2], _MARKED)
-    norms = bias.new_empty((batch, other.shape[1], other_marks), dtype=torch.float32)
+    norms = bias.new_empty((batch, heads_k, key_marks), dtype=torch.float32)
     measure = Launch(
         _norms_kernel,
         norms.numel(),
         (
-            *(other, marks, norms, *apart(other), *strides, marks.shape[1], key_marks),
-            *(other.shape[1], other.shape[2], other_marks),
+            *(k, marks, norms, *apart(k), *strides, marks.shape[1], key_marks),
+            *(heads_k, length_k),
         ),
-        {**_constexprs(other), "ROWS": _CHUNK, "COLS": _CHUNK},
+        {**_constexprs(k), "ROWS": _CHUNK, "COLS": _CHUNK},
         4,
     )
+    rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
     lists = bias.new_empty((batch, heads, rows, 2, 1 + tiles), dtype=torch.int32)
-    of_lse = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     collect = Launch(
         _list_kernel,
         batch * heads * rows,
         (
-            *(own, norms, logsumexp, marks, best, lists, *apart(own), *of_lse, *of_marks),
-            *(other_marks, heads, heads // own.shape[1], heads // other.shape[1]),
-            *(own.shape[2], length_q, rows, tiles, scale),
+            *(q, norms, marks, best, lists, *apart(q), *strides, query_marks, key_marks),
+            *(heads, heads // heads_k, length_q, rows, tiles, scale),
         ),
         {
-            **_constexprs(own),
+            **_constexprs(q),
             "QUERIES": queries // _MARKED,
             "KEYS": keys // _MARKED,
             "BLOCK": max(power_of_2(tiles), 16),
