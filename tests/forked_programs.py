@@ -20,16 +20,17 @@ from pathlib import Path
 
 from benchmarks._environment import Environment
 from tests import forked_workers
+from tests.garbage import OBJECTS
 
+#: Before all else.
+_SELDOM = f"import gc; gc.set_threshold({OBJECTS})"
 #: What a child does is what `python -c` does, with `import torch` before the program: that looks
 #: for backends at its end, by the child's variables. It ends as an interpreter does.
 #: What is there before the fork is frozen: at its end an interpreter looks through all objects that
 #: it knows, and would copy the memory of all of torch's. What is about tensors of several processes
 #: is what `torch.testing.assert_close` imports, and sympy with it.
 _SERVER = """
-import gc, json, os, sys
-gc.set_threshold(20_000)  # as in tests/garbage.py
-import torch
+import gc, json, os, sys, torch
 if torch.distributed.is_available():
     import torch.distributed.tensor
 # Here: more that its programs import, or their workers.
@@ -121,7 +122,7 @@ def programs(
         more: that is imported before.
     """
     with subprocess.Popen(
-        [python, "-c", _SERVER.replace("# Here:", f"{more}\n#")],
+        [python, "-c", _SELDOM + _SERVER.replace("# Here:", f"{more}\n#")],
         env={**env, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         cwd=written,
         stdin=subprocess.PIPE,

@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from tests.garbage import OBJECTS
+
 #: What must be the same in the process that is forked as it would be in one that is started: Triton
 #: reads it when it is imported, which Dynamo does.
 _AT_IMPORT = "TRITON_INTERPRET"
@@ -88,7 +90,7 @@ with FakeTensorMode(), torch.no_grad():
 
 _SERVER = f"""
 import gc, sys
-gc.set_threshold(20_000)  # as in tests/garbage.py
+gc.set_threshold({OBJECTS})
 {FIRST_RUN}
 assert "opgraft" not in sys.modules
 gc.collect()
