@@ -456,22 +456,27 @@ def _attention(major: int) -> Iterator[Launch]:
             torch.bfloat16, dim, 1024, False, major, queries=1, key_heads=4
         )
     if major == 9:  # for FlashAttention-4
-        for dtype, dim, of_queries, height in (
-            (torch.bfloat16, 64, 1, 192),
-            (torch.float16, 72, 2048, 192),
-            (torch.bfloat16, 128, 2048, 128),
+        for dtype, dim, of_queries, height, by_keys in (
+            (torch.bfloat16, 64, 1, 192, False),
+            (torch.float16, 72, 2048, 192, False),
+            (torch.bfloat16, 128, 2048, 128, False),
+            (torch.bfloat16, 64, 1, 128, True),
+            (torch.float16, 128, 2048, 128, True),
         ):
-            yield from _list_launches(dtype, dim, of_queries, height)
+            yield from _list_launches(dtype, dim, of_queries, height, by_keys)
 
 
-def _list_launches(dtype: torch.dtype, dim: int, of_queries: int, height: int) -> list[Launch]:
+def _list_launches(
+    dtype: torch.dtype, dim: int, of_queries: int, height: int, by_keys: bool
+) -> list[Launch]:
     """The launches that list tiles of so many queries, of a mask for so many queries."""
     from opgraft_kernels.attention.triton_lists import plan_lists
 
     make = functools.partial(torch.empty, device="meta", dtype=dtype)
     q, k = make((2, 16, 2048, dim)), make((2, 4, 2048, dim))
     bias = make((2, 1, of_queries, 2048)).expand(2, 16, 2048, 2048)
-    return plan_lists(bias, q, k, 0.1, height, 128)[1]
+    logsumexp = make((2, 16, 2048), dtype=torch.float32) if by_keys else None
+    return plan_lists(bias, q, k, 0.1, height, 128, logsumexp).launches
 
 
 def _attention_launches(
@@ -555,3 +560,4 @@ def _attention_kinds() -> Iterator[Any]:
         (128, 1, BiasKind(torch.bfloat16, False, False), ForwardTile(128, 128, 0)),
     ):
         yield Kind(True, torch.bfloat16, dim, dim, group, False, True, False, of_bias, bias)
+        yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=bias)

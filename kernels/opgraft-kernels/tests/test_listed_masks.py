@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from opgraft import when
 from opgraft_kernels.attention import cutedsl_kernels, overrides, samples
 from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, biased_forward_tile
-from opgraft_kernels.attention.triton_lists import plan_lists
+from opgraft_kernels.attention.triton_lists import MOST_LOGSUMEXP, plan_lists
 from opgraft_kernels.rows import ceil_div
 
 BATCH, HEADS, DIM = 2, 2, 16
@@ -53,9 +53,13 @@ def lists_of(
     q: torch.Tensor,
     k: torch.Tensor,
     tile: tuple[int, int],
+    logsumexp: torch.Tensor | None,
+    device: torch.device,
 ) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
     """Batch, head and row of tiles, the tiles with a bias, and those where it is 0."""
-    lists, launches = plan_lists(bias, q, k, 1.0, *tile)
+    given = (bias.to(device), q.to(device), k.to(device))
+    logsumexp = None if logsumexp is None else logsumexp.to(device)
+    lists, _, launches = plan_lists(*given, 1.0, *tile, logsumexp)
     for launch in launches:
         launch()
     for place in itertools.product(*map(range, lists.shape[:3])):
@@ -64,7 +68,7 @@ def lists_of(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_in_no_list_has_no_probability(seed: int) -> None:
+def test_what_is_in_no_list_has_no_probability(seed: int, device: torch.device) -> None:
     """By the formula, of scores that are large beside the mask, too."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -75,16 +79,20 @@ def test_what_is_in_no_list_has_no_probability(seed: int) -> None:
     k = torch.randn(BATCH, heads_k, keys, DIM) * size
     bias = masks(MASKS[seed % 5], queries, keys, lowest).expand(BATCH, HEADS, queries, keys)
     scores = q @ k.repeat_interleave(HEADS // heads_k, 1).mT + bias
-    is_there = (scores - scores.logsumexp(-1, keepdim=True)).exp() > 0
-    for rows, cols in TILES:
-        for batch, head, row, with_bias, without in lists_of(bias, q, k, (rows, cols)):
+    logsumexp = scores.logsumexp(-1)
+    used = logsumexp.masked_fill(logsumexp.abs() > MOST_LOGSUMEXP.value, math.inf)
+    for (rows, cols), lse in ((TILES[0], None), (TILES[1], None), (TILES[0], logsumexp)):
+        is_there = (scores - (logsumexp if lse is None else used)[..., None]).exp() > 0
+        for batch, head, row, with_bias, without in lists_of(bias, q, k, (rows, cols), lse, device):
             listed = [*with_bias, *without]
             assert with_bias == sorted(with_bias) and without == sorted(without)
             assert len({*listed}) == len(listed)
-            for tile in range(ceil_div(keys, cols)):
+            count = ceil_div(keys, cols) if lse is None else ceil_div(queries, rows)
+            for tile in range(count):
+                of_queries, of_keys = (row, tile) if lse is None else (tile, row)
                 place = (
-                    *(batch, head, slice(row * rows, (row + 1) * rows)),
-                    slice(tile * cols, (tile + 1) * cols),
+                    *(batch, head, slice(of_queries * rows, (of_queries + 1) * rows)),
+                    slice(of_keys * cols, (of_keys + 1) * cols),
                 )
                 assert tile in listed or not is_there[place].any()
                 if tile in without:
@@ -92,41 +100,61 @@ def test_what_is_in_no_list_has_no_probability(seed: int) -> None:
 
 
 @pytest.mark.parametrize("lowest", [-math.inf, *LOW])
-def test_of_padding_whole_tiles_are_computed_without_a_bias(lowest: float) -> None:
+def test_of_padding_whole_tiles_are_computed_without_a_bias(
+    lowest: float, device: torch.device
+) -> None:
     q = k = torch.randn(BATCH, HEADS, 512, DIM)
     bias = masks("padding", 512, 512, lowest).expand(BATCH, HEADS, 512, 512)
-    found = [each[3:] for each in lists_of(bias, q, k, (128, 128))]
+    found = [each[3:] for each in lists_of(bias, q, k, (128, 128), None, device)]
     of_the_first, of_the_second = [([], [0, 1, 2, 3])] * 8, [([], [0, 1])] * 8
     assert found == [*of_the_first, *of_the_second]
 
 
 @pytest.mark.parametrize("lowest", [-math.inf, *LOW])
-def test_of_causal_masks_the_diagonal_has_a_bias(lowest: float) -> None:
+def test_of_causal_masks_the_diagonal_has_a_bias(lowest: float, device: torch.device) -> None:
     q = k = torch.randn(BATCH, HEADS, 512, DIM)
     bias = masks("causal", 512, 512, lowest).expand(BATCH, HEADS, 512, 512)
-    found = [each[3:] for each in lists_of(bias, q, k, (128, 128))]
+    found = [each[3:] for each in lists_of(bias, q, k, (128, 128), None, device)]
     assert found == [([row], list(range(row))) for row in range(4)] * BATCH * HEADS
 
 
-def test_queries_that_see_nothing_but_low_numbers_see_all_of_them() -> None:
+def test_queries_that_see_nothing_but_low_numbers_see_all_of_them(device: torch.device) -> None:
     q = k = torch.randn(BATCH, HEADS, 256, DIM)
     bias = torch.zeros(1, 1, 256, 256)
     bias[:, :, :, 128:] = LOW[0]
     bias[:, :, 5] = LOW[0]
     wide = bias.expand(BATCH, HEADS, 256, 256)
-    found = [each[3:] for each in lists_of(wide, q, k, (128, 128))]
+    found = [each[3:] for each in lists_of(wide, q, k, (128, 128), None, device)]
     assert found == [([0, 1], []), ([], [0])] * BATCH * HEADS
 
 
-def test_what_is_no_number_is_in_a_list() -> None:
+def test_what_is_no_number_is_in_a_list(device: torch.device) -> None:
     q = k = torch.randn(BATCH, HEADS, 256, DIM)
     k = k.clone()
     k[0, 0, 200] = math.nan
     bias = torch.zeros(1, 1, 1, 256)
     bias[..., 128:] = LOW[0]
-    wide = bias.expand(BATCH, HEADS, 256, 256)
-    found = [each[3:] for each in lists_of(wide, q, k, (128, 128))]
+    found = [
+        each[3:]
+        for each in lists_of(bias.expand(BATCH, HEADS, 256, 256), q, k, (128, 128), None, device)
+    ]
     assert found == [([1], [0])] * 2 + [([], [0])] * 6
+
+
+def test_a_backward_is_given_infinity_for_numbers_that_float32_is_too_coarse_for(
+    device: torch.device,
+) -> None:
+    q = k = torch.randn(BATCH, HEADS, 300, DIM)
+    bias = torch.zeros(1, 1, 1, 300).expand(BATCH, HEADS, 300, 300)
+    numbers = torch.tensor([3.0, -65504.0, -1e9, 1e9, -math.inf, math.inf, math.nan, -1e6])
+    logsumexp = numbers.repeat(BATCH, HEADS, 300)[..., :300].mT.contiguous().mT
+    given = (bias.to(device), q.to(device), k.to(device))
+    _, usable, launches = plan_lists(*given, 1.0, 128, 128, logsumexp.to(device))
+    for launch in launches:
+        launch()
+    expected = logsumexp.masked_fill(logsumexp.abs() > MOST_LOGSUMEXP.value, math.inf)
+    assert usable is not None
+    torch.testing.assert_close(usable.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 # ------------------------------------------------------------------ tiles and conditions
@@ -207,25 +235,30 @@ def test_more_batches_than_a_grid_has_are_not(op: overrides._Op, kind: overrides
 
 
 def _by_formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor
+) -> list[torch.Tensor]:
     """In float64; 0 for queries that no key is left for."""
+    leaves = [each.double().requires_grad_() for each in (q, k, v)]
     group = q.shape[1] // k.shape[1]
-    keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
-    scores = q.double() @ keys.mT * q.shape[-1] ** -0.5 + bias.double()
+    wide = [each.repeat_interleave(group, 1) for each in leaves[1:]]
+    scores = leaves[0] @ wide[0].mT * q.shape[-1] ** -0.5 + bias.double()
     is_left_alone = (bias == -math.inf).all(-1, keepdim=True)
     p = scores.masked_fill(is_left_alone, 0.0).softmax(-1).masked_fill(is_left_alone, 0.0)
-    return p @ values
+    out = p @ wide[1]
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the logsumexp."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The output and the gradients, and the logsumexp."""
     out = torch.full_like(q, math.nan)
     logsumexp = torch.full(q.shape[:3], math.nan, device=q.device)
-    cutedsl_kernels.forward(q, k, v, out, logsumexp, q.shape[-1] ** -0.5, False, bias)
-    return out, logsumexp
+    scale = q.shape[-1] ** -0.5
+    cutedsl_kernels.forward(q, k, v, out, logsumexp, scale, False, bias)
+    dq, dk, dv = (torch.full_like(each, math.nan) for each in (q, k, v))
+    cutedsl_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, scale, False, bias)
+    return [out, dq, dk, dv], logsumexp
 
 
 @pytest.fixture
@@ -253,26 +286,57 @@ def test_attention_is_right(
     dtype: torch.dtype,
     on_hopper: torch.device,
 ) -> None:
-    shapes = ((4, queries), (heads_k, keys), (heads_k, keys))
-    q, k, v = (
+    """Of queries with nothing but low numbers the gradients in float32 are too coarse for any
+    backward that keeps the logsumexp alone."""
+    shapes = ((4, queries), (heads_k, keys), (heads_k, keys), (4, queries))
+    q, k, v, grad = (
         torch.randn(2, length, heads, dim, device=on_hopper).bfloat16().transpose(1, 2)
         for heads, length in shapes
     )
     mask = masks(name, queries, keys, lowest).to(on_hopper).to(dtype)
     bias = mask.expand(2, 4, queries, keys)
-    right = _by_formula(q, k, v, bias)
-    out, logsumexp = _attend(q, k, v, bias)
-    error = (out.double() - right).abs().max() / right.abs().max().clamp(min=1.0)
-    assert error <= 2e-2, error
+    is_low = (bias < -9000).all(-1) & ~(bias == -math.inf).all(-1)
+    grad = grad.masked_fill(is_low[..., None], 0.0)
+    right = _by_formula(q, k, v, bias, grad)
+    ours, logsumexp = _attend(q, k, v, bias, grad)
+    for one, expected in zip(ours, right, strict=True):
+        error = (one.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        assert error <= 2e-2, error
     is_left_alone = (bias == -math.inf).all(-1)
     assert logsumexp.isinf().equal(is_left_alone)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("low", [-1e5, -1e6, -1e9, -1e10, 1e9, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("dim", [64, 72, 128])
+def test_queries_with_nothing_but_large_numbers_reach_no_others(
+    dim: int, low: float, dtype: torch.dtype, on_hopper: torch.device
+) -> None:
+    """Their own gradients are 0, or near them what the formula says."""
+    q, k, v, grad = (torch.randn(2, 4, 384, dim, device=on_hopper).bfloat16() for _ in range(4))
+    bias = torch.zeros(2, 1, 384, 384, device=on_hopper)
+    bias[0, :, 100:] = low
+    bias[1, :, :, 200:] = min(low, -low)
+    bias[1, :, 300] = low
+    bias = bias.clamp(*(torch.finfo(dtype).min, torch.finfo(dtype).max)).to(dtype)
+    bias = bias.expand(2, 4, 384, 384)
+    is_large = (bias.abs() > MOST_LOGSUMEXP.value).all(-1)
+    right = _by_formula(q, k, v, bias, grad.masked_fill(is_large[..., None], 0.0))
+    for of_large in (0.0, 1.0):
+        given = grad.masked_fill(is_large[..., None], of_large)
+        (_, *gradients), _ = _attend(q, k, v, bias, given)
+        for one, expected in zip(gradients, right[1:], strict=True):
+            error = (one.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+            assert error <= (2e-2 if abs(low) < 5e5 else 0.4), (of_large, error)
+
+
+@pytest.mark.gpu
 def test_what_a_mask_removes_reaches_nothing(on_hopper: torch.device) -> None:
-    q, k, v = (torch.randn(2, 4, 512, 64, device=on_hopper).bfloat16() for _ in range(3))
+    q, k, v, grad = (torch.randn(2, 4, 512, 64, device=on_hopper).bfloat16() for _ in range(4))
     bias = torch.zeros(2, 1, 1, 512, device=on_hopper)
     bias[..., 256:] = -math.inf
     k[:, :, 256:] = v[:, :, 256:] = math.nan
-    out, logsumexp = _attend(q, k, v, bias.bfloat16().expand(2, 4, 512, 512))
-    assert out.isfinite().all() and logsumexp.isfinite().all()
+    ours, _ = _attend(q, k, v, bias.bfloat16().expand(2, 4, 512, 512), grad)
+    assert all(each.isfinite().all() for each in ours)
+    assert ours[2][:, :, 256:].eq(0).all() and ours[3][:, :, 256:].eq(0).all()

@@ -1,6 +1,6 @@
-"""FlashAttention-4's forward for Hopper with an additive mask, a bias, of the scores.
+"""FlashAttention-4's kernels for Hopper with an additive mask, a bias, of the scores.
 
-The library's kernel takes lists of tiles: those that are computed as they are, and those whose
+The library's kernels take lists of tiles: those that are computed as they are, and those whose
 scores are changed first. Here the first are those where the bias is 0, the others those with a
 bias, and those that it leaves out are in neither.
 
@@ -25,6 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from flash_attn.cute import utils
+from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.mask import AttentionMask
 from flash_attn.cute.softmax import Softmax
@@ -33,8 +34,9 @@ from quack import layout_utils
 from opgraft_kernels.attention.cutedsl_kernels import BiasKind
 from opgraft_kernels.attention.cutedsl_walking import LongestFirst, renamed, walking_forward
 
-__all__ = ["biased_forward"]
+__all__ = ["BiasedBackward", "biased_forward"]
 
+_LARGEST = float.fromhex("0x1.fffffep127")
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
 # From so many warp groups on a thread has no registers for a bias beside a product.
 _MANY_WARP_GROUPS = 3
@@ -49,6 +51,8 @@ def _has_bias(*_: Any) -> bool:
 class BiasMask(AttentionMask):  # type: ignore[misc]
     """The library's mask, which adds a bias where it is asked to change scores."""
 
+    # Whether it is the scores that are multiplied by the given number, or else the bias.
+    scales_scores: cutlass.Constexpr[bool] = True
     # Whether all queries share the bias.
     is_by_key: cutlass.Constexpr[bool] = False
     # Whether two keys can be read at once, from an even one on.
@@ -84,8 +88,9 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
 
     def _places(self, thr_mma: cute.TiledMma) -> cute.Tensor:
         """Where in a tile the scores of a thread are, by their row and column."""
-        places = cute.make_identity_tensor((self.tile_m, self.tile_n))
-        return layout_utils.reshape_acc_to_mn(thr_mma.partition_C(places))
+        shape = (self.tile_m, self.tile_n)
+        places = cute.make_identity_tensor(shape[::-1] if self.swap_AB else shape)
+        return layout_utils.reshape_acc_to_mn(thr_mma.partition_C(places), transpose=self.swap_AB)
 
     @cute.jit
     def load(
@@ -98,18 +103,19 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
         thr_mma: cute.TiledMma,
     ) -> cute.Tensor:
         """The bias of a thread's scores; where there is no query or key, the last one's."""
+        ROW, COL = (1, 0) if cutlass.const_expr(self.swap_AB) else (0, 1)
         bias = aux_data.tensors[0][batch, head, None, None]
         place = self._places(thr_mma)
         rows, cols = cute.size(place.shape[0]), cute.size(place.shape[1])
         lines = 1 if cutlass.const_expr(self.is_by_key) else rows
         loaded = cute.make_rmem_tensor((lines, cols), bias.element_type)
-        # A thread's columns are pairs.
-        step = 2 if cutlass.const_expr(self.in_pairs) else 1
+        # A thread's columns are pairs, but of the product of keys and queries.
+        step = 2 if cutlass.const_expr(self.in_pairs and not self.swap_AB) else 1
         for row in cutlass.range_constexpr(lines):
-            query = cutlass.min(m_block * self.tile_m + place[row, 0][0], self.seqlen_q - 1)
+            query = cutlass.min(m_block * self.tile_m + place[row, 0][ROW], self.seqlen_q - 1)
             line = cute.logical_divide(bias[query, None], cute.make_layout(step))
             for col in cutlass.range_constexpr(0, cols, step):
-                key = n_block * self.tile_n + place[0, col][1]
+                key = n_block * self.tile_n + place[0, col][COL]
                 key = cutlass.min(key, self.seqlen_k - step)
                 for half in cutlass.range_constexpr(step):
                     loaded[row, col + half] = line[half, key // step]
@@ -122,17 +128,23 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
         bias: cute.Tensor,
         n_block: Int32,
         thr_mma: cute.TiledMma,
-        scale: Float32,
+        times: Float32,
     ) -> None:
-        """Scores become ``scale * score + bias``; those of no key -inf."""
-        scores = layout_utils.reshape_acc_to_mn(acc_S)
+        """Scores become ``times * score + bias``, or ``score + times * bias``; of no key -inf."""
+        COL = 0 if cutlass.const_expr(self.swap_AB) else 1
+        scores = layout_utils.reshape_acc_to_mn(acc_S, transpose=self.swap_AB)
         place = self._places(thr_mma)
         lines = cute.size(bias.shape[0])
         for col in cutlass.range_constexpr(cute.size(scores.shape[1])):
-            is_key = n_block * self.tile_n + place[0, col][1] < self.seqlen_k
+            is_key = n_block * self.tile_n + place[0, col][COL] < self.seqlen_k
             for row in cutlass.range_constexpr(cute.size(scores.shape[0])):
+                score = scores[row, col]
                 here = bias[row if lines > 1 else 0, col].to(Float32)
-                score = scores[row, col] * scale + here
+                if cutlass.const_expr(self.scales_scores):
+                    score = score * times + here
+                else:
+                    # Infinity would be NaN beside the logsumexp of numbers as large.
+                    score = cutlass.min(here * times, Float32(_LARGEST)) + score
                 scores[row, col] = score if is_key else -Float32.inf
 
 
@@ -212,6 +224,17 @@ class BiasedSoftmax(Softmax):  # type: ignore[misc]
         return row_scale
 
 
+def _with_bias(mask_class: partial[Any], bias: BiasKind, scales_scores: bool) -> partial[Any]:
+    return partial(
+        BiasMask,
+        *mask_class.args,
+        **mask_class.keywords,
+        scales_scores=scales_scores,
+        is_by_key=bias.is_by_key,
+        in_pairs=bias.in_pairs,
+    )
+
+
 class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
     """A forward in which tiles of one list have a bias."""
 
@@ -259,13 +282,24 @@ def biased_forward(programs: int) -> type[BiasedForward]:
 
     def with_bias(self: Any, *args: Any) -> None:
         *before, mask_class, scheduler, lists, aux_data, fastdiv_mods = args
-        mask_class = partial(
-            BiasMask,
-            *mask_class.args,
-            **mask_class.keywords,
-            is_by_key=self.bias.is_by_key,
-            in_pairs=self.bias.in_pairs,
-        )
+        mask_class = _with_bias(mask_class, self.bias, scales_scores=True)
         mma(self, *before, mask_class, scheduler, lists, aux_data, fastdiv_mods)
 
     return type("BiasedForward", (BiasedForward, base), {"mma": with_bias})
+
+
+class BiasedBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
+    """A backward in which tiles of one list have a bias."""
+
+    def __init__(self, *args: Any, bias: BiasKind, **keywords: Any) -> None:
+        self.bias = bias
+        super().__init__(*args, mask_mod=_has_bias, **keywords)
+
+    def mma(self, *args: Any, **more: Any) -> None:
+        args = tuple(
+            _with_bias(each, self.bias, scales_scores=False)
+            if isinstance(each, partial) and each.func is AttentionMask
+            else each
+            for each in args
+        )
+        super().mma(*args, **more)

@@ -24,8 +24,8 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.utils import AuxData
 
-from opgraft_kernels.attention.cutedsl_biased import biased_forward
-from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
+from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forward
+from opgraft_kernels.attention.cutedsl_kernels import LISTED_QUERIES, BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 
@@ -58,8 +58,10 @@ def _swap_heads_and_length(t: Any) -> Any:
     return cute.make_tensor(t.iterator, layout)
 
 
-def _tiles_listed(lists: cute.Tensor) -> BlockSparseTensors:
+def _tiles_listed(lists: cute.Tensor | None) -> BlockSparseTensors | None:
     """Lists of tiles as the library has them; `triton_lists` says how they are laid out."""
+    if lists is None:
+        return None
     *shape, _, entries = lists.shape
     *strides, of_kind, _ = lists.stride
 
@@ -160,6 +162,8 @@ class _Backward:
         dv_sum: cute.Tensor | None,
         cum_q: cute.Tensor | None,
         cum_k: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        lists: cute.Tensor | None,
         scale: Float32,
         stream: cuda.CUstream,
     ):
@@ -172,16 +176,14 @@ class _Backward:
             out, grad_out, delta, logsumexp, logsumexp2, dq_sum, cum_q, None, None, None, None, one,
             stream=stream,
         )  # fmt: skip
-        if cutlass.const_expr(dk_sum is None):
-            self.kernel(
-                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk, dv, scale, cum_q, cum_k,
-                stream=stream,
-            )  # fmt: skip
-        else:
-            self.kernel(
-                q, k, v, grad_out, logsumexp2, delta, dq_sum, dk_sum, dv_sum, scale, cum_q, cum_k,
-                stream=stream,
-            )  # fmt: skip
+        of_keys = (dk, dv) if cutlass.const_expr(dk_sum is None) else (dk_sum, dv_sum)
+        aux_data = (
+            AuxData() if cutlass.const_expr(bias is None) else AuxData([bias], (one / scale,))
+        )
+        self.kernel(
+            q, k, v, grad_out, logsumexp2, delta, dq_sum, *of_keys, scale, cum_q, cum_k,
+            blocksparse_tensors=_tiles_listed(lists), aux_data=aux_data, stream=stream,
+        )  # fmt: skip
         self.finish_dq(dq_sum, dq, scale, cum_q, None, None, stream=stream)
         if cutlass.const_expr(dk_sum is not None):
             self.finish_dk(dk_sum, dk, scale, cum_k, None, None, stream=stream)
@@ -263,15 +265,16 @@ def _fake_bias(kind: Kind) -> tuple[Any, Any]:
 
 
 def _backward_kernel(
-    dtype: Any, head_dim: int, head_dim_v: int, group: int, causal: bool
+    dtype: Any, dims: tuple[int, int], kind: Kind, config: Any
 ) -> FlashAttentionBackwardSm90:
-    config = library._tile_size_bwd_sm90(head_dim, head_dim_v, causal, False)
-    return FlashAttentionBackwardSm90(
+    kernel_class = FlashAttentionBackwardSm90
+    if kind.bias is not None:
+        kernel_class = functools.partial(BiasedBackward, bias=kind.bias)
+    return kernel_class(
         dtype,
-        head_dim,
-        head_dim_v,
-        group,
-        causal,
+        *dims,
+        kind.group,
+        kind.causal,
         is_local=False,
         deterministic=False,
         tile_m=config.m_block_size,
@@ -288,7 +291,13 @@ def _backward_kernel(
         num_threads=(config.num_wg + 1) * 128,
         V_in_regs=False,
         dQ_single_wg=config.dQ_single_wg,
+        q_subtile_factor=LISTED_QUERIES // config.m_block_size if kind.bias is not None else 1,
     )
+
+
+def _listed_queries(kind: Kind) -> int | None:
+    """Of how many queries tiles are listed, which those of the kernel divide; None: of none."""
+    return LISTED_QUERIES if kind.bias is not None else None
 
 
 def _built_dim(dim: int) -> int:
@@ -304,8 +313,8 @@ def _built_dim(dim: int) -> int:
 def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     dtype = CUTLASS_DTYPES[kind.dtype]
     dims = _built_dim(kind.head_dim), _built_dim(kind.head_dim_v)
-    config = library._tile_size_bwd_sm90(*dims, kind.causal, False)
-    kernel = _backward_kernel(dtype, *dims, kind.group, kind.causal)
+    config = library._tile_size_bwd_sm90(*dims, kind.causal, False, _listed_queries(kind))
+    kernel = _backward_kernel(dtype, dims, kind, config)
     # To what the kernel rounds head dimensions. The kernels before and after it have to agree: the
     # library's own front says 32 to them where the kernel takes 16, and dq of heads of 40, 72 and
     # 80 is wrong through it (flash-attn-4 4.0.0b36).
@@ -335,8 +344,9 @@ def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     if kind.group == 1:
         sums[3:] = [None, None]
     cum = [fake_tensor(cutlass.Int32, 1, 1) if kind.is_varlen else None for _ in range(2)]
+    bias = (None, None) if kind.bias is None else _fake_bias(kind)
     function = _Backward(preprocess, kernel, finish_dq, finish_dk, finish_dv)
     logsumexp = fake_tensor(Float32, ndim - 1, 1)
-    compiled = _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, Float32(1.0))
+    compiled = _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, *bias, Float32(1.0))
     sizes = (config.m_block_size, config.n_block_size, kernel.tile_hdim, kernel.tile_hdimv)
     return compiled, BackwardTile(*sizes)

@@ -60,6 +60,11 @@ class Kind(NamedTuple):
     bias: BiasKind | None = None
 
 
+# Of the tiles that are listed for a backward: tiles of its kernels are as many keys, and their
+# queries divide these.
+LISTED_QUERIES, LISTED_KEYS = 128, 128
+
+
 class BackwardTile(NamedTuple):
     """The sizes of a backward's tiles that its temporaries depend on."""
 
@@ -132,12 +137,7 @@ def forward(
         return
     tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
     kind = kind._replace(tile=tile, bias=_bias_kind(bias))
-    # Triton's, which no other kernel here needs.
-    from opgraft_kernels.attention.triton_lists import plan_lists
-
-    lists, launches = plan_lists(bias, q, k, scale, tile.queries, tile.keys)
-    for launch in launches:
-        launch()
+    lists, _ = _lists(bias, q, k, scale, tile.queries, tile.keys)
     _functions(kind, q.device)(q, k, v, out, logsumexp, bias, lists, scale)
 
 
@@ -148,6 +148,26 @@ def _bias_kind(bias: torch.Tensor) -> BiasKind:
         is_by_key=bias.stride(2) == 0,
         in_pairs=all(n % 2 == 0 for n in beginnings),
     )
+
+
+def _lists(
+    bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    queries: int,
+    keys: int,
+    logsumexp: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The lists of tiles of a bias, as `triton_lists` has them, on the stream, and of a backward
+    the logsumexp that its kernels are given."""
+    # Triton's, which no other kernel here needs.
+    from opgraft_kernels.attention.triton_lists import plan_lists
+
+    lists = plan_lists(bias, q, k, scale, queries, keys, logsumexp)
+    for launch in lists.launches:
+        launch()
+    return lists.tiles, lists.logsumexp
 
 
 def forward_varlen(
@@ -187,6 +207,7 @@ def backward(
     dv: torch.Tensor,
     scale: float,
     causal: bool,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Writes the gradients of `forward` to `dq`, `dk` and `dv`, laid out as `forward`'s tensors.
 
@@ -195,7 +216,13 @@ def backward(
     batch, heads, length_q, head_dim = q.shape
     _, heads_k, length_k, head_dim_v = v.shape
     group = heads // heads_k
-    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
+    kind, lists = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False), None
+    if bias is not None:
+        kind = kind._replace(bias=_bias_kind(bias))
+        listed = (LISTED_QUERIES, LISTED_KEYS)
+        lists, usable = _lists(bias, q, k, scale, *listed, logsumexp)
+        assert usable is not None
+        logsumexp = usable
     tile = _tile(kind, q.device)
     rows = _round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32
@@ -209,7 +236,7 @@ def backward(
         dv_sum = torch.zeros((batch, heads_k, columns * tile.dim_v), dtype=fp32, device=device)
     _functions(kind, device)(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
-        delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, scale,
+        delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, bias, lists, scale,
     )  # fmt: skip
 
 
@@ -247,5 +274,5 @@ def backward_varlen(
         dv_sum = torch.zeros((heads_k, columns * tile.dim_v), dtype=fp32, device=device)
     _functions(kind, device)(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
-        delta, logsumexp2, dq_sum, dk_sum, dv_sum, cum_q, cum_k, scale,
+        delta, logsumexp2, dq_sum, dk_sum, dv_sum, cum_q, cum_k, None, None, scale,
     )  # fmt: skip

@@ -285,11 +285,9 @@ _CUTEDSL = _Kind(
 )
 _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
-# Masks that heads share. Of others every tile is read, and Triton's kernels are faster. The
-# library's backward takes scores to powers of two: of queries that have nothing but numbers such as
-# -1e9 it would round them otherwise than the logsumexp, and gradients would be wrong or NaN.
+# Masks that heads share. Of others every tile is read, and Triton's kernels are faster.
 _CUTEDSL_MASKED = _Kind(
-    *("cutedsl_masked", "cutedsl_kernels", True, (64, 80, 96, 128), (_CUDNN,)),
+    *("cutedsl_masked", "cutedsl_kernels", True, (64, 80, 96, 128), (_CUDNN, _CUDNN_BACKWARD)),
     priority=1,
 )
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
@@ -423,7 +421,7 @@ def _cutedsl_dims() -> Any:
     return same | ((dim == 192) & (dim_v == 128))
 
 
-# Of scales from here on the kernels were tested.
+# A scale from here on divides masks without an overflow, but of numbers that are almost one.
 _LEAST_SCALE = 1e-6
 
 

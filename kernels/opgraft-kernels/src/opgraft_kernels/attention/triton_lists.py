@@ -1,16 +1,16 @@
 """Lists of the tiles of a bias for FlashAttention-4's kernels, which Triton kernels write before.
 
-A list is of a row of tiles, of queries. ``lists[b, h, r, 0]`` are the tiles that are computed with
-the bias, and ``lists[b, h, r, 1]`` those where it is 0: their number, and then in order the tiles.
-Those that are left out are in neither: where all is -inf, or low, which torch makes of a boolean
-mask, and exp of it would be 0 in float32. Rows' norms tell, as for Triton's own kernels
-(`triton_tiles`), but all of them here before: what a program of FlashAttention-4 loads is known
-before it computes.
+A list is of a row of tiles: of queries in a forward, of keys in a backward. ``lists[b, h, r, 0]``
+are the tiles that are computed with the bias, and ``lists[b, h, r, 1]`` those where it is 0: their
+number, and then in order the tiles. Those that are left out are in neither: where all is -inf, or
+low, which torch makes of a boolean mask, and exp of it would be 0 in float32. Rows' norms tell, as
+for Triton's own kernels (`triton_tiles`), but all of them here before: what a program of
+FlashAttention-4 loads is known before it computes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,7 +32,12 @@ from .triton_tiles import (
     row_stride,
 )
 
-__all__ = ["plan_lists"]
+__all__ = ["Lists", "plan_lists"]
+
+# Of queries beyond, a backward leaves the gradient out: those that have nothing but numbers such as
+# -1e9, which models put where nobody looks. Scores and their logsumexp in float32, powers of two,
+# are rounded apart there by so much that exp(S - L) is anything between 0 and infinity.
+MOST_LOGSUMEXP = tl.constexpr(2.0**21)
 
 
 @triton.jit
@@ -60,19 +65,26 @@ def _largest_norm(rows, first, length, stride, DIM, MARKED: tl.constexpr, BLOCK_
 
 @triton.jit
 def _norms_kernel(
-    k_ptr,
+    x_ptr,
     state_ptr,
     norms_ptr,
-    stride_kb,
-    stride_kh,
-    stride_km,
+    logsumexp_ptr,
+    usable_ptr,
+    least_ptr,
+    stride_xb,
+    stride_xh,
+    stride_xm,
+    stride_lb,
+    stride_lh,
+    stride_lm,
     stride_b,
     stride_q,
     stride_k,
     query_marks,
     key_marks,
-    heads_k,
-    length_k,
+    heads,
+    length,
+    marks,
     DIM: tl.constexpr,
     MARKED: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -81,36 +93,53 @@ def _norms_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """The largest norm of each MARKED keys of a head; nothing where no mark of the batch is low."""
-    mark = tl.program_id(0) % key_marks
-    flat_head = tl.program_id(0) // key_marks
-    batch = flat_head // heads_k
+    """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low.
+
+    Of queries in a backward, which gives `logsumexp_ptr`, the least logsumexp of each MARKED, too,
+    and one that its kernel can use of each query.
+    """
+    mark = tl.program_id(0) % marks
+    flat_head = tl.program_id(0) // marks
+    batch, head = flat_head // heads, flat_head % heads
+    if logsumexp_ptr is not None:
+        query = mark * MARKED + tl.arange(0, MARKED)
+        lse_ptr = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh)
+        lse = tl.load(lse_ptr + query.to(tl.int64) * stride_lm, mask=query < length, other=INF)
+        # -inf is native's of a query that attends to nothing.
+        lse = tl.where(tl.abs(lse) > MOST_LOGSUMEXP, INF, lse)
+        usable = usable_ptr + flat_head.to(tl.int64) * length
+        tl.store(usable + query, lse, mask=query < length)
+        least = tl.min(tl.where(lse == lse, lse, -INF), axis=0)  # what is no number counts
+        tl.store(least_ptr + tl.program_id(0), least)
     states = state_ptr + batch.to(tl.int64) * stride_b
     if _is_low_anywhere(states, stride_q, stride_k, query_marks, key_marks, ROWS, COLS):
-        rows = head_at(k_ptr, batch, flat_head % heads_k, stride_kb, stride_kh, UNIT)
-        stride_km = row_stride(stride_km, UNIT, FAR)
-        largest = _largest_norm(rows, mark * MARKED, length_k, stride_km, DIM, MARKED, BLOCK_DIM)
+        rows = head_at(x_ptr, batch, head, stride_xb, stride_xh, UNIT)
+        stride_xm = row_stride(stride_xm, UNIT, FAR)
+        largest = _largest_norm(rows, mark * MARKED, length, stride_xm, DIM, MARKED, BLOCK_DIM)
         tl.store(norms_ptr + tl.program_id(0), largest)
 
 
 @triton.jit
 def _list_kernel(
-    q_ptr,
+    x_ptr,
     norms_ptr,
+    least_ptr,
     state_ptr,
     best_ptr,
     lists_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
+    stride_xb,
+    stride_xh,
+    stride_xm,
     stride_b,
     stride_q,
     stride_k,
     query_marks,
     key_marks,
+    other_marks,
     heads,
-    group,
-    length_q,
+    group_x,
+    group_other,
+    length,
     rows,
     tiles,
     scale,
@@ -124,54 +153,77 @@ def _list_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A program writes both lists of one row of tiles of a head; `norms_ptr` has the norms of keys.
+    """A program writes both lists of one row of tiles of a head: of queries, or of keys in a
+    backward, which gives `least_ptr`.
 
     A tile is what ``[QUERIES, KEYS]`` marks say together.
+
+    Args:
+        x_ptr: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other.
+        least_ptr: the least logsumexp of each mark of queries.
     """
+    BY_KEYS: tl.constexpr = least_ptr is not None
+    OWN: tl.constexpr = KEYS if BY_KEYS else QUERIES
+    OTHER: tl.constexpr = QUERIES if BY_KEYS else KEYS
     row = tl.program_id(0) % rows
     flat_head = tl.program_id(0) // rows
     batch, head = flat_head // heads, flat_head % heads
     tile = tl.arange(0, BLOCK)
+    this = tl.full([BLOCK], 0, tl.int32) + row
+    query_tile = tile if BY_KEYS else this
+    key_tile = this if BY_KEYS else tile
     states = state_ptr + batch.to(tl.int64) * stride_b
     state = tl.zeros([BLOCK], tl.int32)
     for query_mark in tl.static_range(QUERIES):
-        query = row * QUERIES + query_mark
+        of_queries = query_tile * QUERIES + query_mark
         for key_mark in tl.static_range(KEYS):
-            of_keys = tile * KEYS + key_mark
-            is_there = (query < query_marks) & (of_keys < key_marks) & (tile < tiles)
-            places = query.to(tl.int64) * stride_q + of_keys * stride_k
+            of_keys = key_tile * KEYS + key_mark
+            is_there = (of_queries < query_marks) & (of_keys < key_marks) & (tile < tiles)
+            places = of_queries.to(tl.int64) * stride_q + of_keys * stride_k
             # Where a tile ends behind the last key there are scores to be left out.
-            absent = tl.where(query < query_marks, NOTHING_TILE, 0)
+            absent = tl.where(of_queries < query_marks, NOTHING_TILE, 0)
             state = state | tl.load(states + places, mask=is_there, other=absent)
     is_low = (state == LOW_TILE) & (tile < tiles)
     counts = is_low
     if tl.max(is_low.to(tl.int32), axis=0) > 0:
-        q_rows = head_at(q_ptr, batch, head, stride_qb, stride_qh, UNIT)
-        stride_qm = row_stride(stride_qm, UNIT, FAR)
-        norms = norms_ptr + (batch * (heads // group) + head // group) * key_marks
+        x_rows = head_at(x_ptr, batch, head // group_x, stride_xb, stride_xh, UNIT)
+        stride_xm = row_stride(stride_xm, UNIT, FAR)
+        own = tl.zeros([], tl.float32)
+        for mark in tl.static_range(OWN):
+            first = (row * OWN + mark) * MARKED
+            of_mark = _largest_norm(x_rows, first, length, stride_xm, DIM, MARKED, BLOCK_DIM)
+            own = tl.maximum(own, of_mark)
+        of_other = (batch * (heads // group_other) + head // group_other) * other_marks
         of_tile = tl.zeros([BLOCK], tl.float32)
-        for mark in tl.static_range(KEYS):
-            mark_of_tile = tile * KEYS + mark
-            there = mark_of_tile < key_marks
-            of_tile = tl.maximum(of_tile, tl.load(norms + mark_of_tile, mask=there, other=0.0))
-        of_queries = tl.zeros([], tl.float32)
-        # Of every query the bias is as much somewhere, and the score there no less.
-        bests = best_ptr + batch.to(tl.int64) * stride_b
-        least = tl.full([], INF, tl.float32)
-        for mark in tl.static_range(QUERIES):
-            here = row * QUERIES + mark
-            first = here * MARKED
-            of_mark = _largest_norm(q_rows, first, length_q, stride_qm, DIM, MARKED, BLOCK_DIM)
-            of_queries = tl.maximum(of_queries, of_mark)
-            best = tl.full([CHUNK], -INF, tl.float32)
-            for begin in range(0, key_marks, CHUNK):
-                key = begin + tl.arange(0, CHUNK)
-                is_mark = (key < key_marks) & (here < query_marks)
-                place = here.to(tl.int64) * stride_q + key * stride_k
-                best = tl.maximum(best, tl.load(bests + place, mask=is_mark, other=-INF))
-            best_of_mark = tl.max(best, axis=0)
-            least = tl.minimum(least, tl.where(here < query_marks, best_of_mark, INF))
-        largest = of_queries * (of_tile + tl.max(of_tile, axis=0)) * scale
+        for mark in tl.static_range(OTHER):
+            place = tile * OTHER + mark
+            there = place < other_marks
+            norm = tl.load(norms_ptr + of_other + place, mask=there, other=0.0)
+            of_tile = tl.maximum(of_tile, norm)
+        if BY_KEYS:
+            least = tl.full([BLOCK], INF, tl.float32)
+            for mark in tl.static_range(OTHER):
+                place = tile * OTHER + mark
+                there = place < other_marks
+                lse = tl.load(least_ptr + of_other + place, mask=there, other=INF)
+                least = tl.minimum(least, lse)
+            # What scores are at most without a bias.
+            largest = own * of_tile * scale
+        else:
+            # Of every query the bias is as much somewhere, and the score there no less.
+            bests = best_ptr + batch.to(tl.int64) * stride_b
+            least = tl.full([], INF, tl.float32)
+            for mark in tl.static_range(QUERIES):
+                query = row * QUERIES + mark
+                best = tl.full([CHUNK], -INF, tl.float32)
+                for begin in range(0, key_marks, CHUNK):
+                    key = begin + tl.arange(0, CHUNK)
+                    is_mark = (key < key_marks) & (query < query_marks)
+                    best_ptrs = bests + query.to(tl.int64) * stride_q + key * stride_k
+                    best = tl.maximum(best, tl.load(best_ptrs, mask=is_mark, other=-INF))
+                best_of_mark = tl.max(best, axis=0)
+                least = tl.minimum(least, tl.where(query < query_marks, best_of_mark, INF))
+            largest = own * (of_tile + tl.max(of_tile, axis=0)) * scale
         counts = is_low & ~(largest + LOW - least < NOTHING_BELOW)
     is_zero = (state == ZERO_TILE) & (tile < tiles)
     is_biased = (state != NOTHING_TILE) & (state != ZERO_TILE) & (tile < tiles)
@@ -184,15 +236,31 @@ def _list_kernel(
     tl.store(zero_ptr + tl.cumsum(is_zero.to(tl.int32), axis=0), tile, mask=is_zero)
 
 
-# Queries and keys of a mark: what divides the tiles.
+# Queries and keys of a mark: what divides the tiles of all kernels.
 _MARKED = 64
 # Marks of a row that a program looks at together.
 _CHUNK = 32
 
 
+class Lists(NamedTuple):
+    """What a kernel is given of a bias's tiles, and what writes it."""
+
+    #: ``[batch, heads, rows of tiles, 2, 1 + tiles]``, int32.
+    tiles: torch.Tensor
+    #: For a backward, ``[batch, heads, length_q]``, float32.
+    logsumexp: torch.Tensor | None
+    launches: list[Launch]
+
+
 def plan_lists(
-    bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, scale: float, queries: int, keys: int
-) -> tuple[torch.Tensor, list[Launch]]:
+    bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    queries: int,
+    keys: int,
+    logsumexp: torch.Tensor | None = None,
+) -> Lists:
     """The lists of a bias that heads share, and the launches that fill them.
 
     Args:
@@ -202,12 +270,11 @@ def plan_lists(
         scale: of the scores.
         queries: of a tile; a multiple of 64, as `keys` is.
         keys: of a tile.
-
-    Returns:
-        ``[batch, heads, rows of tiles, 2, 1 + tiles]``, int32; and the launches.
+        logsumexp: of a backward, ``[batch, heads, length_q]``: there is a list for each tile of
+            keys, and otherwise for each of queries.
     """
     batch, heads, length_q, length_k = bias.shape
-    heads_k = k.shape[1]
+    by_keys = logsumexp is not None
     marks, best, mark = mark_tiles(bias, _MARKED, _MARKED)
     query_marks, key_marks = marks.shape[1:]
     strides = list(marks.stride())
@@ -215,28 +282,38 @@ def plan_lists(
         strides[0] = 0
     if bias_kind(bias) == BY_KEY.value:  # and one row of marks
         query_marks, strides[1] = ceil_div(length_q, _MARKED), 0
-    norms = bias.new_empty((batch, heads_k, key_marks), dtype=torch.float32)
+    of_marks = (*strides, query_marks, key_marks)
+    own, other = (k, q) if by_keys else (q, k)
+    rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
+    if by_keys:
+        rows, tiles = tiles, rows
+    other_marks = ceil_div(other.shape[2], _MARKED)
+    norms = bias.new_empty((batch, other.shape[1], other_marks), dtype=torch.float32)
+    usable = least = None
+    if logsumexp is not None:
+        usable, least = q.new_empty(q.shape[:3], dtype=torch.float32), torch.empty_like(norms)
+    of_lse = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     measure = Launch(
         _norms_kernel,
         norms.numel(),
         (
-            *(k, marks, norms, *apart(k), *strides, marks.shape[1], key_marks),
-            *(heads_k, length_k),
+            *(other, marks, norms, logsumexp, usable, least, *apart(other), *of_lse),
+            *(*strides, marks.shape[1], key_marks, other.shape[1], other.shape[2], other_marks),
         ),
-        {**_constexprs(k), "ROWS": _CHUNK, "COLS": _CHUNK},
+        {**_constexprs(other), "ROWS": _CHUNK, "COLS": _CHUNK},
         4,
     )
-    rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
     lists = bias.new_empty((batch, heads, rows, 2, 1 + tiles), dtype=torch.int32)
     collect = Launch(
         _list_kernel,
         batch * heads * rows,
         (
-            *(q, norms, marks, best, lists, *apart(q), *strides, query_marks, key_marks),
-            *(heads, heads // heads_k, length_q, rows, tiles, scale),
+            *(own, norms, least, marks, best, lists, *apart(own), *of_marks),
+            *(other_marks, heads, heads // own.shape[1], heads // other.shape[1]),
+            *(own.shape[2], rows, tiles, scale),
         ),
         {
-            **_constexprs(q),
+            **_constexprs(own),
             "QUERIES": queries // _MARKED,
             "KEYS": keys // _MARKED,
             "BLOCK": max(power_of_2(tiles), 16),
@@ -244,7 +321,7 @@ def plan_lists(
         },
         4,
     )
-    return lists, [mark, measure, collect]
+    return Lists(lists, usable, [mark, measure, collect])
 
 
 def _constexprs(x: torch.Tensor) -> dict[str, Any]:
