@@ -30,15 +30,18 @@ class Row(NamedTuple):
     queries: int
     keys: int
     dim: int
-    # "causal and padding", "causal", "padding", "bias", or none.
+    # "causal and padding", "causal", "padding", "bias", or none. Those with "of -inf" are numbers,
+    # which torch 2.12 makes of a boolean mask; torch 2.11 has -65504 for cuDNN.
     mask: str = ""
     dtype: torch.dtype = BFLOAT16
 
 
 ROWS = (
     Row("padded batch of a language model", 8, 16, 2048, 2048, 128, "causal and padding"),
+    Row("the same of -inf", 8, 16, 2048, 2048, 128, "causal and padding of -inf"),
     Row("the same without padding", 8, 16, 2048, 2048, 128, "causal"),
     Row("BERT", 32, 16, 512, 512, 64, "padding"),
+    Row("BERT of -inf", 32, 16, 512, 512, 64, "padding of -inf"),
     Row("T5, ALiBi", 8, 16, 1024, 1024, 64, "bias"),
     Row("ViT", 64, 16, 197, 197, 64),
     Row("Stable Diffusion, 4096", 16, 8, 4096, 4096, 40),
@@ -59,9 +62,12 @@ def _mask(row: Row, device: str) -> torch.Tensor | None:
     # From half of the length on, evenly.
     lengths = torch.linspace(row.keys / 2, row.keys, row.batch, device=device)
     is_there = (torch.arange(row.keys, device=device) < lengths[:, None])[:, None, None]
-    if row.mask == "padding":
-        return is_there
-    return is_there & torch.ones(row.queries, row.keys, dtype=torch.bool, device=device).tril()
+    if row.mask.startswith("causal"):
+        seen = torch.ones(row.queries, row.keys, dtype=torch.bool, device=device).tril()
+        is_there = is_there & seen
+    if row.mask.endswith("of -inf"):
+        return torch.where(is_there, 0.0, -torch.inf).to(row.dtype)
+    return is_there
 
 
 def calls(row: Row, device: str) -> tuple[Call, Call]:
