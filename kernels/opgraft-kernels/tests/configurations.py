@@ -462,6 +462,7 @@ def _attention(major: int) -> Iterator[Launch]:
             (torch.bfloat16, 128, 2048, 128, False),
             (torch.bfloat16, 64, 1, 128, True),
             (torch.float16, 128, 2048, 128, True),
+            (torch.bfloat16, 256, 2048, 128, False),
         ):
             yield from _list_launches(dtype, dim, of_queries, height, by_keys)
 
@@ -476,7 +477,8 @@ def _list_launches(
     q, k = make((2, 16, 2048, dim)), make((2, 4, 2048, dim))
     bias = make((2, 1, of_queries, 2048)).expand(2, 16, 2048, 2048)
     logsumexp = make((2, 16, 2048), dtype=torch.float32) if by_keys else None
-    return plan_lists(bias, q, k, 0.1, height, 128, logsumexp).launches
+    width = 128 if dim <= 128 else 64
+    return plan_lists(bias, q, k, 0.1, height, width, logsumexp).launches
 
 
 def _attention_launches(
@@ -558,6 +560,7 @@ def _attention_kinds() -> Iterator[Any]:
         (72, 1, BiasKind(torch.bfloat16, True, False), ForwardTile(128, 128, MULTIPROCESSORS)),
         (96, 4, BiasKind(torch.float32, False, True), ForwardTile(128, 128, 0)),
         (128, 1, BiasKind(torch.bfloat16, False, False), ForwardTile(128, 128, 0)),
+        (256, 4, BiasKind(torch.bfloat16, False, True), ForwardTile(128, 64, 0)),
     ):
         yield Kind(True, torch.bfloat16, dim, dim, group, False, True, False, of_bias, bias)
         yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=bias)

@@ -23,7 +23,7 @@ BATCH, HEADS, DIM = 2, 2, 16
 # Torch's own for cuDNN, BERT's in bfloat16, and the lowest number.
 LOW = (-65504.0, -9984.0, torch.finfo(torch.float32).min)
 # Of queries and keys.
-TILES = ((128, 128), (192, 128))
+TILES = ((128, 128), (192, 128), (128, 64))
 
 
 def masks(name: str, queries: int, keys: int, lowest: float) -> torch.Tensor:
@@ -81,7 +81,8 @@ def test_what_is_in_no_list_has_no_probability(seed: int, device: torch.device) 
     scores = q @ k.repeat_interleave(HEADS // heads_k, 1).mT + bias
     logsumexp = scores.logsumexp(-1)
     used = logsumexp.masked_fill(logsumexp.abs() > MOST_LOGSUMEXP.value, math.inf)
-    for (rows, cols), lse in ((TILES[0], None), (TILES[1], None), (TILES[0], logsumexp)):
+    of_backward = ((tile, logsumexp) for tile in (TILES[0], TILES[2]))
+    for (rows, cols), lse in (*((tile, None) for tile in TILES), *of_backward):
         is_there = (scores - (logsumexp if lse is None else used)[..., None]).exp() > 0
         for batch, head, row, with_bias, without in lists_of(bias, q, k, (rows, cols), lse, device):
             listed = [*with_bias, *without]
@@ -165,6 +166,7 @@ def test_programs_walk_over_tiles_where_all_see_the_same_keys() -> None:
     assert biased_forward_tile(64, True, 8, 512, 132) == ForwardTile(192, 128, 0)
     assert biased_forward_tile(128, True, 512, 512, 132) == ForwardTile(128, 128, 132)
     assert biased_forward_tile(128, False, 512, 512, 132) == ForwardTile(128, 128, 0)
+    assert biased_forward_tile(256, True, 512, 512, 132) == ForwardTile(128, 64, 0)
 
 
 OPS = [op.name for op in overrides._CUTEDSL_MASKED.ops]
@@ -274,7 +276,7 @@ def on_hopper() -> torch.device:
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(
     ("dim", "heads_k", "queries", "keys"),
-    [(64, 4, 300, 333), (128, 1, 257, 512), (72, 4, 640, 640)],
+    [(64, 4, 300, 333), (128, 1, 257, 512), (72, 4, 640, 640), (256, 1, 384, 500)],
 )
 def test_attention_is_right(
     dim: int,
@@ -309,7 +311,7 @@ def test_attention_is_right(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("low", [-1e5, -1e6, -1e9, -1e10, 1e9, torch.finfo(torch.float32).max])
-@pytest.mark.parametrize("dim", [64, 72, 128])
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
 def test_queries_with_nothing_but_large_numbers_reach_no_others(
     dim: int, low: float, dtype: torch.dtype, on_hopper: torch.device
 ) -> None:

@@ -25,7 +25,8 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.utils import AuxData
 
 from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forward
-from opgraft_kernels.attention.cutedsl_kernels import LISTED_QUERIES, BackwardTile, Kind
+from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
+from opgraft_kernels.attention.cutedsl_tiles import listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 
@@ -291,13 +292,13 @@ def _backward_kernel(
         num_threads=(config.num_wg + 1) * 128,
         V_in_regs=False,
         dQ_single_wg=config.dQ_single_wg,
-        q_subtile_factor=LISTED_QUERIES // config.m_block_size if kind.bias is not None else 1,
+        q_subtile_factor=(_listed_queries(kind) or config.m_block_size) // config.m_block_size,
     )
 
 
 def _listed_queries(kind: Kind) -> int | None:
     """Of how many queries tiles are listed, which those of the kernel divide; None: of none."""
-    return LISTED_QUERIES if kind.bias is not None else None
+    return listed_backward_tile(kind.head_dim)[0] if kind.bias is not None else None
 
 
 def _built_dim(dim: int) -> int:

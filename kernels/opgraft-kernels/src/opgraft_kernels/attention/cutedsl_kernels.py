@@ -23,6 +23,7 @@ from opgraft_kernels.attention.cutedsl_tiles import (
     ForwardTile,
     biased_forward_tile,
     forward_tile,
+    listed_backward_tile,
 )
 from opgraft_kernels.devices import multiprocessors
 
@@ -58,11 +59,6 @@ class Kind(NamedTuple):
     # Of a forward by programs that walk over tiles; otherwise the library's.
     tile: ForwardTile | None = None
     bias: BiasKind | None = None
-
-
-# Of the tiles that are listed for a backward: tiles of its kernels are as many keys, and their
-# queries divide these.
-LISTED_QUERIES, LISTED_KEYS = 128, 128
 
 
 class BackwardTile(NamedTuple):
@@ -219,8 +215,7 @@ def backward(
     kind, lists = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False), None
     if bias is not None:
         kind = kind._replace(bias=_bias_kind(bias))
-        listed = (LISTED_QUERIES, LISTED_KEYS)
-        lists, usable = _lists(bias, q, k, scale, *listed, logsumexp)
+        lists, usable = _lists(bias, q, k, scale, *listed_backward_tile(head_dim), logsumexp)
         assert usable is not None
         logsumexp = usable
     tile = _tile(kind, q.device)

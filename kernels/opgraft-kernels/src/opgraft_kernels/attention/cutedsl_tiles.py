@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["ForwardTile", "biased_forward_tile", "forward_tile"]
+__all__ = ["ForwardTile", "biased_forward_tile", "forward_tile", "listed_backward_tile"]
 
 
 class ForwardTile(NamedTuple):
@@ -47,6 +47,9 @@ _WIDE_DIMS = 64
 _LIBRARY_WIDE_DIMS = 96
 _HIGH, _LOW = 192, 128
 _KEYS = 128
+# With a bias, above `_MOST_DIMS`: as many as registers and shared memory have room for, of those
+# that marks of a bias divide.
+_LISTED_FEWER_KEYS = 64
 # Blocks of fewer keys, where as many of them hold a short row of keys. Each is one kernel more to
 # compile.
 _FEWER_KEYS = (80, 112)
@@ -106,10 +109,20 @@ def biased_forward_tile(
         queries: of a head.
         multiprocessors: the device's.
     """
+    if head_dim > _MOST_DIMS:
+        return ForwardTile(_LOW, _LISTED_FEWER_KEYS, 0)
     height = _HIGH if head_dim <= _WIDE_DIMS else _LOW
     tiles = -(-queries // height) * heads
-    walks = is_by_key and head_dim <= _MOST_DIMS and tiles > multiprocessors
+    walks = is_by_key and tiles > multiprocessors
     return ForwardTile(height, _KEYS, multiprocessors if walks else 0)
+
+
+def listed_backward_tile(head_dim: int) -> tuple[int, int]:
+    """The queries and keys of the tiles that are listed for a backward with a bias.
+
+    Tiles of its kernels are as many keys, and their queries divide these.
+    """
+    return _LOW, _KEYS if head_dim <= _MOST_DIMS else _LISTED_FEWER_KEYS
 
 
 def _sizes(call: _Call) -> Iterator[tuple[int, int]]:

@@ -287,7 +287,11 @@ _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
 # Masks that heads share. Of others every tile is read, and Triton's kernels are faster.
 _CUTEDSL_MASKED = _Kind(
-    *("cutedsl_masked", "cutedsl_kernels", True, (64, 80, 96, 128), (_CUDNN, _CUDNN_BACKWARD)),
+    "cutedsl_masked",
+    "cutedsl_kernels",
+    is_masked=True,
+    dims=(64, 80, 96, 128, 256),
+    ops=(_CUDNN, _CUDNN_BACKWARD),
     priority=1,
 )
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
@@ -430,7 +434,7 @@ def _cutedsl_masks(dims: tuple[Any, Any]) -> Any:
     return (
         (dims[0] == dims[1])
         & (dims[0] % 8 == 0)
-        & (dims[0] <= 128)
+        & ((dims[0] <= 128) | (dims[0] == 256))
         # Their lists of tiles are of one mask, which is not causal besides.
         & (when.value("is_causal") == 0)
         & (when.ndim("attn_bias") == 4)
