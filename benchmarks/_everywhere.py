@@ -30,8 +30,8 @@ class Row(NamedTuple):
     queries: int
     keys: int
     dim: int
-    # "causal and padding", "causal", "padding", "bias", or none. Those with "of -inf" are numbers,
-    # which torch 2.12 makes of a boolean mask; torch 2.11 has -65504 for cuDNN.
+    # "causal and padding", "causal", "padding", "bias", or none. Those "of -inf" are additive, as
+    # newer torch makes of a boolean mask (pytorch 177868); torch 2.11 makes -65504 for cuDNN.
     mask: str = ""
     dtype: torch.dtype = BFLOAT16
 

@@ -966,3 +966,24 @@ def test_more_than_2_to_31_elements(kernels: str) -> None:
         for one, other in zip(ours, right, strict=True):
             # q being k, P is all but 1 on the diagonal, and what is left of dS is rounding.
             assert _error(one[some, -2:], other) < 0.06
+
+
+@gpu
+def test_native_of_float32_is_as_exact_where_tf32_is_allowed() -> None:
+    """Why no kernel here computes in plain tf32: under that flag native does not either."""
+    given = [torch.randn(2, 4, 512, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    grad = torch.randn_like(given[0])
+
+    def run() -> list[torch.Tensor]:
+        with opgraft.disabled(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            out = F.scaled_dot_product_attention(*given)
+            return [out, *torch.autograd.grad(out, given, grad)]
+
+    before = torch.get_float32_matmul_precision()
+    exact = run()
+    torch.set_float32_matmul_precision("high")
+    try:
+        allowed = run()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(map(torch.equal, exact, allowed))
