@@ -20,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("triton")
 
+from errors import largest_error
+
 import opgraft
 from opgraft import triton_utils
 from opgraft.crossover import models, rule
@@ -93,19 +95,11 @@ def _reference(t: Tensors, causal: bool, scale: float | None = None, dtype: Any 
     return Results(out.detach(), scores.logsumexp(-1).detach(), *gradients)
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest element."""
-    assert actual.shape == expected.shape
-    assert not actual.isnan().any()
-    worst = (actual.double() - expected.double()).abs().max()
-    return float(worst / expected.double().abs().max().clamp(min=1.0))
-
-
 def _assert_as_good(ours: Results, native: Results, expected: Results) -> None:
     """At most twice native's error, and what a rounding more or less may come to."""
     for name, one, other, right in zip(Results._fields, ours, native, expected, strict=True):
         floor = 4 * torch.finfo(one.dtype).eps
-        assert _error(one, right) <= 2 * _error(other, right) + floor, name
+        assert largest_error(one, right) <= 2 * largest_error(other, right) + floor, name
 
 
 def _by(kernels: Any, t: Tensors, causal: bool, scale: float | None = None) -> Results:
@@ -168,7 +162,7 @@ def test_triton_needs_no_logsumexp(device: torch.device) -> None:
     t = _tensors(Case(), torch.float16, device)
     out = torch.empty_like(t.q)
     triton_kernels.forward(*t[:3], out, None, 0.25, False)
-    assert _error(out, _reference(t, False).out) < 2e-3
+    assert largest_error(out, _reference(t, False).out) < 2e-3
 
 
 def test_triton_rows_whose_scores_are_all_minus_infinity(device: torch.device) -> None:
@@ -437,14 +431,14 @@ def test_outputs_are_what_the_op_promises(op: str, case: Case) -> None:
     promised = calls.forward(*map(_to_meta, arguments))
     assert [_layout(r) for r in results] == [_layout(p) for p in promised]
     expected = _reference(t, case.causal)
-    assert _error(calls.view(results[0]), expected.out) < 2e-3
+    assert largest_error(calls.view(results[0]), expected.out) < 2e-3
 
     arguments = calls.backward_arguments(t, case.causal, results)
     gradients = calls.backward_impl("cutedsl_kernels", *arguments)
     promised = calls.backward(*map(_to_meta, arguments))
     assert [_layout(g) for g in gradients] == [_layout(p) for p in promised]
     for gradient, right in zip(gradients[:3], expected[2:], strict=True):
-        assert _error(calls.view(gradient), right) < 2e-3
+        assert largest_error(calls.view(gradient), right) < 2e-3
 
 
 @pytest.mark.usefixtures("formula")
@@ -452,7 +446,7 @@ def test_outputs_are_what_the_op_promises(op: str, case: Case) -> None:
 def test_no_logsumexp_where_none_is_asked_for(name: str) -> None:
     t = _tensors(Case(), torch.float16, "cpu")
     results = OPS[name].forward_impl("cutedsl_kernels", *t[:3], None, False)
-    assert _error(results[0], _reference(t, False).out) < 2e-3
+    assert largest_error(results[0], _reference(t, False).out) < 2e-3
     assert results[1] is None or results[1].numel() == 0
 
 
@@ -486,7 +480,7 @@ def test_tensors_in_any_layout(which: int, change: Callable[[torch.Tensor], torc
         arguments = calls.backward_arguments(t, False, results)
         gradients = calls.backward_impl("cutedsl_kernels", *arguments)
         for gradient, right in zip(gradients, _reference(t, False)[2:], strict=True):
-            assert _error(calls.view(gradient), right) < 2e-3
+            assert largest_error(calls.view(gradient), right) < 2e-3
 
 
 # ---------------------------------------------------------------------------------- conditions
@@ -819,7 +813,7 @@ def test_sequences_laid_end_to_end(dim: int, group: int, causal: bool) -> None:
             (results[0], *gradients), (native[0], *native_gradients), strict=True
         ):
             assert one.stride() == other.stride()
-            assert _error(one, other) < 2e-2
+            assert largest_error(one, other) < 2e-2
 
 
 def _sdpa(t: Tensors, causal: bool) -> tuple[torch.Tensor, ...]:
@@ -854,7 +848,7 @@ def test_sdpa_hits(backend: SDPBackend | None, op: str, causal: bool) -> None:
     assert _hits() == {op: 1, f"{op}_backward": 1}
     for one, other in zip(ours, native, strict=True):
         assert one.stride() == other.stride()
-        assert _error(one, other) < 2e-2
+        assert largest_error(one, other) < 2e-2
 
 
 @gpu
@@ -899,7 +893,7 @@ def test_other_ways_to_call_sdpa(run: Callable[[Tensors], torch.Tensor]) -> None
     assert _hits()
     with opgraft.disabled():
         native = F.scaled_dot_product_attention(t.q, t.k, t.v)
-    assert _error(ours, native) < 2e-2
+    assert largest_error(ours, native) < 2e-2
 
 
 @gpu
@@ -965,7 +959,7 @@ def test_more_than_2_to_31_elements(kernels: str) -> None:
         ours = (out, logsumexp, dq, dk, dv)
         for one, other in zip(ours, right, strict=True):
             # q being k, P is all but 1 on the diagonal, and what is left of dS is rounding.
-            assert _error(one[some, -2:], other) < 0.06
+            assert largest_error(one[some, -2:], other) < 0.06
 
 
 @gpu

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import largest_error
 
 import opgraft
 from opgraft import cutedsl_utils
@@ -163,13 +164,6 @@ def _reference(norm: Norm, case: Case) -> Results:
     return {**statistics, "dx": dx, "dw": dw, "db": db}
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest element."""
-    assert not actual.isnan().any()
-    worst = (actual.double() - expected).abs().max()
-    return float(worst / expected.abs().max().clamp(min=1.0))
-
-
 def _check(norm: Norm, case: Case) -> None:
     """What native promises, and at most twice its error."""
     ours, native, expected = norm.kernels(case), norm.native(case), _reference(norm, case)
@@ -181,7 +175,7 @@ def _check(norm: Norm, case: Case) -> None:
             continue
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
         floor = 4 * torch.finfo(one.dtype).eps
-        assert _error(one, right) <= 2 * _error(other, right) + floor, name
+        assert largest_error(one, right) <= 2 * largest_error(other, right) + floor, name
 
 
 # ---------------------------------------------------------------------------- values
@@ -211,7 +205,7 @@ def test_a_large_mean_loses_no_digits(hidden: int) -> None:
     for name, bound in (("mean", 1e-6), ("rstd", 1e-4), ("y", 2e-3), ("dx", 2e-3)):
         one, right = ours[name], expected[name]
         assert one is not None and right is not None
-        assert _error(one, right) < bound, name
+        assert largest_error(one, right) < bound, name
 
 
 @over_widths
@@ -262,7 +256,7 @@ def test_more_than_2_to_31_elements(norm: Norm, hidden: int) -> None:
         for name in ("y", "dx"):
             one, right = ours[name], expected[name]
             assert one is not None and right is not None
-            assert _error(one[some], right) < 0.01
+            assert largest_error(one[some], right) < 0.01
 
 
 @over_widths
@@ -333,7 +327,7 @@ def test_overrides_are_hit(
         other, right = native[name], expected[name]
         assert one is not None and other is not None and right is not None
         floor = 4 * torch.finfo(dtype).eps
-        assert _error(one, right) <= 2 * _error(other, right) + floor, name
+        assert largest_error(one, right) <= 2 * largest_error(other, right) + floor, name
 
 
 def _strided(t: torch.Tensor) -> torch.Tensor:
@@ -359,7 +353,7 @@ def test_other_layouts_are_declined(
     for name, one in results.items():
         right = expected[name]
         assert one is not None and right is not None
-        assert _error(one, right.double()) < 0.02, name
+        assert largest_error(one, right.double()) < 0.02, name
 
 
 def test_other_calls_are_declined(norm: Norm) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import special_inputs
+from errors import relative_error
 
 import opgraft
 from opgraft import Override
@@ -40,13 +41,6 @@ def _random(
     return g, torch.randint(rows, shape, device=device)
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest element."""
-    assert not actual.isnan().any()
-    worst = (actual.double() - expected).abs().max()
-    return float(worst / expected.abs().max().clamp(min=1e-30))
-
-
 def _check(
     override: Override,
     g: torch.Tensor,
@@ -64,7 +58,9 @@ def _check(
         natives, right = native(g, *rest), native(g.double(), *rest)
     assert ours.shape == natives.shape and ours.dtype == natives.dtype
     assert ours.stride() == natives.stride()
-    assert _error(ours, right) <= 2 * _error(natives, right) + torch.finfo(g.dtype).eps
+    assert (
+        relative_error(ours, right) <= 2 * relative_error(natives, right) + torch.finfo(g.dtype).eps
+    )
     return ours
 
 
@@ -127,7 +123,7 @@ def test_a_row_of_thousands_of_tokens_is_nearer_than_by_native(
     with opgraft.disabled():
         right, natives = native((g + 10).double(), *rest), native(g + 10, *rest)
     assert override.hits == 1
-    assert _error(ours, right) <= min(_error(natives, right), 5e-7)
+    assert relative_error(ours, right) <= min(relative_error(natives, right), 5e-7)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
@@ -157,7 +153,7 @@ def test_nothing_is_written_beside_the_gradient(device: torch.device) -> None:
     is_row = (indices >= 0) & (indices < 10)
     with opgraft.disabled():
         right = native(g[is_row].double(), indices[is_row], 10, -1, False)
-    assert _error(dw, right) < 1e-6
+    assert relative_error(dw, right) < 1e-6
 
 
 def test_the_same_bits_every_time(override: Override, device: torch.device) -> None:

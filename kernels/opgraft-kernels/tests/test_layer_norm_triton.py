@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from errors import largest_error
 from special_inputs import LAYOUTS
 
 import opgraft
@@ -93,13 +94,6 @@ def _ours(case: Case) -> Results:
     )
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest element."""
-    assert not actual.isnan().any()
-    worst = (actual.double() - expected.double()).abs().max()
-    return float(worst / expected.double().abs().max().clamp(min=1.0))
-
-
 def _check(case: Case) -> None:
     """What native promises, and at most twice its error."""
     ours, native, expected = _ours(case), _through_op(case), _reference(case)
@@ -111,7 +105,7 @@ def _check(case: Case) -> None:
         if case.x.is_cuda or case.x.dtype is torch.float32:  # on CPU native keeps them in 16 bits
             assert one.dtype == other.dtype
         floor = 4 * torch.finfo(one.dtype).eps
-        assert _error(one, right) <= 2 * _error(other, right) + floor, name
+        assert largest_error(one, right) <= 2 * largest_error(other, right) + floor, name
 
 
 # Several rows a tile, one row a tile, more rows than programs, widths that are no power of two.
@@ -323,7 +317,7 @@ def test_a_large_mean_loses_no_digits(shape: tuple[int, ...], device: torch.devi
         assert one is not None and right is not None
         # The input's own rounding, 1000 * 2**-24, by far less than the variance of 1 would be off
         # as a difference of means: 1000**2 * 2**-24.
-        assert _error(one, right) < 2e-4
+        assert largest_error(one, right) < 2e-4
 
 
 class Backward(NamedTuple):
@@ -415,7 +409,7 @@ def test_overrides_take_what_they_are_for(device: torch.device, dispatch_key: st
         native = _through_op(case)
     for one, other in zip(ours, native, strict=True):
         assert one is not None and other is not None
-        assert _error(one, other) < 0.02
+        assert largest_error(one, other) < 0.02
     misses = forward.misses
     declined = case.x.double() if device.type == "cuda" else case.x[:1]
     F.layer_norm(declined, case.shape)
@@ -513,12 +507,12 @@ def test_more_than_2_to_31_elements(rows: int, hidden: int, device: torch.device
         grad, x, [hidden], mean, rstd, case.weight, case.bias, [True] * 3
     )
     assert dx is not None and db is not None
-    assert _error(db, grad[0].double() * rows) < 0.01
+    assert largest_error(db, grad[0].double() * rows) < 0.01
     for some in (slice(0, 3), slice(rows - 3, rows)):
         expected = _reference(case._replace(x=x[some], grad=grad[some]))
         assert expected.dx is not None
-        assert _error(y[some], expected.y) < 0.01
-        assert _error(dx[some], expected.dx) < 0.01
+        assert largest_error(y[some], expected.y) < 0.01
+        assert largest_error(dx[some], expected.dx) < 0.01
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import special_inputs
+from errors import relative_error
 
 import opgraft
 from opgraft import Override
@@ -71,13 +72,6 @@ def _natively(x: torch.Tensor, target: torch.Tensor, **options: Any) -> tuple[to
         return _both(x, target, **options)
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest element."""
-    assert not actual.isnan().any()
-    worst = (actual.double() - expected).abs().max()
-    return float(worst / expected.abs().max().clamp(min=1e-30))
-
-
 def _check(overrides: Overrides, x: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
     """What native promises, and at most twice its error."""
     before = overrides.hits
@@ -90,7 +84,10 @@ def _check(overrides: Overrides, x: torch.Tensor, target: torch.Tensor, **option
     for one, native, right in zip(ours, natives, rights, strict=True):
         assert one.shape == native.shape and one.dtype == native.dtype
         assert one.stride() == native.stride()
-        assert _error(one, right) <= 2 * _error(native, right) + torch.finfo(x.dtype).eps
+        assert (
+            relative_error(one, right)
+            <= 2 * relative_error(native, right) + torch.finfo(x.dtype).eps
+        )
 
 
 def _check_equal(

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from errors import largest_error
+
 import opgraft
 from opgraft_kernels.norms import triton_kernels
 from opgraft_kernels.norms.overrides import RMS_NORM, condition, register
@@ -74,15 +76,6 @@ def _native(
     return {"y": y.detach(), "rstd": rstd.detach(), "dx": dx, "dw": dw[0] if dw else None}
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest element."""
-    assert not actual.isnan().any()
-    if not expected.numel():
-        return 0.0
-    worst = (actual.double() - expected).abs().max()
-    return float(worst / expected.abs().max().clamp(min=1.0))
-
-
 def _assert_as_good(
     ours: torch.Tensor | None, native: torch.Tensor | None, expected: torch.Tensor | None
 ) -> None:
@@ -93,7 +86,7 @@ def _assert_as_good(
     assert (ours.shape, ours.dtype, ours.device) == (native.shape, native.dtype, native.device)
     assert ours.is_contiguous()
     floor = 4 * torch.finfo(ours.dtype).eps
-    assert _error(ours, expected) <= 2 * _error(native, expected) + floor
+    assert largest_error(ours, expected) <= 2 * largest_error(native, expected) + floor
 
 
 def _check(
@@ -384,12 +377,12 @@ def test_more_than_2_to_31_elements(rows: int, hidden: int, device: torch.device
     for start in range(0, rows, step):
         some = slice(start, start + step)
         total += (x[some].double() * rstd[some]).sum(0)
-    assert _error(dw, total) < 0.01
+    assert largest_error(dw, total) < 0.01
     for some in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(rows - 3, rows)):
         expected = _reference(x[some], weight, g[some], 1, 1e-5)
         assert expected["y"] is not None and expected["dx"] is not None
-        assert _error(y[some], expected["y"]) < 0.01
-        assert _error(dx[some], expected["dx"]) < 0.01
+        assert largest_error(y[some], expected["y"]) < 0.01
+        assert largest_error(dx[some], expected["dx"]) < 0.01
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)

@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 import special_inputs
 import triton
 import triton.language as tl
+from errors import relative_error
 
 import opgraft
 from opgraft import Override
@@ -72,13 +73,6 @@ def _random(
     return (4 * x).to(dtype), g.to(dtype)
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error, relative to the largest element."""
-    assert not actual.isnan().any()
-    worst = (actual.double() - expected).abs().max()
-    return float(worst / expected.abs().max().clamp(min=1e-30))
-
-
 def _check_one(
     one: torch.Tensor, native: torch.Tensor, right: torch.Tensor, largest_term: float = 0.0
 ) -> None:
@@ -91,7 +85,7 @@ def _check_one(
     assert one.stride() == native.stride()
     cancelled = largest_term / float(right.abs().max().clamp(min=1e-30))
     floor = 4 * torch.finfo(one.dtype).eps * max(1.0, cancelled)
-    assert _error(one, right) <= 2 * _error(native, right) + floor
+    assert relative_error(one, right) <= 2 * relative_error(native, right) + floor
 
 
 def _check(function: Function, x: torch.Tensor, g: torch.Tensor, dim: int) -> None:
@@ -285,7 +279,7 @@ def test_half_to_float(
     dx = function.backward(g.float(), expected, dim, torch.float16)
     assert dx.dtype is torch.float16
     right = function.backward_op(g.float(), expected, dim, torch.float32)
-    assert _error(dx, right.double()) <= torch.finfo(torch.float16).eps
+    assert relative_error(dx, right.double()) <= torch.finfo(torch.float16).eps
 
 
 # ---------------------------------------------------------------------------- through opgraft
@@ -447,9 +441,9 @@ def test_more_than_2_to_31_elements(
     for some in (slice(0, 3), slice(-3, None)):
         where = (some, slice(None)) if dim == 1 else (slice(None), some)
         expected = function.op(x[where].double(), dim, False)
-        assert _error(y[where], expected) < 0.01
+        assert relative_error(y[where], expected) < 0.01
         right = function.backward_op(x[where].double(), y[where].double(), dim, torch.float64)
-        assert _error(dx[where], right) < 0.01
+        assert relative_error(dx[where], right) < 0.01
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
