@@ -237,13 +237,19 @@ def test_more_batches_than_a_grid_has_are_not(op: overrides._Op, kind: overrides
 
 
 def _by_formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    grad: torch.Tensor,
+    scale: float | None = None,
 ) -> list[torch.Tensor]:
     """In float64; 0 for queries that no key is left for."""
     leaves = [each.double().requires_grad_() for each in (q, k, v)]
     group = q.shape[1] // k.shape[1]
     wide = [each.repeat_interleave(group, 1) for each in leaves[1:]]
-    scores = leaves[0] @ wide[0].mT * q.shape[-1] ** -0.5 + bias.double()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = leaves[0] @ wide[0].mT * scale + bias.double()
     is_left_alone = (bias == -math.inf).all(-1, keepdim=True)
     p = scores.masked_fill(is_left_alone, 0.0).softmax(-1).masked_fill(is_left_alone, 0.0)
     out = p @ wide[1]
@@ -251,12 +257,17 @@ def _by_formula(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    grad: torch.Tensor,
+    scale: float | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The output and the gradients, and the logsumexp."""
     out = torch.full_like(q, math.nan)
     logsumexp = torch.full(q.shape[:3], math.nan, device=q.device)
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     cutedsl_kernels.forward(q, k, v, out, logsumexp, scale, False, bias)
     dq, dk, dv = (torch.full_like(each, math.nan) for each in (q, k, v))
     cutedsl_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, scale, False, bias)
@@ -315,7 +326,7 @@ def test_attention_is_right(
 def test_queries_with_nothing_but_large_numbers_reach_no_others(
     dim: int, low: float, dtype: torch.dtype, on_hopper: torch.device
 ) -> None:
-    """Their own gradients are 0, or near them what the formula says."""
+    """Their own gradients are 0, or below the border what the formula says."""
     q, k, v, grad = (torch.randn(2, 4, 384, dim, device=on_hopper).bfloat16() for _ in range(4))
     bias = torch.zeros(2, 1, 384, 384, device=on_hopper)
     bias[0, :, 100:] = low
@@ -331,6 +342,47 @@ def test_queries_with_nothing_but_large_numbers_reach_no_others(
         for one, expected in zip(gradients, right[1:], strict=True):
             error = (one.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
             assert error <= (2e-2 if abs(low) < 5e5 else 0.4), (of_large, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, 0.5, 1e-3])
+@pytest.mark.parametrize(
+    ("dim", "heads_k", "dtype"),
+    [
+        (64, 2, torch.float16),
+        (80, 1, torch.bfloat16),
+        (96, 2, torch.bfloat16),
+        (104, 4, torch.float16),
+        (256, 4, torch.float16),
+    ],
+    ids=str,
+)
+def test_groups_and_scales_are_right(
+    dim: int, heads_k: int, dtype: torch.dtype, scale: float | None, on_hopper: torch.device
+) -> None:
+    q, k, v, grad = (
+        torch.randn(2, heads, length, dim, device=on_hopper).to(dtype)
+        for heads, length in ((4, 300), (heads_k, 333), (heads_k, 333), (4, 300))
+    )
+    bias = masks("padding on the left", 300, 333, -math.inf).to(on_hopper).to(dtype)
+    bias = bias.expand(2, 4, 300, 333)
+    right = _by_formula(q, k, v, bias, grad, scale)
+    ours, _ = _attend(q, k, v, bias, grad, scale)
+    for one, expected in zip(ours, right, strict=True):
+        error = (one.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        assert error <= 2e-2, error
+
+
+@pytest.mark.gpu
+def test_a_mask_that_leaves_nothing_has_no_gradient(on_hopper: torch.device) -> None:
+    """No program of the backward waits for a tile: the accumulator of dq must be zero by then."""
+    q, k, v, grad = (torch.randn(1, 4, 512, 64, device=on_hopper).bfloat16() for _ in range(4))
+    bias = torch.full((1, 1, 1, 512), -math.inf, device=on_hopper).bfloat16()
+    for _ in range(8):
+        poison = [torch.full((2**20,), math.nan, device=on_hopper) for _ in range(8)]
+        del poison
+        ours, _ = _attend(q, k, v, bias.expand(1, 4, 512, 512), grad)
+        assert all(each.eq(0).all() for each in ours)
 
 
 @pytest.mark.gpu

@@ -425,6 +425,8 @@ def _cutedsl_dims() -> Any:
     return same | ((dim == 192) & (dim_v == 128))
 
 
+# Lists of tiles are of each head, and grow with queries times keys: up to half of a query's memory.
+_MOST_LISTED_KEYS = 2**17
 # A scale from here on divides masks without an overflow, but of numbers that are almost one.
 _LEAST_SCALE = 1e-6
 
@@ -441,6 +443,7 @@ def _cutedsl_masks(dims: tuple[Any, Any]) -> Any:
         & (_is_broadcast("attn_bias", -3) == 1)
         & (when.stride("attn_bias", -1) == 1)
         & (when.size("attn_bias", -1) == when.size("key", -2))
+        & (when.size("key", -2) <= _MOST_LISTED_KEYS)
         & (when.is_none("scale") | (when.value("scale") > _LEAST_SCALE))
     )
 

@@ -35,8 +35,9 @@ from .triton_tiles import (
 __all__ = ["Lists", "plan_lists"]
 
 # Of queries beyond, a backward leaves the gradient out: those that have nothing but numbers such as
-# -1e9, which models put where nobody looks. Scores and their logsumexp in float32, powers of two,
-# are rounded apart there by so much that exp(S - L) is anything between 0 and infinity.
+# -1e9, which models put where nobody looks, and those with one such as +1e9. The library's backward
+# rounds scores and their logsumexp apart there, in powers of two, by so much that exp(S - L) is
+# anything between 0 and infinity.
 MOST_LOGSUMEXP = tl.constexpr(2.0**21)
 
 
