@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import TABLES
+from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["VERSION", "condition", "register"]
 
@@ -68,18 +69,14 @@ def _crossover() -> Crossover | None:
 
 def register(dispatch_key: str) -> list[Override]:
     """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    options: dict[str, Any] = {}
-    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
-        options = {"launch_plan": True, "crossover": _crossover()}
     return [
-        triton_utils.register_op_override(
-            "aten",
+        register_triton_op(
             "copy_",
             dispatch_key,
-            lazy("opgraft_kernels.copies.triton_kernels:copy_"),
+            "copies.triton_kernels:copy_",
+            name="copy",
             cond=condition(dispatch_key),
-            name="opgraft_kernels.copy",
+            crossover=_crossover,
             samples=lazy("opgraft_kernels.copies.samples:samples"),
-            **options,
         )
     ]

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import TABLES, misalignment
+from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["VERSION", "condition", "register"]
 
@@ -67,18 +68,14 @@ def _crossover() -> Crossover | None:
 
 def register(dispatch_key: str) -> list[Override]:
     """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    options: dict[str, Any] = {}
-    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
-        options = {"launch_plan": True, "crossover": _crossover()}
     return [
-        triton_utils.register_op_override(
-            "aten",
+        register_triton_op(
             "embedding_dense_backward",
             dispatch_key,
-            lazy("opgraft_kernels.embedding.triton_kernels:embedding_dense_backward"),
+            "embedding.triton_kernels:embedding_dense_backward",
+            name="embedding.backward",
             cond=condition(dispatch_key),
-            name="opgraft_kernels.embedding.backward",
+            crossover=_crossover,
             samples=lazy("opgraft_kernels.embedding.samples:samples"),
-            **options,
         )
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, TypeAlias
 
-from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.cross_entropy import ops
 from opgraft_kernels.cross_entropy.overrides import (
@@ -18,6 +18,7 @@ from opgraft_kernels.cross_entropy.overrides import (
     is_matrix,
 )
 from opgraft_kernels.crossovers import TABLES
+from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["DIRECTIONS", "VERSIONS", "Direction", "condition", "register"]
 
@@ -92,18 +93,13 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
 
 
 def _register(direction: Direction, dispatch_key: str, by_table: bool) -> Override:
-    options: dict[str, Any] = {}
-    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
-        crossover = _crossover(direction) if by_table else None
-        options = {"launch_plan": True, "crossover": crossover}
     samples = lazy("opgraft_kernels.nll_loss.samples:samples")
-    return triton_utils.register_op_override(
-        "aten",
+    return register_triton_op(
         f"nll_loss_{direction}",
         dispatch_key,
-        lazy(f"opgraft_kernels.nll_loss.triton_kernels:{direction}"),
+        f"nll_loss.triton_kernels:{direction}",
+        name=f"nll_loss.{direction}",
         cond=condition(direction, dispatch_key),
-        name=f"opgraft_kernels.nll_loss.{direction}",
+        crossover=lambda: _crossover(direction) if by_table else None,
         samples=functools.partial(samples, direction),
-        **options,
     )

@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
+from opgraft import Crossover, Override, cutedsl_utils, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import TABLES, misalignment
+from opgraft_kernels.registration import register_triton_op
 
 __all__ = [
     "DIRECTIONS",
@@ -230,6 +231,8 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
 PERMUTED_VERSION = 4
+# What no bucket of sizes stands for.
+_EXACT = ("itemsize", "misalignment")
 # Their condition asks for 16 bits and whole vectors.
 _CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
 
@@ -297,40 +300,28 @@ def register(norm: Norm, dispatch_key: str) -> list[Override]:
 
 
 def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
-    op = norm.op(direction)
-    options: dict[str, Any] = {}
-    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
-        crossover = _crossover(norm, direction, _TRITON_RANGES, ["itemsize", "misalignment"])
-        options = {"launch_plan": True, "crossover": crossover}
-    return triton_utils.register_op_override(
-        "aten",
-        op.name,
+    return register_triton_op(
+        norm.op(direction).name,
         dispatch_key,
-        impl(norm, direction, "triton_kernels"),
+        f"norms.triton_kernels:{norm.name}_{direction}",
+        name=f"{norm.name}.{direction}",
         cond=condition(norm, direction, dispatch_key),
-        name=f"opgraft_kernels.{norm.name}.{direction}",
-        **options,
+        crossover=lambda: _crossover(norm, direction, _TRITON_RANGES, _EXACT),
     )
 
 
 def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
     samples = lazy("opgraft_kernels.norms.samples:permuted_samples")
-    options: dict[str, Any] = {}
-    if dispatch_key == "CUDA":
-        ranges = _PERMUTED_RANGES[direction]
-        exact = ["itemsize", "misalignment"]
-        crossover = _crossover(norm, direction, ranges, exact, is_permuted=True)
-        options = {"launch_plan": True, "crossover": crossover}
-    return triton_utils.register_op_override(
-        "aten",
+    ranges = _PERMUTED_RANGES[direction]
+    return register_triton_op(
         norm.op(direction).name,
         dispatch_key,
-        impl(norm, direction, "triton_permuted"),
+        f"norms.triton_permuted:{norm.name}_{direction}",
+        name=f"{norm.name}.{direction}_permuted",
         cond=permuted_condition(norm, direction, dispatch_key),
-        name=f"opgraft_kernels.{norm.name}.{direction}_permuted",
+        crossover=lambda: _crossover(norm, direction, ranges, _EXACT, is_permuted=True),
         priority=2,  # before those that copy such an input
         samples=functools.partial(samples, norm.parameters, norm.statistics, direction),
-        **options,
     )
 
 

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import TABLES, misalignment
+from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["OPS", "Op", "condition", "register"]
 
@@ -133,20 +134,15 @@ def _made(what: str, op: Op) -> Any:
 
 def register(dispatch_key: str) -> list[Override]:
     """Register the four ops at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    return [_register(op, dispatch_key) for op in OPS]
-
-
-def _register(op: Op, dispatch_key: str) -> Override:
-    options: dict[str, Any] = {}
-    if dispatch_key == "CUDA":  # the interpreter launches nothing that could be recorded
-        options = {"launch_plan": True, "crossover": _crossover(op)}
-    return triton_utils.register_op_override(
-        "aten",
-        op.name,
-        dispatch_key,
-        lazy(f"opgraft_kernels.softmax.triton_kernels:{op.function}_{op.direction}"),
-        cond=condition(op, dispatch_key),
-        name=f"opgraft_kernels.{op.function}.{op.direction}",
-        samples=_made("samples", op),
-        **options,
-    )
+    return [
+        register_triton_op(
+            op.name,
+            dispatch_key,
+            f"softmax.triton_kernels:{op.function}_{op.direction}",
+            name=f"{op.function}.{op.direction}",
+            cond=condition(op, dispatch_key),
+            crossover=functools.partial(_crossover, op),
+            samples=_made("samples", op),
+        )
+        for op in OPS
+    ]

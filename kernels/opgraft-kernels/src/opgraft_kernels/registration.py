@@ -1,0 +1,45 @@
+"""How the pack's ops in Triton are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opgraft import Crossover, Override, lazy, triton_utils
+
+__all__ = ["register_triton_op"]
+
+
+def register_triton_op(
+    op: str,
+    dispatch_key: str,
+    impl: str,
+    *,
+    name: str,
+    cond: Any,
+    crossover: Callable[[], Crossover | None],
+    **options: Any,
+) -> Override:
+    """Register an override of an op of ATen, in Triton.
+
+    Args:
+        op: the op's name.
+        dispatch_key: ``"CUDA"``, or ``"CPU"`` (the interpreter).
+        impl: its impl in this package, ``"family.module:function"``, imported by the first call.
+        name: the override's, in this package.
+        cond: the calls that the impl is right for.
+        crossover: returns on what it depends whether it is faster than native's. It is not called
+            for the interpreter, which launches nothing that could be recorded or measured.
+        options: as `opgraft.triton_utils.register_op_override` has them.
+    """
+    if dispatch_key == "CUDA":
+        options |= {"launch_plan": True, "crossover": crossover()}
+    return triton_utils.register_op_override(
+        "aten",
+        op,
+        dispatch_key,
+        lazy(f"opgraft_kernels.{impl}"),
+        cond=cond,
+        name=f"opgraft_kernels.{name}",
+        **options,
+    )
