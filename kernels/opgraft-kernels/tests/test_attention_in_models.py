@@ -127,6 +127,27 @@ def test_attention_that_is_written_out_is_no_op_of_ours_in_eager_mode(
     assert hits() == NONE
 
 
+# ------------------------------------------------------------------ masks that a model makes
+
+
+def under_made_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As models of transformers do where they are compiled: a boolean mask, causal and padding."""
+    place = torch.arange(LENGTH, device=q.device)
+    begins = torch.tensor([0, 9], device=q.device)[:, None, None, None]
+    seen = (place <= place[:, None]) & ((place >= begins) | (place == place[:, None]))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.expand(BATCH, 1, LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_attention_under_a_mask_that_the_model_makes_hits(
+    trains: bool, compiles: bool, device: torch.device, hits: Callable[[], Hits]
+) -> None:
+    inputs = [half(BATCH, HEADS, LENGTH, DIM, device=device) for _ in range(3)]
+    assert_as_native(under_made_mask, *inputs, trains=trains, compiles=compiles)
+    assert hits() == (BOTH if trains else FORWARD)
+
+
 # ------------------------------------------------------------------ PyTorch's modules
 
 # Which keys of which sequence are padding, and which keys a query may not see.
