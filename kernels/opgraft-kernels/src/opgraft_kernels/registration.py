@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opgraft import Crossover, Override, lazy, triton_utils
+from opgraft import Crossover, Override, triton_utils
 
 __all__ = ["register_triton_op"]
 
@@ -13,7 +13,7 @@ __all__ = ["register_triton_op"]
 def register_triton_op(
     op: str,
     dispatch_key: str,
-    impl: str,
+    impl: Callable[..., Any],
     *,
     name: str,
     cond: Any,
@@ -25,7 +25,7 @@ def register_triton_op(
     Args:
         op: the op's name.
         dispatch_key: ``"CUDA"``, or ``"CPU"`` (the interpreter).
-        impl: its impl in this package, ``"family.module:function"``, imported by the first call.
+        impl: the kernel behind it, which `opgraft.lazy` imports at the first call.
         name: the override's, in this package.
         cond: the calls that the impl is right for.
         crossover: returns on what it depends whether it is faster than native's. It is not called
@@ -38,7 +38,7 @@ def register_triton_op(
         "aten",
         op,
         dispatch_key,
-        lazy(f"opgraft_kernels.{impl}"),
+        impl,
         cond=cond,
         name=f"opgraft_kernels.{name}",
         **options,

@@ -73,7 +73,7 @@ def register(dispatch_key: str) -> list[Override]:
         register_triton_op(
             "copy_",
             dispatch_key,
-            "copies.triton_kernels:copy_",
+            lazy("opgraft_kernels.copies.triton_kernels:copy_"),
             name="copy",
             cond=condition(dispatch_key),
             crossover=_crossover,

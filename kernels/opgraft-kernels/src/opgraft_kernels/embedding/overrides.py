@@ -72,7 +72,7 @@ def register(dispatch_key: str) -> list[Override]:
         register_triton_op(
             "embedding_dense_backward",
             dispatch_key,
-            "embedding.triton_kernels:embedding_dense_backward",
+            lazy("opgraft_kernels.embedding.triton_kernels:embedding_dense_backward"),
             name="embedding.backward",
             cond=condition(dispatch_key),
             crossover=_crossover,

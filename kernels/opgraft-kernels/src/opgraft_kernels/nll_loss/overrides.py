@@ -97,7 +97,7 @@ def _register(direction: Direction, dispatch_key: str, by_table: bool) -> Overri
     return register_triton_op(
         f"nll_loss_{direction}",
         dispatch_key,
-        f"nll_loss.triton_kernels:{direction}",
+        lazy(f"opgraft_kernels.nll_loss.triton_kernels:{direction}"),
         name=f"nll_loss.{direction}",
         cond=condition(direction, dispatch_key),
         crossover=lambda: _crossover(direction) if by_table else None,

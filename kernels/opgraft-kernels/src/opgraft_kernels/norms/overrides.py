@@ -303,7 +303,7 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
     return register_triton_op(
         norm.op(direction).name,
         dispatch_key,
-        f"norms.triton_kernels:{norm.name}_{direction}",
+        impl(norm, direction, "triton_kernels"),
         name=f"{norm.name}.{direction}",
         cond=condition(norm, direction, dispatch_key),
         crossover=lambda: _crossover(norm, direction, _TRITON_RANGES, _EXACT),
@@ -316,7 +316,7 @@ def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> O
     return register_triton_op(
         norm.op(direction).name,
         dispatch_key,
-        f"norms.triton_permuted:{norm.name}_{direction}",
+        impl(norm, direction, "triton_permuted"),
         name=f"{norm.name}.{direction}_permuted",
         cond=permuted_condition(norm, direction, dispatch_key),
         crossover=lambda: _crossover(norm, direction, ranges, _EXACT, is_permuted=True),

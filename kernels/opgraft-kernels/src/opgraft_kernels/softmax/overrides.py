@@ -138,7 +138,7 @@ def register(dispatch_key: str) -> list[Override]:
         register_triton_op(
             op.name,
             dispatch_key,
-            f"softmax.triton_kernels:{op.function}_{op.direction}",
+            lazy(f"opgraft_kernels.softmax.triton_kernels:{op.function}_{op.direction}"),
             name=f"{op.function}.{op.direction}",
             cond=condition(op, dispatch_key),
             crossover=functools.partial(_crossover, op),
