@@ -471,13 +471,14 @@ def _list_launches(
     dtype: torch.dtype, dim: int, of_queries: int, height: int, by_keys: bool
 ) -> list[Launch]:
     """The launches that list tiles of so many queries, of a mask for so many queries."""
+    from opgraft_kernels.attention.cutedsl_tiles import listed_backward_tile
     from opgraft_kernels.attention.triton_lists import plan_lists
 
     make = functools.partial(torch.empty, device="meta", dtype=dtype)
     q, k = make((2, 16, 2048, dim)), make((2, 4, 2048, dim))
     bias = make((2, 1, of_queries, 2048)).expand(2, 16, 2048, 2048)
     logsumexp = make((2, 16, 2048), dtype=torch.float32) if by_keys else None
-    width = 128 if dim <= 128 else 64
+    _, width = listed_backward_tile(dim)
     return plan_lists(bias, q, k, 0.1, height, width, logsumexp).launches
 
 

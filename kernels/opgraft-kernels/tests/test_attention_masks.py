@@ -17,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("triton")
 
+from errors import largest_error
+
 import opgraft
 from opgraft_kernels.attention import aten, overrides, samples, triton_kernels
 
@@ -105,9 +107,7 @@ def assert_right(
         there = expected.isfinite()  # a logsumexp of -inf is inf with us
         if one is None or not there.any():
             continue
-        scale = expected[there].abs().max().clamp(min=1.0)
-        worst = ((one.double() - expected)[there] / scale).abs().max()
-        yardstick = ((other.double() - expected)[there] / scale).abs().max()
+        worst, yardstick = (largest_error(x[there], expected[there]) for x in (one, other))
         assert worst <= 2 * yardstick + 4 * torch.finfo(one.dtype).eps, name
 
 
@@ -602,8 +602,7 @@ def test_sdpa_with_a_mask_hits_on_a_gpu(
         assert sorted(hits.values()) == [[1, 1], [1, 2], [2, 2]][number]
         for what, one, other, each in zip(NAMES_OF_SDPA, ours, native, right, strict=True):
             assert one.stride() == other.stride()
-            scale = each.abs().max().clamp(min=1.0)
-            error, yardstick = (((x.double() - each) / scale).abs().max() for x in (one, other))
+            error, yardstick = (largest_error(x, each) for x in (one, other))
             assert error <= 2 * yardstick + 4 * torch.finfo(dtype).eps, (what, number)
 
 

@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from errors import relative_error
+
 import opgraft
 from opgraft import Override
 from opgraft_kernels.norms import overrides, triton_permuted
@@ -46,8 +48,7 @@ def _worst(ours: torch.Tensor, natives: torch.Tensor, right: torch.Tensor) -> No
     """Of native's shape, strides and dtype, and at most twice its error."""
     assert ours.shape == natives.shape and ours.dtype == natives.dtype
     assert ours.stride() == natives.stride()
-    scale = right.abs().max().clamp(min=1e-30)
-    error, native = ((each.double() - right).abs().max() / scale for each in (ours, natives))
+    error, native = (relative_error(each, right) for each in (ours, natives))
     assert error <= 2 * native + 4 * torch.finfo(ours.dtype).eps
 
 
