@@ -27,6 +27,7 @@ from .triton_tiles import (
     NOTHING_TILE,
     ZERO_TILE,
     head_at,
+    least_of,
     load_rows,
     norms_of,
     row_stride,
@@ -110,8 +111,7 @@ def _norms_kernel(
         lse = tl.where(tl.abs(lse) > MOST_LOGSUMEXP, INF, lse)
         usable = usable_ptr + flat_head.to(tl.int64) * length
         tl.store(usable + query, lse, mask=query < length)
-        least = tl.min(tl.where(lse == lse, lse, -INF), axis=0)  # what is no number counts
-        tl.store(least_ptr + tl.program_id(0), least)
+        tl.store(least_ptr + tl.program_id(0), least_of(lse, 0))
     states = state_ptr + batch.to(tl.int64) * stride_b
     if _is_low_anywhere(states, stride_q, stride_k, query_marks, key_marks, ROWS, COLS):
         rows = head_at(x_ptr, batch, head, stride_xb, stride_xh, UNIT)

@@ -27,6 +27,7 @@ __all__ = [
     "keys_seen",
     "largest_norm",
     "least_logsumexp",
+    "least_of",
     "list_tiles_kernel",
     "load_bias",
     "load_rows",
@@ -395,8 +396,13 @@ def largest_norm(norms_ptr, flat_head, SPLITS: tl.constexpr):
 def least_logsumexp(ptrs, there, axis: tl.constexpr):
     """Of queries. Infinity of those that attend to nothing, of which native says -inf."""
     lse = tl.load(ptrs, mask=there, other=INF)
-    lse = tl.where(lse == -INF, INF, lse)
-    return tl.min(tl.where(lse == lse, lse, -INF), axis=axis)  # what is no number counts
+    return least_of(tl.where(lse == -INF, INF, lse), axis)
+
+
+@triton.jit
+def least_of(logsumexp, axis: tl.constexpr):
+    """Of queries' logsumexp the least; -INF where one is no number, so that it counts."""
+    return tl.min(tl.where(logsumexp == logsumexp, logsumexp, -INF), axis=axis)
 
 
 @triton.jit
