@@ -191,6 +191,21 @@ def test_masks_that_heads_share_are_taken(op: str) -> None:
     assert _holds(op)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_more_keys_than_lists_are_made_for_are_not(op: str) -> None:
+    given = {"rows": 2**8, "keys": 2**5, "dim": 64, "for_all_queries": 1, "for_all_heads": 1}
+    named, *_ = samples.calls(op, torch.device("cpu"), **given)
+
+    def of_so_many(keys: int) -> list[tuple[str, torch.Tensor]]:
+        wide = {name: named[name][:, :, :1].expand(-1, -1, keys, -1) for name in ("key", "value")}
+        mask = named["attn_bias"]
+        bias = torch.zeros(mask.shape[0], 1, 1, keys, dtype=mask.dtype)
+        return [*wide.items(), ("attn_bias", bias.expand(*mask.shape[:3], keys))]
+
+    assert _holds(op, *of_so_many(overrides._MOST_LISTED_KEYS))
+    assert not _holds(op, *of_so_many(overrides._MOST_LISTED_KEYS + 1))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -268,9 +268,11 @@ def _fake_bias(kind: Kind) -> tuple[Any, Any]:
 def _backward_kernel(
     dtype: Any, dims: tuple[int, int], kind: Kind, config: Any
 ) -> FlashAttentionBackwardSm90:
-    kernel_class = FlashAttentionBackwardSm90
+    kernel_class, tiles_of_listed = FlashAttentionBackwardSm90, 1
     if kind.bias is not None:
         kernel_class = functools.partial(BiasedBackward, bias=kind.bias)
+        queries, _ = listed_backward_tile(kind.head_dim)
+        tiles_of_listed = queries // config.m_block_size
     return kernel_class(
         dtype,
         *dims,
@@ -292,7 +294,7 @@ def _backward_kernel(
         num_threads=(config.num_wg + 1) * 128,
         V_in_regs=False,
         dQ_single_wg=config.dQ_single_wg,
-        q_subtile_factor=(_listed_queries(kind) or config.m_block_size) // config.m_block_size,
+        q_subtile_factor=tiles_of_listed,
     )
 
 

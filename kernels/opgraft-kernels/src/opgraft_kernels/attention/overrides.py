@@ -425,7 +425,8 @@ def _cutedsl_dims() -> Any:
     return same | ((dim == 192) & (dim_v == 128))
 
 
-# Lists of tiles are of each head, and grow with queries times keys: up to half of a query's memory.
+# Lists of tiles are of each head, and grow with queries times keys. At so many keys, and heads of
+# 64, they take half of the memory that the queries do.
 _MOST_LISTED_KEYS = 2**17
 # A scale from here on divides masks without an overflow, but of numbers that are almost one.
 _LEAST_SCALE = 1e-6
