@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -36,7 +36,6 @@ from opgraft_kernels.attention.cutedsl_walking import LongestFirst, renamed, wal
 
 __all__ = ["BiasedBackward", "biased_forward"]
 
-_LARGEST = float.fromhex("0x1.fffffep127")
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
 # From so many warp groups on a thread has no registers for a bias beside a product.
 _MANY_WARP_GROUPS = 3
@@ -51,8 +50,8 @@ def _has_bias(*_: Any) -> bool:
 class BiasMask(AttentionMask):  # type: ignore[misc]
     """The library's mask, which adds a bias where it is asked to change scores."""
 
-    # Whether it is the scores that are multiplied by the given number, or else the bias.
-    scales_scores: cutlass.Constexpr[bool] = True
+    # Whether scores without a bias are scaled, too: a forward scales them as it exponentiates.
+    scales_all: cutlass.Constexpr[bool] = False
     # Whether all queries share the bias.
     is_by_key: cutlass.Constexpr[bool] = False
     # Whether two keys can be read at once, from an even one on.
@@ -81,6 +80,8 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
                 self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen,
                 mask_causal, mask_local,
             )  # fmt: skip
+            if cutlass.const_expr(self.scales_all):
+                acc_S.store(acc_S.load() * aux_data.scalars[0])
         else:
             if cutlass.const_expr(bias is None):
                 bias = self.load(aux_data, batch_idx, head_idx, m_block, n_block, thr_mma)
@@ -128,9 +129,9 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
         bias: cute.Tensor,
         n_block: Int32,
         thr_mma: cute.TiledMma,
-        times: Float32,
+        scale: Float32,
     ) -> None:
-        """Scores become ``times * score + bias``, or ``score + times * bias``; of no key -inf."""
+        """Scores become ``scale * score + bias``; those of no key -inf."""
         COL = 0 if cutlass.const_expr(self.swap_AB) else 1
         scores = layout_utils.reshape_acc_to_mn(acc_S, transpose=self.swap_AB)
         place = self._places(thr_mma)
@@ -138,13 +139,8 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
         for col in cutlass.range_constexpr(cute.size(scores.shape[1])):
             is_key = n_block * self.tile_n + place[0, col][COL] < self.seqlen_k
             for row in cutlass.range_constexpr(cute.size(scores.shape[0])):
-                score = scores[row, col]
                 here = bias[row if lines > 1 else 0, col].to(Float32)
-                if cutlass.const_expr(self.scales_scores):
-                    score = score * times + here
-                else:
-                    # Infinity would be NaN beside the logsumexp of numbers as large.
-                    score = cutlass.min(here * times, Float32(_LARGEST)) + score
+                score = scores[row, col] * scale + here
                 scores[row, col] = score if is_key else -Float32.inf
 
 
@@ -224,12 +220,12 @@ class BiasedSoftmax(Softmax):  # type: ignore[misc]
         return row_scale
 
 
-def _with_bias(mask_class: partial[Any], bias: BiasKind, scales_scores: bool) -> partial[Any]:
+def _with_bias(mask_class: partial[Any], bias: BiasKind, scales_all: bool = False) -> partial[Any]:
     return partial(
         BiasMask,
         *mask_class.args,
         **mask_class.keywords,
-        scales_scores=scales_scores,
+        scales_all=scales_all,
         is_by_key=bias.is_by_key,
         in_pairs=bias.in_pairs,
     )
@@ -282,14 +278,35 @@ def biased_forward(programs: int) -> type[BiasedForward]:
 
     def with_bias(self: Any, *args: Any) -> None:
         *before, mask_class, scheduler, lists, aux_data, fastdiv_mods = args
-        mask_class = _with_bias(mask_class, self.bias, scales_scores=True)
+        mask_class = _with_bias(mask_class, self.bias)
         mma(self, *before, mask_class, scheduler, lists, aux_data, fastdiv_mods)
 
     return type("BiasedForward", (BiasedForward, base), {"mma": with_bias})
 
 
+class _Difference(NamedTuple):
+    """What the library has for a score in powers of two, from which it subtracts the logsumexp.
+
+    Both are natural logarithms here. Times log2(e) they would be rounded apart, of numbers such as
+    -1e9 by more than a hundred. No score is above the logsumexp, but by what another order of the
+    same sum rounds otherwise.
+    """
+
+    score: Any
+
+    def __sub__(self, logsumexp: Float32) -> Float32:
+        return cute.arch.fmin(self.score - logsumexp, 0.0, nan=True) * _LOG2_E
+
+
+class _NoFactor:
+    """Stands where the library has the factor from scores to powers of two."""
+
+    def __rmul__(self, score: Float32) -> _Difference:
+        return _Difference(score)
+
+
 class BiasedBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
-    """A backward in which tiles of one list have a bias."""
+    """A backward in which tiles of one list have a bias. The logsumexp is natural."""
 
     def __init__(self, *args: Any, bias: BiasKind, **keywords: Any) -> None:
         self.bias = bias
@@ -297,9 +314,12 @@ class BiasedBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
 
     def mma(self, *args: Any, **more: Any) -> None:
         args = tuple(
-            _with_bias(each, self.bias, scales_scores=False)
+            _with_bias(each, self.bias, scales_all=True)
             if isinstance(each, partial) and each.func is AttentionMask
             else each
             for each in args
         )
         super().mma(*args, **more)
+
+    def mma_one_m_block(self, *args: Any, **more: Any) -> Any:
+        return super().mma_one_m_block(*args, **{**more, "softmax_scale_log2": _NoFactor()})

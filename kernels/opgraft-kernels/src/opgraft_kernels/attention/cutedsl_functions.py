@@ -133,7 +133,8 @@ class _ForwardVarlen(_Forward):
 
 
 class _Backward:
-    """delta and the zeroed dq accumulator; dk, dv and dq in float32; dq (dk, dv) in 16 bits."""
+    """delta and the zeroed dq accumulator, and of the logsumexp, where there is no bias, one in
+    powers of two; dk, dv and dq in float32; dq (dk, dv) in 16 bits."""
 
     def __init__(
         self, preprocess: Any, kernel: Any, finish_dq: Any, finish_dk: Any, finish_dv: Any
@@ -173,14 +174,17 @@ class _Backward:
                 _swap_heads_and_length(t) for t in (grad_out, q, k, v, out, dq, dk, dv)
             ]
         one = Float32(1.0)
+        # With a bias `logsumexp2` is given, and natural: see `BiasedBackward`. What is read of it
+        # here is not used.
+        read, made = (
+            (logsumexp, logsumexp2) if cutlass.const_expr(bias is None) else (logsumexp2, None)
+        )
         self.preprocess(
-            out, grad_out, delta, logsumexp, logsumexp2, dq_sum, cum_q, None, None, None, None, one,
+            out, grad_out, delta, read, made, dq_sum, cum_q, None, None, None, None, one,
             stream=stream,
         )  # fmt: skip
         of_keys = (dk, dv) if cutlass.const_expr(dk_sum is None) else (dk_sum, dv_sum)
-        aux_data = (
-            AuxData() if cutlass.const_expr(bias is None) else AuxData([bias], (one / scale,))
-        )
+        aux_data = AuxData() if cutlass.const_expr(bias is None) else AuxData([bias], (scale,))
         self.kernel(
             q, k, v, grad_out, logsumexp2, delta, dq_sum, *of_keys, scale, cum_q, cum_k,
             blocksparse_tensors=_tiles_listed(lists), aux_data=aux_data, stream=stream,

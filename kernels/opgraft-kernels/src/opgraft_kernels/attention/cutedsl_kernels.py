@@ -213,17 +213,20 @@ def backward(
     batch, heads, length_q, head_dim = q.shape
     _, heads_k, length_k, head_dim_v = v.shape
     group = heads // heads_k
-    kind, lists = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False), None
+    kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
+    lists = usable = None
     if bias is not None:
         kind = kind._replace(bias=_bias_kind(bias))
         lists, usable = _lists(bias, q, k, scale, *listed_backward_tile(head_dim), logsumexp)
-        assert usable is not None
-        logsumexp = usable
     tile = _tile(kind, q.device)
     rows = _round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32
     delta = torch.empty((batch, heads, rows), dtype=fp32, device=device)
-    logsumexp2 = torch.empty((batch, heads, rows), dtype=fp32, device=device)
+    logsumexp2 = (
+        torch.empty((batch, heads, rows), dtype=fp32, device=device)
+        if usable is None
+        else usable[..., :rows]
+    )
     dq_sum = torch.empty((batch, heads, rows * tile.dim), dtype=fp32, device=device)
     dk_sum = dv_sum = None
     if group > 1:

@@ -428,7 +428,7 @@ def _cutedsl_dims() -> Any:
 # Lists of tiles are of each head, and grow with queries times keys. At so many keys, and heads of
 # 64, they take half of the memory that the queries do.
 _MOST_LISTED_KEYS = 2**17
-# A scale from here on divides masks without an overflow, but of numbers that are almost one.
+# Of scales from here on the kernels were tested.
 _LEAST_SCALE = 1e-6
 
 

@@ -35,12 +35,6 @@ from .triton_tiles import (
 
 __all__ = ["Lists", "plan_lists"]
 
-# Of queries beyond, a backward leaves the gradient out: those that have nothing but numbers such as
-# -1e9, which models put where nobody looks, and those with one such as +1e9. The library's backward
-# rounds scores and their logsumexp apart there, in powers of two, by so much that exp(S - L) is
-# anything between 0 and infinity.
-MOST_LOGSUMEXP = tl.constexpr(2.0**21)
-
 
 @triton.jit
 def _is_low_anywhere(
@@ -98,7 +92,7 @@ def _norms_kernel(
     """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low.
 
     Of queries in a backward, which gives `logsumexp_ptr`, the least logsumexp of each MARKED, too,
-    and one that its kernel can use of each query.
+    and one that its kernel can use: of what attends to nothing, and of what is no query, infinity.
     """
     mark = tl.program_id(0) % marks
     flat_head = tl.program_id(0) // marks
@@ -107,10 +101,8 @@ def _norms_kernel(
         query = mark * MARKED + tl.arange(0, MARKED)
         lse_ptr = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh)
         lse = tl.load(lse_ptr + query.to(tl.int64) * stride_lm, mask=query < length, other=INF)
-        # -inf is native's of a query that attends to nothing.
-        lse = tl.where(tl.abs(lse) > MOST_LOGSUMEXP, INF, lse)
-        usable = usable_ptr + flat_head.to(tl.int64) * length
-        tl.store(usable + query, lse, mask=query < length)
+        lse = tl.where(lse == -INF, INF, lse)  # native's of a query that attends to nothing
+        tl.store(usable_ptr + tl.program_id(0).to(tl.int64) * MARKED + tl.arange(0, MARKED), lse)
         tl.store(least_ptr + tl.program_id(0), least_of(lse, 0))
     states = state_ptr + batch.to(tl.int64) * stride_b
     if _is_low_anywhere(states, stride_q, stride_k, query_marks, key_marks, ROWS, COLS):
@@ -248,7 +240,7 @@ class Lists(NamedTuple):
 
     #: ``[batch, heads, rows of tiles, 2, 1 + tiles]``, int32.
     tiles: torch.Tensor
-    #: For a backward, ``[batch, heads, length_q]``, float32.
+    #: For a backward, natural, ``[batch, heads, length_q rounded up to whole tiles]``, float32.
     logsumexp: torch.Tensor | None
     launches: list[Launch]
 
@@ -288,11 +280,13 @@ def plan_lists(
     rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
     if by_keys:
         rows, tiles = tiles, rows
-    other_marks = ceil_div(other.shape[2], _MARKED)
+    # Of whole tiles, as a backward's kernel reads its logsumexp.
+    other_marks = tiles * (queries if by_keys else keys) // _MARKED
     norms = bias.new_empty((batch, other.shape[1], other_marks), dtype=torch.float32)
     usable = least = None
     if logsumexp is not None:
-        usable, least = q.new_empty(q.shape[:3], dtype=torch.float32), torch.empty_like(norms)
+        usable = q.new_empty((batch, heads, other_marks * _MARKED), dtype=torch.float32)
+        least = torch.empty_like(norms)
     of_lse = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     measure = Launch(
         _norms_kernel,
