@@ -431,6 +431,11 @@ def _attention(major: int) -> Iterator[Launch]:
         (torch.bfloat16, 128, 2048, (2, 1, 2048, 2048)),
         (torch.float16, 256, 197, (2, 1, 1, 197)),
         (torch.float32, 64, 1024, (1, 1, 1024, 1024)),
+        (torch.float32, 64, 1024, (2, 16, 1024, 1024)),
+        (torch.float32, 64, 1024, None),
+        (torch.float32, 100, 1024, (1, 16, 1024, 1024)),
+        (torch.float32, 128, 1024, None),
+        (torch.float32, 64, 200, None),
         (torch.float32, 128, 200, (2, 16, 200, 200)),
     ):
         yield from _attention_launches(dtype, dim, length, False, major, bias)

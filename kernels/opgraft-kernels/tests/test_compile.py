@@ -56,10 +56,10 @@ def _check(found: dict[str, Any], spill: int) -> None:
 def test_attention_fits() -> None:
     of_few_keys = {"short_backward_kernel", "short_forward_kernel"}
     for_cutedsl = {"_norms_kernel", "_list_kernel"}
-    compiled = compiled_launches("attention", hopper=of_few_keys | for_cutedsl)
+    on_hopper = {*of_few_keys, *for_cutedsl, "split_kernel"}
+    compiled = compiled_launches("attention", hopper=on_hopper)
     assert {found["kernel"] for found in compiled} == {
-        *of_few_keys,
-        *for_cutedsl,
+        *on_hopper,
         "forward_kernel",
         "delta_kernel",
         "backward_keys_kernel",

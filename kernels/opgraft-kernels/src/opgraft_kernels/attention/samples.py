@@ -282,8 +282,13 @@ def _of_backward(op: str, forward: dict[str, Any]) -> dict[str, Any]:
         "cum_seq_k": None,
         "max_q": query.shape[2],
         "max_k": key.shape[2],
-        "grad_input_mask": [True, True, True, forward["attn_bias"] is not None],
+        "grad_input_mask": [True, True, True, _wants_gradient(forward["attn_bias"])],
     }
+
+
+def _wants_gradient(bias: torch.Tensor | None) -> bool:
+    """Whether a bias is learnt, as those are that each head has one of. Others are masks."""
+    return bias is not None and bias.stride(1) != 0
 
 
 def _packed_sequences(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:

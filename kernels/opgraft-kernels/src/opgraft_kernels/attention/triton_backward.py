@@ -7,6 +7,14 @@ import triton.language as tl
 
 from opgraft_kernels.rows import multiple_of
 
+from .triton_parts import (
+    PART_UNIT,
+    factor_rows,
+    load_factor,
+    parts_of,
+    product,
+    product_transposed,
+)
 from .triton_tiles import (
     BY_KEY,
     HEADER,
@@ -102,6 +110,7 @@ def _gather_keys(
     BLOCK_DIM_V: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds what the queries from `begin` to `end` give to a tile of dk and dv; all transposed.
@@ -113,7 +122,9 @@ def _gather_keys(
         start = at
         if entries_ptr is not None:
             start = tl.load(entries_ptr + at) * BLOCK_Q
-        q = load_rows(q_rows, start, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED)
+        q = load_factor(
+            q_rows, start, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED, SPLIT
+        )
         query = start + tl.arange(0, BLOCK_Q)
         in_length = query < length_q
         # Infinity: queries that are not there attend to nothing.
@@ -124,17 +135,17 @@ def _gather_keys(
                 bias_ptr, query[None, :], key[:, None], length_q, length_k,
                 stride_sm, stride_sn, BIAS, True,
             )  # fmt: skip
-        scores = tl.dot(k, q.T, input_precision=PRECISION)
+        scores = product_transposed(k, q, PRECISION, SPLIT)
         p = probabilities(scores, bias, lse[None, :], scale, BIAS)
         if MASKED:
             p = tl.where(key[:, None] <= query[None, :] + shift, p, 0.0)
-        grad = load_rows(
-            grad_rows, start, length_q, stride_gm, DIM_V, BLOCK_Q, BLOCK_DIM_V, DESCRIBED
+        grad = load_factor(
+            grad_rows, start, length_q, stride_gm, DIM_V, BLOCK_Q, BLOCK_DIM_V, DESCRIBED, SPLIT
         )
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        dv = product(p, grad, dv, PRECISION, SPLIT)
         delta = tl.load(delta_ptr + query, mask=in_length, other=0.0)
-        ds = p * (tl.dot(v, grad.T, input_precision=PRECISION) - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        ds = p * (product_transposed(v, grad, PRECISION, SPLIT) - delta[None, :])
+        dk = product(ds, q, dk, PRECISION, SPLIT)
     return dk, dv
 
 
@@ -204,6 +215,7 @@ def backward_keys_kernel(
     BLOCK_DIM_V: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr,
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
@@ -211,8 +223,9 @@ def backward_keys_kernel(
     PRECISION: tl.constexpr,
 ):
     """A program sums dk and dv of BLOCK_K keys of one key head, over all queries of its group."""
-    stride_gm = row_stride(stride_gm, UNIT, FAR)
-    stride_qm = row_stride(stride_qm, UNIT, FAR)
+    UNIT_Q: tl.constexpr = PART_UNIT if SPLIT else UNIT
+    stride_gm = row_stride(stride_gm, UNIT_Q, FAR)
+    stride_qm = row_stride(stride_qm, UNIT_Q, FAR)
     stride_kn = row_stride(stride_kn, UNIT, FAR)
     stride_vn = row_stride(stride_vn, UNIT, FAR)
     stride_sm = multiple_of(stride_sm, UNIT_BIAS)
@@ -231,6 +244,7 @@ def backward_keys_kernel(
     norm = 0.0
     if norms_ptr is not None:
         norm = tl.max(norms_of(k), axis=0)
+    k, v = parts_of(k, SPLIT), parts_of(v, SPLIT)
     key = first + tl.arange(0, BLOCK_K)
     shift = length_k - length_q
     begin = 0
@@ -252,12 +266,12 @@ def backward_keys_kernel(
         head = head_k * group + member
         flat_head = (batch * heads + head).to(tl.int64)
         q_rows = head_rows(
-            head_at(q_ptr, batch, head, stride_qb, stride_qh, UNIT),
-            length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED,
+            head_at(q_ptr, batch, head, stride_qb, stride_qh, UNIT_Q),
+            factor_rows(length_q, SPLIT), stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED,
         )  # fmt: skip
         grad_rows = head_rows(
-            head_at(grad_ptr, batch, head, stride_gb, stride_gh, UNIT),
-            length_q, stride_gm, DIM_V, BLOCK_Q, BLOCK_DIM_V, DESCRIBED,
+            head_at(grad_ptr, batch, head, stride_gb, stride_gh, UNIT_Q),
+            factor_rows(length_q, SPLIT), stride_gm, DIM_V, BLOCK_Q, BLOCK_DIM_V, DESCRIBED,
         )  # fmt: skip
         lse_head = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh)
         delta_head = delta_ptr + flat_head * length_q
@@ -279,14 +293,14 @@ def backward_keys_kernel(
                 q_rows, grad_rows, lse_head, delta_head, bias_head, None,
                 k, v, dk, dv, begin, unmasked, key, length_q, length_k, shift,
                 stride_qm, stride_gm, stride_lm, stride_sm, stride_sn, scale, True, BIAS, True,
-                DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+                DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
             )  # fmt: skip
         if tiles_ptr is not None:
             dk, dv = _gather_keys(
                 q_rows, grad_rows, lse_head, delta_head, bias_head, None,
                 k, v, dk, dv, zeros * BLOCK_Q, zeros_end * BLOCK_Q, key, length_q, length_k, shift,
                 stride_qm, stride_gm, stride_lm, stride_sm, stride_sn, scale, False, BIAS, False,
-                DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+                DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
             )  # fmt: skip
         if tiles_ptr is not None:
             largest = norm * largest_norm(norms_ptr, flat_head, SPLITS) * scale
@@ -295,7 +309,7 @@ def backward_keys_kernel(
             q_rows, grad_rows, lse_head, delta_head, bias_head, entries_ptr,
             k, v, dk, dv, unmasked, last, key, length_q, length_k, shift,
             stride_qm, stride_gm, stride_lm, stride_sm, stride_sn, scale, False, BIAS, True,
-            DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+            DIM, DIM_V, BLOCK_Q, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
         )  # fmt: skip
     dk = (dk * grad_scale).to(dk_ptr.dtype.element_ty)
     dv = dv.to(dv_ptr.dtype.element_ty)
@@ -340,6 +354,7 @@ def _gather_queries(
     BLOCK_DIM_V: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds what the keys from `begin` to `end` give to a tile of dq, and writes their dbias.
@@ -351,8 +366,12 @@ def _gather_queries(
         start = at
         if entries_ptr is not None:
             start = tl.load(entries_ptr + at) * BLOCK_K
-        k = load_rows(k_rows, start, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED)
-        v = load_rows(v_rows, start, length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED)
+        k = load_factor(
+            k_rows, start, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED, SPLIT
+        )
+        v = load_factor(
+            v_rows, start, length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED, SPLIT
+        )
         key = (start + tl.arange(0, BLOCK_K))[None, :]
         bias = 0.0
         if BIAS != NO_BIAS and ADDED:
@@ -360,7 +379,7 @@ def _gather_queries(
                 bias_ptr, query[:, None], key, length_q, length_k,
                 stride_sm, stride_sn, BIAS, MASKED,
             )  # fmt: skip
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        scores = product_transposed(q, k, PRECISION, SPLIT)
         p = probabilities(scores, bias, lse[:, None], scale, BIAS)
         if MASKED:
             # Keys that are not there are zeros, but where all scores are low exp(0 - L) is inf.
@@ -368,12 +387,12 @@ def _gather_queries(
             if CAUSAL:
                 keep = keep & (key <= query[:, None] + shift)
             p = tl.where(keep, p, 0.0)
-        ds = p * (tl.dot(grad, v.T, input_precision=PRECISION) - delta[:, None])
+        ds = p * (product_transposed(grad, v, PRECISION, SPLIT) - delta[:, None])
         if dbias_ptr is not None:
             ptrs = dbias_ptr + query.to(tl.int64)[:, None] * stride_dsm + key
             there = (query < length_q)[:, None] & (key < length_k)
             tl.store(ptrs, ds.to(dbias_ptr.dtype.element_ty), mask=there)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = product(ds, k, dq, PRECISION, SPLIT)
     return dq
 
 
@@ -432,6 +451,7 @@ def backward_queries_kernel(
     BLOCK_DIM_V: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr,
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
@@ -442,10 +462,11 @@ def backward_queries_kernel(
 
     HAS_TAIL: the keys are no multiple of BLOCK_K.
     """
+    UNIT_K: tl.constexpr = PART_UNIT if SPLIT else UNIT
     stride_gm = row_stride(stride_gm, UNIT, FAR)
     stride_qm = row_stride(stride_qm, UNIT, FAR)
-    stride_kn = row_stride(stride_kn, UNIT, FAR)
-    stride_vn = row_stride(stride_vn, UNIT, FAR)
+    stride_kn = row_stride(stride_kn, UNIT_K, FAR)
+    stride_vn = row_stride(stride_vn, UNIT_K, FAR)
     stride_sm = multiple_of(stride_sm, UNIT_BIAS)
     stride_dqm = row_stride(stride_dqm, UNIT, FAR)
     blocks = tl.cdiv(length_q, BLOCK_Q)
@@ -456,20 +477,21 @@ def backward_queries_kernel(
     batch = flat_head // heads
     head = flat_head % heads
     k_rows = head_rows(
-        head_at(k_ptr, batch, head // group, stride_kb, stride_kh, UNIT),
-        length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED,
+        head_at(k_ptr, batch, head // group, stride_kb, stride_kh, UNIT_K),
+        factor_rows(length_k, SPLIT), stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED,
     )  # fmt: skip
     v_rows = head_rows(
-        head_at(v_ptr, batch, head // group, stride_vb, stride_vh, UNIT),
-        length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED,
+        head_at(v_ptr, batch, head // group, stride_vb, stride_vh, UNIT_K),
+        factor_rows(length_k, SPLIT), stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED,
     )  # fmt: skip
     first = block * BLOCK_Q
     query = first + tl.arange(0, BLOCK_Q)
     in_length = query < length_q
     q_rows = head_at(q_ptr, batch, head, stride_qb, stride_qh, UNIT)
     grad_rows = head_at(grad_ptr, batch, head, stride_gb, stride_gh, UNIT)
-    q = load_rows(q_rows, first, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, False)
+    loaded = load_rows(q_rows, first, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, False)
     grad = load_rows(grad_rows, first, length_q, stride_gm, DIM_V, BLOCK_Q, BLOCK_DIM_V, False)
+    q, grad = parts_of(loaded, SPLIT), parts_of(grad, SPLIT)
     lse_ptrs = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh) + query * stride_lm
     lse = tl.load(lse_ptrs, mask=in_length, other=INF)
     delta_ptrs = delta_ptr + flat_head.to(tl.int64) * length_q + query
@@ -486,7 +508,7 @@ def backward_queries_kernel(
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
         flat_head_k = batch * (heads // group) + head // group
         largest = largest_norm(norms_ptr, flat_head_k, SPLITS)
-        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(q) * largest * scale)
+        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(loaded) * largest * scale)
         seen *= BLOCK_K
         unmasked *= BLOCK_K
         begin = 0
@@ -501,7 +523,7 @@ def backward_queries_kernel(
         query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn,
         stride_dsm, scale,
         False, CAUSAL, BIAS, tiles_ptr is None,
-        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
     )  # fmt: skip
     if CAUSAL or HAS_TAIL or tiles_ptr is not None:
         dq = _gather_queries(
@@ -509,7 +531,7 @@ def backward_queries_kernel(
             query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn,
             stride_dsm, scale,
             True, CAUSAL, BIAS, True,
-            DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+            DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
         )  # fmt: skip
     dq = (dq * grad_scale).to(dq_ptr.dtype.element_ty)
     dq_rows = head_at(dq_ptr, batch, head, stride_dqb, stride_dqh, UNIT)

@@ -7,6 +7,14 @@ import triton.language as tl
 
 from opgraft_kernels.rows import multiple_of
 
+from .triton_parts import (
+    PART_UNIT,
+    factor_rows,
+    load_factor,
+    parts_of,
+    product,
+    product_transposed,
+)
 from .triton_tiles import (
     HEADER,
     INF,
@@ -61,6 +69,7 @@ def _attend(
     BLOCK_DIM_V: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Takes the keys from `begin` to `end` into a tile's output, maximum and sum.
@@ -72,8 +81,10 @@ def _attend(
         start = at
         if entries_ptr is not None:
             start = tl.load(entries_ptr + at) * BLOCK_K
-        k = load_rows(k_rows, start, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        k = load_factor(
+            k_rows, start, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED, SPLIT
+        )
+        scores = product_transposed(q, k, PRECISION, SPLIT)
         key = (start + tl.arange(0, BLOCK_K))[None, :]
         if BIAS != NO_BIAS and ADDED:
             scores = scores * scale + load_bias(
@@ -110,8 +121,10 @@ def _attend(
         total = total * shrink + tl.sum(p, axis=1)
         out = out * shrink[:, None]
         top = new_top
-        v = load_rows(v_rows, start, length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED)
-        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
+        v = load_factor(
+            v_rows, start, length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED, SPLIT
+        )
+        out = product(p, v, out, PRECISION, SPLIT)
     return out, top, total
 
 
@@ -161,6 +174,7 @@ def forward_kernel(
     BLOCK_DIM_V: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr,
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
@@ -168,9 +182,10 @@ def forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """A program computes BLOCK_Q rows of one head. Without a bias `scale` is in powers of two."""
+    UNIT_K: tl.constexpr = PART_UNIT if SPLIT else UNIT
     stride_qm = row_stride(stride_qm, UNIT, FAR)
-    stride_kn = row_stride(stride_kn, UNIT, FAR)
-    stride_vn = row_stride(stride_vn, UNIT, FAR)
+    stride_kn = row_stride(stride_kn, UNIT_K, FAR)
+    stride_vn = row_stride(stride_vn, UNIT_K, FAR)
     stride_om = row_stride(stride_om, UNIT, FAR)
     stride_sm = multiple_of(stride_sm, UNIT_BIAS)
     blocks = tl.cdiv(length_q, BLOCK_Q)
@@ -184,16 +199,17 @@ def forward_kernel(
         length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED,
     )  # fmt: skip
     k_rows = head_rows(
-        head_at(k_ptr, batch, head // group, stride_kb, stride_kh, UNIT),
-        length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED,
+        head_at(k_ptr, batch, head // group, stride_kb, stride_kh, UNIT_K),
+        factor_rows(length_k, SPLIT), stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED,
     )  # fmt: skip
     v_rows = head_rows(
-        head_at(v_ptr, batch, head // group, stride_vb, stride_vh, UNIT),
-        length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED,
+        head_at(v_ptr, batch, head // group, stride_vb, stride_vh, UNIT_K),
+        factor_rows(length_k, SPLIT), stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED,
     )  # fmt: skip
     first = block * BLOCK_Q
     query = first + tl.arange(0, BLOCK_Q)
-    q = load_rows(q_rows, first, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED)
+    loaded = load_rows(q_rows, first, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED)
+    q = parts_of(loaded, SPLIT)
 
     bias_head = bias_ptr
     if BIAS != NO_BIAS:
@@ -204,7 +220,7 @@ def forward_kernel(
         entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
         flat_head_k = batch * (heads // group) + head // group
         largest = largest_norm(norms_ptr, flat_head_k, SPLITS)
-        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(q) * largest * scale)
+        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(loaded) * largest * scale)
         seen *= BLOCK_K
         unmasked *= BLOCK_K
         begin = 0
@@ -220,13 +236,13 @@ def forward_kernel(
         q, k_rows, v_rows, bias_head, None, out, top, total, seen, unmasked,
         query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn, scale,
         False, CAUSAL, BIAS, tiles_ptr is None,
-        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
     )  # fmt: skip
     out, top, total = _attend(
         q, k_rows, v_rows, bias_head, entries_ptr, out, top, total, begin, end,
         query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn, scale,
         True, CAUSAL, BIAS, True,
-        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, PRECISION,
+        DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
     )  # fmt: skip
 
     out_rows = head_at(out_ptr, batch, head, stride_ob, stride_oh, UNIT)

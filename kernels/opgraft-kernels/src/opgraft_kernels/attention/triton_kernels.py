@@ -40,6 +40,7 @@ from opgraft_kernels.rows import Launch, ceil_div, power_of_2, power_of_2_within
 
 from .triton_backward import backward_keys_kernel, backward_queries_kernel, delta_kernel
 from .triton_forward import forward_kernel
+from .triton_parts import PART_ROWS, PART_UNIT, split_kernel
 from .triton_short import short_backward_kernel, short_forward_kernel
 from .triton_tiles import (
     BY_KEY,
@@ -105,8 +106,9 @@ class Device(NamedTuple):
     def precision(self) -> str:
         """Of products of float32.
 
-        Six products of bfloat16 are more exact than three of tf32, and faster on an H200. The
-        interpreter has no name for them, and computes in float32 whatever it is told.
+        Six products of bfloat16 are more exact than three of tf32, and faster on an H200:
+        `triton_parts` says more of them. The interpreter has no name for them, and computes in
+        float32 whatever it is told.
         """
         return "bf16x6" if self.major else "tf32x3"
 
@@ -125,6 +127,10 @@ class Kind(NamedTuple):
     bias: int = NO_BIAS.value
     # Whether so many heads share the bias that its tiles are listed.
     is_listed: bool = False
+    # Whether what programs walk over is split into parts of bfloat16 before.
+    is_split: bool = False
+    # Whether the bias's gradient is written, for which a tile goes through shared memory.
+    has_dbias: bool = False
 
 
 # The tiles for Hopper are the fastest, or nearly, of those tried on an H200: in bfloat16 with 16384
@@ -146,10 +152,43 @@ def _is_measured(device: Device, kind: Kind) -> bool:
     return device.major == 9 and kind.dim <= (128 if kind.itemsize == 2 else 64)
 
 
+# Rows that read what is split, from which splitting float32 before is faster than in each program.
+# Of wide heads a program's registers have no room for it. Elsewhere than on Hopper nothing was
+# measured; the interpreter does both, for tests.
+_SPLIT_FROM, _SPLIT_WIDE_FROM, _SPLIT_BACKWARD_FROM = 384, 64, 256
+_SPLIT_IN_INTERPRETER = 64
+# Of narrower heads a backward's products are so small that starting them is what takes the time. Of
+# wider ones parts leave no room for tiles.
+_SPLIT_BACKWARD_DIMS = range(33, 65)
+
+
+def _splits_forward(device: Device, kind: Kind, readers: int) -> bool:
+    if kind.itemsize != 4 or kind.dim > MAX_DIM // 2:
+        return False
+    if device.major == 0:
+        return readers >= _SPLIT_IN_INTERPRETER
+    least = _SPLIT_FROM if kind.dim <= 64 else _SPLIT_WIDE_FROM
+    return device.major == 9 and readers >= least
+
+
+def _splits_backward(device: Device, kind: Kind, readers: int) -> bool:
+    if kind.itemsize != 4:
+        return False
+    if device.major == 0:
+        return readers >= _SPLIT_IN_INTERPRETER
+    is_fast = device.major == 9 and kind.dim in _SPLIT_BACKWARD_DIMS
+    return is_fast and readers >= _SPLIT_BACKWARD_FROM
+
+
 def _forward_tile(device: Device, kind: Kind, queries: int, length_k: int) -> Tile:
     """Of so many queries, of all heads together."""
     if device.major == 0:
         return Tile(32, 32, 4, 1)
+    if kind.is_split:
+        has_room = kind.dim <= 64
+        if has_room and kind.bias != NO_BIAS.value:
+            return Tile(64, 64, 4, 2, True)
+        return Tile(64, 32, 4, 3 if has_room else 2, True)
     if not _is_measured(device, kind):
         return _unmeasured_tile(kind)
     if kind.itemsize == 4:
@@ -174,6 +213,8 @@ def _backward_keys_tile(device: Device, kind: Kind, length_q: int, keys: int) ->
     if not _is_measured(device, kind) or length_q == 1:
         tile = _unmeasured_backward_tile(kind)
         return tile if kind.dim <= 64 and kind.itemsize == 2 else tile._replace(q=32, k=tile.q)
+    if kind.is_split:
+        return Tile(64, 128, 8, 2, True)
     if kind.itemsize == 4:
         return Tile(32, 64, 4, 1)
     if kind.dim > 64:
@@ -196,6 +237,8 @@ def _backward_queries_tile(
         return Tile(32, 32, 4, 1)
     if not _is_measured(device, kind):
         return _unmeasured_backward_tile(kind)
+    if kind.is_split:
+        return Tile(128, 32, 8, 3, True) if kind.has_dbias else Tile(128, 64, 8, 2, True)
     if kind.itemsize == 4:
         return Tile(64, 32, 4, 1)
     if kind.bias != NO_BIAS.value and kind.dim > 64:
@@ -362,6 +405,9 @@ def _plan_short_backward(
 def _unmeasured_tile(kind: Kind) -> Tile:
     if kind.itemsize == 4:
         return Tile(64, 32, 4, 2) if kind.dim <= 64 else Tile(32, 32, 4, 1)
+    if kind.bias == BY_SCORE.value and kind.dim <= 64:
+        # A bias that is not aligned is loaded element by element, for which sm_100 spills.
+        return Tile(64, 32, 4, 3)
     if kind.dim <= 128:
         return Tile(64, 64, 4, 3 if kind.dim <= 64 else 2)
     return Tile(64, 32, 8, 2)
@@ -609,11 +655,14 @@ def plan_forward(
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
     kind = _kind(q, v, bias, causal)
+    # So many queries read a key.
+    kind = kind._replace(is_split=_splits_forward(device, kind, length_q * heads // heads_k))
     if _forward_holds_keys(device, kind, causal, length_q, length_k):
         return _plan_short_forward(q, k, v, out, logsumexp, scale, device)
     tile = _forward_tile(device, kind, batch * heads * length_q, length_k)
     planned, _, listing = _plan_bias(bias, causal, queries=tile)
     planned, norms = _with_norms(planned, planned, k)
+    (k, v), splitting = _split(k, v) if kind.is_split else ((k, v), [])
     strides = apart(q, k, v, out)
     lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     forward = Launch(
@@ -641,11 +690,45 @@ def plan_forward(
             **planned.constexprs(),
             **_constexprs(q, v, strides, device),
             **tile.constexprs(),
+            "SPLIT": kind.is_split,
         },
         tile.num_warps,
         tile.options(),
     )
-    return [*listing, *norms, forward]
+    return [*listing, *norms, *splitting, forward]
+
+
+# Rows that a program splits.
+_SPLIT_ROWS = 64
+
+
+def _split(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Each ``[batch, heads, length, dim]``, of float32, as `load_factor` takes it if SPLIT, and the
+    launches that write it."""
+    found, launches = [], []
+    for x in tensors:
+        batch, heads, length, dim = x.shape
+        rows = ceil_div(length, PART_ROWS.value) * PART_ROWS.value
+        padded = ceil_div(dim, PART_UNIT.value) * PART_UNIT.value
+        parts = x.new_empty((batch, heads, 3 * rows, padded), dtype=torch.bfloat16)[..., :dim]
+        strides = apart(x, parts)
+        launches.append(
+            Launch(
+                split_kernel,
+                rows // _SPLIT_ROWS * batch * heads,
+                (x, parts, *strides, heads, length),
+                {
+                    "DIM": dim,
+                    "BLOCK": _SPLIT_ROWS,
+                    "BLOCK_DIM": block_dim(dim),
+                    "UNIT": unit_of(x.element_size(), *strides),
+                    "FAR": are_far_apart(strides),
+                },
+                4,
+            )
+        )
+        found.append(parts)
+    return found, launches
 
 
 def _in_kernel(scale: float, bias: torch.Tensor | None) -> float:
@@ -675,6 +758,8 @@ def plan_backward(
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
     kind = _kind(q, v, bias, causal)
+    is_split = _splits_backward(device, kind, min(length_q, length_k))
+    kind = kind._replace(is_split=is_split, has_dbias=dbias is not None)
     if _backward_holds_keys(device, kind, batch * heads_k, length_k):
         return _plan_short_backward(
             *(grad_out, q, k, v, out, logsumexp, dq, dk, dv),
@@ -696,7 +781,6 @@ def plan_backward(
         },
         4,
     )
-    strides = (*apart(*inputs), *logsumexp.stride())
     sizes = (heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale)
 
     tile_q = _backward_queries_tile(device, kind, batch * heads * length_q, length_k, causal)
@@ -706,23 +790,36 @@ def plan_backward(
     planned_q, planned, listing = _plan_bias(bias, causal, queries=listed_q, keys=tile)
     planned_q, norms_k = _with_norms(planned_q, planned_q, k)
     planned, norms_q = _with_norms(planned, planned_q if planned.tiles is None else planned, q)
+    # What one kernel walks over is what the other one's programs have.
+    over_queries, over_keys = inputs, inputs
+    splitting: list[Launch] = []
+    if kind.is_split:
+        (grad_parts, q_parts, k_parts, v_parts), splitting = _split(*inputs)
+        over_queries, over_keys = (grad_parts, q_parts, k, v), (grad_out, q, k_parts, v_parts)
     keys = Launch(
         backward_keys_kernel,
         ceil_div(length_k, tile.k) * batch * heads_k,
         (
-            *inputs,
+            *over_queries,
             logsumexp,
             delta,
             *planned.arguments(),
             dk,
             dv,
-            *strides,
+            *apart(*over_queries),
+            *logsumexp.stride(),
             *planned.strides(),
             *planned.tile_strides(),
             *apart(dk, dv),
             *sizes,
         ),
-        {"CAUSAL": causal, **planned.constexprs(), **common, **tile.constexprs()},
+        {
+            "CAUSAL": causal,
+            **planned.constexprs(),
+            **common,
+            **tile.constexprs(),
+            "SPLIT": kind.is_split,
+        },
         tile.num_warps,
         tile.options(),
     )
@@ -731,13 +828,14 @@ def plan_backward(
         backward_queries_kernel,
         ceil_div(length_q, tile_q.q) * batch * heads,
         (
-            *inputs,
+            *over_keys,
             logsumexp,
             delta,
             *planned_q.arguments(),
             dq,
             dbias,
-            *strides,
+            *apart(*over_keys),
+            *logsumexp.stride(),
             *planned_q.strides(),
             *planned_q.tile_strides(),
             *apart(dq),
@@ -750,11 +848,12 @@ def plan_backward(
             **planned_q.constexprs(),
             **common,
             **tile_q.constexprs(),
+            "SPLIT": kind.is_split,
         },
         tile_q.num_warps,
         tile_q.options(),
     )
-    return [delta_launch, *listing, *norms_k, *norms_q, keys, queries]
+    return [delta_launch, *listing, *norms_k, *norms_q, *splitting, keys, queries]
 
 
 # --------------------------------------------------------------------------------------------------
