@@ -151,7 +151,8 @@ def _by_kernels(
     dbias = None if bias is None or not _is_learnt(bias) else torch.full_like(bias, math.nan)
     scale = q.shape[-1] ** -0.5
     triton_kernels.forward(q, k, v, out, logsumexp, scale, causal, bias)
-    triton_kernels.backward(grad, q, k, v, out, logsumexp, *gradients, scale, causal, bias, dbias)
+    dq, dk, dv = gradients
+    triton_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, scale, causal, bias, dbias)
     return out, *gradients, *([] if dbias is None else [dbias])
 
 
