@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -119,11 +119,15 @@ def test_the_packs_kernels_are_compiled_by_a_process_without_a_gpu(tmp_path: Pat
     assert loaded.stdout == f"{len(kernels)} loaded, 0 compiled\n", loaded.stderr
 
 
-@pytest.mark.parametrize(
-    "value",
-    [1, 0.5, True, None, "fp32", (1, ("a", None)), [("tt.divisibility", 16)], {(0,): [], "b": 1}],
-    ids=repr,
-)
+class Rows(NamedTuple):
+    ptr: str
+    stride: Any
+
+
+DESCRIBED = [1, 0.5, True, None, "fp32", (1, ("a", None)), [("tt.divisibility", 16)]]
+
+
+@pytest.mark.parametrize("value", [*DESCRIBED, {(0,): [], "b": 1}, Rows("*fp32", (1,))], ids=repr)
 def test_what_describes_a_kernel_comes_back_as_it_was(value: Any) -> None:
     came = triton_kernels._decoded(json.loads(json.dumps(triton_kernels._encoded(value))))
     assert came == value and type(came) is type(value)
@@ -136,6 +140,14 @@ def test_constants_of_a_kernel_come_back_as_they_were() -> None:
         assert came == value and type(came) is type(value)
     with pytest.raises(triton_kernels.CannotSay, match="object"):
         triton_kernels._encoded({"a": object()})
+
+
+def test_a_named_tuple_that_only_this_process_knows_is_not_described() -> None:
+    class Local(NamedTuple):
+        ptr: str
+
+    with pytest.raises(triton_kernels.CannotSay, match="no other process can import"):
+        triton_kernels._encoded([Local("*fp32")])
 
 
 @pytest.mark.parametrize(

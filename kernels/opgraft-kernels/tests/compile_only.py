@@ -198,6 +198,8 @@ def _specialization(argument: Any) -> object:
     """What of an argument Triton compiles for."""
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1
+    if isinstance(argument, tuple):
+        return tuple(map(_specialization, argument))
     return str(getattr(argument, "dtype", argument))
 
 

@@ -121,6 +121,11 @@ def _captures_allowed() -> Iterator[None]:
 def _encoded(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if hasattr(value, "_fields"):  # whose kernel reads it by its fields' names
+        named = type(value)
+        if "<locals>" in named.__qualname__:
+            raise CannotSay(f"it has a {named.__name__}, which no other process can import")
+        return {"named": [named.__module__, named.__qualname__, *map(_encoded, value)]}
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_encoded(each) for each in value]}
@@ -145,5 +150,8 @@ def _decoded(value: Any) -> Any:
         return tl.dtype(content)
     if kind == "constexpr":
         return tl.constexpr(_decoded(content))
+    if kind == "named":
+        module, name, *values = content
+        return attrgetter(name)(importlib.import_module(module))(*map(_decoded, values))
     several = [_decoded(each) for each in content]
     return tuple(several) if kind == "tuple" else several

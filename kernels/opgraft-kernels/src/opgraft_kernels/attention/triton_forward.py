@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opgraft_kernels.rows import multiple_of
-
 from .triton_parts import (
     PART_UNIT,
     factor_rows,
@@ -21,15 +19,16 @@ from .triton_tiles import (
     LOG2_E,
     LOWEST,
     NO_BIAS,
+    bias_at,
     fast_exp,
-    head_at,
     head_rows,
     keys_seen,
     largest_norm,
     load_bias,
     load_rows,
     norms_of,
-    row_stride,
+    row_of_tiles,
+    rows_of,
     store_attended,
     tiles_listed,
 )
@@ -42,7 +41,7 @@ def _attend(
     q,
     k_rows,
     v_rows,
-    bias_ptr,
+    bias,
     entries_ptr,
     out,
     top,
@@ -53,10 +52,6 @@ def _attend(
     length_q,
     length_k,
     shift,
-    stride_kn,
-    stride_vn,
-    stride_sm,
-    stride_sn,
     scale,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -81,16 +76,13 @@ def _attend(
         start = at
         if entries_ptr is not None:
             start = tl.load(entries_ptr + at) * BLOCK_K
-        k = load_factor(
-            k_rows, start, length_k, stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED, SPLIT
-        )
+        k = load_factor(k_rows, start, length_k, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED, SPLIT)
         scores = product_transposed(q, k, PRECISION, SPLIT)
         key = (start + tl.arange(0, BLOCK_K))[None, :]
         if BIAS != NO_BIAS and ADDED:
             scores = scores * scale + load_bias(
-                bias_ptr, query[:, None], key, length_q, length_k,
-                stride_sm, stride_sn, BIAS, MASKED,
-            )  # fmt: skip
+                bias, query[:, None], key, length_q, length_k, BIAS, MASKED
+            )
         if MASKED:
             keep = key < length_k
             if CAUSAL:
@@ -121,44 +113,21 @@ def _attend(
         total = total * shrink + tl.sum(p, axis=1)
         out = out * shrink[:, None]
         top = new_top
-        v = load_factor(
-            v_rows, start, length_k, stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED, SPLIT
-        )
+        v = load_factor(v_rows, start, length_k, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED, SPLIT)
         out = product(p, v, out, PRECISION, SPLIT)
     return out, top, total
 
 
 @triton.jit
 def forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    logsumexp_ptr,
-    bias_ptr,
-    tiles_ptr,
+    q,
+    k,
+    v,
+    out,
+    logsumexp,
+    bias,
+    tiles,
     norms_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_lb,
-    stride_lh,
-    stride_lm,
-    stride_sb,
-    stride_sh,
-    stride_sm,
-    stride_sn,
-    stride_tb,
-    stride_tm,
     heads,
     group,
     length_q,
@@ -182,45 +151,36 @@ def forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """A program computes BLOCK_Q rows of one head. Without a bias `scale` is in powers of two."""
-    UNIT_K: tl.constexpr = PART_UNIT if SPLIT else UNIT
-    stride_qm = row_stride(stride_qm, UNIT, FAR)
-    stride_kn = row_stride(stride_kn, UNIT_K, FAR)
-    stride_vn = row_stride(stride_vn, UNIT_K, FAR)
-    stride_om = row_stride(stride_om, UNIT, FAR)
-    stride_sm = multiple_of(stride_sm, UNIT_BIAS)
     blocks = tl.cdiv(length_q, BLOCK_Q)
     block = tl.program_id(0) % blocks
     if CAUSAL:
         block = blocks - 1 - block  # the longest first
     batch = tl.program_id(0) // blocks // heads
     head = tl.program_id(0) // blocks % heads
-    q_rows = head_rows(
-        head_at(q_ptr, batch, head, stride_qb, stride_qh, UNIT),
-        length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED,
-    )  # fmt: skip
+    UNIT_K: tl.constexpr = PART_UNIT if SPLIT else UNIT
+    q_rows = head_rows(q, batch, head, length_q, DIM, BLOCK_Q, BLOCK_DIM, UNIT, FAR, DESCRIBED)
+    rows = factor_rows(length_k, SPLIT)
     k_rows = head_rows(
-        head_at(k_ptr, batch, head // group, stride_kb, stride_kh, UNIT_K),
-        factor_rows(length_k, SPLIT), stride_kn, DIM, BLOCK_K, BLOCK_DIM, DESCRIBED,
-    )  # fmt: skip
+        k, batch, head // group, rows, DIM, BLOCK_K, BLOCK_DIM, UNIT_K, FAR, DESCRIBED
+    )
     v_rows = head_rows(
-        head_at(v_ptr, batch, head // group, stride_vb, stride_vh, UNIT_K),
-        factor_rows(length_k, SPLIT), stride_vn, DIM_V, BLOCK_K, BLOCK_DIM_V, DESCRIBED,
-    )  # fmt: skip
+        v, batch, head // group, rows, DIM_V, BLOCK_K, BLOCK_DIM_V, UNIT_K, FAR, DESCRIBED
+    )
     first = block * BLOCK_Q
     query = first + tl.arange(0, BLOCK_Q)
-    loaded = load_rows(q_rows, first, length_q, stride_qm, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED)
-    q = parts_of(loaded, SPLIT)
+    whole = load_rows(q_rows, first, length_q, DIM, BLOCK_Q, BLOCK_DIM, DESCRIBED)
+    of_queries = parts_of(whole, SPLIT)
 
-    bias_head = bias_ptr
+    bias_head = None
     if BIAS != NO_BIAS:
-        bias_head = head_at(bias_ptr, batch, head, stride_sb, stride_sh, UNIT_BIAS)
+        bias_head = bias_at(bias, batch, head, UNIT_BIAS)
     shift = length_k - length_q
     entries_ptr = None
-    if tiles_ptr is not None:
-        entries_ptr = head_at(tiles_ptr, batch, block, stride_tb, stride_tm)
+    if tiles is not None:
+        entries_ptr = row_of_tiles(tiles, batch, block)
         flat_head_k = batch * (heads // group) + head // group
         largest = largest_norm(norms_ptr, flat_head_k, SPLITS)
-        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(loaded) * largest * scale)
+        seen, unmasked, end = tiles_listed(entries_ptr, norms_of(whole) * largest * scale)
         seen *= BLOCK_K
         unmasked *= BLOCK_K
         begin = 0
@@ -229,27 +189,26 @@ def forward_kernel(
         seen = 0
         unmasked, end = keys_seen(first, length_k, shift, CAUSAL, BLOCK_Q, BLOCK_K)
         begin = unmasked
-    out = tl.zeros([BLOCK_Q, BLOCK_DIM_V], tl.float32)
+    values = tl.zeros([BLOCK_Q, BLOCK_DIM_V], tl.float32)
     top = tl.full([BLOCK_Q], LOWEST if BIAS == NO_BIAS else -INF, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
-    out, top, total = _attend(
-        q, k_rows, v_rows, bias_head, None, out, top, total, seen, unmasked,
-        query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn, scale,
-        False, CAUSAL, BIAS, tiles_ptr is None,
+    values, top, total = _attend(
+        of_queries, k_rows, v_rows, bias_head, None, values, top, total, seen, unmasked,
+        query, length_q, length_k, shift, scale,
+        False, CAUSAL, BIAS, tiles is None,
         DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
     )  # fmt: skip
-    out, top, total = _attend(
-        q, k_rows, v_rows, bias_head, entries_ptr, out, top, total, begin, end,
-        query, length_q, length_k, shift, stride_kn, stride_vn, stride_sm, stride_sn, scale,
+    values, top, total = _attend(
+        of_queries, k_rows, v_rows, bias_head, entries_ptr, values, top, total, begin, end,
+        query, length_q, length_k, shift, scale,
         True, CAUSAL, BIAS, True,
         DIM, DIM_V, BLOCK_K, BLOCK_DIM, BLOCK_DIM_V, STAGES, DESCRIBED, SPLIT, PRECISION,
     )  # fmt: skip
 
-    out_rows = head_at(out_ptr, batch, head, stride_ob, stride_oh, UNIT)
-    lse_head = logsumexp_ptr
-    if logsumexp_ptr is not None:
-        lse_head = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh)
+    out_rows = rows_of(out, batch, head, UNIT, FAR)
+    lse_rows = None
+    if logsumexp is not None:
+        lse_rows = rows_of(logsumexp, batch, head, 1, False)
     store_attended(
-        out_rows, lse_head, out, top, total, first, length_q, stride_om, stride_lm,
-        BIAS, DIM_V, BLOCK_Q, BLOCK_DIM_V,
-    )  # fmt: skip
+        out_rows, lse_rows, values, top, total, first, length_q, BIAS, DIM_V, BLOCK_Q, BLOCK_DIM_V
+    )

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import triton
@@ -48,6 +48,9 @@ from .triton_tiles import (
     HEADER,
     LOG2_E,
     NO_BIAS,
+    Heads,
+    Listed,
+    Scores,
     list_tiles_kernel,
     mark_tiles_kernel,
     norms_kernel,
@@ -63,6 +66,7 @@ __all__ = [
     "bias_kind",
     "block_dim",
     "forward",
+    "heads_of",
     "mark_tiles",
     "plan_backward",
     "plan_forward",
@@ -328,7 +332,6 @@ def _plan_short_forward(
     in_all = ceil_div(length_q, rows) * batch * heads
     tiles = max(1, min(_MOST_TILES, in_all // _MANY_PROGRAMS))
     strides = apart(q, k, v, out)
-    lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     common = _constexprs(q, v, strides, device)
     del common["PRECISION"]  # 16 bits have one
     keys, more = _parts(length_k)
@@ -337,7 +340,7 @@ def _plan_short_forward(
             short_forward_kernel,
             ceil_div(length_q, rows * tiles) * batch * heads,
             (
-                *(q, k, v, out, logsumexp, *strides, *lse_stride),
+                *map(heads_of, (q, k, v, out, logsumexp)),
                 *(heads, heads // heads_k, length_q, length_k, tiles, _in_kernel(scale, None)),
             ),
             {**common, "BLOCK_Q": rows, "KEYS": keys, "MORE": more, "STAGES": 2},
@@ -377,9 +380,8 @@ def _plan_short_backward(
             short_backward_kernel,
             programs,
             (
-                *(*inputs, logsumexp, bias, *results, dbias),
-                *(*apart(*inputs), *logsumexp.stride(), *planned.strides()),
-                *(*apart(*results), 0 if dbias is None else dbias.stride(2)),
+                *map(heads_of, (*inputs, logsumexp)),
+                *(_scores_of(bias), *map(heads_of, (*results, dbias))),
                 *(heads, heads // heads_k, length_q, length_k, _in_kernel(scale, bias), scale),
             ),
             {
@@ -455,6 +457,23 @@ def _constexprs(
     }
 
 
+@overload
+def heads_of(tensor: torch.Tensor) -> Heads: ...
+
+
+@overload
+def heads_of(tensor: torch.Tensor | None) -> Heads | None: ...
+
+
+def heads_of(tensor: torch.Tensor | None) -> Heads | None:
+    """A tensor of 3 or 4 dimensions as a kernel gets it. None stays."""
+    return None if tensor is None else Heads(tensor, *tensor.stride()[:3])
+
+
+def _scores_of(bias: torch.Tensor | None) -> Scores | None:
+    return None if bias is None else Scores(bias, *bias.stride())
+
+
 def apart(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Of each but the last dimension, which is contiguous."""
     return tuple(stride for t in tensors for stride in t.stride()[:3])
@@ -475,20 +494,18 @@ class Bias(NamedTuple):
     # The largest of the norms that bound scores where the bias is low, ``[batch * heads, parts]``.
     norms: torch.Tensor | None = None
 
-    def arguments(self) -> tuple[torch.Tensor | None, ...]:
-        return self.tensor, self.tiles, self.norms
+    def arguments(self) -> tuple[Scores | None, Listed | None, torch.Tensor | None]:
+        return _scores_of(self.tensor), self.listed(), self.norms
 
-    def strides(self) -> tuple[int, ...]:
-        return (0,) * 4 if self.tensor is None else self.tensor.stride()
-
-    def tile_strides(self) -> tuple[int, ...]:
+    def listed(self) -> Listed | None:
         """Apart in the list are batches and rows of tiles, where there are more than one."""
         if self.tiles is None:
-            return (0, 0)
-        return tuple(
+            return None
+        batch, row = (
             stride if size > 1 else 0
             for size, stride in zip(self.tiles.shape, self.tiles.stride()[:2], strict=False)
         )
+        return Listed(self.tiles, batch, row)
 
     def constexprs(self) -> dict[str, Any]:
         unit = 1
@@ -620,7 +637,7 @@ def _with_norms(planned: Bias, listed: Bias, x: torch.Tensor) -> tuple[Bias, lis
         norms_kernel,
         norms.numel(),
         (
-            *(x, norms, listed.tiles, *strides, *listed.tile_strides()),
+            *(heads_of(x), norms, listed.listed()),
             *(listed.tiles.shape[1], heads, length),
         ),
         {
@@ -664,21 +681,12 @@ def plan_forward(
     planned, norms = _with_norms(planned, planned, k)
     (k, v), splitting = _split(k, v) if kind.is_split else ((k, v), [])
     strides = apart(q, k, v, out)
-    lse_stride = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     forward = Launch(
         forward_kernel,
         ceil_div(length_q, tile.q) * batch * heads,
         (
-            q,
-            k,
-            v,
-            out,
-            logsumexp,
+            *map(heads_of, (q, k, v, out, logsumexp)),
             *planned.arguments(),
-            *strides,
-            *lse_stride,
-            *planned.strides(),
-            *planned.tile_strides(),
             heads,
             heads // heads_k,
             length_q,
@@ -716,7 +724,7 @@ def _split(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[Launch]]:
             Launch(
                 split_kernel,
                 rows // _SPLIT_ROWS * batch * heads,
-                (x, parts, *strides, heads, length),
+                (heads_of(x), heads_of(parts), heads, length),
                 {
                     "DIM": dim,
                     "BLOCK": _SPLIT_ROWS,
@@ -771,7 +779,7 @@ def plan_backward(
     delta_launch = Launch(
         delta_kernel,
         ceil_div(length_q, _DELTA_ROWS) * batch * heads,
-        (grad_out, out, delta, *apart(grad_out, out), heads, length_q),
+        (heads_of(grad_out), heads_of(out), delta, heads, length_q),
         {
             "DIM": common["DIM_V"],
             "BLOCK": _DELTA_ROWS,
@@ -800,17 +808,10 @@ def plan_backward(
         backward_keys_kernel,
         ceil_div(length_k, tile.k) * batch * heads_k,
         (
-            *over_queries,
-            logsumexp,
+            *map(heads_of, (*over_queries, logsumexp)),
             delta,
             *planned.arguments(),
-            dk,
-            dv,
-            *apart(*over_queries),
-            *logsumexp.stride(),
-            *planned.strides(),
-            *planned.tile_strides(),
-            *apart(dk, dv),
+            *map(heads_of, (dk, dv)),
             *sizes,
         ),
         {
@@ -828,18 +829,10 @@ def plan_backward(
         backward_queries_kernel,
         ceil_div(length_q, tile_q.q) * batch * heads,
         (
-            *over_keys,
-            logsumexp,
+            *map(heads_of, (*over_keys, logsumexp)),
             delta,
             *planned_q.arguments(),
-            dq,
-            dbias,
-            *apart(*over_keys),
-            *logsumexp.stride(),
-            *planned_q.strides(),
-            *planned_q.tile_strides(),
-            *apart(dq),
-            0 if dbias is None else dbias.stride(2),
+            *map(heads_of, (dq, dbias)),
             *sizes,
         ),
         {

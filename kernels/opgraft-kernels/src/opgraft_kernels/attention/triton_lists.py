@@ -18,7 +18,7 @@ import triton.language as tl
 
 from opgraft_kernels.rows import Launch, ceil_div, power_of_2, unit_of
 
-from .triton_kernels import BY_KEY, apart, are_far_apart, bias_kind, block_dim, mark_tiles
+from .triton_kernels import BY_KEY, apart, are_far_apart, bias_kind, block_dim, heads_of, mark_tiles
 from .triton_tiles import (
     INF,
     LOW,
@@ -26,11 +26,10 @@ from .triton_tiles import (
     NOTHING_BELOW,
     NOTHING_TILE,
     ZERO_TILE,
-    head_at,
     least_of,
     load_rows,
     norms_of,
-    row_stride,
+    rows_of,
 )
 
 __all__ = ["Lists", "plan_lists"]
@@ -54,25 +53,19 @@ def _is_low_anywhere(
 
 
 @triton.jit
-def _largest_norm(rows, first, length, stride, DIM, MARKED: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    x = load_rows(rows, first, length, stride, DIM, MARKED, BLOCK_DIM, False)
+def _largest_norm(rows, first, length, DIM, MARKED: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    x = load_rows(rows, first, length, DIM, MARKED, BLOCK_DIM, False)
     return tl.max(norms_of(x), axis=0)
 
 
 @triton.jit
 def _norms_kernel(
-    x_ptr,
+    x,
     state_ptr,
     norms_ptr,
-    logsumexp_ptr,
+    logsumexp,
     usable_ptr,
     least_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xm,
-    stride_lb,
-    stride_lh,
-    stride_lm,
     stride_b,
     stride_q,
     stride_k,
@@ -91,38 +84,34 @@ def _norms_kernel(
 ):
     """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low.
 
-    Of queries in a backward, which gives `logsumexp_ptr`, the least logsumexp of each MARKED, too,
+    Of queries in a backward, which gives `logsumexp`, the least logsumexp of each MARKED, too,
     and one that its kernel can use: of what attends to nothing, and of what is no query, infinity.
     """
     mark = tl.program_id(0) % marks
     flat_head = tl.program_id(0) // marks
     batch, head = flat_head // heads, flat_head % heads
-    if logsumexp_ptr is not None:
+    if logsumexp is not None:
         query = mark * MARKED + tl.arange(0, MARKED)
-        lse_ptr = head_at(logsumexp_ptr, batch, head, stride_lb, stride_lh)
-        lse = tl.load(lse_ptr + query.to(tl.int64) * stride_lm, mask=query < length, other=INF)
+        begin, stride = rows_of(logsumexp, batch, head, 1, False)
+        lse = tl.load(begin + query.to(tl.int64) * stride, mask=query < length, other=INF)
         lse = tl.where(lse == -INF, INF, lse)  # native's of a query that attends to nothing
         tl.store(usable_ptr + tl.program_id(0).to(tl.int64) * MARKED + tl.arange(0, MARKED), lse)
         tl.store(least_ptr + tl.program_id(0), least_of(lse, 0))
     states = state_ptr + batch.to(tl.int64) * stride_b
     if _is_low_anywhere(states, stride_q, stride_k, query_marks, key_marks, ROWS, COLS):
-        rows = head_at(x_ptr, batch, head, stride_xb, stride_xh, UNIT)
-        stride_xm = row_stride(stride_xm, UNIT, FAR)
-        largest = _largest_norm(rows, mark * MARKED, length, stride_xm, DIM, MARKED, BLOCK_DIM)
+        rows = rows_of(x, batch, head, UNIT, FAR)
+        largest = _largest_norm(rows, mark * MARKED, length, DIM, MARKED, BLOCK_DIM)
         tl.store(norms_ptr + tl.program_id(0), largest)
 
 
 @triton.jit
 def _list_kernel(
-    x_ptr,
+    x,
     norms_ptr,
     least_ptr,
     state_ptr,
     best_ptr,
     lists_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xm,
     stride_b,
     stride_q,
     stride_k,
@@ -152,7 +141,7 @@ def _list_kernel(
     A tile is what ``[QUERIES, KEYS]`` marks say together.
 
     Args:
-        x_ptr: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other.
+        x: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other.
         least_ptr: the least logsumexp of each mark of queries.
     """
     BY_KEYS: tl.constexpr = least_ptr is not None
@@ -179,12 +168,11 @@ def _list_kernel(
     is_low = (state == LOW_TILE) & (tile < tiles)
     counts = is_low
     if tl.max(is_low.to(tl.int32), axis=0) > 0:
-        x_rows = head_at(x_ptr, batch, head // group_x, stride_xb, stride_xh, UNIT)
-        stride_xm = row_stride(stride_xm, UNIT, FAR)
+        x_rows = rows_of(x, batch, head // group_x, UNIT, FAR)
         own = tl.zeros([], tl.float32)
         for mark in tl.static_range(OWN):
             first = (row * OWN + mark) * MARKED
-            of_mark = _largest_norm(x_rows, first, length, stride_xm, DIM, MARKED, BLOCK_DIM)
+            of_mark = _largest_norm(x_rows, first, length, DIM, MARKED, BLOCK_DIM)
             own = tl.maximum(own, of_mark)
         of_other = (batch * (heads // group_other) + head // group_other) * other_marks
         of_tile = tl.zeros([BLOCK], tl.float32)
@@ -287,12 +275,11 @@ def plan_lists(
     if logsumexp is not None:
         usable = q.new_empty((batch, heads, other_marks * _MARKED), dtype=torch.float32)
         least = torch.empty_like(norms)
-    of_lse = (0, 0, 0) if logsumexp is None else logsumexp.stride()
     measure = Launch(
         _norms_kernel,
         norms.numel(),
         (
-            *(other, marks, norms, logsumexp, usable, least, *apart(other), *of_lse),
+            *(heads_of(other), marks, norms, heads_of(logsumexp), usable, least),
             *(*strides, marks.shape[1], key_marks, other.shape[1], other.shape[2], other_marks),
         ),
         {**_constexprs(other), "ROWS": _CHUNK, "COLS": _CHUNK},
@@ -303,7 +290,7 @@ def plan_lists(
         _list_kernel,
         batch * heads * rows,
         (
-            *(own, norms, least, marks, best, lists, *apart(own), *of_marks),
+            *(heads_of(own), norms, least, marks, best, lists, *of_marks),
             *(other_marks, heads, heads // own.shape[1], heads // other.shape[1]),
             *(own.shape[2], rows, tiles, scale),
         ),

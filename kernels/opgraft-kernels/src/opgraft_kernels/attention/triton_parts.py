@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import head_at, load_rows, row_stride, store_rows
+from .triton_tiles import load_rows, rows_of, store_rows
 
 __all__ = [
     "PART_ROWS",
@@ -62,7 +62,6 @@ def load_factor(
     rows,
     start,
     length,
-    stride,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -75,12 +74,12 @@ def load_factor(
         end = factor_rows(length, True)
         part = end // 3
         return (
-            load_rows(rows, start, end, stride, DIM, BLOCK, BLOCK_DIM, DESCRIBED),
-            load_rows(rows, start + part, end, stride, DIM, BLOCK, BLOCK_DIM, DESCRIBED),
-            load_rows(rows, start + 2 * part, end, stride, DIM, BLOCK, BLOCK_DIM, DESCRIBED),
+            load_rows(rows, start, end, DIM, BLOCK, BLOCK_DIM, DESCRIBED),
+            load_rows(rows, start + part, end, DIM, BLOCK, BLOCK_DIM, DESCRIBED),
+            load_rows(rows, start + 2 * part, end, DIM, BLOCK, BLOCK_DIM, DESCRIBED),
         )
     else:
-        return load_rows(rows, start, length, stride, DIM, BLOCK, BLOCK_DIM, DESCRIBED)
+        return load_rows(rows, start, length, DIM, BLOCK, BLOCK_DIM, DESCRIBED)
 
 
 @triton.jit
@@ -128,14 +127,8 @@ def _product_of_parts(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def split_kernel(
-    x_ptr,
-    parts_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xm,
-    stride_pb,
-    stride_ph,
-    stride_pm,
+    x,
+    parts,
     heads,
     length,
     DIM: tl.constexpr,
@@ -148,19 +141,17 @@ def split_kernel(
 
     A program has BLOCK rows. Those that are not there are 0, up to a multiple of PART_ROWS.
     """
-    stride_xm = row_stride(stride_xm, UNIT, FAR)
-    stride_pm = row_stride(stride_pm, UNIT, FAR)
     part = tl.cdiv(length, PART_ROWS) * PART_ROWS
     blocks = part // BLOCK
     first = tl.program_id(0) % blocks * BLOCK
     flat_head = tl.program_id(0) // blocks
     batch = flat_head // heads
     head = flat_head % heads
-    x_rows = head_at(x_ptr, batch, head, stride_xb, stride_xh, UNIT)
-    rows = head_at(parts_ptr, batch, head, stride_pb, stride_ph, UNIT)
-    x = load_rows(x_rows, first, length, stride_xm, DIM, BLOCK, BLOCK_DIM, False)
-    high, middle, low = parts_of(x, True)
+    x_rows = rows_of(x, batch, head, UNIT, FAR)
+    rows = rows_of(parts, batch, head, UNIT, FAR)
+    whole = load_rows(x_rows, first, length, DIM, BLOCK, BLOCK_DIM, False)
+    high, middle, low = parts_of(whole, True)
     end = 3 * part
-    store_rows(rows, high, first, end, stride_pm, DIM, BLOCK, BLOCK_DIM)
-    store_rows(rows, middle, first + part, end, stride_pm, DIM, BLOCK, BLOCK_DIM)
-    store_rows(rows, low, first + 2 * part, end, stride_pm, DIM, BLOCK, BLOCK_DIM)
+    store_rows(rows, high, first, end, DIM, BLOCK, BLOCK_DIM)
+    store_rows(rows, middle, first + part, end, DIM, BLOCK, BLOCK_DIM)
+    store_rows(rows, low, first + 2 * part, end, DIM, BLOCK, BLOCK_DIM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,10 @@ __all__ = [
     "NOTHING_TILE",
     "NO_BIAS",
     "ZERO_TILE",
+    "Heads",
+    "Listed",
+    "Scores",
+    "bias_at",
     "fast_exp",
     "head_at",
     "head_rows",
@@ -36,7 +42,8 @@ __all__ = [
     "norms_kernel",
     "norms_of",
     "probabilities",
-    "row_stride",
+    "row_of_tiles",
+    "rows_of",
     "store_attended",
     "store_rows",
     "tiles_listed",
@@ -53,53 +60,85 @@ LOWEST = tl.constexpr(-3.0e38)
 NO_BIAS, BY_KEY, BY_SCORE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit
-def head_at(ptr, batch, head, stride_batch, stride_head, UNIT: tl.constexpr = 1):
-    """Where one head of one batch begins: a multiple of UNIT elements after the first one."""
-    offset = batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
-    return ptr + multiple_of(offset, UNIT)
+class Heads(NamedTuple):
+    """``[batch, heads, rows, dim]``, or without the last dimension, as kernels get it.
 
-
-@triton.jit
-def row_stride(stride, UNIT: tl.constexpr, FAR: tl.constexpr):
-    """How far rows are apart: a multiple of UNIT.
-
-    FAR: times a tile's rows that may be more than 32 bits hold.
+    In the last dimension there are no gaps.
     """
-    stride = multiple_of(stride, UNIT)
+
+    ptr: Any
+    stride_batch: int
+    stride_head: int
+    stride_row: int
+
+
+class Scores(NamedTuple):
+    """``[batch, heads, queries, keys]``, as kernels get it."""
+
+    ptr: Any
+    stride_batch: int
+    stride_head: int
+    stride_query: int
+    stride_key: int
+
+
+class Listed(NamedTuple):
+    """What `list_tiles_kernel` writes, ``[batch, rows of tiles, ...]``, as kernels get it."""
+
+    ptr: Any
+    stride_batch: int
+    stride_row: int
+
+
+@triton.jit
+def head_at(x, batch, head, UNIT: tl.constexpr = 1):
+    """Where one head of one batch begins: a multiple of UNIT elements after the first one."""
+    offset = batch.to(tl.int64) * x.stride_batch + head.to(tl.int64) * x.stride_head
+    return x.ptr + multiple_of(offset, UNIT)
+
+
+@triton.jit
+def rows_of(x, batch, head, UNIT: tl.constexpr, FAR: tl.constexpr):
+    """A head of `Heads`, as `load_rows` takes it: where it begins, and how far rows are apart.
+
+    UNIT: of what both are multiples. FAR: times a tile's rows the latter may be more than 32 bits
+    hold.
+    """
+    stride = multiple_of(x.stride_row, UNIT)
     if FAR:
-        return tl.full([], stride, tl.int64)
-    else:
-        return stride
+        stride = tl.full([], stride, tl.int64)
+    return head_at(x, batch, head, UNIT), stride
 
 
 @triton.jit
 def head_rows(
-    ptr,
+    x,
+    batch,
+    head,
     length,
-    stride,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    FAR: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """A head, ``[length, DIM]``, as `load_rows` takes it: a descriptor, or where it begins."""
+    """As `rows_of`, of a ``[length, DIM]``; if DESCRIBED with a descriptor."""
+    begin, stride = rows_of(x, batch, head, UNIT, FAR)
     if DESCRIBED:
-        return tl.make_tensor_descriptor(
-            ptr, shape=[length, DIM], strides=[stride, 1], block_shape=[BLOCK, BLOCK_DIM]
+        begin = tl.make_tensor_descriptor(
+            begin, shape=[length, DIM], strides=[stride, 1], block_shape=[BLOCK, BLOCK_DIM]
         )
-    else:
-        return ptr
+    return begin, stride
 
 
 @triton.jit
-def _tile(
-    rows, start, length, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
-):
+def _tile(rows, start, length, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Pointers to rows `start` to ``start + BLOCK``, and which of their elements there are."""
+    begin, stride = rows
     row = tl.arange(0, BLOCK)
     dim = tl.arange(0, BLOCK_DIM)
-    ptrs = rows + tl.full([], start, tl.int64) * stride + row[:, None] * stride + dim[None, :]
+    ptrs = begin + tl.full([], start, tl.int64) * stride + row[:, None] * stride + dim[None, :]
     mask = (start + row < length)[:, None]
     if DIM != BLOCK_DIM:
         mask = mask & (dim < DIM)[None, :]
@@ -111,7 +150,6 @@ def load_rows(
     rows,
     start,
     length,
-    stride,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -119,9 +157,9 @@ def load_rows(
 ):
     """Rows `start` to ``start + BLOCK``, zeros where there are none."""
     if DESCRIBED:
-        return rows.load([start, 0])
+        return rows[0].load([start, 0])
     else:
-        ptrs, mask = _tile(rows, start, length, stride, DIM, BLOCK, BLOCK_DIM)
+        ptrs, mask = _tile(rows, start, length, DIM, BLOCK, BLOCK_DIM)
         return tl.load(ptrs, mask=mask, other=0.0)
 
 
@@ -131,33 +169,30 @@ def store_rows(
     value,
     start,
     length,
-    stride,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
     # Not by descriptor: one would have to be made for a single store.
-    ptrs, mask = _tile(rows, start, length, stride, DIM, BLOCK, BLOCK_DIM)
+    ptrs, mask = _tile(rows, start, length, DIM, BLOCK, BLOCK_DIM)
     tl.store(ptrs, value, mask=mask)
 
 
 @triton.jit
 def store_attended(
     out_rows,
-    lse_ptr,
+    lse_rows,
     out,
     top,
     total,
     first,
     length,
-    stride_om,
-    stride_lm,
     BIAS: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
 ):
-    """Stores a tile of outputs, and their logsumexp unless `lse_ptr` is None.
+    """Stores a tile of outputs, and their logsumexp unless `lse_rows` is None.
 
     Args:
         out: the sum of values.
@@ -166,41 +201,39 @@ def store_attended(
     """
     empty = total == 0.0
     out = out * (1.0 / tl.where(empty, 1.0, total))[:, None]
-    value = out.to(out_rows.dtype.element_ty)
-    store_rows(out_rows, value, first, length, stride_om, DIM_V, BLOCK_Q, BLOCK_DIM_V)
-    if lse_ptr is not None:
+    value = out.to(out_rows[0].dtype.element_ty)
+    store_rows(out_rows, value, first, length, DIM_V, BLOCK_Q, BLOCK_DIM_V)
+    if lse_rows is not None:
         query = first + tl.arange(0, BLOCK_Q)
         # Infinity where there is nothing: exp(S - L) is then 0 in anybody's backward.
         logsumexp = top + tl.log(total)
         if BIAS == NO_BIAS:
             logsumexp = (top + tl.log2(total)) * LN_2
         logsumexp = tl.where(empty, INF, logsumexp)
-        tl.store(lse_ptr + query * stride_lm, logsumexp, mask=query < length)
+        tl.store(lse_rows[0] + query * lse_rows[1], logsumexp, mask=query < length)
 
 
 @triton.jit
-def load_bias(
-    ptr,
-    query,
-    key,
-    length_q,
-    length_k,
-    stride_m,
-    stride_n,
-    BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def bias_at(bias, batch, head, UNIT: tl.constexpr):
+    """A head of `Scores`, as `load_bias` takes it."""
+    stride_query = multiple_of(bias.stride_query, UNIT)
+    return head_at(bias, batch, head, UNIT), stride_query, bias.stride_key
+
+
+@triton.jit
+def load_bias(bias, query, key, length_q, length_k, BIAS: tl.constexpr, MASKED: tl.constexpr):
     """The bias of a tile of scores. One of `query` and `key` is a column, the other one a row.
 
     Queries that are not there get the last one's. MASKED: keys that are not there get 0.
     """
-    ptrs = ptr + key.to(tl.int64) * stride_n
+    begin, stride_query, stride_key = bias
+    ptrs = begin + key.to(tl.int64) * stride_key
     keep = key < length_k
     if BIAS == BY_SCORE:
-        ptrs = ptrs + tl.minimum(query, length_q - 1).to(tl.int64) * stride_m
+        ptrs = ptrs + tl.minimum(query, length_q - 1).to(tl.int64) * stride_query
         keep = keep & (query >= 0)
-    bias = tl.load(ptrs, mask=keep, other=0.0) if MASKED else tl.load(ptrs)
-    return bias.to(tl.float32)
+    loaded = tl.load(ptrs, mask=keep, other=0.0) if MASKED else tl.load(ptrs)
+    return loaded.to(tl.float32)
 
 
 @triton.jit
@@ -235,6 +268,12 @@ def keys_seen(
 
 # What `list_tiles_kernel` writes of a row of tiles, before the numbers of the listed ones.
 HEADER = tl.constexpr(5)
+
+
+@triton.jit
+def row_of_tiles(tiles, batch, row):
+    """Where what `Listed` has of a row of tiles begins."""
+    return tiles.ptr + batch.to(tl.int64) * tiles.stride_batch + row.to(tl.int64) * tiles.stride_row
 
 
 @triton.jit
@@ -408,10 +447,9 @@ def least_of(logsumexp, axis: tl.constexpr):
 @triton.jit
 def low_tiles_end(
     entries_ptr,
-    logsumexp_ptr,
+    lse_rows,
     largest,
     length_q,
-    stride_lm,
     BLOCK_Q: tl.constexpr,
     CHUNK: tl.constexpr = 32,
 ):
@@ -428,7 +466,7 @@ def low_tiles_end(
         tile = tl.load(entries_ptr + place, mask=place < end, other=0)
         query = (tile * BLOCK_Q)[:, None] + tl.arange(0, BLOCK_Q)[None, :]
         there = (place < end)[:, None] & (query < length_q)
-        least = least_logsumexp(logsumexp_ptr + query * stride_lm, there, 1)
+        least = least_logsumexp(lse_rows[0] + query * lse_rows[1], there, 1)
         counts = (place < end) & ~(largest + LOW - least < NOTHING_BELOW)
         last = tl.maximum(last, tl.max(tl.where(counts, place + 1, begin), axis=0))
     return last
@@ -436,14 +474,9 @@ def low_tiles_end(
 
 @triton.jit
 def norms_kernel(
-    x_ptr,
+    x,
     norms_ptr,
-    tiles_ptr,
-    stride_xb,
-    stride_xh,
-    stride_xm,
-    stride_tb,
-    stride_tm,
+    tiles,
     row_tiles,
     heads,
     length,
@@ -462,17 +495,16 @@ def norms_kernel(
     flat_head = tl.program_id(0) // SPLITS
     batch = flat_head // heads
     tile = tl.arange(0, BLOCK_TILES)
-    entries_ptr = head_at(tiles_ptr, batch, flat_head, stride_tb, 0) + tile * stride_tm
+    entries_ptr = row_of_tiles(tiles, batch, tile)
     others = tl.load(entries_ptr + 2, mask=tile < row_tiles, other=0)
     listed = tl.load(entries_ptr + 3, mask=tile < row_tiles, other=0)
-    stride_xm = row_stride(stride_xm, UNIT, FAR)
-    rows = head_at(x_ptr, batch, flat_head % heads, stride_xb, stride_xh, UNIT)
+    rows = rows_of(x, batch, flat_head % heads, UNIT, FAR)
     largest = tl.zeros([BLOCK], tl.float32)
     if tl.sum(listed - others, axis=0) > 0:
         first = tl.program_id(0) % SPLITS * BLOCK
         for start in tl.range(first, length, SPLITS * BLOCK, num_stages=2):
-            x = load_rows(rows, start, length, stride_xm, DIM, BLOCK, BLOCK_DIM, False)
-            largest = tl.maximum(largest, norms_of(x))
+            loaded = load_rows(rows, start, length, DIM, BLOCK, BLOCK_DIM, False)
+            largest = tl.maximum(largest, norms_of(loaded))
     else:
         largest += INF
     tl.store(norms_ptr + tl.program_id(0), tl.max(largest, axis=0))
