@@ -433,12 +433,16 @@ def _attention(major: int) -> Iterator[Launch]:
         (torch.float32, 64, 1024, (1, 1, 1024, 1024)),
         (torch.float32, 64, 1024, (2, 16, 1024, 1024)),
         (torch.float32, 64, 1024, None),
+        (torch.float32, 64, 1024, (1, 1, 1, 1024)),
         (torch.float32, 100, 1024, (1, 16, 1024, 1024)),
+        (torch.float32, 100, 1001, (1, 16, 1001, 1001)),
         (torch.float32, 128, 1024, None),
         (torch.float32, 64, 200, None),
         (torch.float32, 128, 200, (2, 16, 200, 200)),
     ):
         yield from _attention_launches(dtype, dim, length, False, major, bias)
+    for dim in (64, 128):  # in float32, causal, of heads that share keys
+        yield from _attention_launches(torch.float32, dim, 1024, True, major, key_heads=4)
     for bias in (None, (1, 16, 1024, 1024), (1, 1, 1, 1024)):  # so many that a GPU is full
         yield from _attention_launches(torch.bfloat16, 64, 1024, False, major, bias, batch=8)
     for dim, queries, keys, bias in (  # few keys, held at once

@@ -71,8 +71,14 @@ def test_parts_sum_up_to_the_whole(length: int, dim: int, device: torch.device) 
 def test_what_is_split(
     device: Device, kind: Kind, readers: int, expected: tuple[bool, bool]
 ) -> None:
-    splits = triton_kernels._splits_forward, triton_kernels._splits_backward
-    assert tuple(each(device, kind, readers) for each in splits) == expected
+    assert triton_kernels._splits_forward(device, kind, readers, 1024) == expected[0]
+    assert triton_kernels._splits_backward(device, kind, readers) == expected[1]
+
+
+@pytest.mark.parametrize(("keys", "expected"), [(63, False), (64, True)])
+def test_few_keys_are_not_split(keys: int, expected: bool) -> None:
+    """Parts would take more memory than the call does."""
+    assert triton_kernels._splits_forward(HOPPER, Kind(128, 4), 4096, keys) == expected
 
 
 # ------------------------------------------------------------------ attention

@@ -166,8 +166,9 @@ _SPLIT_IN_INTERPRETER = 64
 _SPLIT_BACKWARD_DIMS = range(33, 65)
 
 
-def _splits_forward(device: Device, kind: Kind, readers: int) -> bool:
-    if kind.itemsize != 4 or kind.dim > MAX_DIM // 2:
+def _splits_forward(device: Device, kind: Kind, readers: int, length_k: int) -> bool:
+    # Parts have whole tiles of rows: of few keys they would be many times as large as the keys.
+    if kind.itemsize != 4 or kind.dim > MAX_DIM // 2 or length_k < PART_ROWS.value // 2:
         return False
     if device.major == 0:
         return readers >= _SPLIT_IN_INTERPRETER
@@ -672,8 +673,8 @@ def plan_forward(
     batch, heads, length_q, _ = q.shape
     _, heads_k, length_k, _ = k.shape
     kind = _kind(q, v, bias, causal)
-    # So many queries read a key.
-    kind = kind._replace(is_split=_splits_forward(device, kind, length_q * heads // heads_k))
+    readers = length_q * heads // heads_k  # of each key
+    kind = kind._replace(is_split=_splits_forward(device, kind, readers, length_k))
     if _forward_holds_keys(device, kind, causal, length_q, length_k):
         return _plan_short_forward(q, k, v, out, logsumexp, scale, device)
     tile = _forward_tile(device, kind, batch * heads * length_q, length_k)

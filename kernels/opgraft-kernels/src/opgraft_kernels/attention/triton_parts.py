@@ -5,10 +5,11 @@ rounds away, the sum of six products of parts::
 
     a = a0 + a1 + a2        a b = a0 b0 + (a0 b1 + a1 b0) + (a0 b2 + a1 b1 + a2 b0)
 
-That is as exact as float32, and of its range (Henry, Tang and Heinecke, "Leveraging the bfloat16
-Artificial Intelligence Datatype For Higher-Precision Computations", 2019). `tl.dot` does so by
-itself (`bf16x6`): it splits what a program has loaded, stores the parts, and waits for them, each
-time. What many programs load is split once here, by a kernel before, and loaded ahead.
+That is as exact as float32, and of nearly its range: numbers from 3.396e38 on are rounded to
+infinity, and below 1e-33 there is no room for the least part (Henry, Tang and Heinecke, "Leveraging
+the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019). `tl.dot`
+does so by itself (`bf16x6`): it splits what a program has loaded, stores the parts, and waits for
+them, each time. What many programs load is split once here, by a kernel before, and loaded ahead.
 """
 
 from __future__ import annotations
