@@ -505,6 +505,7 @@ def _attention_launches(
 ) -> Iterator[Launch]:
     """`apart`: how far rows are; None: as they are if all is contiguous."""
     from opgraft_kernels.attention import triton_kernels as kernels
+    from opgraft_kernels.attention.triton_sizes import Device
 
     def heads_of(count: int, rows: int) -> torch.Tensor:
         shape = (batch, count, rows, dim)
@@ -513,7 +514,7 @@ def _attention_launches(
         strides = (count * dim, dim, apart, 1)
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
-    device = kernels.Device(major)
+    device = Device(major)
     x, k = heads_of(16, queries or length), heads_of(key_heads, length)
     logsumexp = torch.empty(x.shape[:3], dtype=torch.float32, device="meta")
     bias, dbias = None, None

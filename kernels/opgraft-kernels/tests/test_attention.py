@@ -25,7 +25,7 @@ from errors import largest_error
 import opgraft
 from opgraft import triton_utils
 from opgraft.crossover import models, rule
-from opgraft_kernels.attention import aten, overrides, triton_kernels
+from opgraft_kernels.attention import aten, overrides, triton_kernels, triton_sizes
 
 aten_ops = torch.ops.aten
 gpu = pytest.mark.gpu
@@ -749,7 +749,7 @@ def test_every_pair_of_forward_and_backward_agrees(case: Case, name: str, kernel
     """Native and ours, either before either."""
     if kernels == "cutedsl_kernels" and not (HOPPER and overrides._has_flash_attn_4()):
         pytest.skip("needs flash-attn-4 and a Hopper GPU")
-    if kernels == "triton_kernels" and case.dim > triton_kernels.MAX_DIM:
+    if kernels == "triton_kernels" and case.dim > triton_sizes.MAX_DIM:
         pytest.skip("wider than Triton's kernels take")
     calls = OPS[name]
     t = _tensors(case, torch.bfloat16, "cuda")

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from errors import largest_error
 
 import opgraft
-from opgraft_kernels.attention import aten, overrides, samples, triton_kernels
+from opgraft_kernels.attention import aten, overrides, samples, triton_kernels, triton_sizes
 
 # In tiles of 32, the interpreter's, and a part of one.
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 40, 70, 16
@@ -194,8 +194,8 @@ def test_random_calls(seed: int, device: torch.device, monkeypatch: pytest.Monke
     monkeypatch.undo()  # of three heads and of four
     # Two kernels of different tiles have their lists of the same marks.
     sizes = random.Random(seed).choices(TILES, k=2)
-    for name, size in zip(("_backward_queries_tile", "_backward_keys_tile"), sizes, strict=True):
-        tile = triton_kernels.Tile(*size, 4, 1)
+    for name, size in zip(("backward_queries_tile", "backward_keys_tile"), sizes, strict=True):
+        tile = triton_sizes.Tile(*size, 4, 1)
         monkeypatch.setattr(triton_kernels, name, lambda *_, tile=tile: tile)
     tensors, bias, causal, with_dbias = _random_call(seed, device)
     dtype = tensors[0].dtype
@@ -396,7 +396,7 @@ def test_both_lists_of_a_backward_say_what_its_tiles_hold(
     kinds = torch.tensor([0.0, 0.0, -math.inf, -math.inf, -1e4, -1e4, 1.0, math.nan], device=device)
     chosen = kinds[torch.randint(0, len(kinds), (batch, 7, 6), device=device)]
     bias = chosen.repeat_interleave(32, 1).repeat_interleave(64, 2)[:, :queries, :keys]
-    tiles = [triton_kernels.Tile(*each, 4, 1) for each in (of_queries, of_keys)]
+    tiles = [triton_sizes.Tile(*each, 4, 1) for each in (of_queries, of_keys)]
     shared = bias.unsqueeze(1).expand(batch, 8, queries, keys)
     *planned, launches = triton_kernels._plan_bias(shared, False, *tiles)
     triton_kernels._launch(launches)
@@ -417,7 +417,7 @@ def test_both_lists_of_a_backward_say_what_its_tiles_hold(
 
 
 def test_the_largest_head_dimension_is_the_kernels() -> None:
-    assert overrides.MAX_DIM == triton_kernels.MAX_DIM
+    assert overrides.MAX_DIM == triton_sizes.MAX_DIM
 
 
 # ------------------------------------------------------------------ through the ops
@@ -822,8 +822,8 @@ def test_both_lengths_have_to_fill_tiles(
 def test_tables_know_where_a_forward_holds_all_keys(
     op: overrides._Op, queries: int, keys: int
 ) -> None:
-    holds = triton_kernels._forward_holds_keys(
-        triton_kernels.Device(9), triton_kernels.Kind(64), False, queries, keys
+    holds = triton_sizes.forward_holds_keys(
+        triton_sizes.Device(9), triton_sizes.Kind(64), False, queries, keys
     )
     assert _feature(op, "holds_keys", queries, keys) == holds
 

@@ -24,9 +24,9 @@ from test_attention import (
 )
 from test_attention_masks import assert_right, bias_of, by_formula
 
-from opgraft_kernels.attention import triton_kernels
-from opgraft_kernels.attention.triton_kernels import Device, Kind
+from opgraft_kernels.attention import triton_kernels, triton_sizes
 from opgraft_kernels.attention.triton_short import short_backward_kernel, short_forward_kernel
+from opgraft_kernels.attention.triton_sizes import Device, Kind
 from opgraft_kernels.attention.triton_tiles import BY_KEY, BY_SCORE
 
 SHORT = (short_forward_kernel, short_backward_kernel)
@@ -35,11 +35,11 @@ SHORT = (short_forward_kernel, short_backward_kernel)
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """All that these kernels can do goes to them, on any device; the kernels that were launched."""
-    monkeypatch.setattr(triton_kernels, "_FEW_KEYS", dict.fromkeys(range(13), 128))
-    monkeypatch.setattr(triton_kernels, "_MANY_QUERIES", 1)
-    monkeypatch.setattr(triton_kernels, "_FEW_PROGRAMS", 1)
+    monkeypatch.setattr(triton_sizes, "_FEW_KEYS", dict.fromkeys(range(13), 128))
+    monkeypatch.setattr(triton_sizes, "_MANY_QUERIES", 1)
+    monkeypatch.setattr(triton_sizes, "_FEW_PROGRAMS", 1)
     # So that a program has several tiles of few queries.
-    monkeypatch.setattr(triton_kernels, "_MANY_PROGRAMS", 2)
+    monkeypatch.setattr(triton_sizes, "_MANY_PROGRAMS", 2)
     found: list[Any] = []
     launch = triton_kernels._launch
 
@@ -213,7 +213,7 @@ HOPPER = Device(9)
 def test_forwards_that_get_them(
     device: Device, kind: Kind, causal: bool, queries: int, keys: int, holds: bool
 ) -> None:
-    assert triton_kernels._forward_holds_keys(device, kind, causal, queries, keys) is holds
+    assert triton_sizes.forward_holds_keys(device, kind, causal, queries, keys) is holds
 
 
 @pytest.mark.usefixtures("as_it_is")
@@ -235,12 +235,12 @@ def test_forwards_that_get_them(
 def test_backwards_that_get_them(
     device: Device, kind: Kind, programs: int, keys: int, holds: bool
 ) -> None:
-    assert triton_kernels._backward_holds_keys(device, kind, programs, keys) is holds
+    assert triton_sizes.backward_holds_keys(device, kind, programs, keys) is holds
 
 
 @pytest.mark.parametrize("keys", range(1, 129))
 def test_the_parts_hold_all_keys_and_are_powers_of_two(keys: int) -> None:
-    first, more = triton_kernels._parts(keys)
+    first, more = triton_sizes.blocks_of_keys(keys)
     assert keys <= first + more <= max(16, 2 * keys)
     assert first % 16 == 0 and first & (first - 1) == 0 and more & (more - 1) == 0
     assert more < 16 or first < keys, "the first part leaves nothing for the second"

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from errors import largest_error
 
-from opgraft_kernels.attention import triton_kernels
-from opgraft_kernels.attention.triton_kernels import Device, Kind
+from opgraft_kernels.attention import triton_kernels, triton_sizes
+from opgraft_kernels.attention.triton_sizes import Device, Kind
 
 HOPPER, AMPERE, INTERPRETER = Device(9), Device(8), Device(0)
 
@@ -71,14 +71,14 @@ def test_parts_sum_up_to_the_whole(length: int, dim: int, device: torch.device) 
 def test_what_is_split(
     device: Device, kind: Kind, readers: int, expected: tuple[bool, bool]
 ) -> None:
-    assert triton_kernels._splits_forward(device, kind, readers, 1024) == expected[0]
-    assert triton_kernels._splits_backward(device, kind, readers) == expected[1]
+    assert triton_sizes.splits_forward(device, kind, readers, 1024) == expected[0]
+    assert triton_sizes.splits_backward(device, kind, readers) == expected[1]
 
 
 @pytest.mark.parametrize(("keys", "expected"), [(63, False), (64, True)])
 def test_few_keys_are_not_split(keys: int, expected: bool) -> None:
     """Parts would take more memory than the call does."""
-    assert triton_kernels._splits_forward(HOPPER, Kind(128, 4), 4096, keys) == expected
+    assert triton_sizes.splits_forward(HOPPER, Kind(128, 4), 4096, keys) == expected
 
 
 # ------------------------------------------------------------------ attention
@@ -180,7 +180,7 @@ def split_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _expected_kernels(call: Call, device: torch.device) -> list[str]:
     of_backward = ["backward_keys_kernel", "backward_queries_kernel"]
-    in_backward = device.type == "cpu" or call.dim in triton_kernels._SPLIT_BACKWARD_DIMS
+    in_backward = device.type == "cpu" or call.dim in triton_sizes.SPLIT_BACKWARD_DIMS
     return ["forward_kernel", *(of_backward if in_backward else [])]
 
 

@@ -18,8 +18,10 @@ import triton.language as tl
 
 from opgraft_kernels.rows import Launch, ceil_div, power_of_2, unit_of
 
-from .triton_kernels import BY_KEY, apart, are_far_apart, bias_kind, block_dim, heads_of, mark_tiles
+from .triton_kernels import apart, are_far_apart, bias_kind, heads_of, mark_tiles
+from .triton_sizes import block_dim
 from .triton_tiles import (
+    BY_KEY,
     INF,
     LOW,
     LOW_TILE,
