@@ -208,7 +208,7 @@ def backward(
     """Writes the gradients of `forward` to `dq`, `dk` and `dv`, laid out as `forward`'s tensors.
 
     Not deterministic: the parts of dq are added in whatever order they come. A bias has no gradient
-    here, and a query whose logsumexp is beyond `triton_lists.MOST_LOGSUMEXP` passes none on.
+    here.
     """
     batch, heads, length_q, head_dim = q.shape
     _, heads_k, length_k, head_dim_v = v.shape
