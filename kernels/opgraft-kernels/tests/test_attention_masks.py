@@ -64,20 +64,28 @@ def bias_of(shape: tuple[int, ...], lowest: float, device: torch.device) -> torc
 
 
 def by_formula(
-    tensors: list[torch.Tensor], bias: torch.Tensor, dtype: torch.dtype, *, causal: bool = False
+    tensors: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    causal: bool = False,
+    scale: float = SCALE,
 ) -> list[torch.Tensor]:
     """With autograd; 0 for queries that no key is left for."""
-    *leaves, grad = [each.detach().to(dtype) for each in (*tensors[:3], bias, tensors[3])]
-    q, k, v, bias = [each.requires_grad_() for each in leaves]
+    given = [*tensors[:3], *([] if bias is None else [bias])]
+    leaves = [each.detach().to(dtype).requires_grad_() for each in given]
+    q, k, v = leaves[:3]
     group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * SCALE + bias
+    scores = q @ k.repeat_interleave(group, 1).mT * scale
+    if bias is not None:
+        scores = scores + leaves[3]
     if causal:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         scores = scores.masked_fill(~keep.tril(scores.shape[-1] - scores.shape[-2]), -math.inf)
     is_left_alone = (scores == -math.inf).all(-1, keepdim=True)
     p = scores.masked_fill(is_left_alone, 0.0).softmax(-1).masked_fill(is_left_alone, 0.0)
     out = p @ v.repeat_interleave(group, 1)
-    gradients = torch.autograd.grad(out, (q, k, v, bias), grad)
+    gradients = torch.autograd.grad(out, leaves, tensors[3].to(dtype))
     return [out.detach(), scores.logsumexp(-1).detach(), *gradients]
 
 
@@ -87,15 +95,16 @@ def by_triton(
     *,
     causal: bool = False,
     with_dbias: bool = True,
+    scale: float = SCALE,
 ) -> list[torch.Tensor | None]:
     q, k, v, grad = tensors
     out, logsumexp = torch.full_like(q, math.nan), q.new_full(q.shape[:3], math.nan).float()
-    triton_kernels.forward(q, k, v, out, logsumexp, SCALE, causal, bias)
+    triton_kernels.forward(q, k, v, out, logsumexp, scale, causal, bias)
     dq, dk, dv = (torch.full_like(each, math.nan) for each in (q, k, v))
     dbias = None
     if bias is not None and with_dbias:
         dbias = torch.full(bias.shape, 0.0 if causal else math.nan, dtype=q.dtype, device=q.device)
-    triton_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, SCALE, causal, bias, dbias)
+    triton_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, scale, causal, bias, dbias)
     return [out, logsumexp, dq, dk, dv, dbias]
 
 

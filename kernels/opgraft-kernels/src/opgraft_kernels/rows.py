@@ -55,6 +55,7 @@ __all__ = [
     "power_of_2_within",
     "prefetch",
     "publish",
+    "round_up",
     "scalar",
     "split_rows",
     "store_if",
@@ -723,6 +724,10 @@ def ends_columns(
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple
 
 
 def even_programs(most: int, steps: int) -> int:

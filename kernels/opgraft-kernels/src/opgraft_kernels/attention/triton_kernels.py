@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, overload
 import torch
 import triton
 
-from opgraft_kernels.rows import Launch, ceil_div, power_of_2, unit_of
+from opgraft_kernels.rows import Launch, ceil_div, power_of_2, round_up, unit_of
 
 from .triton_backward import backward_keys_kernel, backward_queries_kernel, delta_kernel
 from .triton_forward import forward_kernel
@@ -78,6 +78,7 @@ __all__ = [
     "are_far_apart",
     "backward",
     "bias_kind",
+    "constexprs_of",
     "forward",
     "heads_of",
     "mark_tiles",
@@ -118,6 +119,17 @@ def _constexprs(
         "UNIT": unit_of(q.element_size(), *strides),
         "FAR": are_far_apart(strides),
         "PRECISION": device.precision if q.dtype is torch.float32 else "tf32",
+    }
+
+
+def constexprs_of(x: torch.Tensor, *others: torch.Tensor) -> dict[str, Any]:
+    """What a kernel is compiled with that reads rows of one dimension, of one tensor or of more."""
+    strides = apart(x, *others)
+    return {
+        "DIM": x.shape[-1],
+        "BLOCK_DIM": block_dim(x.shape[-1]),
+        "UNIT": unit_of(x.element_size(), *strides),
+        "FAR": are_far_apart(strides),
     }
 
 
@@ -293,10 +305,9 @@ def _with_norms(planned: Bias, listed: Bias, x: torch.Tensor) -> tuple[Bias, lis
     """
     if listed.tiles is None:
         return planned, []
-    batch, heads, length, dim = x.shape
+    batch, heads, length, _ = x.shape
     splits = min(power_of_2(ceil_div(length, 4 * _NORM_ROWS)), _MOST_SPLITS)
     norms = torch.empty((batch * heads, splits), dtype=torch.float32, device=x.device)
-    strides = apart(x)
     launch = Launch(
         norms_kernel,
         norms.numel(),
@@ -305,13 +316,10 @@ def _with_norms(planned: Bias, listed: Bias, x: torch.Tensor) -> tuple[Bias, lis
             *(listed.tiles.shape[1], heads, length),
         ),
         {
-            "DIM": dim,
+            **constexprs_of(x),
             "BLOCK": _NORM_ROWS,
-            "BLOCK_DIM": block_dim(dim),
             "BLOCK_TILES": power_of_2(listed.tiles.shape[1]),
             "SPLITS": splits,
-            "UNIT": unit_of(x.element_size(), *strides),
-            "FAR": are_far_apart(strides),
         },
         4,
     )
@@ -380,22 +388,14 @@ def _split(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[Launch]]:
     found, launches = [], []
     for x in tensors:
         batch, heads, length, dim = x.shape
-        rows = ceil_div(length, PART_ROWS.value) * PART_ROWS.value
-        padded = ceil_div(dim, PART_UNIT.value) * PART_UNIT.value
+        rows, padded = round_up(length, PART_ROWS.value), round_up(dim, PART_UNIT.value)
         parts = x.new_empty((batch, heads, 3 * rows, padded), dtype=torch.bfloat16)[..., :dim]
-        strides = apart(x, parts)
         launches.append(
             Launch(
                 split_kernel,
                 rows // _SPLIT_ROWS * batch * heads,
                 (heads_of(x), heads_of(parts), heads, length),
-                {
-                    "DIM": dim,
-                    "BLOCK": _SPLIT_ROWS,
-                    "BLOCK_DIM": block_dim(dim),
-                    "UNIT": unit_of(x.element_size(), *strides),
-                    "FAR": are_far_apart(strides),
-                },
+                {**constexprs_of(x, parts), "BLOCK": _SPLIT_ROWS},
                 4,
             )
         )
@@ -438,7 +438,11 @@ def plan_backward(
             *(scale, causal, device, bias, dbias),
         )
     inputs = (grad_out, q, k, v)
-    common = _constexprs(q, v, apart(*inputs, out, dq, dk, dv), device)
+    common = {
+        **_constexprs(q, v, apart(*inputs, out, dq, dk, dv), device),
+        "CAUSAL": causal,
+        "SPLIT": kind.is_split,
+    }
     delta = torch.empty((batch, heads, length_q), dtype=torch.float32, device=q.device)
     delta_launch = Launch(
         delta_kernel,
@@ -478,13 +482,7 @@ def plan_backward(
             *map(heads_of, (dk, dv)),
             *sizes,
         ),
-        {
-            "CAUSAL": causal,
-            **planned.constexprs(),
-            **common,
-            **tile.constexprs(),
-            "SPLIT": kind.is_split,
-        },
+        {**planned.constexprs(), **common, **tile.constexprs()},
         tile.num_warps,
         tile.options(),
     )
@@ -500,12 +498,10 @@ def plan_backward(
             *sizes,
         ),
         {
-            "CAUSAL": causal,
             "HAS_TAIL": length_k % tile_q.k != 0,
             **planned_q.constexprs(),
             **common,
             **tile_q.constexprs(),
-            "SPLIT": kind.is_split,
         },
         tile_q.num_warps,
         tile_q.options(),

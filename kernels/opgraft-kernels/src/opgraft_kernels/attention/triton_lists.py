@@ -10,16 +10,15 @@ FlashAttention-4 loads is known before it computes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from opgraft_kernels.rows import Launch, ceil_div, power_of_2, unit_of
+from opgraft_kernels.rows import Launch, ceil_div, power_of_2
 
-from .triton_kernels import apart, are_far_apart, bias_kind, heads_of, mark_tiles
-from .triton_sizes import block_dim
+from .triton_kernels import bias_kind, constexprs_of, heads_of, mark_tiles
 from .triton_tiles import (
     BY_KEY,
     INF,
@@ -284,7 +283,7 @@ def plan_lists(
             *(heads_of(other), marks, norms, heads_of(logsumexp), usable, least),
             *(*strides, marks.shape[1], key_marks, other.shape[1], other.shape[2], other_marks),
         ),
-        {**_constexprs(other), "ROWS": _CHUNK, "COLS": _CHUNK},
+        {**constexprs_of(other), "MARKED": _MARKED, "ROWS": _CHUNK, "COLS": _CHUNK},
         4,
     )
     lists = bias.new_empty((batch, heads, rows, 2, 1 + tiles), dtype=torch.int32)
@@ -297,7 +296,8 @@ def plan_lists(
             *(own.shape[2], rows, tiles, scale),
         ),
         {
-            **_constexprs(own),
+            **constexprs_of(own),
+            "MARKED": _MARKED,
             "QUERIES": queries // _MARKED,
             "KEYS": keys // _MARKED,
             "BLOCK": max(power_of_2(tiles), 16),
@@ -306,14 +306,3 @@ def plan_lists(
         4,
     )
     return Lists(lists, usable, [mark, measure, collect])
-
-
-def _constexprs(x: torch.Tensor) -> dict[str, Any]:
-    strides = apart(x)
-    return {
-        "DIM": x.shape[-1],
-        "MARKED": _MARKED,
-        "BLOCK_DIM": block_dim(x.shape[-1]),
-        "UNIT": unit_of(x.element_size(), *strides),
-        "FAR": are_far_apart(strides),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from opgraft_kernels.rows import ceil_div, power_of_2, power_of_2_within
+from opgraft_kernels.rows import power_of_2, power_of_2_within, round_up
 
 from .triton_parts import PART_ROWS
 from .triton_tiles import BY_SCORE, NO_BIAS
@@ -268,7 +268,7 @@ def short_backward_tile(kind: Kind, programs: int, length_k: int) -> Tile:
 
 def blocks_of_keys(length: int) -> tuple[int, int]:
     """Powers of two that hold so many keys together; the second may be 0."""
-    padded = ceil_div(length, _MIN_BLOCK_DIM) * _MIN_BLOCK_DIM
+    padded = round_up(length, _MIN_BLOCK_DIM)
     first = power_of_2_within(padded)
     rest = padded - first
     return first, max(power_of_2(rest), _MIN_BLOCK_DIM) if rest else 0
