@@ -118,19 +118,21 @@ def test_blocks_of_a_row_in_a_backward(norm: str, hidden: int, blocks: int) -> N
 @pytest.mark.parametrize(
     ("hidden", "rows", "block", "blocks", "num_warps", "has_parameters_first"),
     [
-        (520, 2, 256, 3, 2, True),
-        (1152, 2, 256, 5, 2, True),
-        (1536, 1, 512, 3, 2, True),
-        (2560, 1, 512, 5, 2, True),
-        (3072, 1, 1024, 3, 4, True),
-        (5120, 1, 1024, 5, 4, True),
-        (8064, 1, 1024, 8, 4, True),
+        (520, 1, 128, 5, 1, True),
+        (1152, 1, 128, 9, 1, True),
+        (1536, 1, 128, 12, 1, True),
+        (2560, 1, 256, 10, 2, True),
+        (3072, 1, 256, 12, 4, True),
+        (3584, 1, 512, 7, 4, True),
+        (5120, 1, 512, 10, 4, True),
+        (6144, 1, 1024, 6, 8, True),
+        (8064, 1, 1024, 8, 8, True),
         (8192, 1, 2048, 4, 8, True),
         (9216, 1, 4096, 3, 8, False),
         (11004, 1, 2048, 6, 8, True),  # no multiple of 16 bytes
         (11008, 1, 4096, 3, 8, False),
         (12288, 1, 4096, 3, 8, False),
-        (13824, 1, 8192, 2, 16, False),
+        (13824, 1, 2048, 7, 8, True),
         (16384, 1, 8192, 2, 16, False),
         (96, 32, 32, 3, 4, True),
         (192, 16, 64, 3, 4, True),
@@ -144,6 +146,24 @@ def test_pieces_of_a_forward_of_layer_norm(
     launch, *_ = norm_launches("layer_norm", torch.bfloat16, hidden)
     found = [launch.constexprs[name] for name in ("ROWS", "BLOCK", "BLOCKS", "PARAMETERS_FIRST")]
     assert [*found, launch.num_warps] == [rows, block, blocks, has_parameters_first, num_warps]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "block", "blocks", "num_warps"),
+    [(768, 128, 6, 1), (1024, 256, 4, 2), (2560, 256, 10, 2), (3072, 512, 6, 4), (6016, 512, 12, 4)],
+)
+def test_pieces_of_a_forward_of_rms_norm(
+    hidden: int, block: int, blocks: int, num_warps: int
+) -> None:
+    launch, *_ = norm_launches("rms_norm", torch.bfloat16, hidden)
+    found = [launch.constexprs[name] for name in ("ROWS", "BLOCK", "BLOCKS", "TAIL")]
+    assert [*found, launch.num_warps] == [1, block, blocks, 0, num_warps]
+
+
+@pytest.mark.parametrize("hidden", [192, 512, 6144, 8192])
+def test_narrow_and_long_rows_of_rms_norm_are_not_pieces_in_a_forward(hidden: int) -> None:
+    launch, *_ = norm_launches("rms_norm", torch.bfloat16, hidden)
+    assert launch.constexprs.get("BLOCKS", 1) == 1
 
 
 @pytest.mark.parametrize("hidden", [24, 40, 352, 512, 16400])

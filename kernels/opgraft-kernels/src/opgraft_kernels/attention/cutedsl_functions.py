@@ -238,7 +238,7 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         pack_gqa=kind.group > 1 and kind.bias is None,
         tile_m=config.m_block_size,
         tile_n=config.n_block_size,
-        num_stages=2,
+        num_stages=2 if kind.tile is None else kind.tile.stages,
         num_threads=384,
         Q_in_regs=False,
         intra_wg_overlap=config.intra_wg_overlap,

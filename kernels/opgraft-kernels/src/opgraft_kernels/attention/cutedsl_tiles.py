@@ -6,8 +6,9 @@ program that walks over tiles loads the next one's while it computes. But which 
 which tiles is then known before it begins, so one that is slow makes all wait: of long rows of keys
 a program for each tile is faster.
 
-What is compared are estimates: the queries that a multiprocessor computes, one tile after the
-other, times the keys of a tile.
+What is compared are estimates: the tiles that a multiprocessor computes, one after the other, times
+what one costs, which is most of all the keys of its blocks. So blocks are best of as many keys that
+they hold a row and little more: 197 keys are one block of 208.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class ForwardTile(NamedTuple):
     queries: int
     keys: int
     programs: int
+    #: Of how many blocks keys, and values, are in shared memory at a time.
+    stages: int = 2
 
 
 class _Call(NamedTuple):
@@ -39,6 +42,34 @@ class _Call(NamedTuple):
     multiprocessors: int
 
 
+class _Costs(NamedTuple):
+    """What tiles cost, in the time that a tile of `_LOW` queries takes for one of its keys."""
+
+    #: Each tile, beside its keys.
+    tile: int
+    #: That it has several blocks of keys: of one of `_LOW`, and of one of `_HIGH`.
+    several: tuple[int, int]
+    #: Each block of keys, of the two.
+    block: tuple[int, int]
+    #: A tile of `_HIGH` queries, in those of `_LOW`.
+    high: float
+    #: One of the library's up to `_LIBRARY_WIDE_DIMS`, which hold their probabilities in shared
+    #: memory from `_WIDE_DIMS` on.
+    library_high: float
+    #: For how many keys' time a program of one tile waits.
+    wait: int
+    #: A fixed share of the tiles for each program, by head dimension, as a part of the time.
+    fixed: float
+
+
+# The first as programs' times were in rows of 65 to 1025 keys, for heads of 32 to 128. Causal ones
+# were not compared so: their tiles differ in their keys.
+_COSTS = _Costs(
+    tile=80, several=(40, 60), block=(12, 16), high=1.2, library_high=1.25, wait=150, fixed=1.5e-4
+)
+_CAUSAL_COSTS = _Costs(
+    tile=0, several=(0, 0), block=(0, 0), high=1.3, library_high=1.36, wait=176, fixed=2e-4
+)
 # A program's shared memory holds a tile of queries and one of the output up to this dimension.
 _MOST_DIMS = 128
 # Up to this one three warp groups have registers for 64 queries each and scores of 128 keys.
@@ -47,19 +78,19 @@ _WIDE_DIMS = 64
 _LIBRARY_WIDE_DIMS = 96
 _HIGH, _LOW = 192, 128
 _KEYS = 128
+# Blocks of other numbers of keys, where as many as hold a row take less time. Each is one kernel
+# more to compile: so these are not all there could be, and it has to be worth it.
+_WIDTHS = (80, 96, 112, 128, 144, 160, 176, 208, 240)
+_ANOTHER_KERNEL = 1.01
 # With a bias, above `_MOST_DIMS`: as many as registers and shared memory have room for, of those
 # that marks of a bias divide.
 _LISTED_FEWER_KEYS = 64
-# Blocks of fewer keys, where as many of them hold a short row of keys. Each is one kernel more to
-# compile.
-_FEWER_KEYS = (80, 112)
-# How many more queries a second tiles of 192 compute than tiles of 128. The library's hold their
-# probabilities in shared memory from dimension 65 on.
-_HIGH_GAIN, _LIBRARY_HIGH_GAIN = 1.15, 1.1
-# For how many keys' time a program of a tile waits: causal programs, of unlike lengths, for longer.
-_WAIT, _CAUSAL_WAIT = 128, 176
-# What a fixed share of the tiles for each program costs, by head dimension, as a part of the time.
-_FIXED_COST = 2e-4
+# Of a thread, for scores, probabilities and output, of two warp groups and of three.
+_LOW_REGISTERS, _HIGH_REGISTERS = 212, 128
+# The most keys of tiles of `_HIGH` above `_WIDE_DIMS`.
+_HIGH_KEYS = 96
+# Bytes of shared memory, less what barriers take.
+_SHARED_MEMORY = 225 * 1024
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,7 +125,7 @@ def forward_tile(
     # Where each program would have one unit of work, none would load ahead.
     if units <= multiprocessors or _walking_time(call, *best) >= _library_time(call):
         return None
-    return ForwardTile(*best, multiprocessors)
+    return ForwardTile(*best, multiprocessors, _stages(call, *best))
 
 
 def biased_forward_tile(
@@ -127,24 +158,37 @@ def listed_backward_tile(head_dim: int) -> tuple[int, int]:
 
 def _sizes(call: _Call) -> Iterator[tuple[int, int]]:
     """Queries and keys of a tile, from which to choose."""
-    # Tiles of 192 are of whole groups: the copy engine loads no part of one.
-    if call.head_dim <= _WIDE_DIMS and _HIGH % call.group == 0:
-        yield _HIGH, _width(call)
-    if _WIDE_DIMS < call.head_dim < 80:
-        # Rows of 72 are no multiple of 32 bytes, and reading keys takes the longest: so more
-        # queries share them. Then registers hold scores of 80 keys.
-        if not call.causal and _HIGH % call.group == 0:
-            yield _HIGH, 80
-    else:
-        yield _LOW, _width(call)
+    # Rows of 72 are no multiple of 32 bytes, and reading keys takes the longest: so more queries
+    # share them.
+    heights = (_HIGH,) if _WIDE_DIMS < call.head_dim < 80 else (_LOW, _HIGH)
+    for height in heights:
+        # Tiles of 192 are of whole groups: the copy engine loads no part of one.
+        if height == _LOW or _HIGH % call.group == 0:
+            yield from ((height, width) for width in _widths(call, height))
 
 
-def _width(call: _Call) -> int:
-    """The keys of a block, so that as many blocks hold no more than a row's keys need."""
-    blocks = -(-call.keys // _KEYS)
-    if call.causal or blocks > 4:
-        return _KEYS
-    return next((n for n in _FEWER_KEYS if n * blocks >= call.keys), _KEYS)
+def _widths(call: _Call, height: int) -> Iterator[int]:
+    """The keys of blocks that registers and shared memory have room for."""
+    is_wide = call.head_dim > _WIDE_DIMS
+    if height == _HIGH and (call.head_dim > _LIBRARY_WIDE_DIMS or (is_wide and call.causal)):
+        return
+    registers = _HIGH_REGISTERS if height == _HIGH else _LOW_REGISTERS
+    for width in (_KEYS,) if call.causal else _WIDTHS:
+        # Of float32 scores, of their probabilities in 16 bits, and of the output.
+        fits = width // 2 + width // 4 + call.head_dim // 2 <= registers
+        is_too_wide = height == _HIGH and is_wide and width > _HIGH_KEYS
+        if fits and not is_too_wide and _stages(call, height, width):
+            yield width
+
+
+def _stages(call: _Call, height: int, width: int) -> int:
+    """How many blocks are loaded ahead; 0 where shared memory has no room for them."""
+    row = -(-call.head_dim // 16) * 16 * 2
+    left = _SHARED_MEMORY - 2 * height * row
+    # A tile of one block has the next tile's to load alone.
+    least = 1 if call.keys <= width else 2
+    stages = min(2, left // (2 * width * row))
+    return stages if stages >= least else 0
 
 
 def _units(call: _Call, height: int) -> tuple[int, int]:
@@ -159,36 +203,43 @@ def _units(call: _Call, height: int) -> tuple[int, int]:
     return tiles * call.heads, 1
 
 
+def _costs(call: _Call) -> _Costs:
+    return _CAUSAL_COSTS if call.causal else _COSTS
+
+
 def _walking_time(call: _Call, height: int, width: int) -> float:
     """Of programs that walk over tiles: the time of the one that has the most."""
     units, tiles_of_unit = _units(call, height)
     turns = -(-units // call.multiprocessors) * tiles_of_unit
-    gain = _HIGH_GAIN if height == _HIGH else 1.0
     # It waits for its first tile alone.
-    computed = turns * _keys_of_tile(call, height, width) + width
-    return height * computed * (1 + _FIXED_COST * call.head_dim) / gain
+    computed = turns * _tile_time(call, height, width) + width
+    costs = _costs(call)
+    high = costs.high if height == _HIGH else 1.0
+    worth = 1.0 if width == _KEYS else _ANOTHER_KERNEL
+    return computed * (1 + costs.fixed * call.head_dim) * high * worth
 
 
 def _library_time(call: _Call) -> float:
     """Of the library's tiles, each by a program of its own."""
-    height, gain = _LOW, 1.0
-    if call.head_dim <= _WIDE_DIMS:
-        height, gain = _HIGH, _HIGH_GAIN
-    elif call.head_dim <= _LIBRARY_WIDE_DIMS:
-        height, gain = _HIGH, _LIBRARY_HIGH_GAIN
+    costs = _costs(call)
+    height, high = _LOW, 1.0
+    if call.head_dim <= _LIBRARY_WIDE_DIMS:
+        height = _HIGH
+        high = costs.high if call.head_dim <= _WIDE_DIMS else costs.library_high
     tiles = -(-call.queries * call.group // height) * call.heads
-    keys = _keys_of_tile(call, height, _KEYS)
+    a_tile = _tile_time(call, height, _KEYS) + costs.wait
     if call.causal:
         # The device begins with those that see the most keys, so programs end at one time.
-        turns = tiles / call.multiprocessors
-        computed = max(turns * (keys + _CAUSAL_WAIT), call.keys + _CAUSAL_WAIT)
-    else:
-        computed = -(-tiles // call.multiprocessors) * (keys + _WAIT)
-    return height * computed / gain
+        return max(tiles / call.multiprocessors * a_tile, call.keys + costs.wait) * high
+    return -(-tiles // call.multiprocessors) * a_tile * high
 
 
-def _keys_of_tile(call: _Call, height: int, width: int) -> float:
-    """The keys that a tile computes in the mean, those of its last block included."""
+def _tile_time(call: _Call, height: int, width: int) -> float:
+    """Of a tile in the mean, of the keys of its last block, too."""
+    costs = _costs(call)
     if call.causal:
         return call.keys - call.queries / 2 + (height / call.group + width) / 2
-    return float(-(-call.keys // width) * width)
+    is_high = height == _HIGH
+    blocks = -(-call.keys // width)
+    several = costs.several[is_high] if blocks > 1 else 0
+    return costs.tile + several + blocks * (width + costs.block[is_high])

@@ -275,7 +275,7 @@ class _Kind(NamedTuple):
 # The largest head dimension of Triton's kernels, in 16 bits.
 MAX_DIM = 256
 # Of a DSL's forwards and backwards: raised when they become faster or slower.
-VERSIONS = {"cutedsl_kernels": (2, 2), "triton_kernels": (2, 2)}
+VERSIONS = {"cutedsl_kernels": (3, 2), "triton_kernels": (2, 2)}
 _WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 # What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have. It goes before
 # Triton.

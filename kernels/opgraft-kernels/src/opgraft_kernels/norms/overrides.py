@@ -69,7 +69,7 @@ RMS_NORM = Norm(
     statistics=("rstd",),
     # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
     cpu_dtypes=(torch.float32, torch.float16),
-    forward=Op("_fused_rms_norm", (65536, 131072), version=4),
+    forward=Op("_fused_rms_norm", (65536, 131072), version=5),
     backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072), version=7),
 )
 
@@ -79,7 +79,7 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=8),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=9),
     backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=7),
 )
 
@@ -234,7 +234,7 @@ PERMUTED_VERSION = 4
 # What no bucket of sizes stands for.
 _EXACT = ("itemsize", "misalignment")
 # Their condition asks for 16 bits and whole vectors.
-_CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**27)}
+_CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**29)}
 
 
 def _features() -> dict[str, Any]:

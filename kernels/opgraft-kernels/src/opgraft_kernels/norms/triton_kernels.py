@@ -83,12 +83,13 @@ __all__ = [
 # tensor a thread, 64 for RMSNorm's longer rows, for LayerNorm's narrow ones, and for the block of
 # rows that have a tail, which adds to it. LayerNorm's forward sees rows as equal pieces, if
 # elements are loaded together and a program holds them; narrow rows only where nothing is masked.
+# RMSNorm's sees those as pieces that are neither narrow nor long.
 
 # The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
 _MIN_BLOCK = 16
 # Rows whose lanes take up to this many bytes are narrow: a tile has 16 of them or more.
 _NARROW_ROW_BYTES = 512
-# Longer rows of LayerNorm are pieces in a forward, whatever they leave of the last.
+# Longer rows are pieces in a forward, whatever they leave of the last.
 _PIECES_ROW_BYTES = 1024
 # Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
 _WHOLE_ROW_BYTES = 32 * 1024
@@ -107,6 +108,8 @@ class Tiling(NamedTuple):
 
     #: Short rows of a forward share a program, up to so many bytes of them.
     forward_bytes: int
+    #: One warp has a forward's row of pieces of up to this many bytes: no warp waits for another.
+    one_warp_bytes: int
     #: Tiles of a forward of up to this many bytes have a warp for 1024 of them, others for 2048.
     small_forward_bytes: int
     #: Of rows that are split over programs, by the size of an element.
@@ -132,6 +135,7 @@ class Tiling(NamedTuple):
 
 _RMS_NORM = Tiling(
     forward_bytes=8192,
+    one_warp_bytes=2047,
     small_forward_bytes=8192,
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=4, stages=3),
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
@@ -145,6 +149,7 @@ _RMS_NORM = Tiling(
 )
 _LAYER_NORM = Tiling(
     forward_bytes=4096,  # smaller programs than RMSNorm's: there are two sums to wait for
+    one_warp_bytes=3072,
     small_forward_bytes=0,
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=3, stages=3),
     backward_split=lambda itemsize: Tile(1, 4096 // itemsize, 4, per_sm=3, stages=3),
@@ -194,7 +199,7 @@ def _is_tail_for_all_threads(tile: Tile, itemsize: int) -> bool:
 def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile | None:
     """None: rows are too long for registers, or faster if they are read again."""
     sizes = tiling(has_mean)
-    if has_mean and unit > 1 and (pieces := _forward_pieces(hidden, itemsize, unit)) is not None:
+    if unit > 1 and (pieces := _forward_pieces(hidden, itemsize, unit, has_mean)) is not None:
         return pieces
     if hidden * itemsize > _WHOLE_ROW_BYTES or _is_read_twice(hidden, itemsize, sizes):
         return None
@@ -211,26 +216,33 @@ def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile
     return Tile(rows, block, max(1, size // a_warp), tail=tail)
 
 
-def _forward_pieces(hidden: int, itemsize: int, unit: int) -> Tile | None:
-    """That of LayerNorm's rows: equal pieces, most with 16 bytes for each thread. None: of narrow
-    rows that are a power of two or need many pieces, and of those that no program holds."""
+def _forward_pieces(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile | None:
+    """That of rows of equal pieces, most with 8 bytes for each thread, or 16 of long rows. None: of
+    narrow rows that are a power of two or need many pieces, of narrow and long rows of RMSNorm, and
+    of those that no program holds."""
     row = hidden * itemsize
     if row <= _PIECES_ROW_BYTES:
-        return _narrow_forward_pieces(hidden, itemsize)
-    if row > 16384 * itemsize:
+        return _narrow_forward_pieces(hidden, itemsize) if has_mean else None
+    if row > 16384 * itemsize or (row >= 12288 and not has_mean):
         return None
-    if row < 3072:
-        tile = Tile(2, 512 // itemsize, 2)
+    if row <= tiling(has_mean).one_warp_bytes:
+        tile = Tile(1, 256 // itemsize, 1)
     elif row <= 5120:
-        tile = Tile(1, 1024 // itemsize, 2)
+        tile = Tile(1, 512 // itemsize, 2)
+    elif row <= 6144 and has_mean:
+        tile = Tile(1, 512 // itemsize, 4, per_sm=3)
+    elif row < 12288:
+        tile = Tile(1, 1024 // itemsize, 4)
     elif row < 16384:
-        tile = Tile(1, 2048 // itemsize, 4)
+        tile = Tile(1, 2048 // itemsize, 8 if itemsize == 2 else 4)
     elif row == 16384 or unit * itemsize < 16 or (itemsize == 4 and row <= 32768):
         tile = Tile(1, 4096 // itemsize, 8)
     elif row <= 12288 * itemsize:
         # A thread of 16 bits has twice as many elements: without a bound three programs of eight
         # warps would not fit.
         tile = Tile(1, 8192 // itemsize, 8, per_sm=3 if itemsize == 2 else 1)
+    elif row <= 14336 * itemsize and itemsize == 2:
+        tile = Tile(1, 4096 // itemsize, 8, per_sm=2)
     else:
         tile = Tile(1, 16384 // itemsize, 16, per_sm=2 if itemsize == 2 else 1)
     return tile._replace(blocks=ceil_div(hidden, tile.block))
