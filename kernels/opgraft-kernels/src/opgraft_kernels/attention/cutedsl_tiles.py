@@ -17,7 +17,13 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["ForwardTile", "biased_forward_tile", "forward_tile", "listed_backward_tile"]
+__all__ = [
+    "ForwardTile",
+    "biased_forward_tile",
+    "forward_tile",
+    "forward_tiles",
+    "listed_backward_tile",
+]
 
 
 class ForwardTile(NamedTuple):
@@ -62,8 +68,8 @@ class _Costs(NamedTuple):
     fixed: float
 
 
-# The first as programs' times were in rows of 65 to 1025 keys, for heads of 32 to 128. Causal ones
-# were not compared so: their tiles differ in their keys.
+# The first so that the tiles chosen are the fastest of `benchmarks/attention_tiles.py`, or nearly.
+# Causal ones were not compared so: their tiles differ in their keys.
 _COSTS = _Costs(
     tile=80, several=(40, 60), block=(12, 16), high=1.2, library_high=1.25, wait=150, fixed=1.5e-4
 )
@@ -115,17 +121,22 @@ def forward_tile(
         multiprocessors: the device's.
     """
     # Tiles whose queries see no key are the library's to skip.
-    if head_dim > _MOST_DIMS or keys == 0 or (causal and queries > keys):
+    if keys == 0 or (causal and queries > keys):
         return None
     call = _Call(head_dim, group, causal, heads, queries, keys, multiprocessors)
-    best = min(_sizes(call), key=lambda size: _walking_time(call, *size), default=None)
+    best = min(_tiles(call), key=lambda tile: _walking_time(call, tile), default=None)
     if best is None:
         return None
-    units, _ = _units(call, best[0])
+    units, _ = _units(call, best.queries)
     # Where each program would have one unit of work, none would load ahead.
-    if units <= multiprocessors or _walking_time(call, *best) >= _library_time(call):
+    if units <= multiprocessors or _walking_time(call, best) >= _library_time(call):
         return None
-    return ForwardTile(*best, multiprocessors, _stages(call, *best))
+    return best
+
+
+def forward_tiles(head_dim: int, keys: int, multiprocessors: int) -> list[ForwardTile]:
+    """Those to choose from for a forward that is not causal, of heads that share no keys."""
+    return [*_tiles(_Call(head_dim, 1, False, 1, 1, keys, multiprocessors))]
 
 
 def biased_forward_tile(
@@ -156,19 +167,24 @@ def listed_backward_tile(head_dim: int) -> tuple[int, int]:
     return _LOW, _KEYS if head_dim <= _MOST_DIMS else _LISTED_FEWER_KEYS
 
 
-def _sizes(call: _Call) -> Iterator[tuple[int, int]]:
-    """Queries and keys of a tile, from which to choose."""
+def _tiles(call: _Call) -> Iterator[ForwardTile]:
+    """Those of which `call` has one, if it is not the library's."""
+    if call.head_dim > _MOST_DIMS:
+        return
     # Rows of 72 are no multiple of 32 bytes, and reading keys takes the longest: so more queries
     # share them.
-    heights = (_HIGH,) if _WIDE_DIMS < call.head_dim < 80 else (_LOW, _HIGH)
-    for height in heights:
+    for height in (_HIGH,) if _WIDE_DIMS < call.head_dim < 80 else (_LOW, _HIGH):
         # Tiles of 192 are of whole groups: the copy engine loads no part of one.
-        if height == _LOW or _HIGH % call.group == 0:
-            yield from ((height, width) for width in _widths(call, height))
+        if height == _HIGH and _HIGH % call.group != 0:
+            continue
+        for width in _widths(call, height):
+            stages = _stages(call, height, width)
+            if stages > 0:
+                yield ForwardTile(height, width, call.multiprocessors, stages)
 
 
 def _widths(call: _Call, height: int) -> Iterator[int]:
-    """The keys of blocks that registers and shared memory have room for."""
+    """The keys of blocks that registers have room for."""
     is_wide = call.head_dim > _WIDE_DIMS
     if height == _HIGH and (call.head_dim > _LIBRARY_WIDE_DIMS or (is_wide and call.causal)):
         return
@@ -177,7 +193,7 @@ def _widths(call: _Call, height: int) -> Iterator[int]:
         # Of float32 scores, of their probabilities in 16 bits, and of the output.
         fits = width // 2 + width // 4 + call.head_dim // 2 <= registers
         is_too_wide = height == _HIGH and is_wide and width > _HIGH_KEYS
-        if fits and not is_too_wide and _stages(call, height, width):
+        if fits and not is_too_wide:
             yield width
 
 
@@ -207,8 +223,9 @@ def _costs(call: _Call) -> _Costs:
     return _CAUSAL_COSTS if call.causal else _COSTS
 
 
-def _walking_time(call: _Call, height: int, width: int) -> float:
+def _walking_time(call: _Call, tile: ForwardTile) -> float:
     """Of programs that walk over tiles: the time of the one that has the most."""
+    height, width, *_ = tile
     units, tiles_of_unit = _units(call, height)
     turns = -(-units // call.multiprocessors) * tiles_of_unit
     # It waits for its first tile alone.
