@@ -122,7 +122,7 @@ def test_blocks_of_a_row_in_a_backward(norm: str, hidden: int, blocks: int) -> N
         (1152, 1, 128, 9, 1, True),
         (1536, 1, 128, 12, 1, True),
         (2560, 1, 256, 10, 2, True),
-        (3072, 1, 256, 12, 4, True),
+        (3072, 1, 512, 6, 4, True),
         (3584, 1, 512, 7, 4, True),
         (5120, 1, 512, 10, 4, True),
         (6144, 1, 1024, 6, 8, True),
@@ -149,18 +149,39 @@ def test_pieces_of_a_forward_of_layer_norm(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "block", "blocks", "num_warps"),
+    ("norm", "row", "block", "num_warps", "registers"),
     [
-        *((768, 128, 6, 1), (1024, 256, 4, 2), (2560, 256, 10, 2)),
-        *((3072, 512, 6, 4), (6016, 512, 12, 4)),
+        ("rms_norm", 1040, 256, 1, None),
+        ("rms_norm", 1536, 256, 1, None),
+        ("rms_norm", 1552, 512, 2, None),
+        ("rms_norm", 5120, 512, 2, None),
+        ("rms_norm", 5136, 1024, 4, None),
+        ("rms_norm", 12272, 1024, 4, None),
+        ("layer_norm", 3072, 256, 1, None),
+        ("layer_norm", 3088, 512, 2, None),
+        ("layer_norm", 5120, 512, 2, None),
+        ("layer_norm", 5136, 1024, 4, None),
+        ("layer_norm", 12272, 1024, 4, None),
+        ("layer_norm", 12288, 2048, 8, None),
+        ("layer_norm", 24576, 8192, 8, 80),
+        ("layer_norm", 28672, 4096, 8, 128),
+        ("layer_norm", 28688, 16384, 16, 64),
     ],
 )
-def test_pieces_of_a_forward_of_rms_norm(
-    hidden: int, block: int, blocks: int, num_warps: int
+def test_bytes_of_the_pieces_of_a_forward(
+    norm: str, row: int, block: int, num_warps: int, registers: int | None
 ) -> None:
-    launch, *_ = norm_launches("rms_norm", torch.bfloat16, hidden)
-    found = [launch.constexprs[name] for name in ("ROWS", "BLOCK", "BLOCKS", "TAIL")]
-    assert [*found, launch.num_warps] == [1, block, blocks, 0, num_warps]
+    launch, *_ = norm_launches(norm, torch.bfloat16, row // 2)
+    assert launch.constexprs["BLOCKS"] > 1 and launch.constexprs["ROWS"] == 1
+    assert [launch.constexprs["BLOCK"] * 2, launch.num_warps] == [block, num_warps]
+    # Of long rows as many programs are to fit as have the registers.
+    assert launch.options.get("maxnreg") == registers
+
+
+@pytest.mark.parametrize(("row", "block", "num_warps"), [(4096, 512, 2), (12288, 2048, 4)])
+def test_bytes_of_the_pieces_of_float32_in_a_forward(row: int, block: int, num_warps: int) -> None:
+    launch, *_ = norm_launches("layer_norm", torch.float32, row // 4)
+    assert [launch.constexprs["BLOCK"] * 4, launch.num_warps] == [block, num_warps]
 
 
 @pytest.mark.parametrize("hidden", [192, 512, 6144, 8192])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from opgraft_kernels.attention import cutedsl_kernels, overrides
-from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, forward_tile
+from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, forward_tile, forward_tiles
 
 MULTIPROCESSORS = 132
 #: What a program of an H100 or H200 may have, in bytes.
@@ -90,6 +90,49 @@ def test_tiles_of_a_call(
 ) -> None:
     expected = tile and ForwardTile(*tile, MULTIPROCESSORS)
     assert forward_tile(*call, MULTIPROCESSORS) == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "low", "high"),
+    [
+        *((8, 240, 160), (40, 240, 144), (64, 240, 128), (72, None, 96), (80, 208, 96)),
+        *((96, 208, 96), (104, 176, None), (112, 176, None), (128, 160, None)),
+    ],
+)
+def test_the_most_keys_of_blocks_that_are_loaded_ahead(
+    head_dim: int, low: int | None, high: int | None
+) -> None:
+    """Kernels of more keys spill, or take the shared memory of the second stage."""
+    tiles = forward_tiles(head_dim, 2**15, MULTIPROCESSORS)
+    assert all(tile.stages == 2 for tile in tiles)
+    for queries, most in ((128, low), (192, high)):
+        assert max((t.keys for t in tiles if t.queries == queries), default=None) == most
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys"), [(80, 208), (96, 208), (104, 208), (112, 208), (120, 176), (128, 176)]
+)
+def test_the_most_keys_of_a_row_of_one_block(head_dim: int, keys: int) -> None:
+    tiles = forward_tiles(head_dim, 65, MULTIPROCESSORS)
+    assert max(tile.keys for tile in tiles if tile.queries == 128) == keys
+
+
+@pytest.mark.parametrize("group", [3, 5, 7])
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 225), (96, 208), (112, 208)])
+def test_groups_that_the_copy_engine_does_not_load_have_fewer_keys(
+    head_dim: int, group: int, keys: int
+) -> None:
+    """Threads that load have registers, too, so kernels of as many keys as else would spill."""
+    call = (head_dim, group, False, 512, keys, keys, MULTIPROCESSORS)
+    tile = forward_tile(*call)
+    assert tile is not None and tile.keys < keys
+    assert tile.keys * 3 // 4 + head_dim // 2 <= 196
+
+
+def test_causal_rows_of_wide_heads_have_no_tiles_of_192() -> None:
+    for queries in (192, 384, 576, 1152):
+        tile = forward_tile(80, 1, True, 660, queries, queries, MULTIPROCESSORS)
+        assert tile is None or tile.queries == 128
 
 
 def test_one_block_of_keys_needs_no_second_stage() -> None:
@@ -177,6 +220,7 @@ CALLS = [
     (9, 16, 8, 200, 208, 128),
     (9, 16, 16, 144, 144, 40),
     (20, 16, 16, 225, 225, 64),
+    (12, 40, 8, 208, 208, 64),
     (14, 16, 16, 257, 257, 80),
     (9, 15, 15, 300, 300, 128),
     (9, 15, 15, 384, 511, 64),

@@ -51,16 +51,10 @@ class _Call(NamedTuple):
 class _Costs(NamedTuple):
     """What tiles cost, in the time that a tile of `_LOW` queries takes for one of its keys."""
 
-    #: Each tile, beside its keys.
-    tile: int
-    #: That it has several blocks of keys: of one of `_LOW`, and of one of `_HIGH`.
-    several: tuple[int, int]
-    #: Each block of keys, of the two.
-    block: tuple[int, int]
     #: A tile of `_HIGH` queries, in those of `_LOW`.
     high: float
     #: One of the library's up to `_LIBRARY_WIDE_DIMS`, which hold their probabilities in shared
-    #: memory from `_WIDE_DIMS` on.
+    #: memory above `_WIDE_DIMS`.
     library_high: float
     #: For how many keys' time a program of one tile waits.
     wait: int
@@ -68,14 +62,14 @@ class _Costs(NamedTuple):
     fixed: float
 
 
-# The first so that the tiles chosen are the fastest of `benchmarks/attention_tiles.py`, or nearly.
-# Causal ones were not compared so: their tiles differ in their keys.
-_COSTS = _Costs(
-    tile=80, several=(40, 60), block=(12, 16), high=1.2, library_high=1.25, wait=150, fixed=1.5e-4
-)
-_CAUSAL_COSTS = _Costs(
-    tile=0, several=(0, 0), block=(0, 0), high=1.3, library_high=1.36, wait=176, fixed=2e-4
-)
+# Those of `_COSTS`, and the three below, are such that the tiles that are chosen are the fastest of
+# `benchmarks/attention_tiles.py`, or nearly. Causal tiles, which differ in their keys, were not
+# compared so.
+_COSTS = _Costs(high=1.2, library_high=1.25, wait=150, fixed=1.5e-4)
+_CAUSAL_COSTS = _Costs(high=1.3, library_high=1.36, wait=176, fixed=2e-4)
+# Of a tile that is not causal, beside its keys: the tile itself; that it has several blocks, and
+# each block, of `_LOW` queries and of `_HIGH`.
+_A_TILE, _SEVERAL_BLOCKS, _A_BLOCK = 80, (40, 60), (12, 16)
 # A program's shared memory holds a tile of queries and one of the output up to this dimension.
 _MOST_DIMS = 128
 # Up to this one three warp groups have registers for 64 queries each and scores of 128 keys.
@@ -88,11 +82,13 @@ _KEYS = 128
 # more to compile: so these are not all there could be, and it has to be worth it.
 _WIDTHS = (80, 96, 112, 128, 144, 160, 176, 208, 240)
 _ANOTHER_KERNEL = 1.01
-# With a bias, above `_MOST_DIMS`: as many as registers and shared memory have room for, of those
-# that marks of a bias divide.
+# With a bias, above `_MOST_DIMS`: as many keys as registers and shared memory have room for, of
+# those that marks of a bias divide.
 _LISTED_FEWER_KEYS = 64
-# Of a thread, for scores, probabilities and output, of two warp groups and of three.
+# What a thread of two warp groups, or of three, has for scores, probabilities and output. Of two it
+# has fewer where the threads that load do not leave queries to the copy engine.
 _LOW_REGISTERS, _HIGH_REGISTERS = 212, 128
+_REGISTERS_TO_LOAD = 16
 # The most keys of tiles of `_HIGH` above `_WIDE_DIMS`.
 _HIGH_KEYS = 96
 # Bytes of shared memory, less what barriers take.
@@ -185,14 +181,16 @@ def _tiles(call: _Call) -> Iterator[ForwardTile]:
 
 def _widths(call: _Call, height: int) -> Iterator[int]:
     """The keys of blocks that registers have room for."""
-    is_wide = call.head_dim > _WIDE_DIMS
-    if height == _HIGH and (call.head_dim > _LIBRARY_WIDE_DIMS or (is_wide and call.causal)):
+    is_wide, is_high = call.head_dim > _WIDE_DIMS, height == _HIGH
+    if is_high and (call.head_dim > _LIBRARY_WIDE_DIMS or (is_wide and call.causal)):
         return
-    registers = _HIGH_REGISTERS if height == _HIGH else _LOW_REGISTERS
+    registers = _HIGH_REGISTERS if is_high else _LOW_REGISTERS
+    if height % call.group != 0:
+        registers -= _REGISTERS_TO_LOAD
     for width in (_KEYS,) if call.causal else _WIDTHS:
         # Of float32 scores, of their probabilities in 16 bits, and of the output.
         fits = width // 2 + width // 4 + call.head_dim // 2 <= registers
-        is_too_wide = height == _HIGH and is_wide and width > _HIGH_KEYS
+        is_too_wide = is_high and is_wide and width > _HIGH_KEYS
         if fits and not is_too_wide:
             yield width
 
@@ -237,7 +235,7 @@ def _walking_time(call: _Call, tile: ForwardTile) -> float:
 
 
 def _library_time(call: _Call) -> float:
-    """Of the library's tiles, each by a program of its own."""
+    """Of the library's tiles, each by a program of its own; as if all had blocks of 128 keys."""
     costs = _costs(call)
     height, high = _LOW, 1.0
     if call.head_dim <= _LIBRARY_WIDE_DIMS:
@@ -253,10 +251,9 @@ def _library_time(call: _Call) -> float:
 
 def _tile_time(call: _Call, height: int, width: int) -> float:
     """Of a tile in the mean, of the keys of its last block, too."""
-    costs = _costs(call)
     if call.causal:
         return call.keys - call.queries / 2 + (height / call.group + width) / 2
     is_high = height == _HIGH
     blocks = -(-call.keys // width)
-    several = costs.several[is_high] if blocks > 1 else 0
-    return costs.tile + several + blocks * (width + costs.block[is_high])
+    several = _SEVERAL_BLOCKS[is_high] if blocks > 1 else 0
+    return _A_TILE + several + blocks * (width + _A_BLOCK[is_high])

@@ -233,8 +233,12 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
 PERMUTED_VERSION = 4
 # What no bucket of sizes stands for.
 _EXACT = ("itemsize", "misalignment")
-# Their condition asks for 16 bits and whole vectors.
-_CLUSTER_RANGES: dict[str, tuple[int, ...]] = {"elements": (2**14, 2**29)}
+# Their condition asks for 16 bits and whole vectors. Backwards gain beyond 2**27 elements what they
+# do not up to there.
+_CLUSTER_ELEMENTS: dict[Direction, tuple[int, ...]] = {
+    "forward": (2**14, 2**27),
+    "backward": (2**14, 2**29),
+}
 
 
 def _features() -> dict[str, Any]:
@@ -328,7 +332,7 @@ def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> O
 def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
     op = norm.op(direction)
     samples = functools.partial(lazy("opgraft_kernels.norms.samples:samples"), norm.parameters)
-    ranges = {**_CLUSTER_RANGES, "hidden": op.clusters}
+    ranges = {"elements": _CLUSTER_ELEMENTS[direction], "hidden": op.clusters}
     return cutedsl_utils.register_op_override(
         "aten",
         op.name,

@@ -81,16 +81,16 @@ __all__ = [
 # The tiles below are the fastest, or within 2% of it, of those tried on an H200 in bfloat16 at
 # hidden sizes 40 to 131072, in bytes, so that float32 moves as many of them: 32 bytes of each
 # tensor a thread, 64 for RMSNorm's longer rows, for LayerNorm's narrow ones, and for the block of
-# rows that have a tail, which adds to it. LayerNorm's forward sees rows as equal pieces, if
-# elements are loaded together and a program holds them; narrow rows only where nothing is masked.
-# RMSNorm's sees those as pieces that are neither narrow nor long.
+# rows that have a tail, which adds to it. Forwards see rows as equal pieces, up to 96 bytes a
+# thread, if elements are loaded together and a program holds them: LayerNorm's the narrow ones,
+# too, where nothing is masked, RMSNorm's neither those nor long ones.
 
 # The least block. A narrower row wastes lanes, but such tensors have few bytes to waste.
 _MIN_BLOCK = 16
 # Rows whose lanes take up to this many bytes are narrow: a tile has 16 of them or more.
 _NARROW_ROW_BYTES = 512
-# Longer rows are pieces in a forward, whatever they leave of the last.
-_PIECES_ROW_BYTES = 1024
+# Longer rows are pieces in a forward, whatever they leave of the last; of RMSNorm up to the other.
+_PIECES_ROW_BYTES, _RMS_NORM_PIECES_ROW_BYTES = 1024, 12288
 # Rows of up to this many bytes fit into one program: 32 warps at 32 bytes a thread.
 _WHOLE_ROW_BYTES = 32 * 1024
 # Rows of up to this many bytes are read again by a forward, out of L1: two of them fit into it.
@@ -135,7 +135,7 @@ class Tiling(NamedTuple):
 
 _RMS_NORM = Tiling(
     forward_bytes=8192,
-    one_warp_bytes=2047,
+    one_warp_bytes=1536,
     small_forward_bytes=8192,
     forward_split=lambda itemsize: Tile(1, 8192 // itemsize, 4, per_sm=4, stages=3),
     backward_split=lambda itemsize: Tile(1, 8192 // itemsize, 8, per_sm=2, stages=3),
@@ -217,20 +217,18 @@ def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile
 
 
 def _forward_pieces(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile | None:
-    """That of rows of equal pieces, most with 8 bytes for each thread, or 16 of long rows. None: of
-    narrow rows that are a power of two or need many pieces, of narrow and long rows of RMSNorm, and
-    of those that no program holds."""
+    """That of rows of equal pieces, of 8 bytes for each thread where rows are short, then of 16 and
+    32. None: of rows of up to 1 KB that are a power of two or need many pieces, of RMSNorm's that
+    are as short, or long, and of those that no program holds."""
     row = hidden * itemsize
     if row <= _PIECES_ROW_BYTES:
         return _narrow_forward_pieces(hidden, itemsize) if has_mean else None
-    if row > 16384 * itemsize or (row >= 12288 and not has_mean):
+    if row > 16384 * itemsize or (row >= _RMS_NORM_PIECES_ROW_BYTES and not has_mean):
         return None
     if row <= tiling(has_mean).one_warp_bytes:
         tile = Tile(1, 256 // itemsize, 1)
     elif row <= 5120:
         tile = Tile(1, 512 // itemsize, 2)
-    elif row <= 6144 and has_mean:
-        tile = Tile(1, 512 // itemsize, 4, per_sm=3)
     elif row < 12288:
         tile = Tile(1, 1024 // itemsize, 4)
     elif row < 16384:
@@ -241,7 +239,7 @@ def _forward_pieces(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Ti
         # A thread of 16 bits has twice as many elements: without a bound three programs of eight
         # warps would not fit.
         tile = Tile(1, 8192 // itemsize, 8, per_sm=3 if itemsize == 2 else 1)
-    elif row <= 14336 * itemsize and itemsize == 2:
+    elif row <= 28672 and itemsize == 2:
         tile = Tile(1, 4096 // itemsize, 8, per_sm=2)
     else:
         tile = Tile(1, 16384 // itemsize, 16, per_sm=2 if itemsize == 2 else 1)
