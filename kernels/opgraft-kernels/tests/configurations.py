@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opgraft_kernels.rows import Device, Launch
+from opgraft_kernels.launches import Device, Launch
 
 __all__ = [
     "NORM_KERNELS",

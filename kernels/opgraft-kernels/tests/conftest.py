@@ -78,11 +78,11 @@ def few_programs_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     bits are the same: test_interpreter.py compares them.
     """
     if triton_utils.interpreted() and importlib.util.find_spec("triton"):
-        from opgraft_kernels import rows
+        from opgraft_kernels.launches import Launch
         from wide_sums import with_wide_sums
 
-        run = rows.Launch.__call__
-        monkeypatch.setattr(rows.Launch, "__call__", lambda launch: run(with_wide_sums(launch)))
+        run = Launch.__call__
+        monkeypatch.setattr(Launch, "__call__", lambda launch: run(with_wide_sums(launch)))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

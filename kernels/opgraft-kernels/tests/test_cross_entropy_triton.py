@@ -30,7 +30,7 @@ from covering import sample
 from opgraft import OpgraftError, Override
 from opgraft_kernels.cross_entropy import kept, triton_kernels
 from opgraft_kernels.cross_entropy.overrides import condition, register
-from opgraft_kernels.rows import Launch
+from opgraft_kernels.launches import Launch
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 INF, NAN = math.inf, math.nan

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from opgraft import triton_utils
-from opgraft_kernels import rows
+from opgraft_kernels import launches
 from opgraft_kernels.norms import triton_kernels
 from wide_sums import with_wide_sums
 
@@ -201,9 +201,9 @@ def test_sums_of_wide_programs_have_the_bits_of_those_that_a_gpu_runs(
     """Tests run the wide ones, see `few_programs_of_sums`."""
     partial = torch.randn(*([2] if has_other else []), partials, hidden)
 
-    def sums(change: Callable[[rows.Launch], rows.Launch]) -> list[torch.Tensor]:
+    def sums(change: Callable[[launches.Launch], launches.Launch]) -> list[torch.Tensor]:
         found = list(torch.full((1 + has_other, hidden), torch.nan))
-        launch = change(rows.plan_sum(partial, *found))
+        launch = change(launches.plan_sum(partial, *found))
         launch.kernel[(launch.grid,)](*launch.arguments, **launch.keywords)
         return found
 
@@ -216,5 +216,5 @@ def test_sums_of_wide_programs_have_the_bits_of_those_that_a_gpu_runs(
 
 def test_sums_of_wide_programs_have_fewer() -> None:
     """Still several for each of two matrices, where a row has more columns than one."""
-    launch = rows.plan_sum(torch.zeros(2, 5, 2100), torch.zeros(2100), torch.zeros(2100))
+    launch = launches.plan_sum(torch.zeros(2, 5, 2100), torch.zeros(2100), torch.zeros(2100))
     assert (launch.grid, with_wide_sums(launch).grid) == (66, 6)

@@ -19,7 +19,7 @@ from opgraft import when
 from opgraft_kernels.attention import cutedsl_kernels, overrides, samples
 from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, biased_forward_tile
 from opgraft_kernels.attention.triton_lists import plan_lists
-from opgraft_kernels.rows import ceil_div
+from opgraft_kernels.integers import ceil_div
 
 BATCH, HEADS, DIM = 2, 2, 16
 # Torch's own for cuDNN, BERT's in bfloat16, and the lowest number.

@@ -10,8 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from configurations import MULTIPROCESSORS, norm_launches
-from opgraft_kernels import rows as shared
+from opgraft_kernels import launches as shared
+from opgraft_kernels.integers import ceil_div, power_of_2
 from opgraft_kernels.norms import ops, triton_kernels
+from opgraft_kernels.rows import STRIP
 
 
 def backward_launches(norm: str, rows: int, hidden: int) -> list[Any]:
@@ -232,22 +234,22 @@ def test_sums_fit_into_registers_and_few_kinds_of_them_are_compiled(
         assert held <= (tile.registers + 1) // 2 if kind["SUM_ONCE"] else held <= 32
     assert len({tuple(kind.values()) for kind in kinds}) <= 9
     for programs, kind in zip(numbers, kinds, strict=True):
-        blocks = shared.ceil_div(hidden, kind["SUM_BLOCK"])
+        blocks = ceil_div(hidden, kind["SUM_BLOCK"])
         if kind["SUM_ONCE"]:
             assert kind["SUM_ROWS"] >= programs
             assert kind["SUM_MASKED"] == (kind["SUM_ROWS"] > programs)
-            strips = sums * shared.ceil_div(hidden, shared.STRIP.value)
-            assert programs * kind["SUM_BLOCK"] >= strips * shared.STRIP.value
+            strips = sums * ceil_div(hidden, STRIP.value)
+            assert programs * kind["SUM_BLOCK"] >= strips * STRIP.value
         elif hidden <= shared.ONE_LAUNCH_HIDDEN and programs in (4, 8, 16, 28, 31, 46, 58, 60, 64):
-            assert shared.ceil_div(blocks, programs) <= 2  # each adds up one or two
+            assert ceil_div(blocks, programs) <= 2  # each adds up one or two
 
 
 @pytest.mark.parametrize("most", [1, 3, 58, 108, 128, 132, 264, 792])
 def test_programs_of_a_power_of_two_take_no_step_more(most: int) -> None:
     for steps in (most, 2 * most - 1, 4096, 8192, 10_000):
         programs = shared.even_programs(most, steps)
-        assert shared.ceil_div(steps, programs) == shared.ceil_div(steps, most)
-        assert programs in (most, shared.power_of_2(most + 1) // 2)
+        assert ceil_div(steps, programs) == ceil_div(steps, most)
+        assert programs in (most, power_of_2(most + 1) // 2)
 
 
 @pytest.mark.parametrize("multiprocessors", [58, 60, 108, 132])

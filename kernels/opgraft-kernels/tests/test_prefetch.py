@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from configurations import MULTIPROCESSORS, norm_launches, softmax_launches
 from opgraft.base import traced
-from opgraft_kernels import rows as shared
+from opgraft_kernels import launches as shared
 from opgraft_kernels.norms import ops
 from opgraft_kernels.norms import triton_kernels as norms
 from opgraft_kernels.softmax import triton_kernels as softmax

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from configurations import FEW_ROWS, cross_entropy_launches
 from opgraft_kernels.cross_entropy import triton_kernels as cross_entropy
-from opgraft_kernels.rows import Launch
+from opgraft_kernels.launches import Launch
 from opgraft_kernels.softmax import triton_kernels as softmax
 
 INF, NAN = math.inf, math.nan

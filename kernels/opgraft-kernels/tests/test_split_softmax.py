@@ -22,9 +22,9 @@ import triton.language as tl
 
 import opgraft
 from configurations import MULTIPROCESSORS, softmax_launches
-from opgraft_kernels import rows as shared
-from opgraft_kernels.rows import Device, Launch
-from opgraft_kernels.rows import Tile as RowTile
+from opgraft_kernels import launches, rows
+from opgraft_kernels.launches import Device, Launch
+from opgraft_kernels.launches import Tile as RowTile
 from opgraft_kernels.softmax import triton_kernels as kernels
 from opgraft_kernels.softmax.overrides import register
 
@@ -66,10 +66,10 @@ def programs_run_in_turn(
         yield
         return
     ring = tl.constexpr(64)
-    monkeypatch.setattr(shared, "_wait_for_slots", _values_of_step)
-    monkeypatch.setattr(shared, "_wait_for_two_slots", _values_of_step_in_two)
-    monkeypatch.setattr(shared, "RING", ring)
-    monkeypatch.setattr(kernels, "RING", ring)
+    monkeypatch.setattr(rows, "_wait_for_slots", _values_of_step)
+    monkeypatch.setattr(rows, "_wait_for_two_slots", _values_of_step_in_two)
+    for module in (rows, launches, kernels):
+        monkeypatch.setattr(module, "RING", ring)
     monkeypatch.setattr(kernels, "publish", _publish)
     if "device" in request.fixturenames:  # rows of three programs say as much as those of seventeen
         monkeypatch.setattr(kernels, "_SPLIT_ROW", 16 * 1024)

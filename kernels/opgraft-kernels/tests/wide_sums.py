@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from opgraft_kernels.rows import Launch, ceil_div, sum_partials_kernel
+from opgraft_kernels.integers import ceil_div
+from opgraft_kernels.launches import Launch
+from opgraft_kernels.rows import sum_partials_kernel
 
 __all__ = ["BLOCK", "with_wide_sums"]
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opgraft_kernels.integers import round_up
+
 __all__ = [
     "cpu_backward",
     "cpu_forward",
@@ -123,7 +125,7 @@ _EFFICIENT_ROWS = 32
 
 def _efficient_logsumexp(query: Tensor, wanted: bool) -> Tensor:
     batch, heads, length, _ = query.shape
-    padded = -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS if wanted else 0
+    padded = round_up(length, _EFFICIENT_ROWS) if wanted else 0
     shape = (batch, heads, padded)
     if padded in (0, length):
         return torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -239,7 +241,7 @@ def _bias_gradient(bias: Tensor | None, given: dict[str, Any]) -> Tensor | None:
         return None
     new = torch.zeros if given.get("is_causal", False) else torch.empty
     *others, keys = bias.shape
-    padded = -(-keys // _BIAS_KEYS) * _BIAS_KEYS
+    padded = round_up(keys, _BIAS_KEYS)
     return new((*others, padded), dtype=bias.dtype, device=bias.device)[..., :keys]
 
 

@@ -29,6 +29,7 @@ from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_tiles import listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
+from opgraft_kernels.integers import round_up
 
 __all__ = ["compile_kind"]
 
@@ -314,7 +315,7 @@ def _built_dim(dim: int) -> int:
     are many tiles, on an H200 (flash-attn-4 4.0.0b36). The one for 112 was not tested, and is built
     in the same way: its tiles were tuned for another dimension.
     """
-    return {80: 96, 112: 128}.get(-(-dim // 16) * 16, dim)
+    return {80: 96, 112: 128}.get(round_up(dim, 16), dim)
 
 
 def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:

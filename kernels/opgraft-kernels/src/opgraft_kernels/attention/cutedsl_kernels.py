@@ -26,6 +26,7 @@ from opgraft_kernels.attention.cutedsl_tiles import (
     listed_backward_tile,
 )
 from opgraft_kernels.devices import multiprocessors
+from opgraft_kernels.integers import round_up
 
 __all__ = [
     "BackwardTile",
@@ -81,10 +82,6 @@ _functions = cutedsl_utils.Functions(
 
 def _tile(kind: Kind, device: torch.device) -> BackwardTile:
     return BackwardTile(*_functions.facts(kind, device))
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def forward(
@@ -219,7 +216,7 @@ def backward(
         kind = kind._replace(bias=_bias_kind(bias))
         lists, usable = _lists(bias, q, k, scale, *listed_backward_tile(head_dim), logsumexp)
     tile = _tile(kind, q.device)
-    rows = _round_up(length_q, tile.q)
+    rows = round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32
     delta = torch.empty((batch, heads, rows), dtype=fp32, device=device)
     logsumexp2 = (
@@ -230,7 +227,7 @@ def backward(
     dq_sum = torch.empty((batch, heads, rows * tile.dim), dtype=fp32, device=device)
     dk_sum = dv_sum = None
     if group > 1:
-        columns = _round_up(length_k, tile.k)
+        columns = round_up(length_k, tile.k)
         dk_sum = torch.zeros((batch, heads_k, columns * tile.dim), dtype=fp32, device=device)
         dv_sum = torch.zeros((batch, heads_k, columns * tile.dim_v), dtype=fp32, device=device)
     _functions(kind, device)(

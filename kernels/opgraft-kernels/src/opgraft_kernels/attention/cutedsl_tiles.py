@@ -17,6 +17,8 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from opgraft_kernels.integers import ceil_div, round_up
+
 __all__ = [
     "ForwardTile",
     "biased_forward_tile",
@@ -150,7 +152,7 @@ def biased_forward_tile(
     if head_dim > _MOST_DIMS:
         return ForwardTile(_LOW, _LISTED_FEWER_KEYS, 0)
     height = _HIGH if head_dim <= _WIDE_DIMS else _LOW
-    tiles = -(-queries // height) * heads
+    tiles = ceil_div(queries, height) * heads
     walks = is_by_key and tiles > multiprocessors
     return ForwardTile(height, _KEYS, multiprocessors if walks else 0)
 
@@ -197,7 +199,7 @@ def _widths(call: _Call, height: int) -> Iterator[int]:
 
 def _stages(call: _Call, height: int, width: int) -> int:
     """How many blocks are loaded ahead; 0 where shared memory has no room for them."""
-    row = -(-call.head_dim // 16) * 16 * 2
+    row = round_up(call.head_dim, 16) * 2
     left = _SHARED_MEMORY - 2 * height * row
     # A tile of one block has the next tile's to load alone.
     least = 1 if call.keys <= width else 2
@@ -211,9 +213,9 @@ def _units(call: _Call, height: int) -> tuple[int, int]:
     Causal, it is a tile that sees few keys and one that sees many. An odd tile is a unit of its
     own, and the same programs may have all of those: so they count as two.
     """
-    tiles = -(-call.queries * call.group // height)
+    tiles = ceil_div(call.queries * call.group, height)
     if call.causal:
-        return -(-tiles // 2) * call.heads, min(tiles, 2)
+        return ceil_div(tiles, 2) * call.heads, min(tiles, 2)
     return tiles * call.heads, 1
 
 
@@ -225,7 +227,7 @@ def _walking_time(call: _Call, tile: ForwardTile) -> float:
     """Of programs that walk over tiles: the time of the one that has the most."""
     height, width, *_ = tile
     units, tiles_of_unit = _units(call, height)
-    turns = -(-units // call.multiprocessors) * tiles_of_unit
+    turns = ceil_div(units, call.multiprocessors) * tiles_of_unit
     # It waits for its first tile alone.
     computed = turns * _tile_time(call, height, width) + width
     costs = _costs(call)
@@ -241,12 +243,12 @@ def _library_time(call: _Call) -> float:
     if call.head_dim <= _LIBRARY_WIDE_DIMS:
         height = _HIGH
         high = costs.high if call.head_dim <= _WIDE_DIMS else costs.library_high
-    tiles = -(-call.queries * call.group // height) * call.heads
+    tiles = ceil_div(call.queries * call.group, height) * call.heads
     a_tile = _tile_time(call, height, _KEYS) + costs.wait
     if call.causal:
         # The device begins with those that see the most keys, so programs end at one time.
         return max(tiles / call.multiprocessors * a_tile, call.keys + costs.wait) * high
-    return -(-tiles // call.multiprocessors) * a_tile * high
+    return ceil_div(tiles, call.multiprocessors) * a_tile * high
 
 
 def _tile_time(call: _Call, height: int, width: int) -> float:
@@ -254,6 +256,6 @@ def _tile_time(call: _Call, height: int, width: int) -> float:
     if call.causal:
         return call.keys - call.queries / 2 + (height / call.group + width) / 2
     is_high = height == _HIGH
-    blocks = -(-call.keys // width)
+    blocks = ceil_div(call.keys, width)
     several = _SEVERAL_BLOCKS[is_high] if blocks > 1 else 0
     return _A_TILE + several + blocks * (width + _A_BLOCK[is_high])

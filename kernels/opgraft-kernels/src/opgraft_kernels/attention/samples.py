@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opgraft_kernels.integers import round_up
 from opgraft_kernels.samples import MEASURED
 
 from . import aten
@@ -123,7 +124,7 @@ def _bias(case: _Case, device: torch.device) -> torch.Tensor:
     begin at multiples of 16 elements."""
     assert case.bias is not None
     *others, keys = case.bias
-    padded = torch.randn(*others, -(-keys // 16) * 16, device=device, dtype=case.dtype)
+    padded = torch.randn(*others, round_up(keys, 16), device=device, dtype=case.dtype)
     return padded[..., :keys].expand(case.batch, case.heads, case.queries, case.keys)
 
 
@@ -217,7 +218,7 @@ def _lengths(keys: int, fills_tiles: bool) -> list[int]:
     middle = keys + keys // 2
     if fills_tiles:
         # Random numbers, with which tables are tried, begin no bucket.
-        filling = dict.fromkeys(-(-length // TILE) * TILE for length in (keys, middle))
+        filling = dict.fromkeys(round_up(length, TILE) for length in (keys, middle))
         return [length for length in filling if length < 2 * keys]
     length = min(middle + 8, 2 * keys - 1)
     length -= 8 * (length % TILE == 0)

@@ -37,7 +37,8 @@ from typing import Any, NamedTuple, overload
 import torch
 import triton
 
-from opgraft_kernels.rows import Launch, ceil_div, power_of_2, round_up, unit_of
+from opgraft_kernels.integers import ceil_div, power_of_2, round_up, unit_of
+from opgraft_kernels.launches import Launch
 
 from .triton_backward import backward_keys_kernel, backward_queries_kernel, delta_kernel
 from .triton_forward import forward_kernel

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from opgraft_kernels.rows import Launch, ceil_div, power_of_2
+from opgraft_kernels.integers import ceil_div, power_of_2
+from opgraft_kernels.launches import Launch
 
 from .triton_kernels import bias_kind, constexprs_of, heads_of, mark_tiles
 from .triton_tiles import (

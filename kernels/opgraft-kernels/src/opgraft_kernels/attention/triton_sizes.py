@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from opgraft_kernels.rows import power_of_2, power_of_2_within, round_up
+from opgraft_kernels.integers import power_of_2, power_of_2_within, round_up
 
 from .triton_parts import PART_ROWS
 from .triton_tiles import BY_SCORE, NO_BIAS

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opgraft_kernels.rows import Launch, ceil_div
+from opgraft_kernels.integers import ceil_div
+from opgraft_kernels.launches import Launch
 
 __all__ = ["copy_", "plan"]
 

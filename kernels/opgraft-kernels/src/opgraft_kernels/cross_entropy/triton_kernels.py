@@ -26,14 +26,11 @@ from torch import Tensor
 
 from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.devices import multiprocessors
+from opgraft_kernels.integers import ceil_div, unit_of
+from opgraft_kernels.launches import Launch, as_rows, contiguous, ends_columns
 from opgraft_kernels.rows import (
     LOWEST,
-    Launch,
-    as_rows,
-    ceil_div,
     column,
-    contiguous,
-    ends_columns,
     ends_of,
     exp,
     grow_exponentials,
@@ -47,7 +44,6 @@ from opgraft_kernels.rows import (
     sum_exponentials,
     sum_of_exponentials,
     tile_start,
-    unit_of,
 )
 from opgraft_kernels.softmax.triton_kernels import BACKWARD_TILE, FORWARD_TILE, Tile, tile_of
 

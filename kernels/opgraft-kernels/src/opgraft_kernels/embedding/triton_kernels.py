@@ -30,15 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opgraft_kernels.rows import (
-    Launch,
-    as_rows,
-    ceil_div,
-    load_if,
-    multiple_of,
-    power_of_2,
-    unit_of,
-)
+from opgraft_kernels.integers import ceil_div, power_of_2, unit_of
+from opgraft_kernels.launches import Launch, as_rows
+from opgraft_kernels.rows import load_if, multiple_of
 
 __all__ = ["embedding_dense_backward", "plan"]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.cross_entropy.triton_kernels import asserting, plan_sums, targets_of
-from opgraft_kernels.rows import Launch, as_rows, ceil_div, contiguous, power_of_2_within
+from opgraft_kernels.integers import ceil_div, power_of_2_within
+from opgraft_kernels.launches import Launch, as_rows, contiguous
 
 __all__ = ["backward", "forward", "plan_backward", "plan_forward"]
 

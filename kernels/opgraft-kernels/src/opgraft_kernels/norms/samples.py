@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_widths
+from opgraft_kernels.integers import ceil_div
 from opgraft_kernels.samples import MEASURED, dtypes_on
 
 __all__ = ["calls", "permuted_samples", "samples"]
@@ -139,7 +140,7 @@ def calls(
         if is_permuted:  # of images of 28 x 28, if there are as many rows
             side = min(rows, _IMAGE)
             # Whole images of at least as many elements, and of less than twice as many.
-            images = -(-elements // (side * width)) if rows > _IMAGE else 1
+            images = ceil_div(elements, side * width) if rows > _IMAGE else 1
             input = random(images, width, side).mT
         else:
             input = random(rows, width)

@@ -15,14 +15,7 @@ from opgraft_kernels.norms.triton_tiles import (
     sum_pairs_of_rows,
     sum_rows,
 )
-from opgraft_kernels.rows import (
-    collect,
-    collect_sum,
-    mask_if,
-    multiple_of,
-    prefetch,
-    publish,
-)
+from opgraft_kernels.rows import collect, collect_sum, mask_if, multiple_of, prefetch, publish
 
 __all__ = [
     "forward_chunks_kernel",

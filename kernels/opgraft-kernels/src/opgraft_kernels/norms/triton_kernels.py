@@ -7,7 +7,7 @@ write y, the backward to read x and g and to write dx, once each. Everything her
   one that is too long for them is read again out of L1, or split over programs that exchange their
   sums;
 * while a program of the forward reduces and writes its row, the next ones are on their way to the
-  L2 cache, if the device can be asked for that (`rows.tiles_ahead`);
+  L2 cache, if the device can be asked for that (`launches.tiles_ahead`);
 * dw and db are summed in float32, in registers, by as many programs as the device runs at once,
   which walk over the rows. Each writes one row of partial sums, and the same programs or those of a
   second kernel add those up, in a fixed order: no atomics on floats, the same bits on every run;
@@ -28,6 +28,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from opgraft_kernels.integers import ceil_div, power_of_2, power_of_2_within, unit_of
+from opgraft_kernels.launches import (
+    ONE_PROGRAM_ELEMENTS,
+    OTHER_BYTES,
+    Device,
+    Launch,
+    Split,
+    Tile,
+    as_rows,
+    contiguous,
+    device_of,
+    even_programs,
+    plan_sum,
+    split_rows,
+    sum_constexprs,
+    sums_in_one_launch,
+    tiles_ahead,
+)
 from opgraft_kernels.norms import ops
 from opgraft_kernels.norms.triton_backward import (
     backward_columns_kernel,
@@ -40,27 +58,6 @@ from opgraft_kernels.norms.triton_forward import (
     forward_chunks_kernel,
     forward_rows_kernel,
     forward_split_kernel,
-)
-from opgraft_kernels.rows import (
-    ONE_PROGRAM_ELEMENTS,
-    OTHER_BYTES,
-    Device,
-    Launch,
-    Split,
-    Tile,
-    as_rows,
-    ceil_div,
-    contiguous,
-    device_of,
-    even_programs,
-    plan_sum,
-    power_of_2,
-    power_of_2_within,
-    split_rows,
-    sum_constexprs,
-    sums_in_one_launch,
-    tiles_ahead,
-    unit_of,
 )
 
 __all__ = [

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from opgraft_kernels.devices import multiprocessors
+from opgraft_kernels.integers import ceil_div, power_of_2, unit_of
+from opgraft_kernels.launches import Launch, contiguous, plan_sum
 from opgraft_kernels.norms import ops, triton_kernels
 from opgraft_kernels.norms.triton_forward import statistics
 from opgraft_kernels.norms.triton_tiles import (
@@ -27,15 +29,7 @@ from opgraft_kernels.norms.triton_tiles import (
     scale_and_shift,
     standardize,
 )
-from opgraft_kernels.rows import (
-    Launch,
-    ceil_div,
-    contiguous,
-    multiple_of,
-    plan_sum,
-    power_of_2,
-    unit_of,
-)
+from opgraft_kernels.rows import multiple_of
 
 __all__ = [
     "MAX_HIDDEN",

@@ -8,12 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opgraft_kernels.rows import (
-    RING,
-    load_if,
-    mask_of,
-    store_if,
-)
+from opgraft_kernels.rows import RING, load_if, mask_of, store_if
 
 __all__ = [
     "add_pairs",

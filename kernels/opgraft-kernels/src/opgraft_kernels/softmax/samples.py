@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from opgraft_kernels.crossovers import aligned_widths
+from opgraft_kernels.integers import ceil_div
 from opgraft_kernels.samples import MEASURED, dtypes_and_float64_on, tensor_of
 
 __all__ = ["calls", "samples"]
@@ -104,7 +105,7 @@ def _strided_shapes(elements: int, size: int, inner: int | None) -> Iterator[tup
     elements."""
     if inner is not None:
         sizes = (size + size // 2, size)
-        shapes = [(-(-elements // (each * inner)), each, inner) for each in sizes]
+        shapes = [(ceil_div(elements, each * inner), each, inner) for each in sizes]
         yield from [each for each in shapes if math.prod(each) < 2 * elements][:1]
 
 

@@ -30,19 +30,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opgraft_kernels.rows import (
-    LOWEST,
+from opgraft_kernels.integers import ceil_div, power_of_2, unit_of
+from opgraft_kernels.launches import (
     OTHER_BYTES,
-    RING,
     Device,
     Launch,
     as_rows,
-    ceil_div,
+    device_of,
+    ends_columns,
+    split_rows,
+    tiles_ahead,
+)
+from opgraft_kernels.launches import Tile as RowTile
+from opgraft_kernels.rows import (
+    LOWEST,
+    RING,
     collect_sum,
     collect_two,
     column,
-    device_of,
-    ends_columns,
     ends_of,
     exp,
     grow_exponentials,
@@ -52,20 +57,15 @@ from opgraft_kernels.rows import (
     mask_of,
     max_of,
     multiple_of,
-    power_of_2,
     prefetch,
     publish,
     scalar,
-    split_rows,
     store_if,
     sum_exponentials,
     sum_of,
     sum_of_exponentials,
     tile_start,
-    tiles_ahead,
-    unit_of,
 )
-from opgraft_kernels.rows import Tile as RowTile
 
 __all__ = [
     "BACKWARD_TILE",
