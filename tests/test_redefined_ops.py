@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opgraft
@@ -223,6 +224,42 @@ def test_removing_an_override_that_went_leaves_the_new_ones() -> None:
     old.remove()
     assert first(call(name, LARGE)) == 200
     assert new.hits == 1
+
+
+@pytest.mark.parametrize("key", ["CompositeExplicitAutograd", "CompositeImplicitAutograd"])
+def test_an_opaque_op_has_the_shapes_of_the_new_op(key: str) -> None:
+    """Its fake called what torch had freed: the new op, another one, or none, which crashed."""
+    name = new_name()
+
+    def define_of(name: str, length: int) -> None:
+        library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, lambda x: x.new_empty(length), key)
+
+    def fake_result() -> torch.Tensor:
+        with FakeTensorMode():
+            result: torch.Tensor = getattr(torch.ops.opgraft, opaque_name)(torch.empty(8))
+            return result
+
+    opaque_name = f"{NAMESPACE}__{name}"
+    define_of(name, 8)
+    assert fake_result().shape == (8,)
+    _libraries.pop(name)._destroy()
+    for _ in range(8):  # one of them has its memory
+        define_of(new_name(), 99)
+    define_of(name, 3)
+    assert fake_result().shape == (3,)
+
+
+def test_an_opaque_op_says_that_its_op_is_gone() -> None:
+    name = new_name()
+    for_all_backends(name, 2)
+    opaque = getattr(torch.ops.opgraft, f"{NAMESPACE}__{name}")
+    with FakeTensorMode():
+        assert opaque(torch.empty(8)).shape == (8,)
+    _libraries.pop(name)._destroy()
+    with FakeTensorMode(), pytest.raises(Exception, match=f"{NAMESPACE}::{name}"):
+        opaque(torch.empty(8))
 
 
 @each_way

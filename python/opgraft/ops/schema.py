@@ -381,6 +381,15 @@ def is_current(op: Op) -> bool:
     return getattr(packet, op.overload._overloadname, None) is op.overload
 
 
+def current(op: Op) -> Op:
+    """What torch has under an op's name now: the same op, unless it was defined anew.
+
+    Raises:
+        RegistrationError: there is no op of that name any more.
+    """
+    return op if is_current(op) else resolve(op.name)
+
+
 @cache
 def _op(overload: OpOverload) -> Op:
     return Op(overload)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from opgraft.core import loader
 from opgraft.errors import RegistrationError
 from opgraft.ops.bypass import bypassing
-from opgraft.ops.schema import Call, Op, resolve_all
+from opgraft.ops.schema import Call, Op, current, resolve_all
 from opgraft.pt2 import NAMESPACE, decomposition, randomness
 from opgraft.router import composite, outputs
 
@@ -203,23 +203,27 @@ def _implement(library: torch.library.Library, name: str, op: Op) -> None:
         core.forward_op(f"{NAMESPACE}::{opaque}", overload, schema.name, schema.overload_name)
         return
 
+    # torch's object of an op that was defined anew is a pointer to freed memory.
+
     def at_backend(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        call = op.bind(args, kwargs)
-        return _without_aliases(call, op.overload.redispatch(keyset, *call.args, **call.kwargs))
+        now = current(op)
+        call = now.bind(args, kwargs)
+        return _without_aliases(call, now.overload.redispatch(keyset, *call.args, **call.kwargs))
 
     def at_autograd(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        call = op.bind(args, kwargs)
+        now = current(op)
+        call = now.bind(args, kwargs)
         # A composite op runs at the autograd key, once no mode or transform is left that must see
         # the opaque op.
-        runs_composite = is_composite(op) and composite.is_backend_next(keyset)
+        runs_composite = is_composite(now) and composite.is_backend_next(keyset)
         if runs_composite or composite.must_differentiate(call):
-            return _without_aliases(call, op.overload(*call.args, **call.kwargs))
+            return _without_aliases(call, now.overload(*call.args, **call.kwargs))
         with torch._C._AutoDispatchBelowADInplaceOrView():
             rest = composite.below_autograd(keyset)
-            return op_for(op).redispatch(rest, *call.args, **call.kwargs)
+            return op_for(now).redispatch(rest, *call.args, **call.kwargs)
 
     def when_batched(*args: Any, **kwargs: Any) -> Any:
-        return op.overload(*args, **kwargs)
+        return current(op).overload(*args, **kwargs)
 
     library.impl(name, at_backend, "CompositeExplicitAutograd", with_keyset=True)
     library.impl(name, at_autograd, "Autograd", with_keyset=True)
@@ -260,11 +264,13 @@ def shares_undeclared_memory(call: Call, result: Any) -> bool:
 
 def _fake_of(op: Op) -> Any:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        if not is_composite(op):
-            return op.overload(*args, **kwargs)
+        # That which was defined first may be freed: see `_implement`.
+        now = current(op)
+        if not is_composite(now):
+            return now.overload(*args, **kwargs)
         with decomposition.Decomposing():
-            result = op.overload(*args, **kwargs)
-        return _without_aliases(op.bind(args, kwargs), result)
+            result = now.overload(*args, **kwargs)
+        return _without_aliases(now.bind(args, kwargs), result)
 
     def contiguous(*args: Any, **kwargs: Any) -> Any:
         return torch.empty_like(fake(*args, **kwargs), memory_format=torch.contiguous_format)
