@@ -386,6 +386,9 @@ def current(op: Op) -> Op:
 
     Raises:
         RegistrationError: there is no op of that name any more.
+
+    >>> current(resolve("aten::exp"))
+    <Op aten::exp>
     """
     return op if is_current(op) else resolve(op.name)
 
