@@ -51,6 +51,8 @@ for each in OPS.values():
     calls[each.backward.__name__] = each.backward_arguments(t, True, results)
 
 for override in opgraft.overrides(dsl="cutedsl", dispatch_key="CUDA"):
+    if "boolean" in override.name:
+        continue
     call = override.operator.bind(calls[override.op.partition("::")[2].partition(".")[0]], {})
     keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     asked = request.request(override, call, keyset)
@@ -81,6 +83,30 @@ for kind in ((0, 0.0, False), (1, 0.0, False), (1, 0.1, True), (2, 0.0, True)):
         name = f"{override.name} {kind}"
         print(json.dumps([name, asked | {"plan": {"of": name}}]))
         override.remove()
+"""
+#: Prints what a worker is asked for calls of the two ops of attention with a boolean mask: of keys,
+#: and of queries and keys, of lengths that fill tiles and that fill none.
+BOOLEAN_REQUESTS = """
+import json, torch, opgraft
+from opgraft.ready import request
+
+of_masks = {each.name: each for each in opgraft.overrides(dispatch_key="CUDA")}
+forward, backward = (
+    of_masks["opgraft_kernels.attention.boolean." + each] for each in ("forward", "backward")
+)
+for queries, keys, of_queries in ((512, 512, 1), (512, 512, 512), (300, 333, 300)):
+    q, k = (torch.empty(2, n, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for n in (queries, keys))
+    mask = torch.ones(2, 1, of_queries, keys, dtype=torch.bool)
+    numbers = (0.125, -65536.0)
+    for override, args in (
+        (forward, (q, k, k, mask, *numbers)),
+        (backward, (q, q, k, k, q, torch.empty(2, 4, queries), mask, *numbers)),
+    ):
+        call = override.operator.bind(args, {})
+        keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+        asked = request.request(override, call, keyset)
+        name = f"{override.name} {queries} {of_queries}"
+        print(json.dumps([name, asked | {"plan": {"of": name}}]))
 """
 #: Prints what a worker is asked for one small call of each override in Triton, but for
 #: cross-entropy's. What a crossover is measured with is a call of it.
@@ -194,6 +220,15 @@ def test_a_worker_records_the_plans_of_cross_entropy(
     _expect_plans(asked, environment)
 
 
+def test_a_worker_records_the_plans_of_boolean_masks(
+    environment: dict[str, str], output: Run
+) -> None:
+    lines = output(BOOLEAN_REQUESTS, OPGRAFT_PACKS="opgraft-kernels")
+    asked = dict(json.loads(line) for line in lines)
+    assert len(asked) == 6
+    _expect_plans(asked, environment)
+
+
 def _expect_plans(asked: dict[str, Any], environment: dict[str, str]) -> None:
     """A worker compiles for each request, and keeps its launch plan."""
     answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
@@ -256,6 +291,10 @@ def negated(self):
     functions(Kind("a fact"), self.device)(self, out, -1.0)
     return out
 
+def with_a_module_that_makes_a_tensor(self):
+    import my_numbers
+    return negated(self)
+
 def compiled_by_hand(self):
     import my_compile
     out = torch.empty_like(self)
@@ -285,6 +324,7 @@ print(len(plans["plans"]), plans["refusals"])
 def modules(tmp_path: Path) -> Path:
     (tmp_path / "my_compile.py").write_text(COMPILE)
     (tmp_path / "my_calls.py").write_text(CALLS)
+    (tmp_path / "my_numbers.py").write_text("import torch\nNUMBER = torch.tensor([1.0, 2.0])\n")
     return tmp_path
 
 
@@ -298,6 +338,15 @@ def test_what_a_worker_compiled_runs_here_without_cutedsl(output: Run) -> None:
     native, ours, counts, state, plans = output(MAIN.replace("{impl}", "negated"))
     assert (native, ours) == (NATIVE, RESULTS)
     assert counts == "2 3 False"
+    assert state.strip() == "ready worker"
+    assert plans == "1 {}"
+
+
+@pytest.mark.usefixtures("modules")
+def test_what_a_module_does_as_it_is_imported_is_no_part_of_a_plan(output: Run) -> None:
+    script = MAIN.replace("{impl}", "with_a_module_that_makes_a_tensor")
+    native, ours, counts, state, plans = output(script)
+    assert (native, ours, counts) == (NATIVE, RESULTS, "2 3 False")
     assert state.strip() == "ready worker"
     assert plans == "1 {}"
 

@@ -106,13 +106,14 @@ class _BiasedForward(_Forward):
         logsumexp: cute.Tensor | None,
         bias: cute.Tensor,
         lists: cute.Tensor,
+        lowest: Float32,
         scale: Float32,
         stream: cuda.CUstream,
     ):
         q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
         self.kernel(
             q, k, v, out, logsumexp, scale, blocksparse_tensors=_tiles_listed(lists),
-            aux_data=AuxData([bias], (scale,)), stream=stream,
+            aux_data=AuxData([bias], (scale, lowest)), stream=stream,
         )  # fmt: skip
 
 
@@ -167,6 +168,7 @@ class _Backward:
         cum_k: cute.Tensor | None,
         bias: cute.Tensor | None,
         lists: cute.Tensor | None,
+        lowest: Float32,
         scale: Float32,
         stream: cuda.CUstream,
     ):
@@ -185,7 +187,9 @@ class _Backward:
             stream=stream,
         )  # fmt: skip
         of_keys = (dk, dv) if cutlass.const_expr(dk_sum is None) else (dk_sum, dv_sum)
-        aux_data = AuxData() if cutlass.const_expr(bias is None) else AuxData([bias], (scale,))
+        aux_data = AuxData()
+        if cutlass.const_expr(bias is not None):
+            aux_data = AuxData([bias], (scale, lowest))
         self.kernel(
             q, k, v, grad_out, logsumexp2, delta, dq_sum, *of_keys, scale, cum_q, cum_k,
             blocksparse_tensors=_tiles_listed(lists), aux_data=aux_data, stream=stream,
@@ -227,7 +231,9 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         kernel_class = walking_forward(kind.tile.programs)
     if kind.bias is not None:
         assert kind.tile is not None
-        kernel_class = functools.partial(biased_forward(kind.tile.programs), bias=kind.bias)
+        kernel_class = functools.partial(
+            biased_forward(kind.tile.programs, kind.bias.is_by_key), bias=kind.bias
+        )
     return kernel_class(
         dtype,
         kind.head_dim,
@@ -258,16 +264,20 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
         return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
     if kind.bias is not None:
         return _compile(
-            _BiasedForward(kernel), *tensors, logsumexp, *_fake_bias(kind), Float32(1.0)
+            _BiasedForward(kernel), *tensors, logsumexp, *_fake_bias(kind), *[Float32(1.0)] * 2
         )
     return _compile(_Forward(kernel), *tensors, logsumexp, Float32(1.0))
 
 
 def _fake_bias(kind: Kind) -> tuple[Any, Any]:
-    """A bias of any strides but the last one, and the lists of its tiles."""
+    """A bias of any strides but the last one, or a boolean mask's bits, and the lists of its
+    tiles."""
     assert kind.bias is not None
+    lists = fake_tensor(cutlass.Int32, 5, 1)
+    if kind.bias.dtype is torch.bool:
+        return fake_tensor(cutlass.Int32, 4, 4), lists
     dtype = Float32 if kind.bias.dtype is torch.float32 else CUTLASS_DTYPES[kind.bias.dtype]
-    return fake_tensor(dtype, 4, 2 if kind.bias.in_pairs else 1), fake_tensor(cutlass.Int32, 5, 1)
+    return fake_tensor(dtype, 4, 2 if kind.bias.in_pairs else 1), lists
 
 
 def _backward_kernel(
@@ -355,6 +365,7 @@ def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     bias = (None, None) if kind.bias is None else _fake_bias(kind)
     function = _Backward(preprocess, kernel, finish_dq, finish_dk, finish_dv)
     logsumexp = fake_tensor(Float32, ndim - 1, 1)
-    compiled = _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, *bias, Float32(1.0))
+    numbers = [Float32(1.0)] * 2
+    compiled = _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, *bias, *numbers)
     sizes = (config.m_block_size, config.n_block_size, kernel.tile_hdim, kernel.tile_hdimv)
     return compiled, BackwardTile(*sizes)

@@ -6,10 +6,15 @@ number, and then in order the tiles. Those that are left out are in neither: whe
 low, which torch makes of a boolean mask, and exp of it would be 0 in float32. Rows' norms tell, as
 for Triton's own kernels (`triton_tiles`), but all of them here before: what a program of
 FlashAttention-4 loads is known before it computes.
+
+Of a boolean mask itself no norms are asked for: what is False is left out, whatever the scores are,
+but of queries that have nothing else. It is written out as bits, of which a thread of
+FlashAttention-4's loads all that it needs of a query at once.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -27,6 +32,7 @@ from .triton_tiles import (
     LOW_TILE,
     NOTHING_BELOW,
     NOTHING_TILE,
+    OTHER_TILE,
     ZERO_TILE,
     least_of,
     load_rows,
@@ -35,6 +41,74 @@ from .triton_tiles import (
 )
 
 __all__ = ["Lists", "plan_lists"]
+
+
+# What multiplies four bytes, each 0 or 1, so that bits 24 to 27 of the product are those four.
+_GATHER = tl.constexpr((1 << 24) | (1 << 17) | (1 << 10) | (1 << 3))
+_LOWEST_BITS = tl.constexpr(0x01010101)
+
+
+@triton.jit
+def _mark_boolean_kernel(
+    mask_ptr,
+    words_ptr,
+    state_ptr,
+    best_ptr,
+    stride_b,
+    stride_r,
+    length_r,
+    length_c,
+    row_tiles,
+    words,
+    lowest,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """A program reads one tile of a boolean mask, and writes what `mark_tiles_kernel` says of a
+    bias that is 0 where it is True and `lowest` elsewhere; and its bits, 32 keys a word.
+
+    WIDE: so many elements are read at a time, 4 or 1; the strides are in these. The bits of keys
+    that are not there are those of none. A row that is not there is True.
+    """
+    UNITS: tl.constexpr = COLS // WIDE
+    tiles = tl.cdiv(length_c, COLS)
+    row_of_tiles = tl.program_id(0) // tiles
+    batch = (row_of_tiles // row_tiles).to(tl.int64)
+    row = row_of_tiles % row_tiles * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0) % tiles
+    unit = tile * UNITS + tl.arange(0, UNITS)
+    there = (row < length_r)[:, None] & (unit * WIDE < length_c)[None, :]
+    ptrs = batch * stride_b + (row.to(tl.int64) * stride_r)[:, None] + unit[None, :]
+    if WIDE == 4:
+        four = tl.load(mask_ptr.to(tl.pointer_type(tl.int32)) + ptrs, mask=there, other=0)
+        # A byte of a boolean may be another number than 1.
+        four = four | (four >> 4)
+        four = four | (four >> 2)
+        four = (four | (four >> 1)) & _LOWEST_BITS
+        bits = ((four * _GATHER) >> 24) & 0xF
+    else:
+        bits = (tl.load(mask_ptr + ptrs, mask=there, other=0) != 0).to(tl.int32)
+    bits = bits << (tl.arange(0, UNITS) * WIDE % 32)[None, :]
+    word = tl.sum(tl.reshape(bits, [ROWS, COLS // 32, 32 // WIDE]), axis=2)
+    place = tile * (COLS // 32) + tl.arange(0, COLS // 32)
+    begin = words_ptr + batch * length_r * words
+    tl.store(
+        begin + (row.to(tl.int64) * words)[:, None] + place[None, :],
+        word,
+        mask=(row < length_r)[:, None] & (place < words)[None, :],
+    )
+    # Of each row, whether anything is True, and whether all is.
+    some = tl.max((word != 0).to(tl.int32), axis=1)
+    whole = tl.min((word == -1).to(tl.int32), axis=1)
+    is_row = row < length_r
+    is_zero = tl.min(tl.where(is_row, whole, 1), axis=0) == 1
+    is_low = tl.max(tl.where(is_row, some, 0), axis=0) == 0
+    low = tl.where(lowest == -INF, NOTHING_TILE, LOW_TILE)
+    state = tl.where(is_zero, ZERO_TILE, tl.where(is_low, low, OTHER_TILE))
+    tl.store(state_ptr + tl.program_id(0), state)
+    best = tl.where(is_row, tl.where(some == 1, 0.0, lowest), INF)
+    tl.store(best_ptr + tl.program_id(0), tl.min(best, axis=0))
 
 
 @triton.jit
@@ -84,7 +158,8 @@ def _norms_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low.
+    """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low, or
+    without `norms_ptr`.
 
     Of queries in a backward, which gives `logsumexp`, the least logsumexp of each MARKED, too,
     and one that its kernel can use: of what attends to nothing, and of what is no query, infinity.
@@ -98,12 +173,14 @@ def _norms_kernel(
         lse = tl.load(begin + query.to(tl.int64) * stride, mask=query < length, other=INF)
         lse = tl.where(lse == -INF, INF, lse)  # native's of a query that attends to nothing
         tl.store(usable_ptr + tl.program_id(0).to(tl.int64) * MARKED + tl.arange(0, MARKED), lse)
-        tl.store(least_ptr + tl.program_id(0), least_of(lse, 0))
-    states = state_ptr + batch.to(tl.int64) * stride_b
-    if _is_low_anywhere(states, stride_q, stride_k, query_marks, key_marks, ROWS, COLS):
-        rows = rows_of(x, batch, head, UNIT, FAR)
-        largest = _largest_norm(rows, mark * MARKED, length, DIM, MARKED, BLOCK_DIM)
-        tl.store(norms_ptr + tl.program_id(0), largest)
+        if least_ptr is not None:
+            tl.store(least_ptr + tl.program_id(0), least_of(lse, 0))
+    if norms_ptr is not None:
+        states = state_ptr + batch.to(tl.int64) * stride_b
+        if _is_low_anywhere(states, stride_q, stride_k, query_marks, key_marks, ROWS, COLS):
+            rows = rows_of(x, batch, head, UNIT, FAR)
+            largest = _largest_norm(rows, mark * MARKED, length, DIM, MARKED, BLOCK_DIM)
+            tl.store(norms_ptr + tl.program_id(0), largest)
 
 
 @triton.jit
@@ -136,17 +213,17 @@ def _list_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    BY_KEYS: tl.constexpr,
 ):
-    """A program writes both lists of one row of tiles of a head: of queries, or of keys in a
-    backward, which gives `least_ptr`.
+    """A program writes both lists of one row of tiles of a head: of queries, or if BY_KEYS of keys.
 
     A tile is what ``[QUERIES, KEYS]`` marks say together.
 
     Args:
-        x: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other.
-        least_ptr: the least logsumexp of each mark of queries.
+        x: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other, and
+            is None of a boolean mask.
+        least_ptr: the least logsumexp of each mark of queries, if BY_KEYS, and of a bias.
     """
-    BY_KEYS: tl.constexpr = least_ptr is not None
     OWN: tl.constexpr = KEYS if BY_KEYS else QUERIES
     OTHER: tl.constexpr = QUERIES if BY_KEYS else KEYS
     row = tl.program_id(0) % rows
@@ -170,44 +247,59 @@ def _list_kernel(
     is_low = (state == LOW_TILE) & (tile < tiles)
     counts = is_low
     if tl.max(is_low.to(tl.int32), axis=0) > 0:
-        x_rows = rows_of(x, batch, head // group_x, UNIT, FAR)
-        own = tl.zeros([], tl.float32)
-        for mark in tl.static_range(OWN):
-            first = (row * OWN + mark) * MARKED
-            of_mark = _largest_norm(x_rows, first, length, DIM, MARKED, BLOCK_DIM)
-            own = tl.maximum(own, of_mark)
         of_other = (batch * (heads // group_other) + head // group_other) * other_marks
-        of_tile = tl.zeros([BLOCK], tl.float32)
-        for mark in tl.static_range(OTHER):
-            place = tile * OTHER + mark
-            there = place < other_marks
-            norm = tl.load(norms_ptr + of_other + place, mask=there, other=0.0)
-            of_tile = tl.maximum(of_tile, norm)
-        if BY_KEYS:
+        bests = best_ptr + batch.to(tl.int64) * stride_b
+        if norms_ptr is None:
             least = tl.full([BLOCK], INF, tl.float32)
+            for query_mark in tl.static_range(QUERIES):
+                query = query_tile * QUERIES + query_mark
+                best = tl.full([BLOCK], -INF, tl.float32)
+                for begin in range(0, key_marks, CHUNK):
+                    key = begin + tl.arange(0, CHUNK)
+                    is_mark = (query < query_marks)[:, None] & (key < key_marks)[None, :]
+                    best_ptrs = (query.to(tl.int64) * stride_q)[:, None] + (key * stride_k)[None, :]
+                    found = tl.load(bests + best_ptrs, mask=is_mark, other=-INF)
+                    best = tl.maximum(best, tl.max(found, axis=1))
+                least = tl.minimum(least, tl.where(query < query_marks, best, INF))
+            # Some query may have nothing but what is False.
+            counts = is_low & ((least > LOW) == 0)
+        else:
+            x_rows = rows_of(x, batch, head // group_x, UNIT, FAR)
+            own = tl.zeros([], tl.float32)
+            for mark in tl.static_range(OWN):
+                first = (row * OWN + mark) * MARKED
+                of_mark = _largest_norm(x_rows, first, length, DIM, MARKED, BLOCK_DIM)
+                own = tl.maximum(own, of_mark)
+            of_tile = tl.zeros([BLOCK], tl.float32)
             for mark in tl.static_range(OTHER):
                 place = tile * OTHER + mark
                 there = place < other_marks
-                lse = tl.load(least_ptr + of_other + place, mask=there, other=INF)
-                least = tl.minimum(least, lse)
-            # What scores are at most without a bias.
-            largest = own * of_tile * scale
-        else:
-            # Of every query the bias is as much somewhere, and the score there no less.
-            bests = best_ptr + batch.to(tl.int64) * stride_b
-            least = tl.full([], INF, tl.float32)
-            for mark in tl.static_range(QUERIES):
-                query = row * QUERIES + mark
-                best = tl.full([CHUNK], -INF, tl.float32)
-                for begin in range(0, key_marks, CHUNK):
-                    key = begin + tl.arange(0, CHUNK)
-                    is_mark = (key < key_marks) & (query < query_marks)
-                    best_ptrs = bests + query.to(tl.int64) * stride_q + key * stride_k
-                    best = tl.maximum(best, tl.load(best_ptrs, mask=is_mark, other=-INF))
-                best_of_mark = tl.max(best, axis=0)
-                least = tl.minimum(least, tl.where(query < query_marks, best_of_mark, INF))
-            largest = own * (of_tile + tl.max(of_tile, axis=0)) * scale
-        counts = is_low & ~(largest + LOW - least < NOTHING_BELOW)
+                norm = tl.load(norms_ptr + of_other + place, mask=there, other=0.0)
+                of_tile = tl.maximum(of_tile, norm)
+            if BY_KEYS:
+                least = tl.full([BLOCK], INF, tl.float32)
+                for mark in tl.static_range(OTHER):
+                    place = tile * OTHER + mark
+                    there = place < other_marks
+                    lse = tl.load(least_ptr + of_other + place, mask=there, other=INF)
+                    least = tl.minimum(least, lse)
+                # What scores are at most without a bias.
+                largest = own * of_tile * scale
+            else:
+                # Of every query the bias is as much somewhere, and the score there no less.
+                least = tl.full([], INF, tl.float32)
+                for mark in tl.static_range(QUERIES):
+                    query = row * QUERIES + mark
+                    best = tl.full([CHUNK], -INF, tl.float32)
+                    for begin in range(0, key_marks, CHUNK):
+                        key = begin + tl.arange(0, CHUNK)
+                        is_mark = (key < key_marks) & (query < query_marks)
+                        best_ptrs = bests + query.to(tl.int64) * stride_q + key * stride_k
+                        best = tl.maximum(best, tl.load(best_ptrs, mask=is_mark, other=-INF))
+                    best_of_mark = tl.max(best, axis=0)
+                    least = tl.minimum(least, tl.where(query < query_marks, best_of_mark, INF))
+                largest = own * (of_tile + tl.max(of_tile, axis=0)) * scale
+            counts = is_low & ~(largest + LOW - least < NOTHING_BELOW)
     is_zero = (state == ZERO_TILE) & (tile < tiles)
     is_biased = (state != NOTHING_TILE) & (state != ZERO_TILE) & (tile < tiles)
     is_biased = is_biased & (counts | ~is_low)
@@ -232,6 +324,8 @@ class Lists(NamedTuple):
     tiles: torch.Tensor
     #: For a backward, natural, ``[batch, heads, length_q rounded up to whole tiles]``, float32.
     logsumexp: torch.Tensor | None
+    #: A boolean mask's bits, int32, ``[batch, heads, length_q, words]``, of whole tiles of keys.
+    bits: torch.Tensor | None
     launches: list[Launch]
 
 
@@ -243,6 +337,7 @@ def plan_lists(
     queries: int,
     keys: int,
     logsumexp: torch.Tensor | None = None,
+    lowest: float | None = None,
 ) -> Lists:
     """The lists of a bias that heads share, and the launches that fill them.
 
@@ -255,10 +350,15 @@ def plan_lists(
         keys: of a tile.
         logsumexp: of a backward, ``[batch, heads, length_q]``: there is a list for each tile of
             keys, and otherwise for each of queries.
+        lowest: of a boolean mask in place of a bias, what is added where it is False.
     """
     batch, heads, length_q, length_k = bias.shape
     by_keys = logsumexp is not None
-    marks, best, mark = mark_tiles(bias, _MARKED, _MARKED)
+    bits = None
+    if lowest is None:
+        marks, best, mark = mark_tiles(bias, _MARKED, _MARKED)
+    else:
+        marks, best, bits, mark = _mark_boolean(bias, lowest)
     query_marks, key_marks = marks.shape[1:]
     strides = list(marks.stride())
     if marks.shape[0] == 1:  # one batch says it of all
@@ -272,29 +372,38 @@ def plan_lists(
         rows, tiles = tiles, rows
     # Of whole tiles, as a backward's kernel reads its logsumexp.
     other_marks = tiles * (queries if by_keys else keys) // _MARKED
-    norms = bias.new_empty((batch, other.shape[1], other_marks), dtype=torch.float32)
-    usable = least = None
+    norms = least = usable = measure = None
+    if lowest is None:
+        norms = q.new_empty((batch, other.shape[1], other_marks), dtype=torch.float32)
+        least = torch.empty_like(norms) if by_keys else None
     if logsumexp is not None:
-        usable = q.new_empty((batch, heads, other_marks * _MARKED), dtype=torch.float32)
-        least = torch.empty_like(norms)
-    measure = Launch(
-        _norms_kernel,
-        norms.numel(),
-        (
-            *(heads_of(other), marks, norms, heads_of(logsumexp), usable, least),
-            *(*strides, marks.shape[1], key_marks, other.shape[1], other.shape[2], other_marks),
-        ),
-        {**constexprs_of(other), "MARKED": _MARKED, "ROWS": _CHUNK, "COLS": _CHUNK},
-        4,
-    )
-    lists = bias.new_empty((batch, heads, rows, 2, 1 + tiles), dtype=torch.int32)
+        shape = (batch, heads, other_marks * _MARKED)
+        if lowest is not None and logsumexp.shape == shape and logsumexp.is_contiguous():
+            usable = logsumexp  # a forward with a boolean mask returns none that is -inf
+        else:
+            usable = q.new_empty(shape, dtype=torch.float32)
+    if norms is not None or usable is not logsumexp:
+        measure = Launch(
+            _norms_kernel,
+            batch * other.shape[1] * other_marks,
+            (
+                *(heads_of(other), marks, norms, heads_of(logsumexp), usable, least),
+                *(*strides, marks.shape[1], key_marks, *other.shape[1:3], other_marks),
+            ),
+            {**constexprs_of(other), "MARKED": _MARKED, "ROWS": _CHUNK, "COLS": _CHUNK},
+            4,
+        )
+    # Of a boolean mask that heads share they share the lists, too.
+    apart, groups = (heads, (heads // own.shape[1], heads // other.shape[1]))
+    if lowest is not None:
+        apart, groups = 1, (1, 1)
+    lists = q.new_empty((batch, apart, rows, 2, 1 + tiles), dtype=torch.int32)
     collect = Launch(
         _list_kernel,
-        batch * heads * rows,
+        batch * apart * rows,
         (
             *(heads_of(own), norms, least, marks, best, lists, *of_marks),
-            *(other_marks, heads, heads // own.shape[1], heads // other.shape[1]),
-            *(own.shape[2], rows, tiles, scale),
+            *(other_marks, apart, *groups, own.shape[2], rows, tiles, scale),
         ),
         {
             **constexprs_of(own),
@@ -303,7 +412,43 @@ def plan_lists(
             "KEYS": keys // _MARKED,
             "BLOCK": max(power_of_2(tiles), 16),
             "CHUNK": _CHUNK,
+            "BY_KEYS": by_keys,
         },
         4,
     )
-    return Lists(lists, usable, [mark, measure, collect])
+    launches = [each for each in (mark, measure, collect) if each is not None]
+    return Lists(lists.expand(-1, heads, -1, -1, -1), usable, bits, launches)
+
+
+# Elements of a boolean mask that are read at a time, and the words that a thread of
+# FlashAttention-4's does.
+_WIDE, _WORDS = 4, 4
+
+
+def _mark_boolean(
+    mask: torch.Tensor, lowest: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Launch]:
+    """Of a boolean mask what `mark_tiles` says of a bias, and its bits."""
+    batch, heads, length_q, length_k = mask.shape
+    is_by_key = mask.stride(2) == 0
+    batches, queries = 1 if mask.stride(0) == 0 else batch, 1 if is_by_key else length_q
+    rows = 1 if is_by_key else _MARKED
+    words = _WORDS * ceil_div(length_k, 32 * _WORDS)
+    make = functools.partial(torch.empty, device=mask.device)
+    shape = (batches, ceil_div(queries, rows), ceil_div(length_k, _MARKED))
+    marks, best = make(shape, dtype=torch.int32), make(shape, dtype=torch.float32)
+    bits = make((batches, 1, queries, words), dtype=torch.int32)
+    apart = (mask.stride(0), mask.stride(2))
+    begins = (*apart, mask.data_ptr(), length_k)
+    wide = _WIDE if all(each % _WIDE == 0 for each in begins) else 1
+    launch = Launch(
+        _mark_boolean_kernel,
+        marks.numel(),
+        (
+            *(mask.view(torch.uint8), bits, marks, best, *(each // wide for each in apart)),
+            *(queries, length_k, shape[1], words, lowest),
+        ),
+        {"ROWS": rows, "COLS": _MARKED, "WIDE": wide},
+        1,
+    )
+    return marks, best, bits.expand(batch, heads, length_q, words), launch

@@ -1,0 +1,199 @@
+"""The two ops that attention with a boolean mask is made of here: its forward, and its backward.
+
+``aten::scaled_dot_product_attention`` returns the output alone, and the ops of ATen that it calls
+know additive masks only. These take the boolean mask, and what the backward needs, so each is
+overridden as any op is, with launch plans of its own. Their native kernels are below, in ATen's
+ops: they serve while nothing is compiled, and are what the kernels are compared with.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from opgraft_kernels.attention import aten
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "NAMESPACE",
+    "attention",
+    "attention_backward",
+    "backward",
+    "forward",
+]
+
+NAMESPACE = "opgraft_kernels"
+FORWARD, BACKWARD = "_attention_with_boolean_mask", "_attention_with_boolean_mask_backward"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Of a query ``[batch, heads, length, dim]``, and of keys and values, whose heads divide those. The
+# mask is ``[batch, heads, length, key length]``, or expands to it; `lowest` is what is added to the
+# scores where it is False. The logsumexp is that of the scores, natural, ``[batch, heads,
+# length]``; inf of a query whose scores are -inf throughout, whose output is 0.
+_library.define(
+    f"{FORWARD}(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float lowest) "
+    "-> (Tensor out, Tensor logsumexp)"
+)
+_library.define(
+    f"{BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, Tensor mask, float scale, float lowest) -> (Tensor, Tensor, Tensor)"
+)
+
+
+# Neither has a derivative: without `no_grad`, autograd would find one in ATen's ops.
+
+
+@torch.no_grad()
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, lowest: float
+) -> tuple[Tensor, Tensor]:
+    """The output, laid out as the query, and the scores' logsumexp."""
+    bias, is_empty = _bias(mask, query, key, lowest)
+    out, logsumexp = _allocated(query, value)
+    if query.device.type == "cpu":
+        repeated = (_repeated(t, query) for t in (key, value))
+        found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, *repeated, attn_mask=bias, scale=scale
+        )
+    else:
+        found, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, True, scale=scale
+        )
+    out.copy_(found.masked_fill(is_empty, 0.0))
+    logsumexp.copy_(lse.view(logsumexp.shape).masked_fill(is_empty[..., 0], math.inf))
+    return out, logsumexp
+
+
+@torch.no_grad()
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor,
+    scale: float,
+    lowest: float,
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value, each laid out as it is."""
+    bias, is_empty = _bias(mask, query, key, lowest)
+    # What attends to nothing has no gradient, whatever a kernel makes of its scores.
+    grad_out = grad_out.masked_fill(is_empty, 0.0)
+    logsumexp = logsumexp.masked_fill(is_empty[..., 0], 0.0)
+    gradients = _gradients(query, key, value)
+    if query.device.type == "cpu":
+        keys, values = (_repeated(t, query) for t in (key, value))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(grad_out, query, keys, values, out, logsumexp, 0.0, False),
+            attn_mask=bias,
+            scale=scale,
+        )
+    else:
+        seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
+        lengths = (query.shape[2], key.shape[2])
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad_out, query, key, value, out, logsumexp[..., None], seed, offset, bias),
+            *(None, None, *lengths, 0.0, False),
+            scale=scale,
+        )
+    for gradient, each in zip(gradients, found, strict=True):
+        gradient.copy_(_summed(each, gradient))
+    return gradients
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
+    """The additive mask as ATen makes it of a boolean one, and which queries attend to nothing."""
+    mask = mask.expand(*query.shape[:3], key.shape[2])
+    shared = mask[:, :1]
+    bias = torch.where(shared, 0.0, lowest).to(query.dtype).expand(mask.shape)
+    # Where `lowest` is a number, it is added to all scores of a query alike.
+    is_empty = ~shared.any(-1, keepdim=True) & (lowest == -math.inf)
+    # A kernel would make NaN of a row of -inf.
+    bias = bias.masked_fill(is_empty, 0.0)
+    return bias, is_empty.expand(*query.shape[:3], 1)
+
+
+def _repeated(keys: Tensor, query: Tensor) -> Tensor:
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
+
+
+def _summed(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of what was repeated for groups of query heads."""
+    batch, heads, length, dim = like.shape
+    return gradient.view(batch, heads, -1, length, dim).sum(2)
+
+
+def _allocated(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What the forward returns, without its values."""
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return aten.like(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=dtype)
+
+
+def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t) for t in tensors)
+
+
+def _forward_metadata(
+    query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
+    return _allocated(query, value)
+
+
+def _backward_metadata(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    return _gradients(query, key, value)
+
+
+# --------------------------------------------------------------------------------------------------
+# By kernels of the pack's, whose module is imported at the first call
+# --------------------------------------------------------------------------------------------------
+
+
+def forward(
+    module: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    lowest: float,
+) -> tuple[Tensor, Tensor]:
+    """As `attention`, by the kernels of a module of this package."""
+    out, logsumexp = _allocated(query, value)
+    inputs = map(aten.aligned, (query, key, value))
+    seen = mask.expand(*query.shape[:3], key.shape[2])
+    aten.kernels(module).forward(*inputs, out, logsumexp, scale, False, bias=seen, lowest=lowest)
+    return out, logsumexp
+
+
+def backward(
+    module: str,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor,
+    scale: float,
+    lowest: float,
+) -> tuple[Tensor, ...]:
+    """As `attention_backward`, likewise."""
+    gradients = _gradients(query, key, value)
+    inputs = map(aten.aligned, (grad_out, query, key, value, out))
+    seen = mask.expand(*query.shape[:3], key.shape[2])
+    aten.kernels(module).backward(
+        *inputs, logsumexp, *gradients, scale, False, bias=seen, lowest=lowest
+    )
+    return gradients
+
+
+_library.impl(FORWARD, attention, "CompositeExplicitAutograd")
+_library.impl(BACKWARD, attention_backward, "CompositeExplicitAutograd")
+_library.impl(FORWARD, _forward_metadata, "Meta")
+_library.impl(BACKWARD, _backward_metadata, "Meta")
