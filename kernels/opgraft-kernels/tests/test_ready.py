@@ -256,6 +256,10 @@ def negated(self):
     functions(Kind("a fact"), self.device)(self, out, -1.0)
     return out
 
+def with_a_module_that_makes_a_tensor(self):
+    import my_numbers
+    return negated(self)
+
 def compiled_by_hand(self):
     import my_compile
     out = torch.empty_like(self)
@@ -285,6 +289,7 @@ print(len(plans["plans"]), plans["refusals"])
 def modules(tmp_path: Path) -> Path:
     (tmp_path / "my_compile.py").write_text(COMPILE)
     (tmp_path / "my_calls.py").write_text(CALLS)
+    (tmp_path / "my_numbers.py").write_text("import torch\nNUMBER = torch.tensor([1.0, 2.0])\n")
     return tmp_path
 
 
@@ -298,6 +303,15 @@ def test_what_a_worker_compiled_runs_here_without_cutedsl(output: Run) -> None:
     native, ours, counts, state, plans = output(MAIN.replace("{impl}", "negated"))
     assert (native, ours) == (NATIVE, RESULTS)
     assert counts == "2 3 False"
+    assert state.strip() == "ready worker"
+    assert plans == "1 {}"
+
+
+@pytest.mark.usefixtures("modules")
+def test_what_a_module_does_as_it_is_imported_is_no_part_of_a_plan(output: Run) -> None:
+    script = MAIN.replace("{impl}", "with_a_module_that_makes_a_tensor")
+    native, ours, counts, state, plans = output(script)
+    assert (native, ours, counts) == (NATIVE, RESULTS, "2 3 False")
     assert state.strip() == "ready worker"
     assert plans == "1 {}"
 

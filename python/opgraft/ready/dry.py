@@ -79,10 +79,14 @@ def run(asked: Request) -> Compiled:
             for value, needed in zip(call.values, asked["needs"], strict=False):
                 if needed:
                     value.requires_grad_()  # as the impl gets it
+            output = impl(*leading, *call.args, **call.kwargs)
             if autograd is None and asked.get("plan") is not None:
+                # Not the first run, which imports modules: what these do as they are imported, such
+                # as to make a tensor, is not what a replay would have to do.
                 launches.recording = _begin(asked, call)
-            with launches.recording.watching() if launches.recording else contextlib.nullcontext():
-                output = impl(*leading, *call.args, **call.kwargs)
+            if launches.recording is not None:
+                with launches.recording.watching():
+                    output = impl(*leading, *call.args, **call.kwargs)
             if autograd is not None:
                 derivative.run(autograd, call.values, output, asked["needs"])
             first = launches.recording
