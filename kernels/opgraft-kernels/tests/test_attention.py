@@ -319,7 +319,7 @@ class _Formula:
 
 @pytest.fixture
 def formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "_kernels", lambda module: _Formula)
+    monkeypatch.setattr(aten, "kernels", lambda module: _Formula)
 
 
 class OpCalls(NamedTuple):
@@ -520,7 +520,7 @@ def test_conditions_take_what_the_kernels_can(name: str) -> None:
 def test_what_kernels_read_has_strides_of_whole_16_bytes(shape: tuple[int, ...]) -> None:
     """Also of dimensions of size 1: a descriptor is made of them all."""
     part = torch.randn(*shape, 129, dtype=torch.float16)[..., :128]
-    aligned = aten._aligned(part)
+    aligned = aten.aligned(part)
     assert torch.equal(aligned, part)
     assert [stride % 8 for stride in aligned.stride()[:-1]] == [0, 0, 0]
 
@@ -949,7 +949,7 @@ def test_more_than_2_to_31_elements(kernels: str) -> None:
     assert q.numel() > 2**31
     out, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
     logsumexp = torch.empty(q.shape[:3], device="cuda")
-    module = aten._kernels(kernels)
+    module = aten.kernels(kernels)
     scale = dim**-0.5
     module.forward(q, q, q, out, logsumexp, scale, True)
     module.backward(out, q, q, q, out, logsumexp, dq, dk, dv, scale, True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from opgraft_kernels.integers import round_up
 
 __all__ = [
+    "aligned",
     "cpu_backward",
     "cpu_forward",
     "cudnn_backward",
@@ -31,21 +32,26 @@ __all__ = [
     "efficient_forward",
     "flash_backward",
     "flash_forward",
+    "kernels",
+    "like",
     "raw_flash_backward",
     "raw_flash_forward",
+    "scale_of",
 ]
 
 
 @cache
-def _kernels(module: str) -> Any:
+def kernels(module: str) -> Any:
+    """A module of this package that has kernels, imported by its first call."""
     return importlib.import_module(f".{module}", __package__)
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """The scores' scale, by default that of the head dimension."""
     return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def _like(query: Tensor, head_dim_v: int) -> Tensor:
+def like(query: Tensor, head_dim_v: int) -> Tensor:
     """``[..., head_dim_v]`` with its dimensions in the order that `query` has them in memory."""
     if query.shape[-1] == head_dim_v:
         return torch.empty_like(query)
@@ -61,15 +67,15 @@ def _length_before_heads(t: Tensor, head_dim: int) -> Tensor:
     return torch.empty(shape, dtype=t.dtype, device=t.device).transpose(1, 2)
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned(t: Tensor) -> Tensor:
     """`t`, or a copy where its last dimension is strided or expanded, or where the others, or its
     first element, are not a multiple of 16 bytes apart: what kernels read by vector and by copy
     engine. `.sum()` makes such gradients."""
-    aligned = 16 // t.element_size()
+    unit = 16 // t.element_size()
     *others, last = t.stride()
     if last == 1 and t.data_ptr() % 16 == 0:
         for stride in others:
-            if stride % aligned or stride <= 0:
+            if stride % unit or stride <= 0:
                 break
         else:
             return t
@@ -180,7 +186,7 @@ def _unchanged(logsumexp: Tensor, query: Tensor) -> Tensor:
 CUDNN = Layout(
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_cudnn_attention_backward",
-    out=_like,
+    out=like,
     gradient=torch.empty_like,
     logsumexp=_cudnn_logsumexp,
     rows=lambda logsumexp, query: logsumexp.view(query.shape[:-1]),
@@ -189,7 +195,7 @@ CUDNN = Layout(
 FLASH = Layout(
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_backward",
-    out=_like,
+    out=like,
     gradient=torch.empty_like,
     logsumexp=_flash_logsumexp,
     rows=_unchanged,
@@ -209,7 +215,7 @@ EFFICIENT = Layout(
 CPU = Layout(
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
-    out=_like,
+    out=like,
     gradient=_length_before_heads_like,
     logsumexp=_cpu_logsumexp,
     rows=_unchanged,
@@ -256,11 +262,11 @@ def _forward(
     query, key, value = given["query"], given["key"], given["value"]
     wanted = given.get("compute_log_sumexp", True)
     out, logsumexp = layout.out(query, value.shape[-1]), layout.logsumexp(query, wanted)
-    _kernels(module).forward(
-        *map(_aligned, (query, key, value)),
+    kernels(module).forward(
+        *map(aligned, (query, key, value)),
         out,
         layout.rows(logsumexp, query) if wanted and logsumexp is not None else None,
-        _scale(query, scale),
+        scale_of(query, scale),
         given.get("is_causal", False),
         **_only_given(bias=_bias(given)),
     )
@@ -275,11 +281,11 @@ def _backward(
     gradients = tuple(layout.gradient(t) for t in (query, key, value))
     bias = _bias(given)
     dbias = _bias_gradient(bias, given) if layout.has_bias_gradient else None
-    _kernels(module).backward(
-        *map(_aligned, (args[0], query, key, value, given["out"])),  # the first is grad_out
+    kernels(module).backward(
+        *map(aligned, (args[0], query, key, value, given["out"])),  # the first is grad_out
         layout.rows(given["logsumexp"], query),
         *gradients,
-        _scale(query, scale),
+        scale_of(query, scale),
         given.get("is_causal", False),
         **_only_given(bias=bias, dbias=dbias),
     )
@@ -314,18 +320,18 @@ def raw_flash_forward(
     **unused: Any,
 ) -> tuple[Any, ...]:
     out = torch.empty_like(query)
-    kernels, scale = _kernels(module), _scale(query, scale)
+    by, scale = kernels(module), scale_of(query, scale)
     if cum_seq_q is None:
         batch, length, heads, _ = query.shape
         shape = (batch, heads, length)
         logsumexp = torch.empty(shape, dtype=torch.float32, device=query.device)
-        inputs = (_aligned(t).transpose(1, 2) for t in (query, key, value))
-        kernels.forward(*inputs, out.transpose(1, 2), logsumexp, scale, is_causal)
+        inputs = (aligned(t).transpose(1, 2) for t in (query, key, value))
+        by.forward(*inputs, out.transpose(1, 2), logsumexp, scale, is_causal)
     else:
         total, heads, _ = query.shape
         logsumexp = torch.empty((heads, total), dtype=torch.float32, device=query.device)
-        packed = map(_aligned, (query, key, value))
-        kernels.forward_varlen(*packed, out, logsumexp, cum_seq_q, cum_seq_k, scale, is_causal)
+        packed = map(aligned, (query, key, value))
+        by.forward_varlen(*packed, out, logsumexp, cum_seq_q, cum_seq_k, scale, is_causal)
     return out, logsumexp, *_flash_extras(query)
 
 
@@ -350,14 +356,14 @@ def raw_flash_backward(
     **also_unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    kernels, scale = _kernels(module), _scale(query, scale)
-    tensors = map(_aligned, (grad_out, query, key, value, out))
+    by, scale = kernels(module), scale_of(query, scale)
+    tensors = map(aligned, (grad_out, query, key, value, out))
     if cum_seq_q is None:
         inputs = (t.transpose(1, 2) for t in tensors)
         outputs = (t.transpose(1, 2) for t in gradients)
-        kernels.backward(*inputs, logsumexp, *outputs, scale, is_causal)
+        by.backward(*inputs, logsumexp, *outputs, scale, is_causal)
     else:
-        kernels.backward_varlen(
+        by.backward_varlen(
             *tensors,
             logsumexp,
             *gradients,
