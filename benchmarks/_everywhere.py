@@ -16,7 +16,7 @@ from _gpu import Call, gpu_times, natively
 
 import opgraft
 from opgraft import cutedsl_utils, triton_utils
-from opgraft_kernels.attention import overrides
+from opgraft_kernels.attention import boolean, overrides
 
 BFLOAT16 = torch.bfloat16
 
@@ -114,6 +114,18 @@ def _register_all() -> None:
                     priority=priority,
                     launch_plan=True,
                 )
+    if not any(kind.kernels == "cutedsl_kernels" for _, kind in kinds):
+        return
+    _, priority = _FORCED["FlashAttention-4"]
+    cutedsl_utils.register_op_override(
+        "aten",
+        "scaled_dot_product_attention",
+        "CUDA",
+        boolean.attention,
+        cond=overrides.boolean_condition(),
+        name="FlashAttention-4, boolean masks",
+        priority=priority,
+    )
 
 
 def _without(call: Call, *contestants: str) -> Call:

@@ -474,6 +474,8 @@ def _attention(major: int) -> Iterator[Launch]:
             (torch.bfloat16, 256, 2048, 128, False),
         ):
             yield from _list_launches(dtype, dim, of_queries, height, by_keys)
+        for of_queries, length in ((1, 2048), (2048, 2048), (777, 777)):
+            yield from _boolean_list_launches(of_queries, length)
 
 
 def _list_launches(
@@ -489,6 +491,14 @@ def _list_launches(
     logsumexp = make((2, 16, 2048), dtype=torch.float32) if by_keys else None
     _, width = listed_backward_tile(dim)
     return plan_lists(bias, q, k, 0.1, height, width, logsumexp).launches
+
+
+def _boolean_list_launches(of_queries: int, length: int) -> list[Launch]:
+    """The same of a boolean mask, for so many queries and keys."""
+    from opgraft_kernels.attention.triton_lists import plan_boolean_lists
+
+    mask = torch.empty((2, 1, of_queries, length), dtype=torch.bool, device="meta")
+    return plan_boolean_lists(mask.expand(2, 16, length, length), 192, 128, -65536.0).launches
 
 
 def _attention_launches(
@@ -576,8 +586,16 @@ def _attention_kinds() -> Iterator[Any]:
         (64, 1, BiasKind(torch.bfloat16, True, True), ForwardTile(192, 128, MULTIPROCESSORS)),
         (72, 1, BiasKind(torch.bfloat16, True, False), ForwardTile(128, 128, MULTIPROCESSORS)),
         (96, 4, BiasKind(torch.float32, False, True), ForwardTile(128, 128, 0)),
-        (128, 1, BiasKind(torch.bfloat16, False, False), ForwardTile(128, 128, 0)),
+        (128, 1, BiasKind(torch.bfloat16, False, False), ForwardTile(128, 128, MULTIPROCESSORS)),
         (256, 4, BiasKind(torch.bfloat16, False, True), ForwardTile(128, 64, 0)),
     ):
         yield Kind(True, torch.bfloat16, dim, dim, group, False, True, False, of_bias, bias)
         yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=bias)
+    # Boolean masks, without gradients.
+    for dim, group, is_by_key, of_mask in (
+        (64, 1, True, ForwardTile(192, 128, MULTIPROCESSORS)),
+        (128, 4, False, ForwardTile(128, 128, MULTIPROCESSORS)),
+        (256, 1, False, ForwardTile(128, 64, 0)),
+    ):
+        mask = BiasKind(torch.bool, is_by_key, True)
+        yield Kind(True, torch.bfloat16, dim, dim, group, False, False, False, of_mask, mask)

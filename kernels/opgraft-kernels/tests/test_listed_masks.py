@@ -61,7 +61,7 @@ def lists_of(
     """Batch, head and row of tiles, the tiles with a bias, and those where it is 0."""
     given = (bias.to(device), q.to(device), k.to(device))
     logsumexp = None if logsumexp is None else logsumexp.to(device)
-    lists, _, launches = plan_lists(*given, 1.0, *tile, logsumexp)
+    lists, _, launches, _ = plan_lists(*given, 1.0, *tile, logsumexp)
     for launch in launches:
         launch()
     for place in itertools.product(*map(range, lists.shape[:3])):
@@ -151,7 +151,7 @@ def test_a_backward_is_given_infinity_for_what_attends_to_nothing_and_what_is_no
     numbers = torch.tensor([3.0, -65504.0, -1e9, 1e9, -math.inf, math.inf, math.nan, -1e6])
     logsumexp = numbers.repeat(BATCH, HEADS, 300)[..., :300].mT.contiguous().mT
     given = (bias.to(device), q.to(device), k.to(device))
-    _, usable, launches = plan_lists(*given, 1.0, 128, 128, logsumexp.to(device))
+    _, usable, launches, _ = plan_lists(*given, 1.0, 128, 128, logsumexp.to(device))
     for launch in launches:
         launch()
     expected = torch.full((BATCH, HEADS, 384), math.inf)
@@ -163,11 +163,14 @@ def test_a_backward_is_given_infinity_for_what_attends_to_nothing_and_what_is_no
 # ------------------------------------------------------------------ tiles and conditions
 
 
-def test_programs_walk_over_tiles_where_all_see_the_same_keys() -> None:
+def test_programs_walk_where_each_has_several_units() -> None:
+    """Of two tiles where queries see different keys."""
     assert biased_forward_tile(64, True, 512, 512, 132) == ForwardTile(192, 128, 132)
     assert biased_forward_tile(64, True, 8, 512, 132) == ForwardTile(192, 128, 0)
     assert biased_forward_tile(128, True, 512, 512, 132) == ForwardTile(128, 128, 132)
-    assert biased_forward_tile(128, False, 512, 512, 132) == ForwardTile(128, 128, 0)
+    assert biased_forward_tile(128, False, 512, 512, 132) == ForwardTile(128, 128, 132)
+    assert biased_forward_tile(128, True, 66, 384, 132) == ForwardTile(128, 128, 132)
+    assert biased_forward_tile(128, False, 66, 384, 132) == ForwardTile(128, 128, 0)
     assert biased_forward_tile(256, True, 512, 512, 132) == ForwardTile(128, 64, 0)
 
 
@@ -181,8 +184,8 @@ def _holds(op: str, *changes: tuple[str, Any]) -> bool:
     named |= dict(changes)
     (found,) = (each for each in overrides._CUTEDSL_MASKED.ops if each.name == op)
     kind = overrides._CUTEDSL_MASKED
-    dims = when.size("query", -1), when.size("value", -1)
-    condition = overrides._cutedsl_masks(dims) & overrides._is_right(found, kind)
+    is_tested = (when.value("is_causal") == 0) & overrides._in_tested_range(found)
+    condition = overrides._cutedsl_masks(found) & is_tested & overrides._is_right(found, kind)
     return bool(condition.holds(named))
 
 

@@ -51,6 +51,8 @@ for each in OPS.values():
     calls[each.backward.__name__] = each.backward_arguments(t, True, results)
 
 for override in opgraft.overrides(dsl="cutedsl", dispatch_key="CUDA"):
+    if "boolean" in override.name:
+        continue
     call = override.operator.bind(calls[override.op.partition("::")[2].partition(".")[0]], {})
     keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     asked = request.request(override, call, keyset)
@@ -81,6 +83,22 @@ for kind in ((0, 0.0, False), (1, 0.0, False), (1, 0.1, True), (2, 0.0, True)):
         name = f"{override.name} {kind}"
         print(json.dumps([name, asked | {"plan": {"of": name}}]))
         override.remove()
+"""
+#: Prints what a worker is asked for calls of the op of attention with a boolean mask: of keys, and
+#: of queries and keys, of lengths that fill tiles and that fill none.
+BOOLEAN_REQUESTS = """
+import json, torch, opgraft
+from opgraft.ready import request
+
+(override,) = opgraft.overrides(name="opgraft_kernels.attention.boolean_mask")
+for queries, keys, of_queries in ((512, 512, 1), (512, 512, 512), (300, 333, 300)):
+    q, k = (torch.empty(2, n, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for n in (queries, keys))
+    mask = torch.ones(2, 1, of_queries, keys, dtype=torch.bool)
+    call = override.operator.bind((q, k, k, mask, 0.125, -65536.0), {})
+    keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    asked = request.request(override, call, keyset)
+    name = f"{queries} {of_queries}"
+    print(json.dumps([name, asked | {"plan": {"of": name}}]))
 """
 #: Prints what a worker is asked for one small call of each override in Triton, but for
 #: cross-entropy's. What a crossover is measured with is a call of it.
@@ -191,6 +209,15 @@ def test_a_worker_records_the_plans_of_cross_entropy(
 ) -> None:
     asked = dict(json.loads(line) for line in output(CROSS_ENTROPY_REQUESTS, OPGRAFT_PACKS="none"))
     assert len(asked) == 8
+    _expect_plans(asked, environment)
+
+
+def test_a_worker_records_the_plans_of_boolean_masks(
+    environment: dict[str, str], output: Run
+) -> None:
+    lines = output(BOOLEAN_REQUESTS, OPGRAFT_PACKS="opgraft-kernels")
+    asked = dict(json.loads(line) for line in lines)
+    assert len(asked) == 3
     _expect_plans(asked, environment)
 
 

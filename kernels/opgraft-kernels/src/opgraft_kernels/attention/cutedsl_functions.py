@@ -106,13 +106,14 @@ class _BiasedForward(_Forward):
         logsumexp: cute.Tensor | None,
         bias: cute.Tensor,
         lists: cute.Tensor,
+        lowest: Float32,
         scale: Float32,
         stream: cuda.CUstream,
     ):
         q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
         self.kernel(
             q, k, v, out, logsumexp, scale, blocksparse_tensors=_tiles_listed(lists),
-            aux_data=AuxData([bias], (scale,)), stream=stream,
+            aux_data=AuxData([bias], (scale, lowest)), stream=stream,
         )  # fmt: skip
 
 
@@ -227,7 +228,9 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         kernel_class = walking_forward(kind.tile.programs)
     if kind.bias is not None:
         assert kind.tile is not None
-        kernel_class = functools.partial(biased_forward(kind.tile.programs), bias=kind.bias)
+        kernel_class = functools.partial(
+            biased_forward(kind.tile.programs, kind.bias.is_by_key), bias=kind.bias
+        )
     return kernel_class(
         dtype,
         kind.head_dim,
@@ -258,16 +261,20 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
         return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
     if kind.bias is not None:
         return _compile(
-            _BiasedForward(kernel), *tensors, logsumexp, *_fake_bias(kind), Float32(1.0)
+            _BiasedForward(kernel), *tensors, logsumexp, *_fake_bias(kind), *[Float32(1.0)] * 2
         )
     return _compile(_Forward(kernel), *tensors, logsumexp, Float32(1.0))
 
 
 def _fake_bias(kind: Kind) -> tuple[Any, Any]:
-    """A bias of any strides but the last one, and the lists of its tiles."""
+    """A bias of any strides but the last one, or a boolean mask's bits, and the lists of its
+    tiles."""
     assert kind.bias is not None
+    lists = fake_tensor(cutlass.Int32, 5, 1)
+    if kind.bias.dtype is torch.bool:
+        return fake_tensor(cutlass.Int32, 4, 4), lists
     dtype = Float32 if kind.bias.dtype is torch.float32 else CUTLASS_DTYPES[kind.bias.dtype]
-    return fake_tensor(dtype, 4, 2 if kind.bias.in_pairs else 1), fake_tensor(cutlass.Int32, 5, 1)
+    return fake_tensor(dtype, 4, 2 if kind.bias.in_pairs else 1), lists
 
 
 def _backward_kernel(

@@ -14,7 +14,7 @@ sees every key.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,9 @@ from opgraft_kernels.attention.cutedsl_tiles import (
 )
 from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.integers import round_up
+
+if TYPE_CHECKING:
+    from opgraft_kernels.attention.triton_lists import Lists
 
 __all__ = [
     "BackwardTile",
@@ -93,6 +96,7 @@ def forward(
     scale: float,
     causal: bool,
     bias: torch.Tensor | None = None,
+    lowest: float | None = None,
 ) -> None:
     """Writes ``softmax(scale * q @ k.T + bias) @ v`` to `out`, and the scores' logsumexp.
 
@@ -109,7 +113,10 @@ def forward(
         bias: ``[batch, heads, length_q, length_k]``, of the inputs' dtype or float32, its last
             dimension contiguous, the same for all heads, the others of any strides, 0 where it is
             broadcast; None for 0. A query whose scores are all -inf gets an output of 0, and a
-            logsumexp of inf.
+            logsumexp of inf. Or a boolean mask, laid out likewise, of the keys that each query
+            attends to.
+        lowest: of a boolean mask, what is added to the scores where it is False. It counts for
+            queries that attend to no key: others get nothing of a tile that is False throughout.
     """
     batch, heads, queries, head_dim = q.shape
     _, heads_k, keys, head_dim_v = v.shape
@@ -130,8 +137,14 @@ def forward(
         return
     tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
     kind = kind._replace(tile=tile, bias=_bias_kind(bias))
-    lists, _ = _lists(bias, q, k, scale, tile.queries, tile.keys)
-    _functions(kind, q.device)(q, k, v, out, logsumexp, bias, lists, scale)
+    if lowest is None:
+        lists = _lists(bias, q, k, scale, tile.queries, tile.keys)
+        given: tuple[Any, ...] = bias, lists.tiles, 0.0
+    else:
+        lists = _boolean_lists(bias, tile.queries, tile.keys, lowest)
+        # To scores that are not scaled yet.
+        given = lists.bits, lists.tiles, lowest / scale
+    _functions(kind, q.device)(q, k, v, out, logsumexp, *given, scale)
 
 
 def _bias_kind(bias: torch.Tensor) -> BiasKind:
@@ -139,7 +152,7 @@ def _bias_kind(bias: torch.Tensor) -> BiasKind:
     return BiasKind(
         bias.dtype,
         is_by_key=bias.stride(2) == 0,
-        in_pairs=all(n % 2 == 0 for n in beginnings),
+        in_pairs=bias.dtype is torch.bool or all(n % 2 == 0 for n in beginnings),
     )
 
 
@@ -151,16 +164,25 @@ def _lists(
     queries: int,
     keys: int,
     logsumexp: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The lists of tiles of a bias, as `triton_lists` has them, on the stream, and of a backward
-    the logsumexp that its kernels are given."""
+) -> Lists:
+    """The lists of tiles of a bias, written on the stream; see `triton_lists`."""
     # Triton's, which no other kernel here needs.
     from opgraft_kernels.attention.triton_lists import plan_lists
 
     lists = plan_lists(bias, q, k, scale, queries, keys, logsumexp)
     for launch in lists.launches:
         launch()
-    return lists.tiles, lists.logsumexp
+    return lists
+
+
+def _boolean_lists(mask: torch.Tensor, queries: int, keys: int, lowest: float) -> Lists:
+    """The same of a boolean mask, and its bits."""
+    from opgraft_kernels.attention.triton_lists import plan_boolean_lists
+
+    lists = plan_boolean_lists(mask, queries, keys, lowest)
+    for launch in lists.launches:
+        launch()
+    return lists
 
 
 def forward_varlen(
@@ -214,7 +236,8 @@ def backward(
     lists = usable = None
     if bias is not None:
         kind = kind._replace(bias=_bias_kind(bias))
-        lists, usable = _lists(bias, q, k, scale, *listed_backward_tile(head_dim), logsumexp)
+        found = _lists(bias, q, k, scale, *listed_backward_tile(head_dim), logsumexp)
+        lists, usable = found.tiles, found.logsumexp
     tile = _tile(kind, q.device)
     rows = round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32

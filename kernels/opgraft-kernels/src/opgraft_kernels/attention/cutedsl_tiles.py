@@ -152,9 +152,10 @@ def biased_forward_tile(
     if head_dim > _MOST_DIMS:
         return ForwardTile(_LOW, _LISTED_FEWER_KEYS, 0)
     height = _HIGH if head_dim <= _WIDE_DIMS else _LOW
-    tiles = ceil_div(queries, height) * heads
-    walks = is_by_key and tiles > multiprocessors
-    return ForwardTile(height, _KEYS, multiprocessors if walks else 0)
+    tiles = ceil_div(queries, height)
+    # Two tiles of a head are a unit where they may see other keys.
+    units = tiles * heads if is_by_key else ceil_div(tiles, 2) * heads
+    return ForwardTile(height, _KEYS, multiprocessors if units > multiprocessors else 0)
 
 
 def listed_backward_tile(head_dim: int) -> tuple[int, int]:

@@ -38,6 +38,8 @@ class Walk:
 
     #: How many programs there are.
     programs: int
+    #: Whether tiles may differ in their keys as causal ones do, though the library is not told.
+    is_like_causal: bool
 
     @dataclass
     class Params(ParamsBase):
@@ -55,13 +57,14 @@ class Walk:
 
     @classmethod
     def to_underlying_arguments(cls, asked: Any, **_: Any) -> Params:
-        units = (asked.num_block + 1) // 2 if asked.lpt else asked.num_block
+        is_paired = asked.lpt or cls.is_like_causal
+        units = (asked.num_block + 1) // 2 if is_paired else asked.num_block
         return cls.Params(
             asked.num_block,
             FastDivmodDivisorV2(units),
             FastDivmodDivisorV2(asked.num_head),
             units * asked.num_head * asked.num_batch,
-            asked.lpt,
+            is_paired,
         )
 
     @classmethod
@@ -194,7 +197,7 @@ def _check_barrier() -> None:
 
 
 @functools.cache
-def walking_forward(programs: int) -> type[WalkingForward]:
+def walking_forward(programs: int, is_like_causal: bool = False) -> type[WalkingForward]:
     """The kernel's class for so many programs.
 
     The library's method names the class that says which tiles a program has. Here it is the same
@@ -205,7 +208,7 @@ def walking_forward(programs: int) -> type[WalkingForward]:
         RuntimeError: this version of the library cannot walk.
     """
     _check_barrier()
-    walk = type("Walk", (Walk,), {"programs": programs})
+    walk = type("Walk", (Walk,), {"programs": programs, "is_like_causal": is_like_causal})
     names = {"SingleTileScheduler": walk, "SingleTileLPTScheduler": walk}
     call = renamed(FlashAttentionForwardSm90.__call__, names)
     return type("WalkingForward", (WalkingForward,), {"__call__": call})

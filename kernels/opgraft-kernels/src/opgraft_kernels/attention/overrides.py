@@ -3,7 +3,9 @@
 ``F.scaled_dot_product_attention`` reaches ``aten::_scaled_dot_product_cudnn_attention`` on Hopper
 (torch's own choice there), ``_scaled_dot_product_flash_attention`` or
 ``_scaled_dot_product_efficient_attention`` where cuDNN is not usable or `sdpa_kernel` says so.
-Variable-length attention and nested tensors call ``_flash_attention_forward``.
+Variable-length attention and nested tensors call ``_flash_attention_forward``. All of these get
+additive masks: where the mask is a boolean one, ``aten::scaled_dot_product_attention`` is
+overridden, which calls them natively.
 
 Nothing here imports a DSL: the impls do, when the first call that a condition wants reaches them.
 """
@@ -23,9 +25,9 @@ import torch
 from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
 from opgraft_kernels.crossovers import TABLES
 
-from . import aten
+from . import aten, boolean, boolean_op
 
-__all__ = ["available_kinds", "register"]
+__all__ = ["available_kinds", "boolean_condition", "register", "register_boolean"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class _Op(NamedTuple):
     # bottom right.
     is_top_left: bool = True
     grad_out: str = "grad_out"
+    # The mask, where heads share it and kernels read it as it is.
+    mask: str = "attn_bias"
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -84,6 +88,10 @@ _RAW_FLASH_BACKWARD = _Op(
 )
 _CPU = _Op("_scaled_dot_product_flash_attention_for_cpu", aten.cpu_forward)
 _CPU_BACKWARD = _Op("_scaled_dot_product_flash_attention_for_cpu_backward", aten.cpu_backward, True)
+
+# What `F.scaled_dot_product_attention` is, and the op that it is made of under a boolean mask.
+_SDPA = _Op("scaled_dot_product_attention", boolean.attention, mask="attn_mask")
+_BOOLEAN = _Op(boolean_op.NAME, boolean_op.attention_by, mask="mask")
 
 # cuDNN is what `F.scaled_dot_product_attention` calls on Hopper.
 _CUDA_OPS = (
@@ -191,6 +199,15 @@ def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
 
 def _valid_bias(op: _Op, mask: str) -> Any:
     """An additive mask that can be seen as ``[batch, heads, length, key length]``."""
+    return (
+        (when.same_dtype("query", mask) | when.dtype(mask, torch.float32))
+        & when.same_device("query", mask)
+        & _fits_scores(op, mask)
+    )
+
+
+def _fits_scores(op: _Op, mask: str) -> Any:
+    """Whether a mask can be seen as ``[batch, heads, length, key length]``."""
     # The efficient op's backward returns a gradient of its size.
     is_exact = op in _EFFICIENTS
 
@@ -200,12 +217,8 @@ def _valid_bias(op: _Op, mask: str) -> Any:
 
     scores = fits(-1, when.size("key", op.length)) & fits(-2, when.size("query", op.length))
     heads = fits(0, when.size("query", 0)) & fits(1, when.size("query", op.heads))
-    return (
-        (when.same_dtype("query", mask) | when.dtype(mask, torch.float32))
-        & when.same_device("query", mask)
-        & scores
-        & _any([(when.ndim(mask) == 4) & heads, *([] if is_exact else [when.ndim(mask) == 2])])
-    )
+    dims = [(when.ndim(mask) == 4) & heads, *([] if is_exact else [when.ndim(mask) == 2])]
+    return scores & _any(dims)
 
 
 def _valid_causal(op: _Op) -> Any:
@@ -274,8 +287,14 @@ class _Kind(NamedTuple):
 
 # The largest head dimension of Triton's kernels, in 16 bits.
 MAX_DIM = 256
-# Of a DSL's forwards and backwards: raised when they become faster or slower.
-VERSIONS = {"cutedsl_kernels": (3, 2), "triton_kernels": (2, 2)}
+# Of a kind's forwards and backwards: raised when they become faster or slower.
+VERSIONS = {
+    "cutedsl": (3, 2),
+    "cutedsl_masked": (4, 2),
+    "cutedsl_boolean": (1,),
+    "triton": (2, 2),
+    "masked": (2, 2),
+}
 _WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 # What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have. It goes before
 # Triton.
@@ -293,6 +312,10 @@ _CUTEDSL_MASKED = _Kind(
     dims=(64, 80, 96, 128, 256),
     ops=(_CUDNN, _CUDNN_BACKWARD),
     priority=1,
+)
+# Boolean masks, of the same kernels.
+_CUTEDSL_BOOLEAN = _Kind(
+    *("cutedsl_boolean", "cutedsl_kernels", True, _CUTEDSL_MASKED.dims, (_SDPA,)),
 )
 _EFFICIENTS = (_EFFICIENT, _EFFICIENT_BACKWARD)
 # `_scaled_dot_product_flash_attention` calls this op: native is one kernel, and so are ours. What
@@ -318,8 +341,9 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         more["itemsize"] = when.itemsize("query")
     if kind.is_masked:
         # Whether queries, and heads, share the mask: 1 or 0. How much of it there is to read.
-        more["for_all_queries"] = _is_broadcast("attn_bias", -2)
-        more["for_all_heads"] = _is_broadcast("attn_bias", -3)
+        more["for_all_queries"] = _is_broadcast(op.mask, -2)
+        if kind is not _CUTEDSL_BOOLEAN:
+            more["for_all_heads"] = _is_broadcast(op.mask, -3)
     else:
         more["is_causal"] = when.value("is_causal")
     if kind is _CUTEDSL:
@@ -332,7 +356,7 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
     terms: dict[str, Any] = {
         "exact": ["dim", *more],
         "open_ended": ["rows", "keys"],
-        "version": VERSIONS[kind.kernels][op.is_backward],
+        "version": VERSIONS[kind.name][op.is_backward],
         "tables": TABLES,
     }
     if op in _MEASURED_AS:
@@ -363,8 +387,7 @@ def _is_right(op: _Op, kind: _Kind) -> Any:
     """The calls that `kind`'s kernels are right for, without what declines for its speed."""
     dense = _dense(op, with_bias=kind.is_masked)
     if kind.kernels == "cutedsl_kernels":
-        # Batches and heads are dimensions of a launch's grid, of which CUDA has so many.
-        dense = dense & (when.size("query", 0) < 2**16) & (when.size("query", op.heads) < 2**16)
+        dense = dense & _fits_grid(op)
     if op not in _MEASURED_AS:
         return dense
     dense = when.is_none("cum_seq_q") & when.is_none("cum_seq_k") & dense
@@ -374,11 +397,17 @@ def _is_right(op: _Op, kind: _Kind) -> Any:
     return dense | (_varlen(op) & (when.size("query", -1) % 32 == 0))
 
 
+def _fits_grid(op: _Op) -> Any:
+    """Batches and heads are dimensions of a launch's grid, of which CUDA has so many."""
+    return (when.size("query", 0) < 2**16) & (when.size("query", op.heads) < 2**16)
+
+
 def _condition(op: _Op, kind: _Kind) -> Any:
     """The calls that `kind`'s kernels are right for, and that tables may say something of."""
     dims = (when.size("query", -1), when.size("value", -1))
     if kind is _CUTEDSL_MASKED:
-        computes = _hopper() & _cutedsl_masks(dims)
+        is_tested = (when.value("is_causal") == 0) & _in_tested_range(op)
+        computes = _hopper() & _cutedsl_masks(op) & is_tested
     elif kind.kernels == "cutedsl_kernels":
         computes = _hopper() & _cutedsl_dims()
     else:
@@ -432,20 +461,59 @@ _MOST_LISTED_KEYS = 2**17
 _LEAST_SCALE = 1e-6
 
 
-def _cutedsl_masks(dims: tuple[Any, Any]) -> Any:
-    """Masks, and head dimensions, that FlashAttention-4's kernels are compiled and tested for."""
+def _cutedsl_masks(op: _Op) -> Any:
+    """Masks, and head dimensions, that FlashAttention-4's kernels are compiled and tested for.
+
+    Their lists of tiles are of one mask, which is not causal besides.
+    """
+    dim, dim_v = when.size("query", -1), when.size("value", -1)
     return (
-        (dims[0] == dims[1])
-        & (dims[0] % 8 == 0)
-        & ((dims[0] <= 128) | (dims[0] == 256))
-        # Their lists of tiles are of one mask, which is not causal besides.
-        & (when.value("is_causal") == 0)
-        & (when.ndim("attn_bias") == 4)
-        & (_is_broadcast("attn_bias", -3) == 1)
-        & (when.stride("attn_bias", -1) == 1)
-        & (when.size("attn_bias", -1) == when.size("key", -2))
+        (dim == dim_v)
+        & (dim % 8 == 0)
+        & ((dim <= 128) | (dim == 256))
+        & (when.ndim(op.mask) == 4)
+        & (_is_broadcast(op.mask, -3) == 1)
+        & (when.stride(op.mask, -1) == 1)
+        & (when.size(op.mask, -1) == when.size("key", -2))
         & (when.size("key", -2) <= _MOST_LISTED_KEYS)
-        & (when.is_none("scale") | (when.value("scale") > _LEAST_SCALE))
+    )
+
+
+def _in_tested_range(op: _Op) -> Any:
+    """Whether the kernels were tested with such a scale."""
+    tested = (when.value("scale") > _LEAST_SCALE) & (when.value("scale") < _MOST_SCALE)
+    # The op of this package has no default.
+    return tested if op is _BOOLEAN else when.is_none("scale") | tested
+
+
+def _is_right_of_boolean(op: _Op) -> Any:
+    """The calls with a boolean mask that the kernels are right for: of the op that a model calls,
+    and of the one that it is made of."""
+    return (
+        # First: most calls have no such mask.
+        when.dtype(op.mask, torch.bool)
+        & _hopper()
+        & _cutedsl_masks(op)
+        & when.same_dtype(*op.tensors)
+        & when.same_device(*op.tensors, op.mask)
+        & _fits_scores(op, op.mask)
+        & _in_tested_range(op)
+        & _valid_sizes(op, 4)
+        & _fits_grid(op)
+    )
+
+
+def boolean_condition() -> Any:
+    """The calls of the op that a model calls that kernels are right for, and that tables may say
+    something of."""
+    # Native raises where heads differ and it was not told that they may.
+    is_grouped = when.size("query", 1) != when.size("key", 1)
+    return (
+        _is_right_of_boolean(_SDPA)
+        & (when.value("dropout_p") == 0.0)
+        & (when.value("is_causal") == 0)
+        & ((when.value("enable_gqa") == 1) | ~is_grouped)
+        & _has_enough_queries(_SDPA)
     )
 
 
@@ -486,7 +554,10 @@ def register(dispatch_key: str) -> list[Override]:
     """
     if dispatch_key == "CPU":
         return [_register_on_cpu(op) for op in _CPU_OPS]
-    return [_register(op, kind) for kind in available_kinds() for op in kind.ops]
+    found = [_register(op, kind) for kind in available_kinds() for op in kind.ops]
+    if _has_flash_attn_4():
+        found += register_boolean()
+    return found
 
 
 def available_kinds() -> list[_Kind]:
@@ -517,6 +588,40 @@ def _register(op: _Op, kind: _Kind) -> Override:
         # about, nothing is replayed.
         launch_plan=True,
     )
+
+
+def register_boolean(*, by_table: bool = True) -> list[Override]:
+    """Register what takes boolean masks: the op that a model calls, and the one that it is made of.
+
+    The former has no derivative: calls that are differentiated are the ops' that it calls natively.
+
+    Args:
+        by_table: whether measured tables say which calls are taken; else all that the kernels are
+            right for.
+    """
+    whole = cutedsl_utils.register_op_override(
+        "aten",
+        _SDPA.name,
+        "CUDA",
+        _SDPA.impl,
+        cond=boolean_condition(),
+        name=_name(_SDPA, _CUTEDSL_BOOLEAN),
+        # A compiled graph has the ops that it calls natively, which other overrides take.
+        compile="inductor",
+        samples=lazy("opgraft_kernels.attention.samples:boolean_samples"),
+        crossover=_crossover(_SDPA, _CUTEDSL_BOOLEAN) if by_table else None,
+    )
+    part = cutedsl_utils.register_op_override(
+        boolean_op.NAMESPACE,
+        boolean_op.NAME,
+        "CUDA",
+        _impl(_BOOLEAN, "cutedsl_kernels"),
+        cond=_is_right_of_boolean(_BOOLEAN),
+        name="opgraft_kernels.attention.boolean_mask",
+        samples=lazy("opgraft_kernels.attention.samples:samples_of_boolean_op"),
+        launch_plan=True,
+    )
+    return [whole, part]
 
 
 def _register_on_cpu(op: _Op) -> Override:

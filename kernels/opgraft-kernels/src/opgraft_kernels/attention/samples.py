@@ -7,6 +7,7 @@ others; and because those of PyTorch's own tests are too small to be taken.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,13 @@ from opgraft_kernels.samples import MEASURED
 from . import aten
 from .overrides import FEWEST_DIMS_32BIT, MANY_QUERIES, TILE
 
-__all__ = ["calls", "samples"]
+__all__ = [
+    "boolean_mask",
+    "boolean_samples",
+    "calls",
+    "samples",
+    "samples_of_boolean_op",
+]
 
 
 class _Case(NamedTuple):
@@ -128,6 +135,76 @@ def _bias(case: _Case, device: torch.device) -> torch.Tensor:
     return padded[..., :keys].expand(case.batch, case.heads, case.queries, case.keys)
 
 
+# --------------------------------------------------------------------------------------------------
+# Boolean masks
+# --------------------------------------------------------------------------------------------------
+
+_BOOLEAN_CASES = (
+    _Case(batch=2, queries=512, keys=512, dim=64, dim_v=64, is_projected=True),
+    _Case(_FLOAT16, heads=4, key_heads=4, batch=2, queries=300, keys=333),
+    _Case(heads=8, key_heads=2, queries=640, keys=640),  # grouped queries
+    _Case(heads=4, key_heads=4, queries=200, keys=512, dim=72, dim_v=72, scale=0.25),
+    _Case(heads=4, key_heads=4, queries=256, keys=256, dim=256, dim_v=256),
+    _Case(heads=4, key_heads=4, queries=256, keys=256, scale=-0.25),
+    _Case(heads=4, key_heads=4, queries=256, keys=256, dropout_p=0.1),
+    _Case(torch.float32, heads=2, key_heads=2, queries=64, keys=64, dim=32, dim_v=32),
+)
+#: Of keys: a prefix; what a causal language model sees of a batch that is padded at its beginning,
+#: where the first queries see nothing; nothing; everything; any.
+_BOOLEAN_MASKS = ("padding", "causal", "nothing", "everything", "random")
+
+
+def boolean_mask(
+    name: str, batch: int, queries: int, keys: int, device: torch.device
+) -> torch.Tensor:
+    """A boolean mask that heads share, ``[batch, 1, queries or 1, keys]``."""
+    key = torch.arange(keys, device=device)
+    query = torch.arange(queries, device=device)[:, None]
+    share = (torch.arange(batch, device=device) + 1)[:, None, None, None] / (batch + 1)
+    if name == "padding":
+        return key < share * keys
+    if name == "causal":
+        return (key <= query + keys - queries) & (key >= (1 - share) * keys / 2)
+    if name == "random":
+        return torch.rand(batch, 1, queries, keys, device=device) < 0.5
+    whole = torch.full((batch, 1, 1, keys), name == "everything", device=device)
+    return whole.expand(batch, 1, queries, keys)
+
+
+def boolean_samples(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of ``aten::scaled_dot_product_attention``, as arguments by name.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    for case, name in itertools.product(_BOOLEAN_CASES, _BOOLEAN_MASKS):
+        yield {
+            **_tensors(case, device, heads_first=True),
+            "attn_mask": boolean_mask(name, case.batch, case.queries, case.keys, device),
+            "dropout_p": case.dropout_p,
+            "is_causal": False,
+            "scale": case.scale,
+            "enable_gqa": case.heads != case.key_heads,
+        }
+
+
+def samples_of_boolean_op(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op that it is made of, as arguments by name.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    for lowest, sample in itertools.product((-math.inf, -65504.0), boolean_samples(device)):
+        if sample["dropout_p"] == 0.0:
+            scale = aten.scale_of(sample["query"], sample["scale"])
+            given = {name: sample[name] for name in ("query", "key", "value")}
+            yield {**given, "mask": sample["attn_mask"], "scale": scale, "lowest": lowest}
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls to measure
+# --------------------------------------------------------------------------------------------------
+
 # Heads of queries that share one of keys, and the dimensions that models with such heads have.
 _GROUP = 4
 _GROUPED_DIMS = (64, 128, 256)
@@ -146,7 +223,7 @@ def calls(
     dim: int,
     itemsize: int = 2,
     for_all_queries: int | None = None,
-    for_all_heads: int | None = None,
+    for_all_heads: int = 1,
     is_causal: bool = False,
     is_grouped: bool = False,
     holds_keys: int = 0,
@@ -166,7 +243,7 @@ def calls(
         dim: of a head; 192 stands for values of 128, as DeepSeek has them.
         itemsize: bytes of an element.
         for_all_queries: whether they share the mask, 1 or 0; None: there is no mask.
-        for_all_heads: likewise.
+        for_all_heads: whether they do.
         is_causal: whether it is causal; then there are as many queries as keys.
         is_grouped: whether four heads of queries share one of keys, as in Llama.
         holds_keys: whether there are many queries of up to a tile of keys, 1 or 0.
@@ -229,7 +306,9 @@ def _measured_call(op: str, case: _Case, device: torch.device) -> dict[str, Any]
     named = {**_tensors(case, device, heads_first=True), **_options(case, device)}
     if case.bias is not None and case.bias[1] == 1:
         mask = named["attn_bias"]
-        _mask_padding(mask.as_strided(case.bias, mask.stride()), op)
+        mask = mask.as_strided(case.bias, mask.stride())
+        _mask_padding(mask, op)
+        named |= {"attn_mask": mask == 0, "enable_gqa": False}
     named["compute_log_sumexp"] = case.dtype.itemsize == 2 or case.dim >= FEWEST_DIMS_32BIT
     if op.endswith("_backward"):
         named |= _of_backward(op, named)

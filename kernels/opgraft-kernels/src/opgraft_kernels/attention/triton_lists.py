@@ -6,10 +6,15 @@ number, and then in order the tiles. Those that are left out are in neither: whe
 low, which torch makes of a boolean mask, and exp of it would be 0 in float32. Rows' norms tell, as
 for Triton's own kernels (`triton_tiles`), but all of them here before: what a program of
 FlashAttention-4 loads is known before it computes.
+
+Of a boolean mask itself no norms are asked for: what is False is left out, whatever the scores are,
+but of queries that have nothing else. It is written out as bits, of which a thread of
+FlashAttention-4's loads all that it needs of a query at once.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -27,6 +32,7 @@ from .triton_tiles import (
     LOW_TILE,
     NOTHING_BELOW,
     NOTHING_TILE,
+    OTHER_TILE,
     ZERO_TILE,
     least_of,
     load_rows,
@@ -34,7 +40,75 @@ from .triton_tiles import (
     rows_of,
 )
 
-__all__ = ["Lists", "plan_lists"]
+__all__ = ["Lists", "plan_boolean_lists", "plan_lists"]
+
+
+# What multiplies four bytes, each 0 or 1, so that bits 24 to 27 of the product are those four.
+_GATHER = tl.constexpr((1 << 24) | (1 << 17) | (1 << 10) | (1 << 3))
+_LOWEST_BITS = tl.constexpr(0x01010101)
+
+
+@triton.jit
+def _mark_boolean_kernel(
+    mask_ptr,
+    words_ptr,
+    state_ptr,
+    best_ptr,
+    stride_b,
+    stride_r,
+    length_r,
+    length_c,
+    row_tiles,
+    words,
+    lowest,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """A program reads one tile of a boolean mask, and writes what `mark_tiles_kernel` says of a
+    bias that is 0 where it is True and `lowest` elsewhere; and its bits, 32 keys a word.
+
+    WIDE: so many elements are read at a time, 4 or 1; the strides are in these. The bits of keys
+    that are not there are those of none. A row that is not there is True.
+    """
+    UNITS: tl.constexpr = COLS // WIDE
+    tiles = tl.cdiv(length_c, COLS)
+    row_of_tiles = tl.program_id(0) // tiles
+    batch = (row_of_tiles // row_tiles).to(tl.int64)
+    row = row_of_tiles % row_tiles * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0) % tiles
+    unit = tile * UNITS + tl.arange(0, UNITS)
+    there = (row < length_r)[:, None] & (unit * WIDE < length_c)[None, :]
+    ptrs = batch * stride_b + (row.to(tl.int64) * stride_r)[:, None] + unit[None, :]
+    if WIDE == 4:
+        four = tl.load(mask_ptr.to(tl.pointer_type(tl.int32)) + ptrs, mask=there, other=0)
+        # A byte of a boolean may be another number than 1.
+        four = four | (four >> 4)
+        four = four | (four >> 2)
+        four = (four | (four >> 1)) & _LOWEST_BITS
+        bits = ((four * _GATHER) >> 24) & 0xF
+    else:
+        bits = (tl.load(mask_ptr + ptrs, mask=there, other=0) != 0).to(tl.int32)
+    bits = bits << (tl.arange(0, UNITS) * WIDE % 32)[None, :]
+    word = tl.sum(tl.reshape(bits, [ROWS, COLS // 32, 32 // WIDE]), axis=2)
+    place = tile * (COLS // 32) + tl.arange(0, COLS // 32)
+    begin = words_ptr + batch * length_r * words
+    tl.store(
+        begin + (row.to(tl.int64) * words)[:, None] + place[None, :],
+        word,
+        mask=(row < length_r)[:, None] & (place < words)[None, :],
+    )
+    # Of each row, whether anything is True, and whether all is.
+    some = tl.max((word != 0).to(tl.int32), axis=1)
+    whole = tl.min((word == -1).to(tl.int32), axis=1)
+    is_row = row < length_r
+    is_zero = tl.min(tl.where(is_row, whole, 1), axis=0) == 1
+    is_low = tl.max(tl.where(is_row, some, 0), axis=0) == 0
+    low = tl.where(lowest == -INF, NOTHING_TILE, LOW_TILE)
+    state = tl.where(is_zero, ZERO_TILE, tl.where(is_low, low, OTHER_TILE))
+    tl.store(state_ptr + tl.program_id(0), state)
+    best = tl.where(is_row, tl.where(some == 1, 0.0, lowest), INF)
+    tl.store(best_ptr + tl.program_id(0), tl.min(best, axis=0))
 
 
 @triton.jit
@@ -143,7 +217,8 @@ def _list_kernel(
     A tile is what ``[QUERIES, KEYS]`` marks say together.
 
     Args:
-        x: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other.
+        x: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other. Both
+            are None of a boolean mask.
         least_ptr: the least logsumexp of each mark of queries.
     """
     BY_KEYS: tl.constexpr = least_ptr is not None
@@ -170,19 +245,20 @@ def _list_kernel(
     is_low = (state == LOW_TILE) & (tile < tiles)
     counts = is_low
     if tl.max(is_low.to(tl.int32), axis=0) > 0:
-        x_rows = rows_of(x, batch, head // group_x, UNIT, FAR)
-        own = tl.zeros([], tl.float32)
-        for mark in tl.static_range(OWN):
-            first = (row * OWN + mark) * MARKED
-            of_mark = _largest_norm(x_rows, first, length, DIM, MARKED, BLOCK_DIM)
-            own = tl.maximum(own, of_mark)
         of_other = (batch * (heads // group_other) + head // group_other) * other_marks
-        of_tile = tl.zeros([BLOCK], tl.float32)
-        for mark in tl.static_range(OTHER):
-            place = tile * OTHER + mark
-            there = place < other_marks
-            norm = tl.load(norms_ptr + of_other + place, mask=there, other=0.0)
-            of_tile = tl.maximum(of_tile, norm)
+        if norms_ptr is not None:
+            x_rows = rows_of(x, batch, head // group_x, UNIT, FAR)
+            own = tl.zeros([], tl.float32)
+            for mark in tl.static_range(OWN):
+                first = (row * OWN + mark) * MARKED
+                of_mark = _largest_norm(x_rows, first, length, DIM, MARKED, BLOCK_DIM)
+                own = tl.maximum(own, of_mark)
+            of_tile = tl.zeros([BLOCK], tl.float32)
+            for mark in tl.static_range(OTHER):
+                place = tile * OTHER + mark
+                there = place < other_marks
+                norm = tl.load(norms_ptr + of_other + place, mask=there, other=0.0)
+                of_tile = tl.maximum(of_tile, norm)
         if BY_KEYS:
             least = tl.full([BLOCK], INF, tl.float32)
             for mark in tl.static_range(OTHER):
@@ -206,8 +282,13 @@ def _list_kernel(
                     best = tl.maximum(best, tl.load(best_ptrs, mask=is_mark, other=-INF))
                 best_of_mark = tl.max(best, axis=0)
                 least = tl.minimum(least, tl.where(query < query_marks, best_of_mark, INF))
-            largest = own * (of_tile + tl.max(of_tile, axis=0)) * scale
-        counts = is_low & ~(largest + LOW - least < NOTHING_BELOW)
+            if norms_ptr is not None:
+                largest = own * (of_tile + tl.max(of_tile, axis=0)) * scale
+        if norms_ptr is None:
+            # Some query may have nothing but what is False.
+            counts = is_low & ((least > LOW) == 0)
+        else:
+            counts = is_low & ~(largest + LOW - least < NOTHING_BELOW)
     is_zero = (state == ZERO_TILE) & (tile < tiles)
     is_biased = (state != NOTHING_TILE) & (state != ZERO_TILE) & (tile < tiles)
     is_biased = is_biased & (counts | ~is_low)
@@ -233,6 +314,8 @@ class Lists(NamedTuple):
     #: For a backward, natural, ``[batch, heads, length_q rounded up to whole tiles]``, float32.
     logsumexp: torch.Tensor | None
     launches: list[Launch]
+    #: A boolean mask's bits, int32, ``[batch, heads, length_q, words]``, of whole tiles of keys.
+    bits: torch.Tensor | None = None
 
 
 def plan_lists(
@@ -259,13 +342,7 @@ def plan_lists(
     batch, heads, length_q, length_k = bias.shape
     by_keys = logsumexp is not None
     marks, best, mark = mark_tiles(bias, _MARKED, _MARKED)
-    query_marks, key_marks = marks.shape[1:]
-    strides = list(marks.stride())
-    if marks.shape[0] == 1:  # one batch says it of all
-        strides[0] = 0
-    if bias_kind(bias) == BY_KEY.value:  # and one row of marks
-        query_marks, strides[1] = ceil_div(length_q, _MARKED), 0
-    of_marks = (*strides, query_marks, key_marks)
+    of_marks = _of_marks(marks, bias)
     own, other = (k, q) if by_keys else (q, k)
     rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
     if by_keys:
@@ -282,7 +359,7 @@ def plan_lists(
         norms.numel(),
         (
             *(heads_of(other), marks, norms, heads_of(logsumexp), usable, least),
-            *(*strides, marks.shape[1], key_marks, other.shape[1], other.shape[2], other_marks),
+            *(*of_marks[:3], *marks.shape[1:], other.shape[1], other.shape[2], other_marks),
         ),
         {**constexprs_of(other), "MARKED": _MARKED, "ROWS": _CHUNK, "COLS": _CHUNK},
         4,
@@ -298,12 +375,92 @@ def plan_lists(
         ),
         {
             **constexprs_of(own),
-            "MARKED": _MARKED,
-            "QUERIES": queries // _MARKED,
-            "KEYS": keys // _MARKED,
-            "BLOCK": max(power_of_2(tiles), 16),
-            "CHUNK": _CHUNK,
+            **_of_rows(queries, keys, tiles),
         },
         4,
     )
     return Lists(lists, usable, [mark, measure, collect])
+
+
+def _of_marks(marks: torch.Tensor, bias: torch.Tensor) -> tuple[int, ...]:
+    """How far a bias's marks are apart, of batches, queries and keys, and how many there are of the
+    latter two."""
+    of_batch, of_queries, of_keys = marks.stride()
+    _, query_marks, key_marks = marks.shape
+    if marks.shape[0] == 1:  # one batch says it of all
+        of_batch = 0
+    if bias_kind(bias) == BY_KEY.value:  # and one row of marks
+        query_marks, of_queries = ceil_div(bias.shape[2], _MARKED), 0
+    return of_batch, of_queries, of_keys, query_marks, key_marks
+
+
+def _of_rows(queries: int, keys: int, tiles: int) -> dict[str, int]:
+    """What listing is compiled with, of rows of so many tiles."""
+    return {
+        "MARKED": _MARKED,
+        "QUERIES": queries // _MARKED,
+        "KEYS": keys // _MARKED,
+        "BLOCK": max(power_of_2(tiles), 16),
+        "CHUNK": _CHUNK,
+    }
+
+
+def plan_boolean_lists(mask: torch.Tensor, queries: int, keys: int, lowest: float) -> Lists:
+    """The lists of a boolean mask that heads share, for a forward, and the launches that fill them.
+
+    Args:
+        mask: ``[batch, heads, length_q, length_k]``.
+        queries: of a tile; a multiple of 64, as `keys` is.
+        keys: of a tile.
+        lowest: what is added to scores where it is False.
+    """
+    batch, heads, length_q, length_k = mask.shape
+    marks, best, bits, mark = _mark_boolean(mask, lowest)
+    rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
+    lists = torch.empty((batch, 1, rows, 2, 1 + tiles), dtype=torch.int32, device=mask.device)
+    collect = Launch(
+        _list_kernel,
+        batch * rows,
+        (
+            *(None, None, None, marks, best, lists, *_of_marks(marks, mask)),
+            # Heads share the lists, too, so that there is one; and of norms there is nothing.
+            *(0, 1, 1, 1, 0, rows, tiles, 0.0),
+        ),
+        {"DIM": 0, "BLOCK_DIM": 0, "UNIT": 1, "FAR": False, **_of_rows(queries, keys, tiles)},
+        4,
+    )
+    return Lists(lists.expand(-1, heads, -1, -1, -1), None, [mark, collect], bits)
+
+
+# Elements of a boolean mask that are read at a time, and the words that a thread of
+# FlashAttention-4's does.
+_WIDE, _WORDS = 4, 4
+
+
+def _mark_boolean(
+    mask: torch.Tensor, lowest: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Launch]:
+    """Of a boolean mask what `mark_tiles` says of a bias, and its bits."""
+    batch, heads, length_q, length_k = mask.shape
+    is_by_key = mask.stride(2) == 0
+    batches, queries = 1 if mask.stride(0) == 0 else batch, 1 if is_by_key else length_q
+    rows = 1 if is_by_key else _MARKED
+    words = _WORDS * ceil_div(length_k, 32 * _WORDS)
+    make = functools.partial(torch.empty, device=mask.device)
+    shape = (batches, ceil_div(queries, rows), ceil_div(length_k, _MARKED))
+    marks, best = make(shape, dtype=torch.int32), make(shape, dtype=torch.float32)
+    bits = make((batches, 1, queries, words), dtype=torch.int32)
+    apart = (mask.stride(0), mask.stride(2))
+    begins = (*apart, mask.data_ptr(), length_k)
+    wide = _WIDE if all(each % _WIDE == 0 for each in begins) else 1
+    launch = Launch(
+        _mark_boolean_kernel,
+        marks.numel(),
+        (
+            *(mask.view(torch.uint8), bits, marks, best, *(each // wide for each in apart)),
+            *(queries, length_k, shape[1], words, lowest),
+        ),
+        {"ROWS": rows, "COLS": _MARKED, "WIDE": wide},
+        1,
+    )
+    return marks, best, bits.expand(batch, heads, length_q, words), launch

@@ -1,0 +1,61 @@
+"""``aten::scaled_dot_product_attention`` with a boolean mask, in the op of `boolean_op.py`, without
+gradients. No DSL is imported here.
+
+The ops that it calls natively know additive masks alone. So natively a boolean mask is written out
+in 16 bits, and what is False is a number there, of which a kernel must find out whether it stands
+for nothing. Here the mask is read as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+import opgraft
+from opgraft_kernels.attention import aten, boolean_op
+
+__all__ = ["attention"]
+
+_attention = getattr(getattr(torch.ops, boolean_op.NAMESPACE), boolean_op.NAME).default
+_choose = torch.ops.aten._fused_sdp_choice.default
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """``aten::scaled_dot_product_attention`` of ``[batch, heads, length, dim]``, under a mask."""
+    given: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if not _is_like_native(_choose(*given, **options), query.device.type):
+        # Another backend was asked for, or this one is missing.
+        return opgraft.native("aten::scaled_dot_product_attention")(*given, **options)
+    lowest = _lowest(query.dtype, query.device.type)
+    return _attention(query, key, value, attn_mask, aten.scale_of(query, scale), lowest)
+
+
+def _is_like_native(choice: int, device: str) -> bool:
+    """Whether a query that attends to nothing gets here what it gets natively."""
+    return device == "cpu" or choice == SDPBackend.CUDNN_ATTENTION.value
+
+
+@functools.cache
+def _lowest(dtype: torch.dtype, device: str) -> float:
+    """What native adds to scores where a mask is False."""
+    # For cuDNN, until torch 2.12: pytorch 177868.
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if device == "cpu" or version >= (2, 12):
+        return -math.inf
+    return torch.tensor(-65504.0).to(dtype).item()

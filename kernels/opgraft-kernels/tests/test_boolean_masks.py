@@ -1,0 +1,416 @@
+"""Attention with boolean masks: ATen's op, the op that it is made of, and FlashAttention-4's
+kernels with the bits of a mask."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from errors import largest_error
+
+import opgraft
+from opgraft import when
+from opgraft_kernels.attention import boolean, boolean_op, overrides, samples
+from opgraft_kernels.attention.triton_lists import plan_boolean_lists
+
+MASKS = samples._BOOLEAN_MASKS
+LOWEST = (-math.inf, -65504.0)
+
+
+def inputs(
+    heads: int,
+    heads_k: int,
+    queries: int,
+    keys: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> list[torch.Tensor]:
+    """Query, key and value, laid out as a projection's output is seen."""
+    return [
+        torch.randn(2, length, n, dim, device=device).to(dtype).transpose(1, 2)
+        for n, length in ((heads, queries), (heads_k, keys), (heads_k, keys))
+    ]
+
+
+def by_formula(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    lowest: float,
+) -> torch.Tensor:
+    """In float64; 0 for queries whose scores are -inf throughout."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = scale * (q @ k.mT) + torch.where(mask, 0.0, lowest).double()
+    is_empty = (scores == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(is_empty, 0.0), -1).masked_fill(is_empty, 0.0)
+    return weights @ v
+
+
+# ------------------------------------------------------------------ the op, on the CPU
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[opgraft.Override]:
+    """The override of ATen's op, whose own op is computed natively there."""
+    override = opgraft.register_op_override(
+        "aten",
+        "scaled_dot_product_attention",
+        "CPU",
+        boolean.attention,
+        cond=when.dtype("attn_mask", torch.bool),
+        compile="inductor",
+        name="boolean masks",
+    )
+    yield override
+    override.remove()
+
+
+attend = F.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads_k", "scale"), [(4, None), (2, 0.5)])
+def test_attention_is_as_natively(
+    on_cpu: opgraft.Override, name: str, dtype: torch.dtype, heads_k: int, scale: float | None
+) -> None:
+    q, k, v = inputs(4, heads_k, 20, 24, 16, dtype)
+    mask = samples.boolean_mask(name, 2, 20, 24, torch.device("cpu"))
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": heads_k != 4}
+    ours = attend(q, k, v, attn_mask=mask, **options)
+    assert on_cpu.hits == 1
+    with opgraft.disabled():
+        expected = attend(q, k, v, attn_mask=mask, **options)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_are_those_of_what_it_calls_natively(on_cpu: opgraft.Override) -> None:
+    q, k, v = inputs(2, 2, 9, 7, 8, torch.float64)
+    mask = torch.ones(9, 7, dtype=torch.bool)
+    v.requires_grad_()
+    attend(q, k, v, attn_mask=mask).sum().backward()
+    assert on_cpu.hits == 0 and v.grad is not None
+    with torch.no_grad():
+        attend(q, k, v, attn_mask=mask)
+    assert on_cpu.hits == 1
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_see_what_it_calls_natively(on_cpu: opgraft.Override, transform: Any) -> None:
+    q, k, v = inputs(2, 2, 6, 6, 8, torch.float64)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return attend(x, k[0], v[0], attn_mask=mask).square().sum()
+
+    given = q if transform is torch.func.vmap else q[0]
+    found = transform(run)(given)
+    assert on_cpu.hits == 0
+    with opgraft.disabled():
+        torch.testing.assert_close(found, transform(run)(given))
+
+
+def test_a_compiled_graph_has_what_the_op_calls_natively(on_cpu: opgraft.Override) -> None:
+    q, k, v = inputs(2, 2, 16, 16, 8, torch.float32)
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return attend(*tensors, attn_mask=mask)
+
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v)
+    assert on_cpu.hits == 0
+    torch.testing.assert_close(found, run(q, k, v))
+    assert on_cpu.hits == 1
+
+
+def test_where_another_backend_was_asked_for_it_computes(
+    on_cpu: opgraft.Override, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(4, 2, 9, 7, 8, torch.float64)
+    mask = torch.rand(2, 1, 9, 7) < 0.7
+    monkeypatch.setattr(boolean, "_is_like_native", lambda *_: False)
+    monkeypatch.delattr(boolean, "_attention")
+    ours = attend(q, k, v, attn_mask=mask, enable_gqa=True, scale=0.3)
+    assert on_cpu.hits == 1
+    with opgraft.disabled():
+        expected = attend(q, k, v, attn_mask=mask, enable_gqa=True, scale=0.3)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("choice", range(-1, 5))
+def test_on_a_gpu_cudnn_alone_treats_empty_rows_alike(choice: int) -> None:
+    assert boolean._is_like_native(choice, "cuda") == (choice == 3)
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0a0+git12"])
+def test_until_torch_2_12_what_is_false_is_a_number_for_cudnn(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boolean._lowest.cache_clear()
+    monkeypatch.setattr(torch, "__version__", version)
+    found = [boolean._lowest(dtype, "cuda") for dtype in (torch.float16, torch.bfloat16)]
+    boolean._lowest.cache_clear()
+    assert found == ([-65504.0, -65536.0] if version.startswith("2.11") else [-math.inf] * 2)
+
+
+# ------------------------------------------------------------------ the op that it is made of
+
+
+@pytest.mark.parametrize("lowest", LOWEST)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("heads_k", [1, 4])
+def test_native_kernel_is_right(name: str, lowest: float, heads_k: int) -> None:
+    q, k, v = inputs(4, heads_k, 19, 23, 8, torch.float64)
+    mask = samples.boolean_mask(name, 2, 19, 23, torch.device("cpu"))
+    found = boolean_op.attention(q, k, v, mask, 0.3, lowest)
+    torch.testing.assert_close(found, by_formula(q, k, v, mask, 0.3, lowest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_metadata_is_native_s(dtype: torch.dtype) -> None:
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    for q, k, v in (inputs(4, 2, 7, 9, 8, dtype), [torch.randn(2, 4, n, 8) for n in (7, 9, 9)]):
+        found = boolean_op.attention(q, k, v, mask, 0.3, -math.inf)
+        on_meta = (each.to("meta") for each in (q, k, v, mask))
+        expected = getattr(torch.ops.opgraft_kernels, boolean_op.NAME)(*on_meta, 0.3, -math.inf)
+        assert (found.shape, found.dtype, found.stride()) == (
+            *(expected.shape, expected.dtype, expected.stride()),
+        )
+
+
+# ------------------------------------------------------------------ lists of tiles
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_in_no_list_has_no_probability(seed: int, device: torch.device) -> None:
+    """Queries without a key included, which attend to all if a number stands for False."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    lowest, name = LOWEST[seed % 2], rng.choice(MASKS)
+    queries, keys = rng.choice(((256, 256), (129, 450), (450, 200)))
+    mask = samples.boolean_mask(name, 2, queries, keys, torch.device("cpu"))
+    if rng.random() < 0.5:
+        mask = mask.expand(2, 1, queries, keys).contiguous()
+    wide = mask.expand(2, 2, queries, keys)
+    counts = torch.softmax(torch.where(wide, 0.0, lowest), -1).nan_to_num(0.0) > 0
+    for rows, cols in ((128, 128), (192, 128), (128, 64)):
+        lists, _, launches, _ = plan_boolean_lists(wide.to(device), rows, cols, lowest)
+        for launch in launches:
+            launch()
+        for batch, head, row in itertools.product(*map(range, lists.shape[:3])):
+            with_mask, without = (
+                each[1 : 1 + each[0]].tolist() for each in lists[batch, head, row]
+            )
+            assert with_mask == sorted(with_mask) and without == sorted(without)
+            for tile in range(lists.shape[-1] - 1):
+                place = (
+                    *(batch, head, slice(row * rows, (row + 1) * rows)),
+                    slice(tile * cols, (tile + 1) * cols),
+                )
+                is_listed = tile in with_mask or tile in without
+                assert is_listed or not counts[place].any()
+                is_whole = wide[place].all() and (tile + 1) * cols <= keys
+                assert tile not in without or is_whole
+
+
+@pytest.mark.parametrize("lowest", LOWEST)
+def test_of_padding_what_is_false_is_in_no_list(lowest: float, device: torch.device) -> None:
+    mask = torch.zeros(2, 1, 1, 512, dtype=torch.bool)
+    mask[0], mask[1, ..., :256] = True, True
+    lists, _, launches, _ = plan_boolean_lists(
+        mask.expand(2, 2, 512, 512).to(device), 128, 128, lowest
+    )
+    for launch in launches:
+        launch()
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["_mark_boolean_kernel", "_list_kernel"]
+    assert lists[0, 0, 0, :, 0].tolist() == [0, 4] and lists[1, 1, 3, :, 0].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("keys", [128, 300, 301, 64])
+@pytest.mark.parametrize("queries", [1, 130])
+@pytest.mark.parametrize("byte", [1, 2, 0x80, 0xFF])
+def test_bits_are_the_mask_s(keys: int, queries: int, byte: int, device: torch.device) -> None:
+    """Read in fours where the rows allow it; and whatever number stands for True."""
+    mask = torch.rand(2, 1, queries, keys) < 0.5
+    stored = (mask * byte).to(torch.uint8).view(torch.bool).to(device)
+    wide = stored.expand(2, 3, 130, keys)
+    _, _, launches, bits = plan_boolean_lists(wide, 128, 128, -math.inf)
+    for launch in launches:
+        launch()
+    assert launches[0].constexprs["WIDE"] == (4 if keys % 4 == 0 else 1)
+    assert bits is not None and bits.shape == (2, 3, 130, 4 * -(-keys // 128))
+    found = (bits.cpu()[..., None] >> torch.arange(32)) & 1
+    found = found.flatten(-2)[..., :keys].bool()
+    assert found.equal(mask.expand(2, 3, 130, keys))
+
+
+# ------------------------------------------------------------------ which calls are taken
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """A call of ATen's op that is taken on Hopper, as arguments by name."""
+    q, k, v = inputs(4, 4, 256, 300, 64, torch.bfloat16)
+    mask = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    named = {"query": q, "key": k, "value": v, "attn_mask": mask, "dropout_p": 0.0}
+    return {**named, "is_causal": False, "scale": None, "enable_gqa": False, **changes}
+
+
+@pytest.fixture
+def condition(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Without what is about the device."""
+    is_half = when.dtype("query", torch.float16, torch.bfloat16)
+    monkeypatch.setattr(overrides, "_hopper", lambda: is_half)
+    return overrides.boolean_condition()
+
+
+TRUE = torch.ones(2, 1, 256, 300, dtype=torch.bool)
+TAKEN: dict[str, dict[str, Any]] = {
+    "of keys": {},
+    "of queries and keys": {"attn_mask": TRUE},
+    "of one batch": {"attn_mask": TRUE[:1]},
+    "expanded": {"attn_mask": TRUE[:1].expand(2, 4, 256, 300)},
+    "cut": {"attn_mask": torch.ones(2, 1, 256, 320, dtype=torch.bool)[..., :300]},
+    "a scale": {"scale": 0.5},
+}
+LEFT: dict[str, dict[str, Any]] = {
+    "no mask": {"attn_mask": None},
+    "an additive one": {"attn_mask": TRUE.bfloat16()},
+    "of each head": {"attn_mask": TRUE.repeat(1, 4, 1, 1)},
+    "of a matrix": {"attn_mask": TRUE[0, 0]},
+    "transposed": {"attn_mask": TRUE.mT.contiguous().mT},
+    "of one key for all": {"attn_mask": TRUE[..., :1]},
+    "of other keys": {"attn_mask": torch.ones(2, 1, 1, 299, dtype=torch.bool)},
+    "of other queries": {"attn_mask": TRUE[:, :, :255]},
+    "dropout": {"dropout_p": 0.1},
+    "causal besides": {"is_causal": True},
+    "a negative scale": {"scale": -1.0},
+    "a tiny scale": {"scale": 1e-8},
+    "float32": {"query": torch.randn(2, 4, 256, 64)},
+    "groups that it was not told of": {
+        name: torch.randn(2, 2, 300, 64).bfloat16() for name in ("key", "value")
+    },
+    "few queries": {"query": torch.randn(2, 4, 8, 64).bfloat16()},
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_masks_that_heads_share_are_taken(condition: Any, name: str) -> None:
+    assert condition.holds(call(**TAKEN[name]))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_calls_are_left_to_native(condition: Any, name: str) -> None:
+    assert not condition.holds(call(**LEFT[name]))
+
+
+def test_groups_are_taken_where_they_are_asked_for(condition: Any) -> None:
+    assert condition.holds(call(**LEFT["groups that it was not told of"], enable_gqa=True))
+
+
+def test_the_op_that_it_is_made_of_takes_no_mask_that_would_be_read_out_of_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_half = when.dtype("query", torch.float16, torch.bfloat16)
+    monkeypatch.setattr(overrides, "_hopper", lambda: is_half)
+    condition = overrides._is_right_of_boolean(overrides._BOOLEAN)
+    given = {name: call()[name] for name in ("query", "key", "value")}
+    given |= {"mask": TRUE, "scale": 0.1, "lowest": -math.inf}
+    assert condition.holds(given)
+    assert not condition.holds({**given, "mask": TRUE[..., :299]})
+    assert not condition.holds({**given, "mask": TRUE[:, :, :255]})
+    assert not condition.holds({**given, "mask": TRUE.bfloat16()})
+
+
+@pytest.mark.crossovers
+def test_samples_are_of_their_cells() -> None:
+    crossover = overrides._crossover(overrides._SDPA, overrides._CUTEDSL_BOOLEAN)
+    assert "for_all_heads" not in crossover.features
+    for for_all_queries, fills in itertools.product((0, 1), (0, 1)):
+        cell = {"rows": 2**12, "keys": 128, "dim": 64, "for_all_queries": for_all_queries}
+        cell["fills_tiles"] = fills
+        assert crossover.calls is not None
+        for found in crossover.calls(torch.device("cpu"), **cell):
+            of_call = {name: each.evaluate(found) for name, each in crossover.features.items()}
+            assert of_call | {"rows": 0, "keys": 0} == cell | {"rows": 0, "keys": 0}
+            assert found["attn_mask"].dtype == torch.bool and not found["attn_mask"].all()
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+@pytest.fixture
+def on_hopper() -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    pytest.importorskip("flash_attn.cute")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowest", LOWEST)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    ("dim", "heads_k", "queries", "keys", "dtype"),
+    [
+        (64, 4, 512, 512, torch.bfloat16),
+        (128, 2, 300, 333, torch.float16),
+        (72, 4, 640, 640, torch.bfloat16),
+        (96, 1, 200, 1000, torch.bfloat16),
+        (256, 4, 257, 512, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_kernels_are_right(
+    dim: int,
+    heads_k: int,
+    queries: int,
+    keys: int,
+    dtype: torch.dtype,
+    name: str,
+    lowest: float,
+    on_hopper: torch.device,
+) -> None:
+    q, k, v = inputs(4, heads_k, queries, keys, dim, dtype, on_hopper)
+    mask = samples.boolean_mask(name, 2, queries, keys, on_hopper)
+    scale = dim**-0.5
+    found = boolean_op.attention_by("cutedsl_kernels", q, k, v, mask, scale, lowest)
+    assert largest_error(found, by_formula(q, k, v, mask, scale, lowest)) <= 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+def test_sdpa_is_as_natively(name: str, on_hopper: torch.device) -> None:
+    """Queries without a key included."""
+    found = overrides.register_boolean(by_table=False)
+    q, k, v = inputs(4, 4, 640, 640, 64, torch.bfloat16, on_hopper)
+    mask = samples.boolean_mask(name, 2, 640, 640, on_hopper)
+    for _ in range(5):
+        ours = attend(q, k, v, attn_mask=mask)
+    assert [each.hits for each in found] == [5, 5]
+    with opgraft.disabled():
+        native = attend(q, k, v, attn_mask=mask)
+    assert largest_error(ours, native.double()) <= 2e-2
+
+
+@pytest.mark.gpu
+def test_what_a_mask_removes_reaches_nothing(on_hopper: torch.device) -> None:
+    q, k, v = inputs(4, 4, 512, 512, 64, torch.bfloat16, on_hopper)
+    mask = (torch.arange(512, device=on_hopper) < 256).expand(2, 1, 1, 512)
+    k[:, :, 256:] = v[:, :, 256:] = math.nan
+    found = boolean_op.attention_by("cutedsl_kernels", q, k, v, mask, 0.125, -65504.0)
+    assert found.isfinite().all()
