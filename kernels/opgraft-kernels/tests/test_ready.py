@@ -226,6 +226,7 @@ def _expect_plans(asked: dict[str, Any], environment: dict[str, str]) -> None:
     answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
     for name, answer in zip(asked, answers, strict=True):
         assert answer.get("compiled"), (name, answer)
+        assert len(answer["compiled"]) == len({*answer["compiled"]})
         assert answer["no_plan"] == "", name
 
 

@@ -39,10 +39,10 @@ def attention(
     """``aten::scaled_dot_product_attention`` of ``[batch, heads, length, dim]``, under a mask."""
     given: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if not _is_like_native(_choose(*given, **options), query.device.type):
+    lowest = _lowest(query.dtype, query.device.type)
+    if lowest is None or not _is_like_native(_choose(*given, **options), query.device.type):
         # Another backend was asked for, or this one is missing.
         return opgraft.native("aten::scaled_dot_product_attention")(*given, **options)
-    lowest = _lowest(query.dtype, query.device.type)
     return _attention(query, key, value, attn_mask, aten.scale_of(query, scale), lowest)
 
 
@@ -52,10 +52,13 @@ def _is_like_native(choice: int, device: str) -> bool:
 
 
 @functools.cache
-def _lowest(dtype: torch.dtype, device: str) -> float:
-    """What native adds to scores where a mask is False."""
-    # For cuDNN, until torch 2.12: pytorch 177868.
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if device == "cpu" or version >= (2, 12):
+def _lowest(dtype: torch.dtype, device: str) -> float | None:
+    """What native adds to scores where a mask is False; None where that is not known.
+
+    It is -inf, but a number for cuDNN until pytorch 177868, which torch 2.12 has, and 2.11.0 has
+    not. A later 2.11 might: what attends to nothing would be another result.
+    """
+    version = torch.torch_version.TorchVersion(torch.__version__)
+    if device == "cpu" or version >= "2.12":
         return -math.inf
-    return torch.tensor(-65504.0).to(dtype).item()
+    return torch.tensor(-65504.0).to(dtype).item() if version < "2.11.1" else None

@@ -34,7 +34,10 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, lowest: float
 ) -> Tensor:
     """The output, laid out as the query, by ATen's ops."""
-    seen = _expanded(mask, query, key)[:, :1]
+    # Where it is broadcast, what is made of it is, too.
+    seen = _expanded(mask, query, key)
+    for dim, stride in enumerate(seen.stride()):
+        seen = seen.narrow(dim, 0, 1) if stride == 0 else seen
     bias = torch.where(seen, 0.0, lowest).to(query.dtype)
     # Where `lowest` is a number, it is added to all scores of a query alike.
     is_empty = ~seen.any(-1, keepdim=True) & (lowest == -math.inf)
