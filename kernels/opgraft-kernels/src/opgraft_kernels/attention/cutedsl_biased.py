@@ -11,6 +11,9 @@ are exponentiated, as in the library. Those with a bias are scaled before, and t
 subtracted before they are taken to powers of two: times log2(e) the lowest float, which stands for
 -inf in some models' masks, would be -inf, and rows of nothing else would attend to nothing.
 
+A forward takes boolean masks, too, as bits: a thread has all of a tile's row in a few words. What
+is False gets a number added before it is scaled, so that all tiles are exponentiated alike.
+
 Importing this imports CuteDSL and the library.
 """
 
@@ -340,8 +343,7 @@ class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
     ) -> None:
         """As the library has it for listed tiles; but the first keys of a row of tiles are loaded
         before there is room for its queries, while the row before is computed. The library waits
-        for that room first, then reads the lists, then waits for the keys: of short rows of keys
-        that takes a tenth of the time."""
+        for that room first, then reads the lists, and then waits for the keys."""
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             q_phase = Int32(1)
             state = pipeline.make_pipeline_state(
