@@ -474,8 +474,9 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
             )
 
     OwnDerivative.__name__ = OwnDerivative.__qualname__ = f"OwnDerivative[{override.name}]"
-    # Torch asks for it in each call, which takes as long as all that is done here.
-    vars(OwnDerivative)["forward"].__func__.__signature__ = inspect.signature(OwnDerivative.forward)
+    # Torch asks for it in each call, and finds it out again where it is not there.
+    forward: Any = OwnDerivative.forward
+    forward.__signature__ = inspect.signature(forward)
     return OwnDerivative
 
 

@@ -119,13 +119,13 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
     ) -> cute.Tensor:
         """The bias of a thread's scores, or words with its bits; where there is no query or key,
         the last one's."""
-        ROW, COL = (1, 0) if cutlass.const_expr(self.swap_AB) else (0, 1)
         bias = aux_data.tensors[0][batch, head, None, None]
         place = self._places(thr_mma)
-        rows, cols = cute.size(place.shape[0]), cute.size(place.shape[1])
-        lines = 1 if cutlass.const_expr(self.is_by_key) else rows
         if cutlass.const_expr(self.is_boolean):
             return self._load_bits(bias, place, m_block, n_block)
+        ROW, COL = (1, 0) if cutlass.const_expr(self.swap_AB) else (0, 1)
+        rows, cols = cute.size(place.shape[0]), cute.size(place.shape[1])
+        lines = 1 if cutlass.const_expr(self.is_by_key) else rows
         loaded = cute.make_rmem_tensor((lines, cols), bias.element_type)
         # A thread's columns are pairs, but of the product of keys and queries.
         step = 2 if cutlass.const_expr(self.in_pairs and not self.swap_AB) else 1

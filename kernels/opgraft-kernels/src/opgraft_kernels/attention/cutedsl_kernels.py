@@ -138,10 +138,10 @@ def forward(
     tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
     kind = kind._replace(tile=tile, bias=_bias_kind(bias))
     if lowest is None:
-        lists = _lists(bias, q, k, scale, tile.queries, tile.keys)
+        lists = _written(_plan_lists(bias, q, k, scale, tile.queries, tile.keys))
         given: tuple[Any, ...] = bias, lists.tiles, 0.0
     else:
-        lists = _boolean_lists(bias, tile.queries, tile.keys, lowest)
+        lists = _written(_plan_boolean_lists(bias, tile.queries, tile.keys, lowest))
         # To scores that are not scaled yet.
         given = lists.bits, lists.tiles, lowest / scale
     _functions(kind, q.device)(q, k, v, out, logsumexp, *given, scale)
@@ -156,30 +156,13 @@ def _bias_kind(bias: torch.Tensor) -> BiasKind:
     )
 
 
-def _lists(
-    bias: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,
-    queries: int,
-    keys: int,
-    logsumexp: torch.Tensor | None = None,
-) -> Lists:
-    """The lists of tiles of a bias, written on the stream; see `triton_lists`."""
-    # Triton's, which no other kernel here needs.
-    from opgraft_kernels.attention.triton_lists import plan_lists
-
-    lists = plan_lists(bias, q, k, scale, queries, keys, logsumexp)
-    for launch in lists.launches:
-        launch()
-    return lists
+# Triton's, which no other kernel here needs.
+_plan_lists = lazy("opgraft_kernels.attention.triton_lists:plan_lists")
+_plan_boolean_lists = lazy("opgraft_kernels.attention.triton_lists:plan_boolean_lists")
 
 
-def _boolean_lists(mask: torch.Tensor, queries: int, keys: int, lowest: float) -> Lists:
-    """The same of a boolean mask, and its bits."""
-    from opgraft_kernels.attention.triton_lists import plan_boolean_lists
-
-    lists = plan_boolean_lists(mask, queries, keys, lowest)
+def _written(lists: Lists) -> Lists:
+    """Lists of tiles, which their launches write on the stream."""
     for launch in lists.launches:
         launch()
     return lists
@@ -236,7 +219,8 @@ def backward(
     lists = usable = None
     if bias is not None:
         kind = kind._replace(bias=_bias_kind(bias))
-        found = _lists(bias, q, k, scale, *listed_backward_tile(head_dim), logsumexp)
+        listed = listed_backward_tile(head_dim)
+        found = _written(_plan_lists(bias, q, k, scale, *listed, logsumexp))
         lists, usable = found.tiles, found.logsumexp
     tile = _tile(kind, q.device)
     rows = round_up(length_q, tile.q)

@@ -554,10 +554,9 @@ def register(dispatch_key: str) -> list[Override]:
     """
     if dispatch_key == "CPU":
         return [_register_on_cpu(op) for op in _CPU_OPS]
-    found = [_register(op, kind) for kind in available_kinds() for op in kind.ops]
-    if _has_flash_attn_4():
-        found += register_boolean()
-    return found
+    kinds = available_kinds()
+    found = [_register(op, kind) for kind in kinds for op in kind.ops]
+    return [*found, *register_boolean()] if _CUTEDSL_MASKED in kinds else found
 
 
 def available_kinds() -> list[_Kind]:

@@ -308,7 +308,8 @@ def _measured_call(op: str, case: _Case, device: torch.device) -> dict[str, Any]
         mask = named["attn_bias"]
         mask = mask.as_strided(case.bias, mask.stride())
         _mask_padding(mask, op)
-        named |= {"attn_mask": mask == 0, "enable_gqa": False}
+        if not op.startswith("_"):  # the op that a model calls, with a boolean mask
+            named |= {"attn_mask": mask == 0, "enable_gqa": False}
     named["compute_log_sumexp"] = case.dtype.itemsize == 2 or case.dim >= FEWEST_DIMS_32BIT
     if op.endswith("_backward"):
         named |= _of_backward(op, named)
