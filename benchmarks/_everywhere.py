@@ -125,7 +125,6 @@ def _register_all() -> None:
         cond=overrides.boolean_condition(),
         name="FlashAttention-4, boolean masks",
         priority=priority,
-        autograd=(boolean.setup_context, boolean.backward),
     )
 
 

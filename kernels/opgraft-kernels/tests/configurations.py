@@ -474,37 +474,40 @@ def _attention(major: int) -> Iterator[Launch]:
             (torch.bfloat16, 256, 2048, 128, False),
         ):
             yield from _list_launches(dtype, dim, of_queries, height, by_keys)
-        for of_queries, by_keys, length in (
-            (1, False, 2048),
-            (2048, True, 2048),
-            (2048, False, 777),
+        for of_queries, length, by_keys in (
+            (1, 2048, False),
+            (2048, 2048, False),
+            (777, 777, False),
+            (1, 2048, True),
+            (777, 777, True),
         ):
-            bfloat16, low = torch.bfloat16, -65536.0
-            yield from _list_launches(bfloat16, 64, of_queries, 128, by_keys, low, length)
+            yield from _boolean_list_launches(of_queries, length, by_keys)
 
 
 def _list_launches(
-    dtype: torch.dtype,
-    dim: int,
-    of_queries: int,
-    height: int,
-    by_keys: bool,
-    lowest: float | None = None,
-    length: int = 2048,
+    dtype: torch.dtype, dim: int, of_queries: int, height: int, by_keys: bool
 ) -> list[Launch]:
     """The launches that list tiles of so many queries, of a mask for so many queries."""
     from opgraft_kernels.attention.cutedsl_tiles import listed_backward_tile
     from opgraft_kernels.attention.triton_lists import plan_lists
 
     make = functools.partial(torch.empty, device="meta", dtype=dtype)
-    q, k = make((2, 16, length, dim)), make((2, 4, length, dim))
-    bias = make((2, 1, min(of_queries, length), length))
-    if lowest is not None:
-        bias = bias.bool()
-    bias = bias.expand(2, 16, length, length)
-    logsumexp = make((2, 16, length), dtype=torch.float32) if by_keys else None
+    q, k = make((2, 16, 2048, dim)), make((2, 4, 2048, dim))
+    bias = make((2, 1, of_queries, 2048)).expand(2, 16, 2048, 2048)
+    logsumexp = make((2, 16, 2048), dtype=torch.float32) if by_keys else None
     _, width = listed_backward_tile(dim)
-    return plan_lists(bias, q, k, 0.1, height, width, logsumexp, lowest).launches
+    return plan_lists(bias, q, k, 0.1, height, width, logsumexp).launches
+
+
+def _boolean_list_launches(of_queries: int, length: int, by_keys: bool) -> list[Launch]:
+    """The same of a boolean mask, for so many queries and keys."""
+    from opgraft_kernels.attention.triton_lists import plan_boolean_lists
+
+    mask = torch.empty((2, 1, of_queries, length), dtype=torch.bool, device="meta")
+    mask = mask.expand(2, 16, length, length)
+    logsumexp = torch.empty((2, 16, length), device="meta") if by_keys else None
+    height = 128 if by_keys else 192
+    return plan_boolean_lists(mask, height, 128, -65536.0, logsumexp).launches
 
 
 def _attention_launches(
@@ -594,8 +597,18 @@ def _attention_kinds() -> Iterator[Any]:
         (96, 4, BiasKind(torch.float32, False, True), ForwardTile(128, 128, 0)),
         (128, 1, BiasKind(torch.bfloat16, False, False), ForwardTile(128, 128, MULTIPROCESSORS)),
         (256, 4, BiasKind(torch.bfloat16, False, True), ForwardTile(128, 64, 0)),
-        (64, 1, BiasKind(torch.bool, True, True), ForwardTile(192, 128, MULTIPROCESSORS)),
-        (128, 4, BiasKind(torch.bool, False, True), ForwardTile(128, 128, MULTIPROCESSORS)),
     ):
         yield Kind(True, torch.bfloat16, dim, dim, group, False, True, False, of_bias, bias)
         yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=bias)
+    for dim, group, is_by_key, of_mask in (
+        (64, 1, True, ForwardTile(192, 128, MULTIPROCESSORS)),
+        (128, 4, False, ForwardTile(128, 128, MULTIPROCESSORS)),
+        (256, 1, False, ForwardTile(128, 64, 0)),
+    ):
+        mask = BiasKind(torch.bool, is_by_key, True)
+        for has_logsumexp in (False, True):
+            yield Kind(
+                *(True, torch.bfloat16, dim, dim, group, False, has_logsumexp, False),
+                *(of_mask, mask),
+            )
+        yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=mask)

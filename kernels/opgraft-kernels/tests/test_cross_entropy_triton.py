@@ -28,8 +28,7 @@ import opgraft
 from configurations import FEW_ROWS, cross_entropy_launches
 from covering import sample
 from opgraft import OpgraftError, Override
-from opgraft_kernels import kept
-from opgraft_kernels.cross_entropy import triton_kernels
+from opgraft_kernels.cross_entropy import kept, triton_kernels
 from opgraft_kernels.cross_entropy.overrides import condition, register
 from opgraft_kernels.launches import Launch
 

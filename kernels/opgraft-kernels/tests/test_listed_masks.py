@@ -61,7 +61,7 @@ def lists_of(
     """Batch, head and row of tiles, the tiles with a bias, and those where it is 0."""
     given = (bias.to(device), q.to(device), k.to(device))
     logsumexp = None if logsumexp is None else logsumexp.to(device)
-    lists, _, _, launches = plan_lists(*given, 1.0, *tile, logsumexp)
+    lists, _, launches, _ = plan_lists(*given, 1.0, *tile, logsumexp)
     for launch in launches:
         launch()
     for place in itertools.product(*map(range, lists.shape[:3])):
@@ -151,7 +151,7 @@ def test_a_backward_is_given_infinity_for_what_attends_to_nothing_and_what_is_no
     numbers = torch.tensor([3.0, -65504.0, -1e9, 1e9, -math.inf, math.inf, math.nan, -1e6])
     logsumexp = numbers.repeat(BATCH, HEADS, 300)[..., :300].mT.contiguous().mT
     given = (bias.to(device), q.to(device), k.to(device))
-    _, usable, _, launches = plan_lists(*given, 1.0, 128, 128, logsumexp.to(device))
+    _, usable, launches, _ = plan_lists(*given, 1.0, 128, 128, logsumexp.to(device))
     for launch in launches:
         launch()
     expected = torch.full((BATCH, HEADS, 384), math.inf)

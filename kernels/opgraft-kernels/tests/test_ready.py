@@ -90,22 +90,23 @@ BOOLEAN_REQUESTS = """
 import json, torch, opgraft
 from opgraft.ready import request
 
-of_masks = {each.name: each for each in opgraft.overrides(dispatch_key="CUDA")}
-forward, backward = (
-    of_masks["opgraft_kernels.attention.boolean." + each] for each in ("forward", "backward")
+(forward,), (backward,) = (
+    opgraft.overrides(name=f"opgraft_kernels.attention.boolean_mask{each}")
+    for each in ("", "_backward")
 )
 for queries, keys, of_queries in ((512, 512, 1), (512, 512, 512), (300, 333, 300)):
     q, k = (torch.empty(2, n, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for n in (queries, keys))
     mask = torch.ones(2, 1, of_queries, keys, dtype=torch.bool)
     numbers = (0.125, -65536.0)
-    for override, args in (
-        (forward, (q, k, k, mask, *numbers)),
-        (backward, (q, q, k, k, q, torch.empty(2, 4, queries), mask, *numbers)),
+    for kind, override, args in (
+        ("output", forward, (q, k, k, mask, *numbers, False)),
+        ("output and logsumexp", forward, (q, k, k, mask, *numbers, True)),
+        ("gradients", backward, (q, q, k, k, q, torch.empty(2, 4, queries), mask, *numbers)),
     ):
         call = override.operator.bind(args, {})
         keyset = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
         asked = request.request(override, call, keyset)
-        name = f"{override.name} {queries} {of_queries}"
+        name = f"{kind} {queries} {of_queries}"
         print(json.dumps([name, asked | {"plan": {"of": name}}]))
 """
 #: Prints what a worker is asked for one small call of each override in Triton, but for
@@ -225,7 +226,7 @@ def test_a_worker_records_the_plans_of_boolean_masks(
 ) -> None:
     lines = output(BOOLEAN_REQUESTS, OPGRAFT_PACKS="opgraft-kernels")
     asked = dict(json.loads(line) for line in lines)
-    assert len(asked) == 6
+    assert len(asked) == 9
     _expect_plans(asked, environment)
 
 
@@ -234,6 +235,7 @@ def _expect_plans(asked: dict[str, Any], environment: dict[str, str]) -> None:
     answers = _answers([_on_a_gpu(each) for each in asked.values()], environment)
     for name, answer in zip(asked, answers, strict=True):
         assert answer.get("compiled"), (name, answer)
+        assert len(answer["compiled"]) == len({*answer["compiled"]})
         assert answer["no_plan"] == "", name
 
 

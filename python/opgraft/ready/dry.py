@@ -94,7 +94,10 @@ def run(asked: Request) -> Compiled:
                 again = _record_again(asked, launches, impl)
         # Out of the mode: it reads the numbers that ops got.
         no_plan = _keep(asked, impl, None if first is None else _Recorded(first, output), again)
-    return {"compiled": names + functions, "triton": loadable, "no_plan": no_plan}
+    # An impl ran several times.
+    triton = {json.dumps(each, sort_keys=True): each for each in loadable}
+    compiled = [*dict.fromkeys(names + functions)]
+    return {"compiled": compiled, "triton": [*triton.values()], "no_plan": no_plan}
 
 
 def _begin(asked: Request, call: Call) -> DryRecording | None:

@@ -15,6 +15,7 @@ error: an override's backward may call kernels that autograd cannot differentiat
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,6 @@ from torch.autograd import forward_ad
 from opgraft.base import interrupts
 from opgraft.core import loader
 from opgraft.errors import OpgraftError, RegistrationError
-from opgraft.ops.bypass import bypassing
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain, Override, registry
 from opgraft.router import composite, dispatcher, threads
@@ -474,14 +474,17 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
             )
 
     OwnDerivative.__name__ = OwnDerivative.__qualname__ = f"OwnDerivative[{override.name}]"
+    # Torch asks for it in each call, and finds it out again where it is not there.
+    forward: Any = OwnDerivative.forward
+    forward.__signature__ = inspect.signature(forward)
     return OwnDerivative
 
 
 def _empty_on_device_of(outputs: tuple[Any, ...]) -> torch.Tensor:
     """An empty floating-point tensor on the device of an op's outputs."""
     device = next(each.device for each in outputs if isinstance(each, torch.Tensor))
-    with bypassing("aten::empty.memory_format"):
-        return torch.empty(0, device=device)
+    # No override can be of this op.
+    return torch.empty(0, device=device)
 
 
 def _once_differentiable(

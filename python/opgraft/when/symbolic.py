@@ -123,10 +123,7 @@ def is_symbolic(call: Call) -> bool:
     for value in call.values:
         if any(map(is_symbol, value if isinstance(value, (list, tuple)) else (value,))):
             return True
-    return any(
-        any(map(is_symbol, (*tensor.shape, *tensor.stride(), tensor.storage_offset())))
-        for tensor in call.tensors()
-    )
+    return any(tensor._has_symbolic_sizes_strides for tensor in call.tensors())
 
 
 def _truth_of_all(value: torch.SymBool) -> Outcomes:

@@ -1,5 +1,5 @@
-"""``aten::scaled_dot_product_attention`` with a boolean mask, in the ops of `boolean_ops.py`, and
-its derivative. No DSL is imported here.
+"""``aten::scaled_dot_product_attention`` with a boolean mask, in the op of the forward that
+`boolean_ops.py` has. No DSL is imported here.
 
 The ops that it calls natively know additive masks alone. So natively a boolean mask is written out
 in 16 bits, and what is False is a number there, of which a kernel must find out whether it stands
@@ -18,13 +18,10 @@ from torch.nn.attention import SDPBackend
 
 import opgraft
 from opgraft_kernels.attention import aten, boolean_ops
-from opgraft_kernels.kept import keep, take
 
-__all__ = ["attention", "backward", "setup_context"]
+__all__ = ["attention"]
 
-_ops = getattr(torch.ops, boolean_ops.NAMESPACE)
-_forward = getattr(_ops, boolean_ops.FORWARD).default
-_backward = getattr(_ops, boolean_ops.BACKWARD).default
+_forward = getattr(getattr(torch.ops, boolean_ops.NAMESPACE), boolean_ops.FORWARD).default
 _choose = torch.ops.aten._fused_sdp_choice.default
 
 
@@ -40,13 +37,18 @@ def attention(
     enable_gqa: bool,
 ) -> Tensor:
     """``aten::scaled_dot_product_attention`` of ``[batch, heads, length, dim]``, under a mask."""
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    if not _is_like_native(_choose(*given, scale=scale, enable_gqa=enable_gqa), query.device.type):
-        # Another backend was asked for, or this one is missing.
-        return _native(*given, scale=scale, enable_gqa=enable_gqa)
+    given: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     lowest = _lowest(query.dtype, query.device.type)
-    out, logsumexp = _forward(query, key, value, attn_mask, aten.scale_of(query, scale), lowest)
-    keep(out, (out, logsumexp), inputs=(query, key, value))
+    if lowest is None or not _is_like_native(_choose(*given, **options), query.device.type):
+        # Another backend was asked for, or this one is missing.
+        return opgraft.native("aten::scaled_dot_product_attention")(*given, **options)
+    is_differentiated = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (query, key, value)
+    )
+    out, _ = _forward(
+        *(query, key, value, attn_mask, aten.scale_of(query, scale), lowest, is_differentiated)
+    )
     return out
 
 
@@ -56,45 +58,13 @@ def _is_like_native(choice: int, device: str) -> bool:
 
 
 @functools.cache
-def _lowest(dtype: torch.dtype, device: str) -> float:
-    """What native adds to scores where a mask is False."""
-    # For cuDNN, until torch 2.12: pytorch 177868.
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if device == "cpu" or version >= (2, 12):
+def _lowest(dtype: torch.dtype, device: str) -> float | None:
+    """What native adds to scores where a mask is False; None where that is not known.
+
+    It is -inf, but a number for cuDNN until pytorch 177868, which torch 2.12 has, and 2.11.0 has
+    not. A later 2.11 might: what attends to nothing would be another result.
+    """
+    version = torch.torch_version.TorchVersion(torch.__version__)
+    if device == "cpu" or version >= "2.12":
         return -math.inf
-    return torch.tensor(-65504.0).to(dtype).item()
-
-
-def _native(*given: Any, **options: Any) -> Tensor:
-    return opgraft.native("aten::scaled_dot_product_attention")(*given, **options)
-
-
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, mask, _, _, ctx.scale, ctx.enable_gqa = inputs
-    kept = take(output) or (None, None)
-    ctx.save_for_backward(query, key, value, mask, *kept)
-
-
-def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    query, key, value, mask, out, logsumexp = ctx.saved_tensors
-    if out is None:
-        gradients = _native_gradients(grad, (query, key, value), mask, ctx.scale, ctx.enable_gqa)
-    else:
-        # Autograd's gradients may be lazy: no router has looked at them.
-        if grad._is_zerotensor():
-            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-        lowest = _lowest(query.dtype, query.device.type)
-        tensors = (grad.resolve_neg(), query, key, value, out, logsumexp, mask)
-        with torch.no_grad():  # `create_graph` or not: the op of the backward has no derivative
-            gradients = _backward(*tensors, aten.scale_of(query, ctx.scale), lowest)
-    return (*gradients, None, None, None, None, None)
-
-
-def _native_gradients(
-    grad: Tensor, inputs: tuple[Tensor, ...], mask: Tensor, scale: float | None, enable_gqa: bool
-) -> tuple[Tensor, ...]:
-    """Where the native kernel computed the output: by another backend, or as an override failed."""
-    with torch.enable_grad():
-        given = [each.detach().requires_grad_() for each in inputs]
-        out = _native(*given, mask, 0.0, False, scale=scale, enable_gqa=enable_gqa)
-        return torch.autograd.grad(out, given, grad)
+    return torch.tensor(-65504.0).to(dtype).item() if version < "2.11.1" else None

@@ -1,7 +1,7 @@
 """The two ops that attention with a boolean mask is made of here: its forward, and its backward.
 
 ``aten::scaled_dot_product_attention`` returns the output alone, and the ops of ATen that it calls
-know additive masks only. These take the boolean mask, and what the backward needs, so each is
+know additive masks only. These take the boolean mask, and what the backward needs, and each is
 overridden as any op is, with launch plans of its own. Their native kernels are below, in ATen's
 ops: they serve while nothing is compiled, and are what the kernels are compared with.
 """
@@ -21,8 +21,8 @@ __all__ = [
     "NAMESPACE",
     "attention",
     "attention_backward",
-    "backward",
-    "forward",
+    "attention_backward_by",
+    "attention_by",
 ]
 
 NAMESPACE = "opgraft_kernels"
@@ -31,39 +31,50 @@ FORWARD, BACKWARD = "_attention_with_boolean_mask", "_attention_with_boolean_mas
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Of a query ``[batch, heads, length, dim]``, and of keys and values, whose heads divide those. The
 # mask is ``[batch, heads, length, key length]``, or expands to it; `lowest` is what is added to the
-# scores where it is False. The logsumexp is that of the scores, natural, ``[batch, heads,
-# length]``; inf of a query whose scores are -inf throughout, whose output is 0.
+# scores where it is False. A query whose scores are -inf throughout gets 0. The logsumexp is that
+# of the scores, natural, ``[batch, heads, length]``, inf of such a query; it is empty where it is
+# not wanted.
 _library.define(
-    f"{FORWARD}(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float lowest) "
-    "-> (Tensor out, Tensor logsumexp)"
+    f"{FORWARD}(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, float lowest, "
+    "bool compute_logsumexp) -> (Tensor out, Tensor logsumexp)"
 )
 _library.define(
     f"{BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, Tensor mask, float scale, float lowest) -> (Tensor, Tensor, Tensor)"
+    "Tensor logsumexp, Tensor mask, float scale, float lowest) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
 )
 
 
-# Neither has a derivative: without `no_grad`, autograd would find one in ATen's ops.
+# --------------------------------------------------------------------------------------------------
+# By ATen's ops. Without `no_grad`, autograd would find a derivative in these.
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, lowest: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    lowest: float,
+    compute_logsumexp: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output, laid out as the query, and the scores' logsumexp."""
     bias, is_empty = _bias(mask, query, key, lowest)
-    out, logsumexp = _allocated(query, value)
     if query.device.type == "cpu":
-        repeated = (_repeated(t, query) for t in (key, value))
+        keys, values = (_repeated(t, query) for t in (key, value))
         found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, *repeated, attn_mask=bias, scale=scale
+            query, keys, values, attn_mask=bias, scale=scale
         )
     else:
         found, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, bias, True, scale=scale
+            query, key, value, bias, compute_logsumexp, scale=scale
         )
+    out, logsumexp = _outputs(query, value, compute_logsumexp)
     out.copy_(found.masked_fill(is_empty, 0.0))
-    logsumexp.copy_(lse.view(logsumexp.shape).masked_fill(is_empty[..., 0], math.inf))
+    if compute_logsumexp:
+        logsumexp.copy_(lse.view(logsumexp.shape).masked_fill(is_empty[..., 0], math.inf))
     return out, logsumexp
 
 
@@ -84,7 +95,6 @@ def attention_backward(
     # What attends to nothing has no gradient, whatever a kernel makes of its scores.
     grad_out = grad_out.masked_fill(is_empty, 0.0)
     logsumexp = logsumexp.masked_fill(is_empty[..., 0], 0.0)
-    gradients = _gradients(query, key, value)
     if query.device.type == "cpu":
         keys, values = (_repeated(t, query) for t in (key, value))
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -100,6 +110,7 @@ def attention_backward(
             *(None, None, *lengths, 0.0, False),
             scale=scale,
         )
+    gradients = _gradients(query, key, value)
     for gradient, each in zip(gradients, found, strict=True):
         gradient.copy_(_summed(each, gradient))
     return gradients
@@ -107,14 +118,20 @@ def attention_backward(
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
     """The additive mask as ATen makes it of a boolean one, and which queries attend to nothing."""
-    mask = mask.expand(*query.shape[:3], key.shape[2])
-    shared = mask[:, :1]
-    bias = torch.where(shared, 0.0, lowest).to(query.dtype).expand(mask.shape)
+    # Where it is broadcast, what is made of it is, too.
+    seen = _expanded(mask, query, key)
+    for dim, stride in enumerate(seen.stride()):
+        seen = seen.narrow(dim, 0, 1) if stride == 0 else seen
+    bias = torch.where(seen, 0.0, lowest).to(query.dtype)
     # Where `lowest` is a number, it is added to all scores of a query alike.
-    is_empty = ~shared.any(-1, keepdim=True) & (lowest == -math.inf)
+    is_empty = ~seen.any(-1, keepdim=True) & (lowest == -math.inf)
     # A kernel would make NaN of a row of -inf.
-    bias = bias.masked_fill(is_empty, 0.0)
-    return bias, is_empty.expand(*query.shape[:3], 1)
+    bias = bias.masked_fill(is_empty, 0.0).expand(*query.shape[:3], key.shape[2])
+    return bias, is_empty
+
+
+def _expanded(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 def _repeated(keys: Tensor, query: Tensor) -> Tensor:
@@ -127,34 +144,12 @@ def _summed(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.view(batch, heads, -1, length, dim).sum(2)
 
 
-def _allocated(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What the forward returns, without its values."""
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return aten.like(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=dtype)
-
-
-def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(t) for t in tensors)
-
-
-def _forward_metadata(
-    query: Tensor, key: Tensor, value: Tensor, *_: object
-) -> tuple[Tensor, Tensor]:
-    return _allocated(query, value)
-
-
-def _backward_metadata(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
-) -> tuple[Tensor, ...]:
-    return _gradients(query, key, value)
-
-
 # --------------------------------------------------------------------------------------------------
-# By kernels of the pack's, whose module is imported at the first call
+# By the kernels of a module of this package, imported by the first call
 # --------------------------------------------------------------------------------------------------
 
 
-def forward(
+def attention_by(
     module: str,
     query: Tensor,
     key: Tensor,
@@ -162,16 +157,18 @@ def forward(
     mask: Tensor,
     scale: float,
     lowest: float,
+    compute_logsumexp: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `attention`, by the kernels of a module of this package."""
-    out, logsumexp = _allocated(query, value)
+    """As `attention`."""
+    out, logsumexp = _outputs(query, value, compute_logsumexp)
     inputs = map(aten.aligned, (query, key, value))
-    seen = mask.expand(*query.shape[:3], key.shape[2])
-    aten.kernels(module).forward(*inputs, out, logsumexp, scale, False, bias=seen, lowest=lowest)
+    seen = _expanded(mask, query, key)
+    written = logsumexp if compute_logsumexp else None
+    aten.kernels(module).forward(*inputs, out, written, scale, False, bias=seen, lowest=lowest)
     return out, logsumexp
 
 
-def backward(
+def attention_backward_by(
     module: str,
     grad_out: Tensor,
     query: Tensor,
@@ -183,17 +180,50 @@ def backward(
     scale: float,
     lowest: float,
 ) -> tuple[Tensor, ...]:
-    """As `attention_backward`, likewise."""
+    """As `attention_backward`."""
     gradients = _gradients(query, key, value)
     inputs = map(aten.aligned, (grad_out, query, key, value, out))
-    seen = mask.expand(*query.shape[:3], key.shape[2])
+    seen = _expanded(mask, query, key)
     aten.kernels(module).backward(
         *inputs, logsumexp, *gradients, scale, False, bias=seen, lowest=lowest
     )
     return gradients
 
 
+# --------------------------------------------------------------------------------------------------
+# What they return, without its values
+# --------------------------------------------------------------------------------------------------
+
+
+def _outputs(query: Tensor, value: Tensor, compute_logsumexp: bool) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    shape = query.shape[:-1] if compute_logsumexp else (0,)
+    return aten.like(query, value.shape[-1]), query.new_empty(shape, dtype=dtype)
+
+
+def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t) for t in tensors)
+
+
+def _metadata(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    lowest: float,
+    compute_logsumexp: bool,
+) -> tuple[Tensor, Tensor]:
+    return _outputs(query, value, compute_logsumexp)
+
+
+def _backward_metadata(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    return _gradients(query, key, value)
+
+
 _library.impl(FORWARD, attention, "CompositeExplicitAutograd")
 _library.impl(BACKWARD, attention_backward, "CompositeExplicitAutograd")
-_library.impl(FORWARD, _forward_metadata, "Meta")
+_library.impl(FORWARD, _metadata, "Meta")
 _library.impl(BACKWARD, _backward_metadata, "Meta")

@@ -11,6 +11,11 @@ are exponentiated, as in the library. Those with a bias are scaled before, and t
 subtracted before they are taken to powers of two: times log2(e) the lowest float, which stands for
 -inf in some models' masks, would be -inf, and rows of nothing else would attend to nothing.
 
+Boolean masks are taken, too, as bits. A thread of a forward has all of a tile's row in a few words.
+One of a backward may have few keys of many rows: it collects a word of each key, a bit for a row.
+In a forward what is False gets a number added before it is scaled, so that all tiles are
+exponentiated alike.
+
 Importing this imports CuteDSL and the library.
 """
 
@@ -94,9 +99,7 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
             if cutlass.const_expr(bias is None):
                 bias = self.load(aux_data, batch_idx, head_idx, m_block, n_block, thr_mma)
             if cutlass.const_expr(self.is_boolean):
-                self._add_where_false(acc_S, bias, thr_mma, *aux_data.scalars)
-                if (n_block + 1) * self.tile_n > self.seqlen_k:
-                    self._leave_out_no_keys(acc_S, n_block, thr_mma)
+                self._add_where_false(acc_S, bias, n_block, thr_mma, *aux_data.scalars)
             else:
                 self._add(acc_S, bias, n_block, thr_mma, aux_data.scalars[0])
 
@@ -118,13 +121,13 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
     ) -> cute.Tensor:
         """The bias of a thread's scores, or words with its bits; where there is no query or key,
         the last one's."""
-        ROW, COL = (1, 0) if cutlass.const_expr(self.swap_AB) else (0, 1)
         bias = aux_data.tensors[0][batch, head, None, None]
         place = self._places(thr_mma)
+        if cutlass.const_expr(self.is_boolean):
+            return self._load_bits(bias, place, m_block, n_block)
+        ROW, COL = (1, 0) if cutlass.const_expr(self.swap_AB) else (0, 1)
         rows, cols = cute.size(place.shape[0]), cute.size(place.shape[1])
         lines = 1 if cutlass.const_expr(self.is_by_key) else rows
-        if cutlass.const_expr(self.is_boolean):
-            return self._load_bits(bias, place, lines, m_block, n_block)
         loaded = cute.make_rmem_tensor((lines, cols), bias.element_type)
         # A thread's columns are pairs, but of the product of keys and queries.
         step = 2 if cutlass.const_expr(self.in_pairs and not self.swap_AB) else 1
@@ -138,42 +141,39 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
                     loaded[row, col + half] = line[half, key // step]
         return loaded
 
-    def _has_whole_rows(self, place: cute.Tensor) -> bool:
-        """Whether the four threads of a row have all keys of a tile. In the product of keys and
-        queries they have queries; and warp groups may share a row."""
-        return not self.swap_AB and cute.size(place.shape[1]) * 4 == self.tile_n
-
     @cute.jit
     def _load_bits(
-        self,
-        words: cute.Tensor,
-        place: cute.Tensor,
-        lines: cutlass.Constexpr[int],
-        m_block: Int32,
-        n_block: Int32,
+        self, words: cute.Tensor, place: cute.Tensor, m_block: Int32, n_block: Int32
     ) -> cute.Tensor:
-        """Words of which `_bit` is a bit: of each row those of the tile's keys; where its threads
-        have few of these, of each key one with the rows."""
+        """Words of which `_bit` is a bit: of each of a thread's rows those of a tile's keys, or of
+        each of its keys one with its rows."""
         ROW, COL = (1, 0) if cutlass.const_expr(self.swap_AB) else (0, 1)
+        lines = 1 if cutlass.const_expr(self.is_by_key) else cute.size(place.shape[0])
         if cutlass.const_expr(self._has_whole_rows(place)):
-            loaded = cute.make_rmem_tensor((lines, self.tile_n // _BITS), Int32)
+            many = self.tile_n // _BITS
+            loaded = cute.make_rmem_tensor((lines, many), Int32)
             for row in cutlass.range_constexpr(lines):
                 query = cutlass.min(m_block * self.tile_m + place[row, 0][ROW], self.seqlen_q - 1)
-                for col in cutlass.range_constexpr(cute.size(loaded.shape[1])):
-                    word = words[query, n_block * cute.size(loaded.shape[1]) + col]
-                    loaded[row, col] = word >> place[0, 0][COL]
+                for word in cutlass.range_constexpr(many):
+                    loaded[row, word] = words[query, n_block * many + word] >> place[0, 0][COL]
         else:
             assert lines <= _BITS
-            loaded = cute.make_rmem_tensor((1, cute.size(place.shape[1])), Int32)
+            cols = cute.size(place.shape[1])
+            loaded = cute.make_rmem_tensor((1, cols), Int32)
             loaded.fill(0)
-            # A few at a time: registers do not hold all that are loaded.
+            # A few at a time: there are no registers for the words of all rows.
             for row in cutlass.range(lines, unroll=_ROWS_AT_ONCE):
                 query = cutlass.min(m_block * self.tile_m + place[row, 0][ROW], self.seqlen_q - 1)
-                for col in cutlass.range_constexpr(cute.size(loaded.shape[1])):
+                for col in cutlass.range_constexpr(cols):
                     key = n_block * self.tile_n + place[0, col][COL]
                     bit = (words[query, key // _BITS] >> (key % _BITS)) & 1
                     loaded[0, col] = loaded[0, col] | (bit << row)
         return loaded
+
+    def _has_whole_rows(self, place: cute.Tensor) -> bool:
+        """Whether the four threads of a row have all keys of a tile. In the product of keys and
+        queries they have queries; and warp groups may share a row."""
+        return not self.swap_AB and cute.size(place.shape[1]) * 4 == self.tile_n
 
     def _bit(self, words: cute.Tensor, place: cute.Tensor, row: int, col: int) -> Any:
         """Not 0 where the mask is True, of a thread's score in so many-th row and column."""
@@ -210,12 +210,17 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
         self,
         acc_S: cute.Tensor,
         words: cute.Tensor,
+        n_block: Int32,
         thr_mma: cute.TiledMma,
         scale: Float32,
         lowest: Float32,
     ) -> None:
-        """Scores get `lowest` added where a boolean mask is False; if `scales_all` they are scaled
-        before, and otherwise `lowest` is what scaling makes the number of."""
+        """Scores get `lowest` added where a boolean mask is False; those of no key become -inf.
+
+        If `scales_all`, they are scaled before. Otherwise they are scaled later, `lowest` with
+        them.
+        """
+        COL = 0 if cutlass.const_expr(self.swap_AB) else 1
         scores = layout_utils.reshape_acc_to_mn(acc_S, transpose=self.swap_AB)
         place = self._places(thr_mma)
         for col in cutlass.range_constexpr(cute.size(scores.shape[1])):
@@ -225,17 +230,11 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
                     score *= scale
                 is_true = self._bit(words, place, row, col) != 0
                 scores[row, col] = score if is_true else score + lowest
-
-    @cute.jit
-    def _leave_out_no_keys(self, acc_S: cute.Tensor, n_block: Int32, thr_mma: Any) -> None:
-        """Scores of no key become -inf."""
-        COL = 0 if cutlass.const_expr(self.swap_AB) else 1
-        scores = layout_utils.reshape_acc_to_mn(acc_S, transpose=self.swap_AB)
-        place = self._places(thr_mma)
-        for col in cutlass.range_constexpr(cute.size(scores.shape[1])):
-            is_key = n_block * self.tile_n + place[0, col][COL] < self.seqlen_k
-            for row in cutlass.range_constexpr(cute.size(scores.shape[0])):
-                scores[row, col] = scores[row, col] if is_key else -Float32.inf
+        if (n_block + 1) * self.tile_n > self.seqlen_k:
+            for col in cutlass.range_constexpr(cute.size(scores.shape[1])):
+                is_key = n_block * self.tile_n + place[0, col][COL] < self.seqlen_k
+                for row in cutlass.range_constexpr(cute.size(scores.shape[0])):
+                    scores[row, col] = scores[row, col] if is_key else -Float32.inf
 
 
 @dataclasses.dataclass
@@ -380,8 +379,7 @@ class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
     ) -> None:
         """As the library has it for listed tiles; but the first keys of a row of tiles are loaded
         before there is room for its queries, while the row before is computed. The library waits
-        for that room first, then reads the lists, then waits for the keys: of short rows of keys
-        that takes a tenth of the time."""
+        for that room first, then reads the lists, and then waits for the keys."""
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             q_phase = Int32(1)
             state = pipeline.make_pipeline_state(

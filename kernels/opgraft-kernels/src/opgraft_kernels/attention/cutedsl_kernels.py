@@ -14,7 +14,7 @@ sees every key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -137,10 +137,13 @@ def forward(
         return
     tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
     kind = kind._replace(tile=tile, bias=_bias_kind(bias))
-    lists = _lists(bias, q, k, scale, tile.queries, tile.keys, lowest=lowest)
-    # To scores that are not scaled yet.
-    added = 0.0 if lowest is None else lowest / scale
-    given = bias if lists.bits is None else lists.bits, lists.tiles, added
+    if lowest is None:
+        lists = _written(_plan_lists(bias, q, k, scale, tile.queries, tile.keys))
+        given: tuple[Any, ...] = bias, lists.tiles, 0.0
+    else:
+        lists = _written(_plan_boolean_lists(bias, tile.queries, tile.keys, lowest))
+        # To scores that are not scaled yet.
+        given = lists.bits, lists.tiles, lowest / scale
     _functions(kind, q.device)(q, k, v, out, logsumexp, *given, scale)
 
 
@@ -153,21 +156,13 @@ def _bias_kind(bias: torch.Tensor) -> BiasKind:
     )
 
 
-def _lists(
-    bias: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,
-    queries: int,
-    keys: int,
-    logsumexp: torch.Tensor | None = None,
-    lowest: float | None = None,
-) -> Lists:
-    """The lists of tiles of a bias, written on the stream; see `triton_lists`."""
-    # Triton's, which no other kernel here needs.
-    from opgraft_kernels.attention.triton_lists import plan_lists
+# Triton's, which no other kernel here needs.
+_plan_lists = lazy("opgraft_kernels.attention.triton_lists:plan_lists")
+_plan_boolean_lists = lazy("opgraft_kernels.attention.triton_lists:plan_boolean_lists")
 
-    lists = plan_lists(bias, q, k, scale, queries, keys, logsumexp, lowest)
+
+def _written(lists: Lists) -> Lists:
+    """Lists of tiles, which their launches write on the stream."""
     for launch in lists.launches:
         launch()
     return lists
@@ -226,9 +221,12 @@ def backward(
     if bias is not None:
         kind = kind._replace(bias=_bias_kind(bias))
         listed = listed_backward_tile(head_dim)
-        found = _lists(bias, q, k, scale, *listed, logsumexp, lowest)
+        if lowest is None:
+            found = _written(_plan_lists(bias, q, k, scale, *listed, logsumexp))
+        else:
+            found = _written(_plan_boolean_lists(bias, *listed, lowest, logsumexp))
+            bias = found.bits
         lists, usable = found.tiles, found.logsumexp
-        bias = bias if found.bits is None else found.bits
     tile = _tile(kind, q.device)
     rows = round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32

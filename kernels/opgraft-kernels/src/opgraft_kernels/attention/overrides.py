@@ -91,8 +91,8 @@ _CPU_BACKWARD = _Op("_scaled_dot_product_flash_attention_for_cpu_backward", aten
 
 # What `F.scaled_dot_product_attention` is, and the two ops that it is made of under a boolean mask.
 _SDPA = _Op("scaled_dot_product_attention", boolean.attention, mask="attn_mask")
-_BOOLEAN = _Op(boolean_ops.FORWARD, boolean_ops.forward, mask="mask")
-_BOOLEAN_BACKWARD = _Op(boolean_ops.BACKWARD, boolean_ops.backward, True, mask="mask")
+_BOOLEAN = _Op(boolean_ops.FORWARD, boolean_ops.attention_by, mask="mask")
+_BOOLEAN_BACKWARD = _Op(boolean_ops.BACKWARD, boolean_ops.attention_backward_by, True, mask="mask")
 _PARTS = (_BOOLEAN, _BOOLEAN_BACKWARD)
 
 # cuDNN is what `F.scaled_dot_product_attention` calls on Hopper.
@@ -293,7 +293,7 @@ MAX_DIM = 256
 VERSIONS = {
     "cutedsl": (3, 2),
     "cutedsl_masked": (4, 2),
-    "cutedsl_boolean": (1, 1),
+    "cutedsl_boolean": (1,),
     "triton": (2, 2),
     "masked": (2, 2),
 }
@@ -504,8 +504,9 @@ def _is_right_of_boolean(op: _Op) -> Any:
         & _fits_grid(op)
     )
     if op.is_backward:
-        rows = when.numel("query") // when.size("query", -1)
-        right &= when.dtype("logsumexp", torch.float32) & (when.numel("logsumexp") == rows)
+        of_rows = [when.size("logsumexp", dim) == when.size("query", dim) for dim in range(3)]
+        right &= when.dtype("logsumexp", torch.float32) & (when.ndim("logsumexp") == 3)
+        right &= _all(of_rows) & (when.stride("logsumexp", -1) == 1)
     return right
 
 
@@ -560,10 +561,9 @@ def register(dispatch_key: str) -> list[Override]:
     """
     if dispatch_key == "CPU":
         return [_register_on_cpu(op) for op in _CPU_OPS]
-    found = [_register(op, kind) for kind in available_kinds() for op in kind.ops]
-    if _has_flash_attn_4():
-        found += register_boolean()
-    return found
+    kinds = available_kinds()
+    found = [_register(op, kind) for kind in kinds for op in kind.ops]
+    return [*found, *register_boolean()] if _CUTEDSL_MASKED in kinds else found
 
 
 def available_kinds() -> list[_Kind]:
@@ -599,6 +599,8 @@ def _register(op: _Op, kind: _Kind) -> Override:
 def register_boolean(*, by_table: bool = True) -> list[Override]:
     """Register what takes boolean masks: the op that a model calls, and the two that it is made of.
 
+    The former has no derivative: calls that are differentiated are the ops' that it calls natively.
+
     Args:
         by_table: whether measured tables say which calls are taken; else all that the kernels are
             right for.
@@ -610,7 +612,6 @@ def register_boolean(*, by_table: bool = True) -> list[Override]:
         _SDPA.impl,
         cond=boolean_condition(),
         name=_name(_SDPA, _CUTEDSL_BOOLEAN),
-        autograd=(boolean.setup_context, boolean.backward),
         # A compiled graph has the ops that it calls natively, which other overrides take.
         compile="inductor",
         samples=lazy("opgraft_kernels.attention.samples:boolean_samples"),
@@ -620,15 +621,15 @@ def register_boolean(*, by_table: bool = True) -> list[Override]:
 
 
 def _register_part(op: _Op) -> Override:
-    direction = "backward" if op.is_backward else "forward"
+    suffix = "_backward" if op.is_backward else ""
     return cutedsl_utils.register_op_override(
         boolean_ops.NAMESPACE,
         op.name,
         "CUDA",
         _impl(op, "cutedsl_kernels", boolean_ops.NAMESPACE),
         cond=_is_right_of_boolean(op),
-        name=f"opgraft_kernels.attention.boolean.{direction}",
-        samples=lazy(f"opgraft_kernels.attention.samples:boolean_{direction}_samples"),
+        name=f"opgraft_kernels.attention.boolean_mask{suffix}",
+        samples=lazy(f"opgraft_kernels.attention.samples:samples_of_boolean_op{suffix}"),
         launch_plan=True,
     )
 

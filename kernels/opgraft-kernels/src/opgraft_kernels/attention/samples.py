@@ -20,11 +20,12 @@ from . import aten, boolean_ops
 from .overrides import FEWEST_DIMS_32BIT, MANY_QUERIES, TILE
 
 __all__ = [
-    "boolean_backward_samples",
-    "boolean_forward_samples",
+    "boolean_mask",
     "boolean_samples",
     "calls",
     "samples",
+    "samples_of_boolean_op",
+    "samples_of_boolean_op_backward",
 ]
 
 
@@ -188,28 +189,36 @@ def boolean_samples(device: torch.device) -> Iterator[dict[str, Any]]:
         }
 
 
-def boolean_forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Calls of the op of the forward, as arguments by name.
+def samples_of_boolean_op(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op of its forward, as arguments by name.
 
     Args:
         device: where the tensors are to live.
     """
+    for compute_logsumexp, given in itertools.product((False, True), _of_boolean_ops(device)):
+        yield {**given, "compute_logsumexp": compute_logsumexp}
+
+
+def samples_of_boolean_op_backward(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of the op of its backward, of what native's forward returned.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    for given in _of_boolean_ops(device):
+        if device.type == "cuda" and given["query"].dtype == torch.float32:
+            continue  # native's forward is cuDNN's there, which has no float32
+        out, logsumexp = boolean_ops.attention(**given, compute_logsumexp=True)
+        yield {"grad_out": torch.randn_like(out), **given, "out": out, "logsumexp": logsumexp}
+
+
+def _of_boolean_ops(device: torch.device) -> Iterator[dict[str, Any]]:
+    """What both ops take."""
     for lowest, sample in itertools.product((-math.inf, -65504.0), boolean_samples(device)):
         if sample["dropout_p"] == 0.0:
             scale = aten.scale_of(sample["query"], sample["scale"])
             given = {name: sample[name] for name in ("query", "key", "value")}
             yield {**given, "mask": sample["attn_mask"], "scale": scale, "lowest": lowest}
-
-
-def boolean_backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Calls of the op of the backward, of what native's forward returned.
-
-    Args:
-        device: where the tensors are to live.
-    """
-    for sample in boolean_forward_samples(device):
-        out, logsumexp = boolean_ops.attention(**sample)
-        yield {"grad_out": torch.randn_like(out), **sample, "out": out, "logsumexp": logsumexp}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -319,7 +328,8 @@ def _measured_call(op: str, case: _Case, device: torch.device) -> dict[str, Any]
         mask = named["attn_bias"]
         mask = mask.as_strided(case.bias, mask.stride())
         _mask_padding(mask, op)
-        named |= {"attn_mask": mask == 0, "enable_gqa": False}
+        if not op.startswith("_"):  # the op that a model calls, with a boolean mask
+            named |= {"attn_mask": mask == 0, "enable_gqa": False}
     named["compute_log_sumexp"] = case.dtype.itemsize == 2 or case.dim >= FEWEST_DIMS_32BIT
     if op.endswith("_backward"):
         named |= _of_backward(op, named)

@@ -40,7 +40,7 @@ from .triton_tiles import (
     rows_of,
 )
 
-__all__ = ["Lists", "plan_lists"]
+__all__ = ["Lists", "plan_boolean_lists", "plan_lists"]
 
 
 # What multiplies four bytes, each 0 or 1, so that bits 24 to 27 of the product are those four.
@@ -159,7 +159,7 @@ def _norms_kernel(
     COLS: tl.constexpr,
 ):
     """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low, or
-    without `norms_ptr`.
+    of a boolean mask, of which `x`, `state_ptr`, `norms_ptr` and `least_ptr` are None.
 
     Of queries in a backward, which gives `logsumexp`, the least logsumexp of each MARKED, too,
     and one that its kernel can use: of what attends to nothing, and of what is no query, infinity.
@@ -181,6 +181,33 @@ def _norms_kernel(
             rows = rows_of(x, batch, head, UNIT, FAR)
             largest = _largest_norm(rows, mark * MARKED, length, DIM, MARKED, BLOCK_DIM)
             tl.store(norms_ptr + tl.program_id(0), largest)
+
+
+@triton.jit
+def _least_best(
+    bests,
+    tile,
+    stride_q,
+    stride_k,
+    query_marks,
+    key_marks,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """What the mask adds to each query of a tile at least, at its best key."""
+    least = tl.full([BLOCK], INF, tl.float32)
+    for mark in tl.static_range(QUERIES):
+        query = tile * QUERIES + mark
+        best = tl.full([BLOCK], -INF, tl.float32)
+        for begin in range(0, key_marks, CHUNK):
+            key = begin + tl.arange(0, CHUNK)
+            is_mark = (query < query_marks)[:, None] & (key < key_marks)[None, :]
+            places = (query.to(tl.int64) * stride_q)[:, None] + (key * stride_k)[None, :]
+            found = tl.load(bests + places, mask=is_mark, other=-INF)
+            best = tl.maximum(best, tl.max(found, axis=1))
+        least = tl.minimum(least, tl.where(query < query_marks, best, INF))
+    return least
 
 
 @triton.jit
@@ -220,9 +247,9 @@ def _list_kernel(
     A tile is what ``[QUERIES, KEYS]`` marks say together.
 
     Args:
-        x: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other, and
-            is None of a boolean mask.
-        least_ptr: the least logsumexp of each mark of queries, if BY_KEYS, and of a bias.
+        x: what rows of tiles are of, queries or keys; `norms_ptr` has the norms of the other. Both
+            are None of a boolean mask.
+        least_ptr: if BY_KEYS, and of no boolean mask, the least logsumexp of each mark of queries.
     """
     OWN: tl.constexpr = KEYS if BY_KEYS else QUERIES
     OTHER: tl.constexpr = QUERIES if BY_KEYS else KEYS
@@ -248,22 +275,7 @@ def _list_kernel(
     counts = is_low
     if tl.max(is_low.to(tl.int32), axis=0) > 0:
         of_other = (batch * (heads // group_other) + head // group_other) * other_marks
-        bests = best_ptr + batch.to(tl.int64) * stride_b
-        if norms_ptr is None:
-            least = tl.full([BLOCK], INF, tl.float32)
-            for query_mark in tl.static_range(QUERIES):
-                query = query_tile * QUERIES + query_mark
-                best = tl.full([BLOCK], -INF, tl.float32)
-                for begin in range(0, key_marks, CHUNK):
-                    key = begin + tl.arange(0, CHUNK)
-                    is_mark = (query < query_marks)[:, None] & (key < key_marks)[None, :]
-                    best_ptrs = (query.to(tl.int64) * stride_q)[:, None] + (key * stride_k)[None, :]
-                    found = tl.load(bests + best_ptrs, mask=is_mark, other=-INF)
-                    best = tl.maximum(best, tl.max(found, axis=1))
-                least = tl.minimum(least, tl.where(query < query_marks, best, INF))
-            # Some query may have nothing but what is False.
-            counts = is_low & ((least > LOW) == 0)
-        else:
+        if norms_ptr is not None:
             x_rows = rows_of(x, batch, head // group_x, UNIT, FAR)
             own = tl.zeros([], tl.float32)
             for mark in tl.static_range(OWN):
@@ -276,29 +288,39 @@ def _list_kernel(
                 there = place < other_marks
                 norm = tl.load(norms_ptr + of_other + place, mask=there, other=0.0)
                 of_tile = tl.maximum(of_tile, norm)
-            if BY_KEYS:
-                least = tl.full([BLOCK], INF, tl.float32)
-                for mark in tl.static_range(OTHER):
-                    place = tile * OTHER + mark
-                    there = place < other_marks
-                    lse = tl.load(least_ptr + of_other + place, mask=there, other=INF)
-                    least = tl.minimum(least, lse)
-                # What scores are at most without a bias.
-                largest = own * of_tile * scale
-            else:
-                # Of every query the bias is as much somewhere, and the score there no less.
-                least = tl.full([], INF, tl.float32)
-                for mark in tl.static_range(QUERIES):
-                    query = row * QUERIES + mark
-                    best = tl.full([CHUNK], -INF, tl.float32)
-                    for begin in range(0, key_marks, CHUNK):
-                        key = begin + tl.arange(0, CHUNK)
-                        is_mark = (key < key_marks) & (query < query_marks)
-                        best_ptrs = bests + query.to(tl.int64) * stride_q + key * stride_k
-                        best = tl.maximum(best, tl.load(best_ptrs, mask=is_mark, other=-INF))
-                    best_of_mark = tl.max(best, axis=0)
-                    least = tl.minimum(least, tl.where(query < query_marks, best_of_mark, INF))
+        bests = best_ptr + batch.to(tl.int64) * stride_b
+        if BY_KEYS and norms_ptr is not None:
+            least = tl.full([BLOCK], INF, tl.float32)
+            for mark in tl.static_range(OTHER):
+                place = tile * OTHER + mark
+                there = place < other_marks
+                lse = tl.load(least_ptr + of_other + place, mask=there, other=INF)
+                least = tl.minimum(least, lse)
+            # What scores are at most without a bias.
+            largest = own * of_tile * scale
+        elif BY_KEYS:
+            least = _least_best(
+                bests, tile, stride_q, stride_k, query_marks, key_marks, QUERIES, BLOCK, CHUNK
+            )
+        else:
+            # Of every query the bias is as much somewhere, and the score there no less.
+            least = tl.full([], INF, tl.float32)
+            for mark in tl.static_range(QUERIES):
+                query = row * QUERIES + mark
+                best = tl.full([CHUNK], -INF, tl.float32)
+                for begin in range(0, key_marks, CHUNK):
+                    key = begin + tl.arange(0, CHUNK)
+                    is_mark = (key < key_marks) & (query < query_marks)
+                    best_ptrs = bests + query.to(tl.int64) * stride_q + key * stride_k
+                    best = tl.maximum(best, tl.load(best_ptrs, mask=is_mark, other=-INF))
+                best_of_mark = tl.max(best, axis=0)
+                least = tl.minimum(least, tl.where(query < query_marks, best_of_mark, INF))
+            if norms_ptr is not None:
                 largest = own * (of_tile + tl.max(of_tile, axis=0)) * scale
+        if norms_ptr is None:
+            # Some query may have nothing but what is False.
+            counts = is_low & ((least > LOW) == 0)
+        else:
             counts = is_low & ~(largest + LOW - least < NOTHING_BELOW)
     is_zero = (state == ZERO_TILE) & (tile < tiles)
     is_biased = (state != NOTHING_TILE) & (state != ZERO_TILE) & (tile < tiles)
@@ -324,9 +346,9 @@ class Lists(NamedTuple):
     tiles: torch.Tensor
     #: For a backward, natural, ``[batch, heads, length_q rounded up to whole tiles]``, float32.
     logsumexp: torch.Tensor | None
-    #: A boolean mask's bits, int32, ``[batch, heads, length_q, words]``, of whole tiles of keys.
-    bits: torch.Tensor | None
     launches: list[Launch]
+    #: A boolean mask's bits, int32, ``[batch, heads, length_q, words]``, of whole tiles of keys.
+    bits: torch.Tensor | None = None
 
 
 def plan_lists(
@@ -337,7 +359,6 @@ def plan_lists(
     queries: int,
     keys: int,
     logsumexp: torch.Tensor | None = None,
-    lowest: float | None = None,
 ) -> Lists:
     """The lists of a bias that heads share, and the launches that fill them.
 
@@ -350,74 +371,142 @@ def plan_lists(
         keys: of a tile.
         logsumexp: of a backward, ``[batch, heads, length_q]``: there is a list for each tile of
             keys, and otherwise for each of queries.
-        lowest: of a boolean mask in place of a bias, what is added where it is False.
     """
     batch, heads, length_q, length_k = bias.shape
     by_keys = logsumexp is not None
-    bits = None
-    if lowest is None:
-        marks, best, mark = mark_tiles(bias, _MARKED, _MARKED)
-    else:
-        marks, best, bits, mark = _mark_boolean(bias, lowest)
-    query_marks, key_marks = marks.shape[1:]
-    strides = list(marks.stride())
-    if marks.shape[0] == 1:  # one batch says it of all
-        strides[0] = 0
-    if bias_kind(bias) == BY_KEY.value:  # and one row of marks
-        query_marks, strides[1] = ceil_div(length_q, _MARKED), 0
-    of_marks = (*strides, query_marks, key_marks)
+    marks, best, mark = mark_tiles(bias, _MARKED, _MARKED)
+    of_marks = _of_marks(marks, bias)
     own, other = (k, q) if by_keys else (q, k)
     rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
     if by_keys:
         rows, tiles = tiles, rows
     # Of whole tiles, as a backward's kernel reads its logsumexp.
     other_marks = tiles * (queries if by_keys else keys) // _MARKED
-    norms = least = usable = measure = None
-    if lowest is None:
-        norms = q.new_empty((batch, other.shape[1], other_marks), dtype=torch.float32)
-        least = torch.empty_like(norms) if by_keys else None
+    norms = bias.new_empty((batch, other.shape[1], other_marks), dtype=torch.float32)
+    usable = least = None
     if logsumexp is not None:
-        shape = (batch, heads, other_marks * _MARKED)
-        if lowest is not None and logsumexp.shape == shape and logsumexp.is_contiguous():
-            usable = logsumexp  # a forward with a boolean mask returns none that is -inf
-        else:
-            usable = q.new_empty(shape, dtype=torch.float32)
-    if norms is not None or usable is not logsumexp:
-        measure = Launch(
-            _norms_kernel,
-            batch * other.shape[1] * other_marks,
-            (
-                *(heads_of(other), marks, norms, heads_of(logsumexp), usable, least),
-                *(*strides, marks.shape[1], key_marks, *other.shape[1:3], other_marks),
-            ),
-            {**constexprs_of(other), "MARKED": _MARKED, "ROWS": _CHUNK, "COLS": _CHUNK},
-            4,
-        )
-    # Of a boolean mask that heads share they share the lists, too.
-    apart, groups = (heads, (heads // own.shape[1], heads // other.shape[1]))
-    if lowest is not None:
-        apart, groups = 1, (1, 1)
-    lists = q.new_empty((batch, apart, rows, 2, 1 + tiles), dtype=torch.int32)
+        usable = q.new_empty((batch, heads, other_marks * _MARKED), dtype=torch.float32)
+        least = torch.empty_like(norms)
+    measure = Launch(
+        _norms_kernel,
+        norms.numel(),
+        (
+            *(heads_of(other), marks, norms, heads_of(logsumexp), usable, least),
+            *(*of_marks[:3], *marks.shape[1:], other.shape[1], other.shape[2], other_marks),
+        ),
+        {**constexprs_of(other), "MARKED": _MARKED, "ROWS": _CHUNK, "COLS": _CHUNK},
+        4,
+    )
+    lists = bias.new_empty((batch, heads, rows, 2, 1 + tiles), dtype=torch.int32)
     collect = Launch(
         _list_kernel,
-        batch * apart * rows,
+        batch * heads * rows,
         (
             *(heads_of(own), norms, least, marks, best, lists, *of_marks),
-            *(other_marks, apart, *groups, own.shape[2], rows, tiles, scale),
+            *(other_marks, heads, heads // own.shape[1], heads // other.shape[1]),
+            *(own.shape[2], rows, tiles, scale),
         ),
         {
             **constexprs_of(own),
-            "MARKED": _MARKED,
-            "QUERIES": queries // _MARKED,
-            "KEYS": keys // _MARKED,
-            "BLOCK": max(power_of_2(tiles), 16),
-            "CHUNK": _CHUNK,
-            "BY_KEYS": by_keys,
+            **_of_rows(queries, keys, tiles, by_keys),
         },
         4,
     )
-    launches = [each for each in (mark, measure, collect) if each is not None]
-    return Lists(lists.expand(-1, heads, -1, -1, -1), usable, bits, launches)
+    return Lists(lists, usable, [mark, measure, collect])
+
+
+def _of_marks(marks: torch.Tensor, bias: torch.Tensor) -> tuple[int, ...]:
+    """How far a bias's marks are apart, of batches, queries and keys, and how many there are of the
+    latter two."""
+    of_batch, of_queries, of_keys = marks.stride()
+    _, query_marks, key_marks = marks.shape
+    if marks.shape[0] == 1:  # one batch says it of all
+        of_batch = 0
+    if bias_kind(bias) == BY_KEY.value:  # and one row of marks
+        query_marks, of_queries = ceil_div(bias.shape[2], _MARKED), 0
+    return of_batch, of_queries, of_keys, query_marks, key_marks
+
+
+def _of_rows(queries: int, keys: int, tiles: int, by_keys: bool) -> dict[str, int]:
+    """What listing is compiled with, of rows of so many tiles."""
+    return {
+        "MARKED": _MARKED,
+        "QUERIES": queries // _MARKED,
+        "KEYS": keys // _MARKED,
+        "BLOCK": max(power_of_2(tiles), 16),
+        "CHUNK": _CHUNK,
+        "BY_KEYS": by_keys,
+    }
+
+
+def plan_boolean_lists(
+    mask: torch.Tensor,
+    queries: int,
+    keys: int,
+    lowest: float,
+    logsumexp: torch.Tensor | None = None,
+) -> Lists:
+    """The lists of a boolean mask that heads share, and the launches that fill them.
+
+    Args:
+        mask: ``[batch, heads, length_q, length_k]``.
+        queries: of a tile; a multiple of 64, as `keys` is.
+        keys: of a tile.
+        lowest: what is added to scores where it is False.
+        logsumexp: as `plan_lists` has it.
+    """
+    batch, heads, length_q, length_k = mask.shape
+    by_keys = logsumexp is not None
+    marks, best, bits, mark = _mark_boolean(mask, lowest)
+    launches = [mark]
+    rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
+    usable = None
+    if logsumexp is not None:
+        usable, of_whole_tiles = _of_whole_tiles(logsumexp, rows * queries)
+        launches += of_whole_tiles
+        rows, tiles = tiles, rows
+    lists = torch.empty((batch, 1, rows, 2, 1 + tiles), dtype=torch.int32, device=mask.device)
+    collect = Launch(
+        _list_kernel,
+        batch * rows,
+        (
+            *(None, None, None, marks, best, lists, *_of_marks(marks, mask)),
+            # Heads share the lists, too, so that there is one; and of norms there is nothing.
+            *(0, 1, 1, 1, 0, rows, tiles, 0.0),
+        ),
+        {**_OF_NO_ROWS, **_of_rows(queries, keys, tiles, by_keys)},
+        4,
+    )
+    launches.append(collect)
+    return Lists(lists.expand(-1, heads, -1, -1, -1), usable, launches, bits)
+
+
+# What kernels are compiled with that are given no queries or keys.
+_OF_NO_ROWS = {"DIM": 0, "BLOCK_DIM": 0, "UNIT": 1, "FAR": False}
+
+
+def _of_whole_tiles(logsumexp: torch.Tensor, length: int) -> tuple[torch.Tensor, list[Launch]]:
+    """A logsumexp of a forward with a boolean mask, of whole tiles, and the launches that write it.
+
+    It is infinity already of what attends to nothing, so that it may serve as it is.
+    """
+    batch, heads, length_q = logsumexp.shape
+    is_aligned = logsumexp.is_contiguous() and logsumexp.data_ptr() % 16 == 0
+    if length_q == length and is_aligned:
+        return logsumexp, []
+    usable = logsumexp.new_empty((batch, heads, length))
+    marks = length // _MARKED
+    launch = Launch(
+        _norms_kernel,
+        batch * heads * marks,
+        (
+            *(None, None, None, heads_of(logsumexp), usable, None),
+            *(0, 0, 0, 0, 0, heads, length_q, marks),
+        ),
+        {**_OF_NO_ROWS, "MARKED": _MARKED, "ROWS": _CHUNK, "COLS": _CHUNK},
+        4,
+    )
+    return usable, [launch]
 
 
 # Elements of a boolean mask that are read at a time, and the words that a thread of

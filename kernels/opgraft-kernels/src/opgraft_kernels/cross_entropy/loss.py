@@ -13,7 +13,7 @@ from torch import Tensor
 
 import opgraft
 from opgraft_kernels.cross_entropy import ops
-from opgraft_kernels.kept import keep, take
+from opgraft_kernels.cross_entropy.kept import Statistics, keep, take
 
 __all__ = ["backward", "cross_entropy", "setup_context"]
 
@@ -39,7 +39,7 @@ def cross_entropy(
     loss, *statistics = _forward(
         self, target, weight, reduction, ignore_index, label_smoothing, dtype=dtype
     )
-    keep(loss, tuple(statistics), inputs=(self,))
+    keep(self, loss, Statistics(*statistics))
     return loss
 
 
