@@ -146,9 +146,10 @@ def _register_in_python(pairing: _Pairing) -> None:
     may_be_none = {a.name for a in backward.arguments if a.kind.startswith("Optional")}
     targets = [returned.name.removeprefix(PREFIX) for returned in backward.returns]
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    positional = [argument.name for argument in op.positional]
+
+    def save(ctx: Any, values: dict[str, Any], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        values = dict(zip(pairing.arguments, inputs, strict=True))
         values |= dict(zip(pairing.outputs, outputs, strict=True))
         lost = [o for o in pairing.outputs if PREFIX + o not in wanted]
         ctx.mark_non_differentiable(*(values[name] for name in lost))
@@ -159,6 +160,14 @@ def _register_in_python(pairing: _Pairing) -> None:
         ctx.given = {name for name in targets if values[name] is not None}
         ctx.others = [None if isinstance(v, torch.Tensor) else (v,) for v in kept]
         ctx.save_for_backward(*(v for v in kept if isinstance(v, torch.Tensor)))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, dict(zip(positional, inputs, strict=True)), output)
+
+    def setup_with_keywords(
+        ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+    ) -> None:
+        save(ctx, dict(zip(positional, inputs, strict=True)) | keyword_only_inputs, output)
 
     def differentiate(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         of_output = dict(zip(pairing.outputs, gradients, strict=True))
@@ -173,14 +182,12 @@ def _register_in_python(pairing: _Pairing) -> None:
         results = backward.overload(**{name: value(name) for name in wanted})
         results = results if isinstance(results, tuple) else (results,)
         found = dict(zip(targets, results, strict=True))
-        return tuple(found[n] if n in ctx.given else None for n in pairing.arguments)
+        return tuple(found[n] if n in ctx.given else None for n in positional)
 
-    namespace = op.name.partition("::")[0]
-    library = torch.library.Library(namespace, "FRAGMENT")
+    setup = setup_with_keywords if op.keyword_only else setup_context
+    library = torch.library.Library(op.name.partition("::")[0], "FRAGMENT")
     _libraries.append(library)
-    torch.library.register_autograd(
-        op.name, differentiate, setup_context=setup_context, lib=library
-    )
+    torch.library.register_autograd(op.name, differentiate, setup_context=setup, lib=library)
     _libraries.append(_once_differentiable(backward))
 
 
