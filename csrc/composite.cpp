@@ -63,6 +63,27 @@ bool writes_or_aliases(const c10::FunctionSchema& schema) {
   return false;
 }
 
+void check_differentiated(const torch::jit::Stack& stack, size_t outputs, const std::string& op) {
+  bool any = false;
+  for (size_t i = stack.size() - outputs; i < stack.size(); ++i) {
+    const auto check = [&any](const at::Tensor& tensor) {
+      const bool may_have_one =
+          tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
+      if (!may_have_one) return false;
+      any = true;
+      return tensor.requires_grad();
+    };
+    if (stack[i].isTensor() && check(stack[i].toTensor())) return;
+    if (!stack[i].isTensorList()) continue;
+    for (const at::Tensor& each : stack[i].toTensorVector()) {
+      if (check(each)) return;
+    }
+  }
+  TORCH_CHECK(!any, "an override of ", op,
+              " is declared with autograd='impl' and returned what autograd cannot differentiate; "
+              "let its impl call ops that have derivatives, outside of torch.no_grad()");
+}
+
 AutogradBookkeeping::AutogradBookkeeping(const c10::FunctionSchema& schema,
                                          c10::ArrayRef<Argument> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {

@@ -29,6 +29,7 @@
 #include <utility>
 #include <vector>
 
+#include "backward_op.h"
 #include "condition.h"
 #include "counter.h"
 #include "derivative.h"
@@ -476,6 +477,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
       .def(
           "decide_in_python", [](Override& self) { self.decides_in_python.store(true); },
           "Let Python decide from now on whether it takes a call.")
+      .def_readwrite("is_differentiated", &Override::is_differentiated,
+                     "Whether autograd differentiates the ops that its impl calls.")
       .def(
           "set_python_impl",
           [](Override& self, const RouterHandle& router, py::object override, py::object function,
@@ -587,6 +590,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
              self.publish(std::move(conditions));
            });
 
+  core.def("register_backward", &register_backward, py::arg("name"), py::arg("overload"),
+           py::arg("backward"), py::arg("backward_overload"),
+           "Differentiate an op by another one, whose schema says what it gets and returns.");
   core.def("forward_op", &forward_op, py::arg("name"), py::arg("overload"), py::arg("origin"),
            py::arg("origin_overload"),
            "Implements an op without kernels by forwarding to another op with its schema.");

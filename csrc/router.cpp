@@ -73,6 +73,15 @@ bool is_plain(c10::ArrayRef<Argument> arguments, c10::Device& device, bool& foun
   });
 }
 
+// The tracer of torch.jit.trace records most ops, and is off while they run. Of a few it records
+// what they call instead: a kernel that writes memory by itself would leave an empty tensor in the
+// trace.
+bool is_recorded_by_torchscript() {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  return local.included_.has(c10::DispatchKey::Tracer) &&
+         !local.excluded_.has(c10::DispatchKey::Tracer);
+}
+
 }  // namespace
 
 // --------------------------------------------------------------------------- NativeKernel
@@ -116,6 +125,7 @@ Chain::Chain(Overrides overrides) : overrides_(std::move(overrides)) {
       common_test_.widen(test);
     }
     overrides_[index]->misses->include(misses_);
+    any_differentiated_ = any_differentiated_ || overrides_[index]->is_differentiated;
   }
 }
 
@@ -359,10 +369,46 @@ std::unique_ptr<PendingCall> Router::pending_derivative(const Argument* argument
     }
   }
   const Derivative* derivative = derivative_.load(std::memory_order_acquire);
-  if (derivative == nullptr) return nullptr;
   // A tracer's tensors may have symbolic sizes, of which Python decides.
-  if (found != Interceptor::Tracer && !derivative->may_differentiate(arguments)) return nullptr;
-  return with_action(PendingCall::Action::Differentiate);
+  if (derivative != nullptr &&
+      (found == Interceptor::Tracer || derivative->may_differentiate(arguments))) {
+    return with_action(PendingCall::Action::Differentiate);
+  }
+  // A tracer would see what an impl calls, and the graph would be without the override's condition.
+  return found == Interceptor::None ? pending_differentiated(arguments) : nullptr;
+}
+
+// Their impls run at the autograd key. What they call may have no forward-mode derivative: the
+// composite has.
+std::unique_ptr<PendingCall> Router::pending_differentiated(const Argument* arguments,
+                                                            bool observed) const {
+  const Epochs::Reader reader;
+  const Chain* chain = chain_.load(std::memory_order_seq_cst);
+  if (chain == nullptr || !chain->any_differentiated() ||
+      shutting_down.load(std::memory_order_relaxed)) {
+    return nullptr;
+  }
+  if (C10_UNLIKELY(Scope::any()) && !observed && Scope::is_observed())
+    return with_action(PendingCall::Action::ObserveDifferentiated);
+  const c10::ArrayRef<Argument> all(arguments, argument_count_);
+  c10::Device device(c10::DeviceType::CPU);
+  bool device_found = false;
+  const bool may_run =
+      is_plain(all, device, device_found) && !is_recorded_by_torchscript() && !has_tangents(all);
+  for (size_t index = 0; index < chain->size(); ++index) {
+    const Override& override = (*chain)[index];
+    if (!override.is_differentiated || Scope::is_off(override.identity)) continue;
+    const bool decided_in_python = override.decides_in_python.load(std::memory_order_relaxed);
+    if (!may_run || !chain->tensor_test(index).passes(arguments) ||
+        (!decided_in_python && !override.condition.holds(arguments))) {
+      override.misses->add();
+      continue;
+    }
+    auto found = with_overrides(*chain, index, /*condition_holds=*/!decided_in_python, device);
+    found->is_differentiated = true;
+    return found;
+  }
+  return nullptr;
 }
 
 // Every call runs this, after the op itself has filled the caches. So it is one small function, and
@@ -377,15 +423,6 @@ bool Router::misses_at_once(const Argument* arguments) const {
   if (tensor != nullptr && is_plain(*tensor) && chain->common_test().passes(*tensor)) return false;
   chain->count_miss();
   return true;
-}
-
-// The tracer of torch.jit.trace records most ops, and is off while they run. Of a few it records
-// what they call instead: a kernel that writes memory by itself would leave an empty tensor in the
-// trace.
-static bool is_recorded_by_torchscript() {
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  return local.included_.has(c10::DispatchKey::Tracer) &&
-         !local.excluded_.has(c10::DispatchKey::Tracer);
 }
 
 std::unique_ptr<PendingCall> Router::pending_call(const Argument* arguments, bool observed) const {
@@ -569,15 +606,25 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
         run_native();
       return;
     }
-    case Action::Differentiate:
-      if (derivative_.load(std::memory_order_acquire)->differentiate(call.keyset, call.stack) ==
-          Derivative::By::Override)
+    case Action::ObserveDifferentiated:
+      observer_->observe(call, /*keeps_derivative=*/true,
+                         [&] { run_differentiated(call, /*observed=*/true); });
+      return;
+    case Action::Differentiate: {
+      const auto by =
+          derivative_.load(std::memory_order_acquire)->differentiate(call.keyset, call.stack);
+      if (by == Derivative::By::Override) return;
+      if (by == Derivative::By::OwnDerivative &&
+          interceptor_of(call.keyset, key_) == Interceptor::None) {
+        run_differentiated(call, /*observed=*/false);
         return;
+      }
       if (C10_UNLIKELY(Scope::any()) && Scope::is_observed())
         observer_->observe(call, /*keeps_derivative=*/true, run_native);
       else
         run_native();
       return;
+    }
     case Action::PassToTracer:
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.redispatchBoxed(call.keyset & c10::after_ADInplaceOrView_keyset, &call.stack);
@@ -585,18 +632,31 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
   }
 }
 
+void Router::run_differentiated(Call& call, bool observed) {
+  if (const auto pending = pending_differentiated(call.view().data(), observed))
+    run_pending(*pending, call, observed);
+  else if (C10_UNLIKELY(Scope::any()) && !observed && Scope::is_observed())
+    observer_->observe(call, /*keeps_derivative=*/true, [&] { run_native(call); });
+  else
+    run_native(call);
+}
+
 // If an impl declines after all, the overrides after it are tried.
 bool Router::try_overrides(const PendingCall& pending, Call& call, bool observed) {
   bool condition_holds = pending.condition_holds;
   for (const auto& override : pending.rest) {
     const bool is_known = std::exchange(condition_holds, false);
+    if (pending.is_differentiated && !override->is_differentiated) continue;
     if (!is_known && Scope::is_off(override->identity)) continue;
     if (C10_UNLIKELY(override->is_placeholder)) {
       if (!override->impl->takes(*override, call)) continue;
       route(call, observed);  // as a new call, so only the new chain counts it
       return true;
     }
-    if ((is_known || takes(*override, call)) && run(*override, call, pending.device)) return true;
+    if ((is_known || takes(*override, call)) &&
+        run(*override, call, pending.device, pending.is_differentiated)) {
+      return true;
+    }
   }
   return false;
 }
@@ -609,16 +669,18 @@ bool Router::takes(const Override& override, Call& call) {
   return false;
 }
 
-bool Router::run(const Override& override, Call& call, c10::Device device) {
+bool Router::run(const Override& override, Call& call, c10::Device device, bool is_differentiated) {
   const Frame frame(this);
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::optional<c10::Device>()
                                                        : std::optional<c10::Device>(device));
   at::RecordFunction record(at::RecordScope::USER_SCOPE);
   if (C10_UNLIKELY(record.isActive())) record.before(override.label);
   std::optional<AutogradBookkeeping> bookkeeping;
-  if (C10_UNLIKELY(composite_kernel_.has_value())) bookkeeping = make_bookkeeping(call.view());
+  if (C10_UNLIKELY(composite_kernel_.has_value()) && !is_differentiated)
+    bookkeeping = make_bookkeeping(call.view());
   call.ran = &override;
-  call.excluded = excluded_;
+  call.excluded = is_differentiated ? excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView
+                                    : excluded_;
   if (!override.impl->run(override, call, device)) {
     call.ran = nullptr;
     return false;
@@ -628,6 +690,7 @@ bool Router::run(const Override& override, Call& call, c10::Device device) {
     call.fell_back = true;
   }
   if (bookkeeping) bookkeeping->finish(call.stack, output_count_, name_);
+  if (is_differentiated) check_differentiated(call.stack, output_count_, name_);
   return true;
 }
 

@@ -128,6 +128,8 @@ class alignas(64) Override {
   // Stands for deferred overrides, which the first call registers. `Impl::takes` returns whether
   // the chain has changed by then, and the call is routed again.
   bool is_placeholder = false;
+  // Autograd differentiates the ops that its impl calls. The op is composite.
+  bool is_differentiated = false;
 };
 
 using Overrides = std::vector<std::shared_ptr<const Override>>;
@@ -149,6 +151,8 @@ class alignas(64) Chain {
 
   const Overrides& overrides() const { return overrides_; }
   size_t size() const { return overrides_.size(); }
+  // Whether autograd differentiates what some of them call.
+  bool any_differentiated() const { return any_differentiated_; }
   const Override& operator[](size_t index) const { return *overrides_[index]; }
 
   // Fails only for calls for which every override's test fails.
@@ -162,6 +166,7 @@ class alignas(64) Chain {
   // What a miss reads, in one cache line.
   TensorTest common_test_;
   uint32_t misses_index_;
+  bool any_differentiated_ = false;
 
   std::shared_ptr<Counter> misses_ = std::make_shared<Counter>();
   std::vector<TensorTest> tensor_tests_;
@@ -221,6 +226,7 @@ struct PendingCall {
     Observe,                // tell the observer, then route the call
     ObserveComposite,       // tell the observer, then run the composite whatever conditions say
     ObserveKeptDerivative,  // the same, because autograd differentiates the call
+    ObserveDifferentiated,  // tell the observer, then try overrides that autograd differentiates
     PassToTracer,           // redispatch below autograd, so that a tracer sees the op whole
     RegisterDeferred,       // deferred overrides may have a derivative: register, and route again
     Differentiate,          // an override's custom derivative may apply; if not, the composite runs
@@ -228,6 +234,8 @@ struct PendingCall {
   Action action = Action::TryOverrides;
   torch::jit::Stack results;     // of the replayed plan, for ReturnResults
   bool condition_holds = false;  // the condition of the first of `rest` holds
+  // Autograd differentiates the call, so only overrides take it whose impls it differentiates.
+  bool is_differentiated = false;
   c10::Device device{c10::DeviceType::CPU};
   Overrides rest;  // the first override that may take the call, and those after it
 
@@ -343,6 +351,9 @@ class alignas(64) Router {
   // runs.
   C10_NOINLINE std::unique_ptr<PendingCall> pending_derivative(const Argument* arguments,
                                                                c10::DispatchKeySet keyset) const;
+  // The same, for overrides whose impls autograd differentiates.
+  C10_NOINLINE std::unique_ptr<PendingCall> pending_differentiated(const Argument* arguments,
+                                                                   bool observed = false) const;
   C10_NOINLINE static void count_misses(const Chain& chain);
   C10_NOINLINE void count_misses() const;
   // Null if the override declines.
@@ -358,7 +369,8 @@ class alignas(64) Router {
   void route(Call& call, bool observed);
   bool try_overrides(const PendingCall& pending, Call& call, bool observed);
   bool takes(const Override& override, Call& call);
-  bool run(const Override& override, Call& call, c10::Device device);
+  bool run(const Override& override, Call& call, c10::Device device, bool is_differentiated);
+  void run_differentiated(Call& call, bool observed);
   // None if autograd's keys have seen the call already.
   std::optional<AutogradBookkeeping> make_bookkeeping(c10::ArrayRef<Argument> arguments) const;
 

@@ -62,6 +62,7 @@ std::shared_ptr<Override> shadowed(ShadowImpl::Options options) {
   outer->fallbacks = inner.fallbacks;
   outer->identity = inner.identity;
   outer->label = inner.label;
+  outer->is_differentiated = inner.is_differentiated;
   outer->impl = std::make_unique<ShadowImpl>(std::move(options));
   return outer;
 }

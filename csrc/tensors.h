@@ -40,6 +40,12 @@ inline bool has_tangent(const c10::TensorImpl& tensor) {
   return self._fw_grad(/*level=*/0).defined();
 }
 
+// Whether a tensor of a call has a forward-mode tangent.
+inline bool has_tangents(c10::ArrayRef<Argument> arguments) {
+  return !all_tensors(arguments,
+                      [](const c10::TensorImpl& tensor) { return !has_tangent(tensor); });
+}
+
 // Whether autograd, backward or forward mode, must differentiate a call.
 inline bool must_differentiate(c10::ArrayRef<Argument> arguments) {
   const bool grad = c10::GradMode::is_enabled();

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from opgraft.ready.readiness import wait_until_ready, when_not_ready
     from opgraft.registration import register_op_override
     from opgraft.registry import Override
+    from opgraft.router.backward_op import register_backward
     from opgraft.router.shadow import shadow
     from opgraft.verification import verify
 
@@ -57,6 +58,7 @@ __all__ = [
     "packs",
     "profile",
     "pt2",
+    "register_backward",
     "register_op_override",
     "shadow",
     "trace",
@@ -89,6 +91,7 @@ _MODULES_OF_NAMES = {
     "native": "control",
     "overrides": "control",
     "profile": "profiling",
+    "register_backward": "router.backward_op",
     "register_op_override": "registration",
     "shadow": "router.shadow",
     "trace": "explanation.trace",

@@ -18,6 +18,7 @@ from opgraft.errors import RegistrationError
 from opgraft.ops.schema import Op, check_accepts, check_dispatch_key, resolve_symbol
 from opgraft.pt2 import hooks
 from opgraft.registry import (
+    Autograd,
     Chain,
     CompilePolicy,
     Declaration,
@@ -49,7 +50,7 @@ def register_op_override(
     priority: int = 0,
     on_error: OnError | None = None,
     compile: CompilePolicy | Condition = "auto",
-    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    autograd: Autograd | None = None,
     launch_plan: bool = False,
     unplanned: Condition | None = None,
     when_not_ready: WhenNotReady | None = None,
@@ -103,6 +104,9 @@ def register_op_override(
             op's arguments, `backward(ctx, *grads)` with a gradient or None for each of them.
             Without it the op keeps its derivative, and its backward op can be overridden as well.
             So it does in compiled graphs that leave the op to the compiler.
+            Or `"impl"`, for a composite op (`scaled_dot_product_attention`): `impl` runs at the
+            autograd key, and autograd differentiates the ops that it calls. All of them must have
+            derivatives; :func:`opgraft.register_backward` gives one to an op of your own.
         launch_plan: the author declares `impl` a pure function of its arguments' metadata. What it
             does for one kind of call may then be recorded, and replayed without Python; see
             docs/plans.md.
@@ -159,7 +163,7 @@ def register_op_override(
     pack = owner.name if owner else None
     if when_not_ready is None:
         when_not_ready = "native" if pack and launch_plan else "wait"
-    _check_when_not_ready(when_not_ready, op, launch_plan or autograd is not None)
+    _check_when_not_ready(when_not_ready, op, launch_plan or isinstance(autograd, tuple))
     on_error = on_error or ("fallback" if pack else "raise")
     _check_choice("on_error", on_error, OnError)
     _check_compile(compile, op)
@@ -172,7 +176,7 @@ def register_op_override(
     if autograd is not None:
         from opgraft.router import derivative
 
-        derivative.check(autograd, op)
+        derivative.check(autograd, op, launch_plan=launch_plan)
     declaration = Declaration(
         name=name or _default_name(impl),
         operator=op,
@@ -216,10 +220,14 @@ def _install(override: Override) -> None:
         # The router comes first: if it refuses, nothing is registered.
         installed = router.install(chain)
         _warn_without_core()
-        if override.autograd is not None:
+        if override.derivative is not None:
             from opgraft.router import derivative
 
             derivative.install(installed)
+        elif override.is_differentiated:
+            from opgraft.router import derivative
+
+            derivative.check_composite(installed)
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override)

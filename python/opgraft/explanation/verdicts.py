@@ -84,7 +84,8 @@ def _judge_override(override: Override, call: Call, *, keeps_derivative: bool) -
         return Verdict(override, "unavailable" if override.unavailable else "disabled", off)
     not_asked = Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
     # One with a derivative of its own is asked.
-    if keeps_derivative and override.autograd is None:
+    is_differentiated = override.is_differentiated and not composite.is_forward_mode()
+    if keeps_derivative and override.derivative is None and not is_differentiated:
         return not_asked
     try:
         where = device.of_call(call, override.dispatch_key)
@@ -97,7 +98,7 @@ def _judge_override(override: Override, call: Call, *, keeps_derivative: bool) -
         return Verdict(override, "declines", reason)
     if decline is not None:
         return _declined(override, decline, failure)
-    if keeps_derivative:
+    if keeps_derivative and not is_differentiated:
         return not_asked
     if override.plans is None:
         return Verdict(override, "takes")

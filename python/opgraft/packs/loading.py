@@ -237,7 +237,7 @@ def misdeclared(pack: Pack) -> list[str]:
                 f"overrides {override.op} and does not declare it: name it in the entry-point "
                 f'group "{group}" as "{value}", or a call of it does not activate the pack'
             )
-        elif override.autograd is not None and router.has_own_kernel(
+        elif override.derivative is not None and router.has_own_kernel(
             override.operator, override.dispatch_key
         ):
             found.append(

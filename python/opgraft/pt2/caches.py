@@ -104,7 +104,7 @@ def _traced_state(override: Override) -> str | None:
     if override.has_policy("traceable"):
         traced.append(override.impl)
     # A graph that leaves the op to the compiler leaves it its derivative.
-    derivative = None if override.has_policy("inductor") else override.autograd
+    derivative = None if override.has_policy("inductor") else override.derivative
     if derivative is not None:
         traced += derivative
     if callable(override.cond):  # it is evaluated while a graph is traced

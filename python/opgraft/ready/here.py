@@ -99,5 +99,5 @@ def run(override: Override, metadata: Metadata, keyset: torch.DispatchKeySet) ->
         device.guard(device.of_tensors(call)),
     ):
         output = override.impl(*leading, *call.args, **call.kwargs)
-        if override.autograd is not None and any(metadata.needs):
-            derivative.run(override.autograd, call.values, output, metadata.needs)
+        if override.derivative is not None and any(metadata.needs):
+            derivative.run(override.derivative, call.values, output, metadata.needs)

@@ -132,13 +132,13 @@ def name_of(override: Override) -> str | dict[str, str | None]:
 
 
 def _names_of_derivative(override: Override) -> list[str] | dict[str, str | None]:
-    assert override.autograd is not None
-    for function in override.autograd:
+    assert override.derivative is not None
+    for function in override.derivative:
         if reason := _why_no_name(function):
             if override.pack is None:
                 raise CannotAsk(f"{reason} (a function of autograd=)")
             return override.identity
-    return [f"{each.__module__}:{each.__qualname__}" for each in override.autograd]
+    return [f"{each.__module__}:{each.__qualname__}" for each in override.derivative]
 
 
 def _why_no_name(impl: Any) -> str:
@@ -180,7 +180,7 @@ def load_derivative(names: list[str] | dict[str, str]) -> Autograd:
     """
     with _importing(names):
         if isinstance(names, dict):
-            found = _of_pack(names).autograd
+            found = _of_pack(names).derivative
             if found is None:  # another version of the pack
                 raise CannotAsk("the override has no derivative of its own")
             return found

@@ -5,12 +5,19 @@ Python compiles their methods at import: with named tuples that took half of the
 """
 
 from opgraft.registry.chains import Chain, Registry, registry
-from opgraft.registry.declaration import CompilePolicy, Declaration, OnError, WhenNotReady
+from opgraft.registry.declaration import (
+    Autograd,
+    CompilePolicy,
+    Declaration,
+    OnError,
+    WhenNotReady,
+)
 from opgraft.registry.definition import Definition
 from opgraft.registry.override import Override
 from opgraft.registry.rules import Rule, Selector, selector_from
 
 __all__ = [
+    "Autograd",
     "Chain",
     "CompilePolicy",
     "Declaration",

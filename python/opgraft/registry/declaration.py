@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 OnError = Literal["raise", "fallback"]
 WhenNotReady = Literal["native", "wait"]
 CompilePolicy = Literal["auto", "opaque", "inductor", "traceable"]
+#: `(setup_context, backward)`; or that autograd differentiates the ops that `impl` calls.
+Autograd = tuple[Callable[..., Any], Callable[..., Any]] | Literal["impl"]
 
 
 class Declaration:
@@ -36,8 +38,8 @@ class Declaration:
     priority: int
     on_error: OnError
     compile: CompilePolicy | Condition
-    #: `(setup_context, backward)` of a custom derivative.
-    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None
+    #: Its own derivative; None: the op's.
+    autograd: Autograd | None
     launch_plan: bool
     #: What to do with a call whose kernels are not compiled yet.
     when_not_ready: WhenNotReady
@@ -65,7 +67,7 @@ class Declaration:
         priority: int = 0,
         on_error: OnError = "raise",
         compile: CompilePolicy | Condition = "auto",
-        autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+        autograd: Autograd | None = None,
         launch_plan: bool = False,
         when_not_ready: WhenNotReady = "wait",
         samples: Callable[..., Iterable[Any]] | None = None,

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from opgraft.base import env
 from opgraft.ops.schema import Call, Op
-from opgraft.registry.declaration import CompilePolicy, Declaration, OnError, WhenNotReady
+from opgraft.registry.declaration import (
+    Autograd,
+    CompilePolicy,
+    Declaration,
+    OnError,
+    WhenNotReady,
+)
 from opgraft.registry.state import OverrideState
 from opgraft.when import Condition, Failure
 
@@ -40,7 +46,7 @@ class Override:
     priority: int = _declared("priority")
     on_error: OnError = _declared("on_error")
     compile: CompilePolicy | Condition = _declared("compile")
-    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = _declared("autograd")
+    autograd: Autograd | None = _declared("autograd")
     launch_plan: bool = _declared("launch_plan")
     samples: Callable[..., Any] | None = _declared("samples")
     crossover: Crossover | None = _declared("crossover")
@@ -100,6 +106,16 @@ class Override:
     def plans(self) -> Plans | None:
         """Its launch plans: their keys, hits and bytes; None if it can have none."""
         return self.state.plans
+
+    @property
+    def derivative(self) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """`(setup_context, backward)` of a custom derivative; None if it has none."""
+        return None if self.is_differentiated else self.autograd  # type: ignore[return-value]
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether autograd differentiates the ops that `impl` calls."""
+        return self.autograd == "impl"
 
     @property
     def enabled(self) -> bool:

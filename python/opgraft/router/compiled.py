@@ -182,6 +182,7 @@ class CompiledRouter(Router):
             checked_hits=CHECKED_HITS,
             display_name=contract.display_name(override),
         )
+        core_override.is_differentiated = override.is_differentiated
         if override.plans is not None:
             self._plan(override, core_override)
         nodes = None

@@ -12,6 +12,7 @@ takes the call. An impl runs below autograd, which then sees neither its writes 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from opgraft.core import loader
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.ops.bypass import bypassing
 from opgraft.ops.dispatch_keys import BACKEND_KEYS
 from opgraft.ops.schema import Call, Op
-from opgraft.registry import Chain
+from opgraft.registry import Chain, Override
 from opgraft.router import dispatcher, observers, threads
 from opgraft.router.native import NativeKernel
 
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 
 NOTE = (
     "composite here: calls in grad mode with a tensor that requires grad, and forward-mode AD, "
-    "keep the composite derivative and never reach an override; nor do calls under a dispatch mode "
-    "or a functorch transform, which see what the op is made of"
+    "keep the composite derivative and never reach an override without autograd=; nor do calls "
+    "under a dispatch mode or a functorch transform, which see what the op is made of"
 )
 
 _BELOW = torch._C._after_ADInplaceOrView_keyset
@@ -149,10 +151,12 @@ class CompositeAutogradKernel:
         if not self._chain.active or threads.is_bypassed(self._chain):
             return self._router(keyset, *call.args, **call.kwargs)
         keeps_derivative = must_differentiate(call)
-        interceptor = "other" if keeps_derivative else interceptor_of(keyset, self._backend)
+        interceptor = interceptor_of(keyset, self._backend)
+        if keeps_derivative and interceptor == "none":
+            return self._differentiated(keyset, call)
         if interceptor == "none":
             return self._router(keyset, *call.args, **call.kwargs)
-        if interceptor == "tracer" and not self._op.writes_or_aliases:
+        if interceptor == "tracer" and not (keeps_derivative or self._op.writes_or_aliases):
             with torch._C._AutoDispatchBelowADInplaceOrView():
                 return self._op.overload.redispatch(keyset & _BELOW, *call.args, **call.kwargs)
         if not keeps_derivative:
@@ -165,6 +169,18 @@ class CompositeAutogradKernel:
             lambda: self.composite(keyset, call),
             keeps_derivative=keeps_derivative,
         )
+
+    def _differentiated(self, keyset: DispatchKeySet, call: Call) -> Any:
+        """Pass a call that autograd differentiates to overrides whose impls it differentiates."""
+
+        def route() -> Any:
+            # What an impl calls may have no forward-mode derivative: the composite has.
+            if is_forward_mode() or sys.is_finalizing():
+                return self.composite(keyset, call)
+            asked = (override for override in self._chain.active if override.is_differentiated)
+            return self._router.route_to(asked, keyset, call)
+
+        return observers.route_observed(self._chain, call, route, keeps_derivative=True)
 
     def composite(self, keyset: DispatchKeySet, call: Call) -> Any:
         """Run what a call with these keys runs at the autograd key without opgraft."""
@@ -271,6 +287,13 @@ def excluding(excluded: DispatchKeySet) -> Iterator[None]:
             torch.set_autocast_cache_enabled(True)
 
 
+def without_autograd(excluded: DispatchKeySet) -> DispatchKeySet:
+    """Keys to exclude while an impl runs whose calls autograd differentiates."""
+    for key in AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    return excluded
+
+
 def below_autograd(keyset: DispatchKeySet) -> DispatchKeySet:
     """The keys of a keyset that are below autograd."""
     return keyset & _BELOW
@@ -357,9 +380,35 @@ def must_differentiate(call: Call) -> bool:
     """Whether autograd, backward or forward, needs to see through the call."""
     # An open dual level is enough. To look for a tangent of each tensor at that level would miss
     # tangents of outer levels, and a missed tangent is a silently wrong jvp.
-    return forward_ad._current_level >= 0 or needs_grad(call)
+    return is_forward_mode() or needs_grad(call)
+
+
+def is_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open."""
+    return forward_ad._current_level >= 0
 
 
 def needs_grad(call: Call) -> bool:
     """Whether autograd needs to see through the call for a backward."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors())
+
+
+def is_differentiated(override: Override, keyset: DispatchKeySet, call: Call) -> bool:
+    """Whether autograd differentiates what an override's impl calls for a call that it takes."""
+    return override.is_differentiated and is_at_autograd(keyset) and needs_grad(call)
+
+
+def check_differentiated(override: Override, result: Any) -> None:
+    """Refuse results that have lost the derivative.
+
+    Raises:
+        ContractError: no result that could be differentiated is.
+    """
+    results = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    wanted = [each for each in results if each.is_floating_point() or each.is_complex()]
+    if wanted and not any(each.requires_grad for each in wanted):
+        raise ContractError(
+            f"an override of {override.op} is declared with autograd='impl' and returned what "
+            "autograd cannot differentiate; let its impl call ops that have derivatives, outside "
+            "of torch.no_grad()"
+        )

@@ -1,4 +1,4 @@
-"""Custom derivatives of overrides: `autograd=(setup_context, backward)`.
+"""Derivatives of overrides: `autograd=(setup_context, backward)`, or `autograd="impl"`.
 
 By default an override is below autograd, and the op keeps ATen's derivative. An override with a
 custom derivative needs a kernel at the backend's autograd key, in front of ATen's. (The router of a
@@ -11,6 +11,10 @@ tensor subclass, a functorch transform.
 
 Forward-mode differentiation uses the op's own derivative, which is correct. Double backward is an
 error: an override's backward may call kernels that autograd cannot differentiate.
+
+With `"impl"` autograd differentiates the ops that the impl calls, as it does those that a composite
+op calls: the router runs the impl at the autograd key (`Router.pending_differentiated` in csrc,
+`composite.py` in Python). Nothing here is needed for that.
 """
 
 from __future__ import annotations
@@ -70,16 +74,23 @@ listener: Callable[[Chain], None] | None = None
 is_left_to_compiler: Callable[[Override, Call], bool] | None = None
 
 
-def check(autograd: object, op: Op) -> None:
+def check(autograd: object, op: Op, *, launch_plan: bool) -> None:
     """Refuse an invalid `autograd=`, or one for an op that cannot have it.
 
     Raises:
         RegistrationError: the message says what is wrong, and what to do.
     """
-    if not (isinstance(autograd, tuple) and len(autograd) == 2 and all(map(callable, autograd))):
+    if autograd == "impl":
+        if launch_plan:
+            raise RegistrationError(
+                f"autograd='impl' for {op.name}: a launch plan replays kernels, and autograd would "
+                "not see the ops that the impl calls; give launch_plan=True to overrides of those"
+            )
+    elif not (isinstance(autograd, tuple) and len(autograd) == 2 and all(map(callable, autograd))):
         raise RegistrationError(
             f"autograd= for {op.name} must be two functions, (setup_context, backward), as "
-            f"torch.library.register_autograd takes them; it is {autograd!r}"
+            "torch.library.register_autograd takes them, or 'impl', for what impl calls to be "
+            f"differentiated; it is {autograd!r}"
         )
     if op.mutates or any(returned.alias_info is not None for returned in op.returns):
         raise RegistrationError(
@@ -87,10 +98,25 @@ def check(autograd: object, op: Op) -> None:
             "keeps its own derivative; leave autograd= out"
         )
     lists = [a.name for a in op.arguments if "List[" in a.kind and "Tensor" in a.kind]
-    if lists:
+    if lists and autograd != "impl":
         raise RegistrationError(
             f"autograd= for {op.name}: {', '.join(lists)} is a list of tensors, through which "
             "torch.autograd.Function does not differentiate; leave autograd= out"
+        )
+
+
+def check_composite(router: Router) -> None:
+    """Refuse `autograd="impl"` for an op that is not composite at a router's key.
+
+    Raises:
+        RegistrationError: it is not.
+    """
+    if not router.is_composite:
+        op, key = router.chain.op.name, router.chain.dispatch_key
+        raise RegistrationError(
+            f"autograd='impl' for {op}: the op is not composite at {key}, so its impl runs below "
+            "autograd, which does not see what it calls; give two functions, (setup_context, "
+            "backward), or leave autograd= out to keep the op's own derivative"
         )
 
 
@@ -152,7 +178,7 @@ class DerivativeKernel:
         """The override whose custom derivative a call gets; None if it gets the op's."""
         if not needs_grad(call) or _is_forward_mode() or threads.is_bypassed(self._chain):
             return None
-        if not any(override.autograd for override in self._chain.members):
+        if not any(override.derivative for override in self._chain.members):
             return None
         if listener is not None:
             listener(self._chain)
@@ -235,7 +261,7 @@ class CompiledKernel(DerivativeKernel):
     def publish(self) -> None:
         """Tell the core for which calls an override may have a derivative."""
         active = self._chain.active
-        differentiating = [override for override in active if override.autograd is not None]
+        differentiating = [override for override in active if override.derivative is not None]
         self._kernel.publish([_compiled_condition(override) for override in differentiating])
 
 
@@ -268,7 +294,7 @@ def _takes_call(override: Override, call: Call) -> bool:
 
 def _differentiates(override: Override, call: Call) -> bool:
     """Whether a call that an override takes gets its derivative."""
-    if override.autograd is None:
+    if override.derivative is None:
         return False
     return is_left_to_compiler is None or not is_left_to_compiler(override, call)
 
@@ -409,9 +435,9 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
     inputs in the autograd graph, whatever the author saves in `ctx`. So differentiating a gradient
     once more always reaches an error: see :func:`_once_differentiable`.
     """
-    assert override.autograd is not None
+    assert override.derivative is not None
     op = override.operator
-    setup_context, backward = override.autograd
+    setup_context, backward = override.derivative
     positional = len(op.positional)
     names = [argument.name for argument in op.keyword_only]
     display_name = f"override {override.name!r} of {override.op} at {override.dispatch_key}"

@@ -86,10 +86,20 @@ def _hit(
     def run_native(each: Call) -> Any:
         return router.run_native(keyset, each)
 
+    def run_native_to_compare(each: Call) -> Any:
+        # Hooks get what the impl saves. Checkpointing counts it.
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            return run_native(each)
+
     in_python = not router.is_compiled
-    bookkeeping = composite.bookkeeping_for(call) if in_python and router.is_composite else None
+    differentiated = composite.is_differentiated(override, keyset, call)
+    compared_with = run_native_to_compare if differentiated else run_native
+    keeps_books = in_python and router.is_composite and not differentiated
+    bookkeeping = composite.bookkeeping_for(call) if keeps_books else None
     # Before the impl runs, because an impl may write to its arguments.
-    check = None if capturing else contract.begin(override, call, run_native, recording is not None)
+    check = (
+        None if capturing else contract.begin(override, call, compared_with, recording is not None)
+    )
     compared = shadow.begin_if_sampled(override, call) if in_python else None
     override.state.hits.add()
     with (
@@ -109,18 +119,32 @@ def _hit(
         override.state.note_run(exact_key(call))
     if bookkeeping is not None:
         result = bookkeeping.finish(result)
+    if differentiated:
+        composite.check_differentiated(override, result)
     if compared is None:
         return result
     native_result = shadow.end(override, compared, result, run_native)
     return result if native_result is None else native_result
 
 
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 def run_impl(router: Router, override: Override, keyset: torch.DispatchKeySet, call: Call) -> Any:
-    """Run the impl as a native kernel at its key runs: below autograd."""
+    """Run the impl as a native kernel at its key runs: below autograd.
+
+    If autograd differentiates what it calls, it runs as a composite kernel does.
+    """
     leading: tuple[torch.DispatchKeySet, ...] = ()
+    differentiated = composite.is_differentiated(override, keyset, call)
     if override.takes_keyset:
-        leading = (composite.below_autograd(keyset) if router.is_composite else keyset,)
-    with composite.excluding(router.excluded):
+        below = router.is_composite and not differentiated
+        leading = (composite.below_autograd(keyset) if below else keyset,)
+    excluded = router.excluded
+    if differentiated:
+        excluded = composite.without_autograd(excluded)
+    with composite.excluding(excluded):
         return impl_of(override)(*leading, *call.args, **call.kwargs)
 
 

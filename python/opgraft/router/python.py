@@ -7,13 +7,13 @@ compiled router where there is none. It costs microseconds and holds the GIL.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from opgraft.ops.schema import Call, is_current, resolve
-from opgraft.registry import Chain
+from opgraft.registry import Chain, Override
 from opgraft.router import composite, device, dispatcher, observers, threads
 from opgraft.router.base import Router
 from opgraft.router.decision import takes
@@ -90,7 +90,13 @@ class PythonRouter(Router):
         return observers.route_observed(self.chain, call, lambda: self._route(keyset, call))
 
     def _route(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
-        for override in self.chain.active:
+        return self.route_to(self.chain.active, keyset, call)
+
+    def route_to(
+        self, overrides: Iterable[Override], keyset: torch.DispatchKeySet, call: Call
+    ) -> Any:
+        """Run a call by the first of these overrides that takes it, or natively."""
+        for override in overrides:
             call_device = device.of_call(call, override.dispatch_key)
             if takes(override, call, capturing=device.is_capturing(call_device)):
                 return hit(self, override, keyset, call)

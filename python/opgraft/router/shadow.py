@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from opgraft.base import env, events, interrupts
 from opgraft.base.locks import fork_safe_lock
@@ -187,10 +188,16 @@ def end(
         ContractError: they differ, and the settings say to raise.
         Exception: what native raised, if the call is invalid.
     """
+    differentiated = override.is_differentiated and any(
+        tensor.requires_grad for tensor in _tensors(comparison.call.op, result)
+    )
+    compared = result
+    if differentiated:  # native is not, here, and the router looks for a lost derivative
+        compared = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
     _this_thread.comparing = True
     try:
         with threads.scope(threads.EVERYTHING), torch.no_grad():
-            expected, difference = _compare(override, comparison, result, run_native)
+            expected, difference = _compare(override, comparison, compared, run_native)
     except _NativeRejected as rejected:
         with threads.scope(threads.EVERYTHING):
             copies.restore(comparison.call, comparison.native_call)
@@ -218,6 +225,9 @@ def end(
     override.state.fallbacks.add()
     with threads.scope(threads.EVERYTHING):
         copies.restore(comparison.call, comparison.native_call)
+    if differentiated:
+        with threads.scope(threads.EVERYTHING):
+            return run_native(comparison.call)  # again: the first run has no derivative
     return _with_callers_tensors(comparison, expected)
 
 
@@ -285,6 +295,10 @@ def _same(op: Op, one: Any, other: Any) -> bool:
         not isinstance(a, torch.Tensor) or outputs.same_bits(a, b)
         for _, a, b in outputs.comparable_outputs(first, second)
     )
+
+
+def _tensors(op: Op, result: Any) -> Iterator[torch.Tensor]:
+    return OpResult(op, outputs.as_outputs(op, result), ()).tensors()
 
 
 def _with_callers_tensors(comparison: Comparison, expected: Any) -> Any:

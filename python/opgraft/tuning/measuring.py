@@ -103,7 +103,7 @@ def measuring(override: Override, device: torch.device) -> Iterator[Measuring]:
     behind = [
         each
         for each in registry.overrides(_same_op(override))
-        if each.order > override.order and each.why_off() is None and each.autograd is None
+        if each.order > override.order and each.why_off() is None and each.derivative is None
     ]
     with when_not_ready("wait"):  # native's time would count as theirs
         twins = _Twins(override, behind)

@@ -26,7 +26,7 @@ from flash_attn.cute.utils import AuxData
 
 from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forward
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
-from opgraft_kernels.attention.cutedsl_tiles import listed_backward_tile
+from opgraft_kernels.attention.cutedsl_tiles import forward_dim, listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 from opgraft_kernels.integers import round_up
@@ -222,8 +222,9 @@ def compile_kind(kind: Kind) -> Any:
 
 
 def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
+    dims = forward_dim(kind.head_dim), forward_dim(kind.head_dim_v)
     if kind.tile is None:
-        config = library._tile_size_fwd_sm90(kind.head_dim, kind.head_dim_v, kind.causal, False)
+        config = library._tile_size_fwd_sm90(*dims, kind.causal, False)
         kernel_class = FlashAttentionForwardSm90
     else:
         # Probabilities stay in registers, and the next product of queries and keys overlaps.
@@ -234,7 +235,7 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         kernel_class = functools.partial(
             biased_forward(kind.tile.programs, kind.bias.is_by_key), bias=kind.bias
         )
-    return kernel_class(
+    kernel = kernel_class(
         dtype,
         kind.head_dim,
         kind.head_dim_v,
@@ -251,6 +252,8 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         intra_wg_overlap=config.intra_wg_overlap,
         mma_pv_is_rs=config.mma_pv_is_rs,
     )
+    kernel.tile_hdim, kernel.tile_hdimv = dims
+    return kernel
 
 
 def _compile_forward(kind: Kind) -> Callable[..., None]:

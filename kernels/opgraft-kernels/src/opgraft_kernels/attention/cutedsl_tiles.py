@@ -22,6 +22,7 @@ from opgraft_kernels.integers import ceil_div, round_up
 __all__ = [
     "ForwardTile",
     "biased_forward_tile",
+    "forward_dim",
     "forward_tile",
     "forward_tiles",
     "listed_backward_tile",
@@ -166,6 +167,15 @@ def listed_backward_tile(head_dim: int) -> tuple[int, int]:
     return _LOW, _KEYS if head_dim <= _MOST_DIMS else _LISTED_FEWER_KEYS
 
 
+def forward_dim(head_dim: int) -> int:
+    """The columns of a forward's tiles, which are 0 beyond the call's head dimension.
+
+    Rows of 72 are no multiple of 32 bytes. Tiles of 80 columns are loaded in pieces of 32 bytes, of
+    which the device would read 64; those of 96 in pieces of 64, of which it reads 96.
+    """
+    return 96 if head_dim == 72 else round_up(head_dim, 16)
+
+
 def _tiles(call: _Call) -> Iterator[ForwardTile]:
     """Those of which `call` has one, if it is not the library's."""
     if call.head_dim > _MOST_DIMS:
@@ -200,7 +210,7 @@ def _widths(call: _Call, height: int) -> Iterator[int]:
 
 def _stages(call: _Call, height: int, width: int) -> int:
     """How many blocks are loaded ahead; 0 where shared memory has no room for them."""
-    row = round_up(call.head_dim, 16) * 2
+    row = forward_dim(call.head_dim) * 2
     left = _SHARED_MEMORY - 2 * height * row
     # A tile of one block has the next tile's to load alone.
     least = 1 if call.keys <= width else 2

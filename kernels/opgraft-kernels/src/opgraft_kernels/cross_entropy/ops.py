@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import opgraft
+
 __all__ = [
     "BACKWARD",
     "FORWARD",
@@ -43,17 +45,16 @@ _library.define(
     "float label_smoothing, *, ScalarType dtype) -> (Tensor loss, Tensor statistics, Tensor mass)"
 )
 _library.define(
-    f"{BACKWARD}(Tensor grad, Tensor self, Tensor target, Tensor? weight, Tensor statistics, "
-    "Tensor mass, int reduction, int ignore_index, float label_smoothing) -> Tensor"
+    f"{BACKWARD}(Tensor grad_loss, Tensor self, Tensor target, Tensor? weight, Tensor statistics, "
+    "Tensor mass, int reduction, int ignore_index, float label_smoothing) -> Tensor grad_self"
 )
+opgraft.register_backward(f"{NAMESPACE}::{FORWARD}", f"{NAMESPACE}::{BACKWARD}")
 
 
-# Neither has a derivative: without `no_grad`, autograd would find one in ATen's ops. Both compute
-# by what native cross-entropy computes by, as far as that goes: each kernel of ATen's is loaded at
-# its first call in a process, which the call waits for, and those of native are loaded before.
+# Both compute by what native cross-entropy computes by, as far as that goes: each kernel of ATen's
+# is loaded at its first call in a process, which the call waits for, and those of native before.
 
 
-@torch.no_grad()
 def cross_entropy(
     self: Tensor,
     target: Tensor,
@@ -101,9 +102,8 @@ def cross_entropy(
     return loss, statistics, mass
 
 
-@torch.no_grad()
 def cross_entropy_backward(
-    grad: Tensor,
+    grad_loss: Tensor,
     self: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -123,7 +123,7 @@ def cross_entropy_backward(
     x, indices = _as_rows(self, target)
     out, classes = dx.view(x.shape), x.shape[1]
     w = None if weight is None else weight.to(statistics.dtype)
-    g = grad.to(statistics.dtype).reshape(indices.shape if reduction == NONE else ())
+    g = grad_loss.to(statistics.dtype).reshape(indices.shape if reduction == NONE else ())
     total = mass if reduction == MEAN else statistics.new_zeros(())
     for rows in _chunks(x):
         t = indices[rows]
@@ -189,7 +189,7 @@ def _forward_metadata(
     return _allocated(self, target, reduction, dtype)
 
 
-def _backward_metadata(grad: Tensor, self: Tensor, *_: object) -> Tensor:
+def _backward_metadata(grad_loss: Tensor, self: Tensor, *_: object) -> Tensor:
     return _like_rows(self)
 
 

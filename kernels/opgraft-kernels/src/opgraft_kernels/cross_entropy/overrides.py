@@ -90,14 +90,14 @@ def backward_condition(dispatch_key: str) -> Any:
     is_mean = when.value("reduction") == ops.MEAN
     return (
         condition(dispatch_key)
-        & when.dtype("grad", torch.float32, torch.float16, torch.bfloat16)
-        & when.same_device("self", "grad")
+        & when.dtype("grad_loss", torch.float32, torch.float16, torch.bfloat16)
+        & when.same_device("self", "grad_loss")
         & when.same_device("self", "statistics")
         & when.same_device("self", "mass")
         # Fewer elements would be read out of bounds.
-        & ((when.numel("grad") == rows) | (when.value("reduction") != ops.NONE))
-        & ((when.ndim("grad") == 0) | (when.value("reduction") == ops.NONE))
-        & (when.ndim("grad") <= 1)
+        & ((when.numel("grad_loss") == rows) | (when.value("reduction") != ops.NONE))
+        & ((when.ndim("grad_loss") == 0) | (when.value("reduction") == ops.NONE))
+        & (when.ndim("grad_loss") <= 1)
         & when.dtype("statistics", torch.float32)
         & when.is_contiguous("statistics")
         & (when.numel("statistics") == 2 * rows)
@@ -153,7 +153,7 @@ def _register_loss(dispatch_key: str, crossover: Crossover | None) -> Override:
         loss.cross_entropy,
         cond=condition(dispatch_key),
         name="opgraft_kernels.cross_entropy",
-        autograd=(loss.setup_context, loss.backward),
+        autograd="impl",
         # Inductor fuses the logits' last operation with both passes over them.
         compile="inductor",
         samples=lazy("opgraft_kernels.cross_entropy.samples:samples"),

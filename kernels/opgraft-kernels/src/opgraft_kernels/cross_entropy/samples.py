@@ -105,7 +105,7 @@ def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
         loss, statistics, mass = ops.cross_entropy(**sample)
         del sample["dtype"]
         grad = torch.linspace(1, 2, loss.numel(), device=device).to(loss.dtype).view(loss.shape)
-        yield {"grad": grad, **sample, "statistics": statistics, "mass": mass}
+        yield {"grad_loss": grad, **sample, "statistics": statistics, "mass": mass}
 
 
 def _samples_of_parts(device: torch.device) -> Iterator[dict[str, Any]]:

@@ -592,7 +592,7 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
+    grad_loss: Tensor,
     self: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -615,7 +615,7 @@ def backward(
         for launch in plan_sums(weight, None, all_weights, None):
             launch()
     plan_backward(
-        *(grad, self, target, weight, all_weights, statistics),
+        *(grad_loss, self, target, weight, all_weights, statistics),
         *(mass if reduction == MEAN else None, dx, ignore_index, label_smoothing),
     )()
     return dx

@@ -1,0 +1,205 @@
+"""`register_backward`: the derivative of an op of one's own, by another op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from opgraft.core import loader
+from opgraft.errors import RegistrationError
+from opgraft.ops.schema import Op, resolve
+
+#: What the name of a gradient begins with: the rest names the output or the argument.
+PREFIX = "grad_"
+#: Hold what is registered in Python, as long as the process lives.
+_libraries: list[torch.library.Library] = []
+
+
+def register_backward(op: str, backward: str) -> None:
+    """Differentiate an op of your own by another op.
+
+    The schema of `backward` says how, by names. Its argument `grad_NAME` is the gradient of the
+    op's output `NAME`, of that output's shape: `Tensor` gets zeros where there is none, and
+    `Tensor?` None. Any other argument is the op's argument or output of that name, which is saved
+    until then. Its result `grad_NAME` is the gradient of the op's argument `NAME`, and an undefined
+    tensor says that there is none. An output whose gradient it does not want, and an argument whose
+    gradient it does not return, have no derivative.
+
+    No Python runs for it where the compiled core is in use, unlike for
+    `torch.library.register_autograd`. Both ops can be overridden as any op can, with launch plans.
+    To differentiate what `backward` returns is an error, as is, with the core, forward-mode
+    differentiation.
+
+    Args:
+        op: the op's name, `"namespace::name"` or with an overload. It returns tensors, and neither
+            writes to an argument nor returns a view of one.
+        backward: likewise the name of its backward op.
+
+    Raises:
+        RegistrationError: there is no such op, or the names do not say what is what.
+
+    >>> import torch, opgraft
+    >>> library = torch.library.Library("doc_of_backward", "FRAGMENT")
+    >>> _ = library.define("scaled_sin(Tensor x, float scale) -> Tensor y")
+    >>> _ = library.define("scaled_cos(Tensor grad_y, Tensor x, float scale) -> Tensor grad_x")
+    >>> library.impl("scaled_sin", lambda x, scale: scale * x.sin(), "CPU")
+    >>> library.impl("scaled_cos", lambda grad_y, x, scale: grad_y * scale * x.cos(), "CPU")
+    >>> opgraft.register_backward("doc_of_backward::scaled_sin", "doc_of_backward::scaled_cos")
+    >>> x = torch.zeros(2, requires_grad=True)
+    >>> torch.ops.doc_of_backward.scaled_sin(x, 3.0).sum().backward()
+    >>> x.grad
+    tensor([3., 3.])
+    """
+    pairing = _Pairing(_resolved(op), _resolved(backward))
+    pairing.check()
+    core = loader.in_use()
+    if core is None:
+        _register_in_python(pairing)
+        return
+    forward_schema, backward_schema = (o.overload._schema for o in (pairing.op, pairing.backward))
+    core.register_backward(
+        *(forward_schema.name, forward_schema.overload_name),
+        *(backward_schema.name, backward_schema.overload_name),
+    )
+
+
+def _resolved(name: object) -> Op:
+    if not isinstance(name, str) or "::" not in name:
+        raise RegistrationError(
+            f"register_backward: {name!r} is no name of an op; give it as 'namespace::name'"
+        )
+    return resolve(name)
+
+
+class _Pairing(NamedTuple):
+    """An op and its backward op."""
+
+    op: Op
+    backward: Op
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of the op's arguments."""
+        return [argument.name for argument in self.op.arguments]
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of the op's outputs."""
+        return [returned.name for returned in self.op.returns]
+
+    def check(self) -> None:
+        """Refuse ops whose names do not say what is what.
+
+        Raises:
+            RegistrationError: the message names the ops, the argument and the mend.
+        """
+        for problem in self._problems():
+            raise RegistrationError(
+                f"register_backward({self.op.name!r}, {self.backward.name!r}): {problem}"
+            )
+
+    def _problems(self) -> Iterator[str]:
+        for op in self:
+            if op.name.startswith("aten::"):
+                yield f"{op.name} has a derivative of PyTorch's own"
+            if op.mutates or any(returned.alias_info is not None for returned in op.returns):
+                yield f"{op.name} writes to an argument, or returns a view of one"
+            if any(str(returned.type) != "Tensor" for returned in op.returns) or not op.returns:
+                yield f"{op.name} returns something else than tensors"
+        names = [*self.arguments, *self.outputs]
+        if double := sorted({name for name in names if name and names.count(name) > 1}):
+            yield f"{', '.join(double)} names an argument and an output: rename one of them"
+        wanted = [argument.name for argument in self.backward.arguments]
+        for name in wanted:
+            if self.gradient_of(name) is None and name not in names:
+                yield (
+                    f"its argument {name!r} is no gradient of an output "
+                    f"({', '.join(PREFIX + each for each in self.outputs if each)}), no argument "
+                    f"({', '.join(self.arguments)}) and no output: name it after what it gets. An "
+                    "output has a name if the schema gives it one: '-> Tensor out'"
+                )
+        if not any(self.gradient_of(name) for name in wanted):
+            yield f"no argument is the gradient of an output: name one '{PREFIX}OUTPUT'"
+        for returned in self.backward.returns:
+            target = returned.name.removeprefix(PREFIX)
+            argument = next((a for a in self.op.arguments if a.name == target), None)
+            if not returned.name.startswith(PREFIX) or argument is None:
+                yield (
+                    f"it returns {returned.name or 'a tensor without a name'!r}: name each result "
+                    f"'{PREFIX}ARGUMENT', after an argument ({', '.join(self.arguments)})"
+                )
+            elif argument.kind not in ("Tensor", "Optional[Tensor]"):
+                yield f"it returns {returned.name!r}, and {target} is no tensor"
+
+    def gradient_of(self, name: str) -> str | None:
+        """The output whose gradient an argument of the backward op is."""
+        target = name.removeprefix(PREFIX)
+        return target if name.startswith(PREFIX) and target in self.outputs else None
+
+
+def _register_in_python(pairing: _Pairing) -> None:
+    """As the core does it, for a process that has none."""
+    op, backward = pairing
+    wanted = [argument.name for argument in backward.arguments]
+    may_be_none = {a.name for a in backward.arguments if a.kind.startswith("Optional")}
+    targets = [returned.name.removeprefix(PREFIX) for returned in backward.returns]
+
+    positional = [argument.name for argument in op.positional]
+
+    def save(ctx: Any, values: dict[str, Any], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        values |= dict(zip(pairing.outputs, outputs, strict=True))
+        lost = [o for o in pairing.outputs if PREFIX + o not in wanted]
+        ctx.mark_non_differentiable(*(values[name] for name in lost))
+        ctx.set_materialize_grads(
+            not all(n in may_be_none for n in wanted if pairing.gradient_of(n))
+        )
+        kept = [values[name] for name in wanted if not pairing.gradient_of(name)]
+        ctx.given = {name for name in targets if values[name] is not None}
+        ctx.others = [None if isinstance(v, torch.Tensor) else (v,) for v in kept]
+        ctx.save_for_backward(*(v for v in kept if isinstance(v, torch.Tensor)))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, dict(zip(positional, inputs, strict=True)), output)
+
+    def setup_with_keywords(
+        ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+    ) -> None:
+        save(ctx, dict(zip(positional, inputs, strict=True)) | keyword_only_inputs, output)
+
+    def differentiate(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        of_output = dict(zip(pairing.outputs, gradients, strict=True))
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+
+        def value(name: str) -> Any:
+            if output := pairing.gradient_of(name):
+                return of_output[output]
+            other = next(others)
+            return next(tensors) if other is None else other[0]
+
+        results = backward.overload(**{name: value(name) for name in wanted})
+        results = results if isinstance(results, tuple) else (results,)
+        found = dict(zip(targets, results, strict=True))
+        return tuple(found[n] if n in ctx.given else None for n in positional)
+
+    setup = setup_with_keywords if op.keyword_only else setup_context
+    library = torch.library.Library(op.name.partition("::")[0], "FRAGMENT")
+    _libraries.append(library)
+    torch.library.register_autograd(op.name, differentiate, setup_context=setup, lib=library)
+    _libraries.append(_once_differentiable(backward))
+
+
+def _once_differentiable(backward: Op) -> torch.library.Library:
+    """Make it an error to differentiate what a backward op returns."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    def refuse(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(f"derivative for {backward.name} is not implemented")
+
+    library = torch.library.Library(backward.name.partition("::")[0], "FRAGMENT")
+    torch.library.register_autograd(backward.name, refuse, setup_context=setup_context, lib=library)
+    return library

@@ -1,0 +1,388 @@
+"""`autograd="impl"`: autograd differentiates the ops that an override of a composite op calls."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import opgraft
+from opgraft import when
+from opgraft.errors import ContractError, RegistrationError
+from tests.modes import RecordOps
+from tests.python_router import run_again, where_the_core_routes
+
+OP = "scaled_dot_product_attention"
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention, of ops that have derivatives."""
+    weights = (query * query.shape[-1] ** -0.5) @ key.mT
+    return weights.softmax(-1) @ value
+
+
+def override(impl: Callable[..., Any] = attention, **terms: Any) -> opgraft.Override:
+    terms = {"unconditional_override": "cond" not in terms, "autograd": "impl"} | terms
+    return opgraft.register_op_override("aten", OP, "CPU", impl, **terms)
+
+
+def inputs(*, requires_grad: bool = True, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    shape = (2, 3, 5, 4)
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+
+
+def gradients(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    out = F.scaled_dot_product_attention(*tensors)
+    return torch.autograd.grad(out.square().sum(), tensors)
+
+
+def test_a_call_that_is_differentiated_is_taken() -> None:
+    tensors = inputs()
+    expected = gradients(tensors)
+    mine = override()
+    for _ in range(4):  # the first are compared with native
+        torch.testing.assert_close(gradients(tensors), expected)
+    assert (mine.hits, mine.misses, mine.fallbacks) == (4, 0, 0)
+
+
+def test_gradients_of_gradients_are_those_of_what_the_impl_calls() -> None:
+    mine = override()
+    tensors = inputs()
+    assert torch.autograd.gradgradcheck(F.scaled_dot_product_attention, tensors)
+    assert mine.hits > 0
+
+
+@pytest.mark.parametrize("differentiated", ["query", "key", "value"])
+def test_one_tensor_that_requires_grad_is_enough(differentiated: str) -> None:
+    mine = override()
+    tensors = inputs(requires_grad=False)
+    one = tensors[["query", "key", "value"].index(differentiated)].requires_grad_()
+    assert torch.autograd.gradcheck(lambda _: F.scaled_dot_product_attention(*tensors), one)
+    assert mine.hits > 0
+
+
+def test_without_a_derivative_it_runs_below_autograd() -> None:
+    seen = []
+
+    def impl(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(torch._C._dispatch_tls_is_dispatch_key_excluded("AutogradFunctionality"))
+        return attention(*args, **kwargs)
+
+    mine = override(impl)
+    with torch.no_grad():
+        F.scaled_dot_product_attention(*inputs())
+    F.scaled_dot_product_attention(*inputs(requires_grad=False))
+    F.scaled_dot_product_attention(*inputs())
+    assert seen == [True, True, False]
+    assert mine.hits == 3
+
+
+def test_the_condition_decides() -> None:
+    mine = override(cond=when.size("query", -2) >= 8)
+    gradients(inputs())
+    assert (mine.hits, mine.misses) == (0, 1)
+    tensors = [torch.randn(1, 1, 8, 4, requires_grad=True) for _ in range(3)]
+    gradients(tensors)
+    assert (mine.hits, mine.misses) == (1, 1)
+
+
+def test_a_condition_in_python_decides() -> None:
+    mine = override(cond=lambda query, *args, **kwargs: query.shape[-2] >= 8)
+    gradients(inputs())
+    assert (mine.hits, mine.misses) == (0, 1)
+
+
+def test_overrides_without_a_derivative_are_not_asked() -> None:
+    others = override(autograd=None, name="others", priority=1)
+    mine = override(name="mine")
+    gradients(inputs())
+    assert (others.hits, others.misses, mine.hits) == (0, 0, 1)
+    with torch.no_grad():
+        F.scaled_dot_product_attention(*inputs())
+    assert (others.hits, mine.hits) == (1, 1)
+
+
+def test_the_first_with_a_derivative_of_either_kind_takes_it() -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shapes = [each.shape for each in inputs[:3]]
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (*(grad.new_ones(shape) for shape in ctx.shapes), *[None] * 5)
+
+    pair = override(autograd=(setup_context, backward), name="pair")
+    mine = override(name="mine", priority=1)
+    tensors = inputs()
+    found = gradients(tensors)
+    assert (mine.hits, pair.hits) == (1, 0)
+    with opgraft.disabled(name="mine"):
+        assert all(bool((each == 1).all()) for each in gradients(tensors))
+    assert (mine.hits, pair.hits) == (1, 1)
+    mine.remove()
+    pair.remove()
+    torch.testing.assert_close(found, gradients(tensors))
+
+
+def test_forward_mode_keeps_the_composite() -> None:
+    mine = override()
+    tensors = inputs(requires_grad=False)
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        dual = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        out = F.scaled_dot_product_attention(dual, *tensors[1:])
+        assert forward_ad.unpack_dual(out).tangent is not None
+    assert mine.hits == 0
+
+
+def test_modes_and_transforms_see_the_pieces() -> None:
+    mine = override()
+    tensors = inputs()
+    with RecordOps() as seen:
+        gradients(tensors)
+    assert len(seen.ops) > 2
+    found = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, *tensors[1:]).sum())(
+        tensors[0]
+    )
+    assert found.shape == tensors[0].shape
+    assert mine.hits == 0
+
+
+def test_a_compiled_graph_keeps_the_composite() -> None:
+    mine = override()
+    tensors = inputs(dtype=torch.float32)
+    expected = F.scaled_dot_product_attention(*tensors)
+    hits = mine.hits
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), expected)
+    assert mine.hits == hits
+
+
+def test_opgraft_native_runs_the_composite_with_its_derivative() -> None:
+    tensors = inputs()
+    expected = gradients(tensors)
+
+    def impl(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = opgraft.native(f"aten::{OP}")(*args, **kwargs)
+        return result
+
+    mine = override(impl)
+    for _ in range(3):
+        torch.testing.assert_close(gradients(tensors), expected)
+    assert (mine.hits, mine.fallbacks) == (3, 3)
+
+
+def test_the_form_that_decides_for_itself_gets_keys_with_autograd() -> None:
+    keysets = []
+
+    def impl(keyset: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        keysets.append(keyset.has(torch._C.DispatchKey.AutogradCPU))
+        return attention(*args, **kwargs)
+
+    mine = override(impl, unconditional_override=False)
+    gradients(inputs())
+    with torch.no_grad():
+        F.scaled_dot_product_attention(*inputs())
+    assert keysets == [True, False]
+    assert mine.hits == 2
+
+
+def test_a_result_that_has_lost_its_derivative_is_refused() -> None:
+    def impl(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention(*args, **kwargs).detach()
+
+    override(impl)
+    with pytest.raises(ContractError, match="requires_grad"):
+        F.scaled_dot_product_attention(*inputs())
+
+
+def test_a_result_that_has_lost_its_derivative_is_refused_after_the_first_calls() -> None:
+    detaches = False
+
+    def impl(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = attention(*args, **kwargs)
+        return result.detach() if detaches else result
+
+    mine = override(impl)
+    for _ in range(3):
+        F.scaled_dot_product_attention(*inputs())
+    detaches = True
+    with pytest.raises((ContractError, RuntimeError), match="cannot differentiate"):
+        F.scaled_dot_product_attention(*inputs())
+    assert mine.hits == 4
+
+
+def test_after_an_error_native_serves_with_its_derivative() -> None:
+    def impl(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise ValueError("no kernel")
+
+    tensors = inputs()
+    expected = gradients(tensors)
+    mine = override(impl, on_error="fallback")
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        torch.testing.assert_close(gradients(tensors), expected)
+    torch.testing.assert_close(gradients(tensors), expected)
+    assert mine.hits == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_runs_it_twice(use_reentrant: bool) -> None:
+    tensors = inputs()
+    expected = gradients(tensors)
+    mine = override()
+    for _ in range(3):  # also while native runs beside it, to be compared
+        out = checkpoint(F.scaled_dot_product_attention, *tensors, use_reentrant=use_reentrant)
+        found = [torch.autograd.grad(out.square().sum(), tensors)] if not use_reentrant else []
+        for each in found:
+            torch.testing.assert_close(each, expected)
+        if use_reentrant:
+            for tensor in tensors:
+                tensor.grad = None
+            out.square().sum().backward()
+            torch.testing.assert_close(tuple(t.grad for t in tensors), expected)
+    assert mine.hits == 6
+
+
+def test_hooks_get_what_the_impl_saves_alone() -> None:
+    counts = []
+    override()
+    tensors = inputs()
+    for _ in range(3):
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+            F.scaled_dot_product_attention(*tensors)
+        counts.append(len(saved))
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def test_shadow_mode_compares_it_and_leaves_its_derivative() -> None:
+    mine = override()
+    tensors = inputs()
+    expected = gradients(tensors)
+    with opgraft.shadow(rate=1.0):
+        torch.testing.assert_close(gradients(tensors), expected)
+    assert (mine.shadowed, mine.mismatches) == (1, 0)
+
+
+def test_shadow_mode_replaces_a_wrong_result_by_natives_with_its_derivative() -> None:
+    tensors = inputs()
+    expected = gradients(tensors)
+    wrong = False
+
+    def impl(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention(*args, **kwargs) * (2 if wrong else 1)
+
+    mine = override(impl)
+    for _ in range(3):
+        gradients(tensors)
+    wrong = True
+    with opgraft.shadow(rate=1.0, on_mismatch="quarantine"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(gradients(tensors), expected)
+    assert mine.mismatches == 1
+
+
+def test_traces_and_explain_say_who_runs() -> None:
+    mine = override(name="mine")
+    tensors = inputs()
+    assert opgraft.explain(f"aten::{OP}", *tensors).winner is mine
+    with opgraft.trace() as trace:
+        gradients(tensors)
+    assert "mine" in str(trace)
+    assert mine.hits == 1
+    with forward_ad.dual_level():
+        assert opgraft.explain(f"aten::{OP}", *tensors).winner is None
+
+
+def test_threads_differentiate_at_once() -> None:
+    tensors = inputs()
+    expected = gradients(tensors)
+    mine = override()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                torch.testing.assert_close(gradients(tensors), expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert mine.hits == 80
+
+
+def test_an_inference_tensor_needs_no_derivative() -> None:
+    mine = override()
+    with torch.inference_mode():
+        out = F.scaled_dot_product_attention(*inputs(requires_grad=False))
+    assert out.is_inference()
+    assert mine.hits == 1
+
+
+def test_autocast_casts_before_it() -> None:
+    dtypes = []
+
+    def impl(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dtypes.append(query.dtype)
+        return attention(query, *args, **kwargs)
+
+    tensors = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        native = F.scaled_dot_product_attention(*tensors)
+        mine = override(impl)
+        out = F.scaled_dot_product_attention(*tensors)
+    assert out.dtype == native.dtype
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), tensors))
+    assert mine.hits == 1
+
+
+# ------------------------------------------------------------------ registration
+
+
+def test_an_op_with_a_kernel_of_its_own_cannot_have_it() -> None:
+    with pytest.raises(RegistrationError, match=r"aten::_softmax: the op is not composite at CPU"):
+        opgraft.register_op_override(
+            *("aten", "_softmax", "CPU", lambda self, dim, half_to_float: self),
+            unconditional_override=True,
+            autograd="impl",
+        )
+
+
+def test_a_launch_plan_would_hide_the_ops() -> None:
+    with pytest.raises(RegistrationError, match="a launch plan replays kernels"):
+        override(launch_plan=True)
+
+
+def test_kernels_that_are_not_ready_are_for_the_ops() -> None:
+    with pytest.raises(RegistrationError, match="when_not_ready='native'"):
+        override(when_not_ready="native")
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(RegistrationError, match=r"two functions.*or 'impl'.*it is 'through'"):
+        override(autograd="through")
+
+
+@where_the_core_routes
+def test_the_python_router_does_the_same() -> None:
+    run_again(__file__)
