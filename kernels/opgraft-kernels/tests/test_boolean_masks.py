@@ -26,7 +26,6 @@ from opgraft_kernels.attention.triton_lists import plan_boolean_lists
 
 MASKS = samples._BOOLEAN_MASKS
 LOWEST = (-math.inf, -65504.0)
-derivative_comes_next = pytest.mark.skip(reason="derivative comes next")
 
 
 def inputs(
@@ -89,6 +88,7 @@ def on_cpu() -> Iterator[opgraft.Override]:
         "CPU",
         boolean.attention,
         cond=when.dtype("attn_mask", torch.bool),
+        autograd="impl",
         compile="inductor",
         name="boolean masks",
     )
@@ -114,17 +114,6 @@ def test_attention_is_as_natively(
         expected = attend(q, k, v, attn_mask=mask, **options)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-
-
-def test_gradients_are_those_of_what_it_calls_natively(on_cpu: opgraft.Override) -> None:
-    q, k, v = inputs(2, 2, 9, 7, 8, torch.float64)
-    mask = torch.ones(9, 7, dtype=torch.bool)
-    v.requires_grad_()
-    attend(q, k, v, attn_mask=mask).sum().backward()
-    assert on_cpu.hits == 0 and v.grad is not None
-    with torch.no_grad():
-        attend(q, k, v, attn_mask=mask)
-    assert on_cpu.hits == 1
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
@@ -223,7 +212,6 @@ def attend_and_differentiate(
     return (out.detach(), *torch.autograd.grad(out, given, grad))
 
 
-@derivative_comes_next
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads_k", "scale"), [(4, None), (2, 0.5)])
@@ -246,7 +234,6 @@ def test_gradients_are_as_natively(
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
-@derivative_comes_next
 def test_gradcheck(in_training: list[opgraft.Override]) -> None:
     q, k, v = (t.requires_grad_() for t in inputs(2, 2, 5, 6, 4, torch.float64))
     mask = samples.boolean_mask("causal", 2, 5, 6, torch.device("cpu"))
@@ -254,7 +241,6 @@ def test_gradcheck(in_training: list[opgraft.Override]) -> None:
     assert all(hits(in_training))
 
 
-@derivative_comes_next
 def test_differentiating_twice_is_an_error(in_training: list[opgraft.Override]) -> None:
     q, k, v = (t.requires_grad_() for t in inputs(1, 1, 4, 4, 8, torch.float32))
     out = attend(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool))
@@ -264,7 +250,6 @@ def test_differentiating_twice_is_an_error(in_training: list[opgraft.Override]) 
     assert hits(in_training) == [1, 1, 1]
 
 
-@derivative_comes_next
 def test_only_some_inputs_need_a_gradient(in_training: list[opgraft.Override]) -> None:
     q, k, v = inputs(2, 2, 9, 7, 8, torch.float32)
     grad = torch.randn_like(q)
@@ -277,7 +262,6 @@ def test_only_some_inputs_need_a_gradient(in_training: list[opgraft.Override]) -
     torch.testing.assert_close(v.grad, expected.float())
 
 
-@derivative_comes_next
 def test_checkpointing(in_training: list[opgraft.Override]) -> None:
     q, k, v = inputs(2, 2, 9, 7, 8, torch.float32)
     grad = torch.randn_like(q)
@@ -293,7 +277,6 @@ def test_checkpointing(in_training: list[opgraft.Override]) -> None:
     torch.testing.assert_close(q.grad, expected)
 
 
-@derivative_comes_next
 def test_where_another_backend_was_asked_for_gradients_are_its_own(
     in_training: list[opgraft.Override], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -680,7 +663,6 @@ def test_sdpa_is_as_natively(name: str, on_hopper: torch.device) -> None:
     assert largest_error(ours, native.double()) <= 2e-2
 
 
-@derivative_comes_next
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MASKS)
 def test_sdpa_in_training_is_as_natively(name: str, on_hopper: torch.device) -> None:

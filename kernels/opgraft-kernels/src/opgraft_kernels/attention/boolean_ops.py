@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+import opgraft
 from opgraft_kernels.attention import aten
 
 __all__ = [
@@ -43,14 +44,14 @@ _library.define(
     "Tensor logsumexp, Tensor mask, float scale, float lowest) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
 )
+opgraft.register_backward(f"{NAMESPACE}::{FORWARD}", f"{NAMESPACE}::{BACKWARD}")
 
 
 # --------------------------------------------------------------------------------------------------
-# By ATen's ops. Without `no_grad`, autograd would find a derivative in these.
+# By ATen's ops
 # --------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def attention(
     query: Tensor,
     key: Tensor,
@@ -78,7 +79,6 @@ def attention(
     return out, logsumexp
 
 
-@torch.no_grad()
 def attention_backward(
     grad_out: Tensor,
     query: Tensor,

@@ -599,8 +599,6 @@ def _register(op: _Op, kind: _Kind) -> Override:
 def register_boolean(*, by_table: bool = True) -> list[Override]:
     """Register what takes boolean masks: the op that a model calls, and the two that it is made of.
 
-    The former has no derivative: calls that are differentiated are the ops' that it calls natively.
-
     Args:
         by_table: whether measured tables say which calls are taken; else all that the kernels are
             right for.
@@ -612,6 +610,7 @@ def register_boolean(*, by_table: bool = True) -> list[Override]:
         _SDPA.impl,
         cond=boolean_condition(),
         name=_name(_SDPA, _CUTEDSL_BOOLEAN),
+        autograd="impl",
         # A compiled graph has the ops that it calls natively, which other overrides take.
         compile="inductor",
         samples=lazy("opgraft_kernels.attention.samples:boolean_samples"),
