@@ -25,6 +25,7 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.utils import AuxData
 
 from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forward
+from opgraft_kernels.attention.cutedsl_dense import dense_forward
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_tiles import listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
@@ -43,8 +44,8 @@ _ALIGNED_16BIT, _ALIGNED_FP32 = 8, 4
 # --------------------------------------------------------------------------------------------------
 
 
-def _swap_heads_and_length(t: Any) -> Any:
-    """``(b, h, s, d)`` as ``(b, s, h, d)``.
+def _without_unused_strides(t: Any, order: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
+    """`t` with its dimensions in another order.
 
     The stride of a dimension of size 1 says nothing, and DLPack writes 1 there, which the copy
     engine refuses; 0 it takes.
@@ -53,11 +54,15 @@ def _swap_heads_and_length(t: Any) -> Any:
     stride = [
         s if isinstance(s, int) else s * Int64(n != 1) for n, s in zip(shape, t.stride, strict=True)
     ]
-    order = (0, 2, 1, 3)
     layout = cute.make_layout(
         tuple(shape[i] for i in order), stride=tuple(stride[i] for i in order)
     )
     return cute.make_tensor(t.iterator, layout)
+
+
+def _swap_heads_and_length(t: Any) -> Any:
+    """``(b, h, s, d)`` as ``(b, s, h, d)``."""
+    return _without_unused_strides(t, (0, 2, 1, 3))
 
 
 def _tiles_listed(lists: cute.Tensor | None) -> BlockSparseTensors | None:
@@ -114,6 +119,27 @@ class _BiasedForward(_Forward):
         self.kernel(
             q, k, v, out, logsumexp, scale, blocksparse_tensors=_tiles_listed(lists),
             aux_data=AuxData([bias], (scale, lowest)), stream=stream,
+        )  # fmt: skip
+
+
+class _DenseForward(_Forward):
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        logsumexp: cute.Tensor | None,
+        bias: cute.Tensor,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
+        tiles = self.kernel.tiles_of(_without_unused_strides(bias))
+        self.kernel(
+            q, k, v, out, logsumexp, scale, blocksparse_tensors=tiles,
+            aux_data=AuxData(None, (scale,)), stream=stream,
         )  # fmt: skip
 
 
@@ -228,9 +254,12 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         kernel_class = walking_forward(kind.tile.programs)
     if kind.bias is not None:
         assert kind.tile is not None
-        kernel_class = functools.partial(
-            biased_forward(kind.tile.programs, kind.bias.is_by_key), bias=kind.bias
+        kernel_class = (
+            dense_forward(kind.tile.programs)
+            if kind.bias.is_dense
+            else biased_forward(kind.tile.programs, kind.bias.is_by_key)
         )
+        kernel_class = functools.partial(kernel_class, bias=kind.bias)
     return kernel_class(
         dtype,
         kind.head_dim,
@@ -259,6 +288,9 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
     if kind.is_varlen:
         cum = [fake_tensor(cutlass.Int32, 1, 1) for _ in range(2)]
         return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
+    if kind.bias is not None and kind.bias.is_dense:
+        bias = fake_tensor(dtype, ndim, _ALIGNED_16BIT)
+        return _compile(_DenseForward(kernel), *tensors, logsumexp, bias, Float32(1.0))
     if kind.bias is not None:
         return _compile(
             _BiasedForward(kernel), *tensors, logsumexp, *_fake_bias(kind), *[Float32(1.0)] * 2

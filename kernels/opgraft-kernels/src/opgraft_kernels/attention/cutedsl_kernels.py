@@ -47,6 +47,7 @@ class BiasKind(NamedTuple):
     dtype: torch.dtype
     is_by_key: bool  # all queries share it
     in_pairs: bool  # two of its elements can be read at once, from an even key on
+    is_dense: bool = False  # each head has its own, which the copy engine reads
 
 
 class Kind(NamedTuple):
