@@ -93,11 +93,11 @@ class DenseMask(AttentionMask):  # type: ignore[misc]
         cute.copy(
             self.copy, self.biases[None, None, None, state.index], self.copy.retile(bias)
         )
+        acc_S.store(acc_S.load() * aux_data.scalars[0] + bias.load().to(Float32))
         # One thread gives it back for its warp, and then the copy engine writes there.
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self.pipeline_k.consumer_release(place)
-        acc_S.store(acc_S.load() * aux_data.scalars[0] + bias.load().to(Float32))
         if cutlass.const_expr(mask_seqlen):
             AttentionMask.apply_mask(
                 self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen,
