@@ -90,9 +90,7 @@ class DenseMask(AttentionMask):  # type: ignore[misc]
         place = _stage_of(cute.size(self.biases.shape[3]), state)
         self.pipeline_k.consumer_wait(place, self.pipeline_k.consumer_try_wait(place))
         bias = cute.make_rmem_tensor(acc_S.shape, self.biases.element_type)
-        cute.copy(
-            self.copy, self.biases[None, None, None, state.index], self.copy.retile(bias)
-        )
+        cute.copy(self.copy, self.biases[None, None, None, state.index], self.copy.retile(bias))
         acc_S.store(acc_S.load() * aux_data.scalars[0] + bias.load().to(Float32))
         # One thread gives it back for its warp, and then the copy engine writes there.
         cute.arch.fence_view_async_shared()
@@ -143,6 +141,7 @@ class DenseForward(BiasedForward):
         self.stages = self.num_stages
         #: Elements of all stages' keys; behind them are the biases.
         self.keys = cute.cosize(layout)
+        assert self.keys * self.dtype.width // 8 % self.buffer_align_bytes == 0
         self.sK_layout = cute.make_layout(self.keys + cute.cosize(self.bias_layout(self.stages)))
         # The kernel makes pipelines of so many stages. The values' have more than they use.
         self.num_stages *= 2

@@ -22,6 +22,7 @@ from opgraft import cutedsl_utils, lazy
 from opgraft_kernels.attention.cutedsl_tiles import (
     ForwardTile,
     biased_forward_tile,
+    dense_forward_tile,
     forward_tile,
     listed_backward_tile,
 )
@@ -115,7 +116,8 @@ def forward(
             dimension contiguous, the same for all heads, the others of any strides, 0 where it is
             broadcast; None for 0. A query whose scores are all -inf gets an output of 0, and a
             logsumexp of inf. Or a boolean mask, laid out likewise, of the keys that each query
-            attends to.
+            attends to. Or of each head's own: of the inputs' dtype, heads of up to 128, and laid
+            out as they are, where batches may share it.
         lowest: of a boolean mask, what is added to the scores where it is False. It counts for
             queries that attend to no key: others get nothing of a tile that is False throughout.
     """
@@ -136,6 +138,13 @@ def forward(
         tile = forward_tile(dim, kind.group, causal, batch * heads_k, queries, keys, programs)
         _functions(kind._replace(tile=tile), q.device)(q, k, v, out, logsumexp, scale)
         return
+    if bias.stride(1) != 0 and heads > 1:
+        tile = dense_forward_tile(dim, batch * heads, queries, programs)
+        if tile is None or not _is_for_copy_engine(bias, q.dtype):
+            raise ValueError("the copy engine cannot read a bias of each head's own that is so")
+        kind = kind._replace(tile=tile, bias=BiasKind(bias.dtype, False, True, is_dense=True))
+        _functions(kind, q.device)(q, k, v, out, logsumexp, bias, scale)
+        return
     tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
     kind = kind._replace(tile=tile, bias=_bias_kind(bias))
     if lowest is None:
@@ -148,6 +157,12 @@ def forward(
     _functions(kind, q.device)(q, k, v, out, logsumexp, *given, scale)
 
 
+def _is_for_copy_engine(bias: torch.Tensor, dtype: torch.dtype) -> bool:
+    beginnings = (bias.data_ptr(), *(n * bias.element_size() for n in bias.stride()[:3]))
+    is_aligned = all(n % _COPIED == 0 for n in beginnings)
+    return is_aligned and bias.stride(3) == 1 and bias.dtype == dtype
+
+
 def _bias_kind(bias: torch.Tensor) -> BiasKind:
     beginnings = (*bias.stride()[:3], bias.data_ptr() // bias.element_size(), bias.shape[3])
     return BiasKind(
@@ -157,6 +172,8 @@ def _bias_kind(bias: torch.Tensor) -> BiasKind:
     )
 
 
+# The copy engine reads so many bytes at a time.
+_COPIED = 16
 # Triton's, which no other kernel here needs.
 _plan_lists = lazy("opgraft_kernels.attention.triton_lists:plan_lists")
 _plan_boolean_lists = lazy("opgraft_kernels.attention.triton_lists:plan_boolean_lists")
