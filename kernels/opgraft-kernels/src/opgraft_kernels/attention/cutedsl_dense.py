@@ -177,7 +177,8 @@ class DenseForward(BiasedForward):
         SeqlenInfoCls: Callable[..., Any],
         TileSchedulerCls: Callable[..., Any],
     ) -> None:
-        """As the library has it, and after a tile's keys its bias.
+        """As the library has it, and after a tile's keys its bias; of all but the first tile of a
+        row after the values of the tile before, which are read first.
 
         Nothing is waited for at the end: the threads that compute wait for all that is loaded.
         """
@@ -218,9 +219,6 @@ class DenseForward(BiasedForward):
                 n_block = blocks - 1
                 pipeline_k.producer_acquire(state)
                 load_K(src_idx=n_block, producer_state=state)
-                pipeline_q.producer_acquire_w_index_phase(0, q_phase)
-                load_Q(tma_bar_ptr=pipeline_q.sync_object_full.get_barrier(0))
-                q_phase ^= 1
                 place = _stage_of(self.stages, state)
                 pipeline_k.producer_acquire(place, extra_tx_count=more)
                 load_bias(
@@ -228,6 +226,10 @@ class DenseForward(BiasedForward):
                     dst_idx=state.index,
                     tma_bar_ptr=pipeline_k.producer_get_barrier(place),
                 )
+                # Last: there is room for them when the row of tiles before has had its last product.
+                pipeline_q.producer_acquire_w_index_phase(0, q_phase)
+                load_Q(tma_bar_ptr=pipeline_q.sync_object_full.get_barrier(0))
+                q_phase ^= 1
                 for i in cutlass.range(blocks - 1, unroll=1):
                     block_before = blocks - 1 - i
                     n_block = block_before - 1
