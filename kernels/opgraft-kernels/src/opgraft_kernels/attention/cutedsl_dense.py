@@ -177,8 +177,9 @@ class DenseForward(BiasedForward):
         SeqlenInfoCls: Callable[..., Any],
         TileSchedulerCls: Callable[..., Any],
     ) -> None:
-        """As the library has it, and after a tile's keys its bias; of all but the first tile of a
-        row after the values of the tile before, which are read first.
+        """As the library has it, and after a tile's keys its bias: then what is waited for is given
+        back in that order, too. First of a row of tiles its keys and bias are loaded, and then
+        queries, for which there is room when the row before has had its last product of keys.
 
         Nothing is waited for at the end: the threads that compute wait for all that is loaded.
         """
@@ -226,7 +227,6 @@ class DenseForward(BiasedForward):
                     dst_idx=state.index,
                     tma_bar_ptr=pipeline_k.producer_get_barrier(place),
                 )
-                # Last: there is room for them when the row of tiles before has had its last product.
                 pipeline_q.producer_acquire_w_index_phase(0, q_phase)
                 load_Q(tma_bar_ptr=pipeline_q.sync_object_full.get_barrier(0))
                 q_phase ^= 1
@@ -237,8 +237,6 @@ class DenseForward(BiasedForward):
                     state.advance()
                     pipeline_k.producer_acquire(state)
                     load_K(src_idx=n_block, producer_state=state)
-                    pipeline_v.producer_acquire(state_before)
-                    load_V(src_idx=block_before, producer_state=state_before)
                     place = _stage_of(self.stages, state)
                     pipeline_k.producer_acquire(place, extra_tx_count=more)
                     load_bias(
@@ -246,6 +244,8 @@ class DenseForward(BiasedForward):
                         dst_idx=state.index,
                         tma_bar_ptr=pipeline_k.producer_get_barrier(place),
                     )
+                    pipeline_v.producer_acquire(state_before)
+                    load_V(src_idx=block_before, producer_state=state_before)
                 pipeline_v.producer_acquire(state)
                 load_V(src_idx=0, producer_state=state)
                 state.advance()
