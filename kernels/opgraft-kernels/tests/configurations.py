@@ -591,7 +591,7 @@ def _attention_kinds() -> Iterator[Any]:
     ):
         yield Kind(True, torch.bfloat16, dim, dim, group, False, True, False, of_bias, bias)
         yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=bias)
-    # Biases of each head's own, a forward alone.
+    # Biases of each head's own.
     for dtype, dim, group, of_bias in (
         (torch.bfloat16, 64, 1, ForwardTile(192, 128, MULTIPROCESSORS)),
         (torch.float16, 64, 4, ForwardTile(128, 128, 0)),
@@ -602,6 +602,7 @@ def _attention_kinds() -> Iterator[Any]:
     ):
         dense = BiasKind(dtype, False, True, is_dense=True)
         yield Kind(True, dtype, dim, dim, group, False, True, False, of_bias, dense)
+        yield Kind(False, dtype, dim, dim, group, False, True, False, bias=dense)
     # Boolean masks, without gradients.
     for dim, group, is_by_key, of_mask in (
         (64, 1, True, ForwardTile(192, 128, MULTIPROCESSORS)),

@@ -34,7 +34,7 @@ def test_programs_walk_where_each_has_several_tiles() -> None:
     assert tile_of(96, 128, 1024, 132) == ForwardTile(128, 128, 132)
     assert tile_of(128, 128, 1024, 132) == ForwardTile(128, 96, 132)
     assert tile_of(128, 16, 1024, 132) == ForwardTile(128, 128, 0)
-    assert tile_of(136, 128, 1024, 132) is None
+    assert tiles_of(136, 132) == []
 
 
 def _named(op: str, *changes: tuple[str, Any], **features: int) -> dict[str, Any]:

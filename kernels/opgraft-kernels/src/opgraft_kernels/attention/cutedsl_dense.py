@@ -32,7 +32,7 @@ from quack import copy_utils, layout_utils, sm90_utils
 from opgraft_kernels.attention.cutedsl_biased import BiasedForward, BiasedSoftmax
 from opgraft_kernels.attention.cutedsl_walking import renamed, walking_forward
 
-__all__ = ["dense_forward"]
+__all__ = ["BiasTiles", "WithoutLists", "bias_tiles", "dense_forward"]
 
 
 class BiasTiles(BlockSparseTensors):  # type: ignore[misc]
@@ -103,13 +103,8 @@ class DenseMask(AttentionMask):  # type: ignore[misc]
             )  # fmt: skip
 
 
-class DenseForward(BiasedForward):
-    """A forward in which every tile has a bias."""
-
-    sK_layout: Any
-    num_stages: int
-    #: Of how many blocks keys, and biases, are in shared memory at a time.
-    stages: int
+class WithoutLists:
+    """A kernel that the library hands `BiasTiles` in the place of lists of tiles."""
 
     @property
     def use_block_sparsity(self) -> bool:
@@ -120,21 +115,36 @@ class DenseForward(BiasedForward):
     def use_block_sparsity(self, _: bool) -> None:
         pass
 
+
+def bias_tiles(bias: cute.Tensor, layout: Any, tile: tuple[int, int]) -> BiasTiles:
+    """Of a bias ``(batch, heads, queries, keys)``, in what calls the kernel.
+
+    Args:
+        bias: the address, and all strides but the last, of multiples of 16 bytes.
+        layout: of one tile in shared memory.
+        tile: its queries and keys.
+    """
+    bias = layout_utils.select(assume_tensor_aligned(bias), [2, 3, 1, 0])
+    return BiasTiles(
+        *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), bias, layout, tile, 1)
+    )
+
+
+class DenseForward(WithoutLists, BiasedForward):
+    """A forward in which every tile has a bias."""
+
+    sK_layout: Any
+    num_stages: int
+    #: Of how many blocks keys, and biases, are in shared memory at a time.
+    stages: int
+
     def bias_layout(self, stages: int | None) -> Any:
         shape = (self.tile_m, self.tile_n)
         return sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, shape, stages)
 
     def tiles_of(self, bias: cute.Tensor) -> BiasTiles:
         """Of a bias ``(batch, heads, queries, keys)``, in what calls the kernel."""
-        bias = layout_utils.select(assume_tensor_aligned(bias), [2, 3, 1, 0])
-        atom, tensor = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            bias,
-            self.bias_layout(None),
-            (self.tile_m, self.tile_n),
-            1,
-        )
-        return BiasTiles(atom, tensor)
+        return bias_tiles(bias, self.bias_layout(None), (self.tile_m, self.tile_n))
 
     def _get_shared_storage_cls(self) -> Any:
         layout = self.sK_layout

@@ -26,6 +26,7 @@ from flash_attn.cute.utils import AuxData
 
 from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forward
 from opgraft_kernels.attention.cutedsl_dense import dense_forward
+from opgraft_kernels.attention.cutedsl_dense_backward import DenseBackward, NaturalPreprocess
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_tiles import listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
@@ -202,20 +203,25 @@ class _Backward:
                 _swap_heads_and_length(t) for t in (grad_out, q, k, v, out, dq, dk, dv)
             ]
         one = Float32(1.0)
-        # With a bias `logsumexp2` is given, and natural: see `BiasedBackward`. What is read of it
-        # here is not used.
+        # With a bias `logsumexp2` is natural: see `BiasedBackward`. Where there are lists it is
+        # given, and what is read of it here is not used.
         read, made = (
-            (logsumexp, logsumexp2) if cutlass.const_expr(bias is None) else (logsumexp2, None)
+            (logsumexp, logsumexp2) if cutlass.const_expr(lists is None) else (logsumexp2, None)
         )
         self.preprocess(
             out, grad_out, delta, read, made, dq_sum, cum_q, None, None, None, None, one,
             stream=stream,
         )  # fmt: skip
         of_keys = (dk, dv) if cutlass.const_expr(dk_sum is None) else (dk_sum, dv_sum)
-        aux_data = AuxData() if cutlass.const_expr(bias is None) else AuxData([bias], (scale,))
+        aux_data, tiles = AuxData(), _tiles_listed(lists)
+        if cutlass.const_expr(lists is not None):
+            aux_data = AuxData([bias], (scale,))
+        elif cutlass.const_expr(bias is not None):
+            aux_data = AuxData(None, (scale,))
+            tiles = self.kernel.tiles_of(_without_unused_strides(bias))
         self.kernel(
             q, k, v, grad_out, logsumexp2, delta, dq_sum, *of_keys, scale, cum_q, cum_k,
-            blocksparse_tensors=_tiles_listed(lists), aux_data=aux_data, stream=stream,
+            blocksparse_tensors=tiles, aux_data=aux_data, stream=stream,
         )  # fmt: skip
         self.finish_dq(dq_sum, dq, scale, cum_q, None, None, stream=stream)
         if cutlass.const_expr(dk_sum is not None):
@@ -289,7 +295,7 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
         cum = [fake_tensor(cutlass.Int32, 1, 1) for _ in range(2)]
         return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
     if kind.bias is not None and kind.bias.is_dense:
-        bias = fake_tensor(dtype, ndim, _ALIGNED_16BIT)
+        bias, _ = _fake_bias(kind)
         return _compile(_DenseForward(kernel), *tensors, logsumexp, bias, Float32(1.0))
     if kind.bias is not None:
         return _compile(
@@ -300,8 +306,10 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
 
 def _fake_bias(kind: Kind) -> tuple[Any, Any]:
     """A bias of any strides but the last one, or a boolean mask's bits, and the lists of its
-    tiles."""
+    tiles; or a bias of each head's own, without lists."""
     assert kind.bias is not None
+    if kind.bias.is_dense:
+        return fake_tensor(CUTLASS_DTYPES[kind.bias.dtype], 4, _ALIGNED_16BIT), None
     lists = fake_tensor(cutlass.Int32, 5, 1)
     if kind.bias.dtype is torch.bool:
         return fake_tensor(cutlass.Int32, 4, 4), lists
@@ -313,7 +321,9 @@ def _backward_kernel(
     dtype: Any, dims: tuple[int, int], kind: Kind, config: Any
 ) -> FlashAttentionBackwardSm90:
     kernel_class, tiles_of_listed = FlashAttentionBackwardSm90, 1
-    if kind.bias is not None:
+    if kind.bias is not None and kind.bias.is_dense:
+        kernel_class = functools.partial(DenseBackward, bias=kind.bias)
+    elif kind.bias is not None:
         kernel_class = functools.partial(BiasedBackward, bias=kind.bias)
         queries, _ = listed_backward_tile(kind.head_dim)
         tiles_of_listed = queries // config.m_block_size
@@ -343,7 +353,10 @@ def _backward_kernel(
 
 
 def _listed_queries(kind: Kind) -> int | None:
-    """Of how many queries tiles are listed, which those of the kernel divide; None: of none."""
+    """Of how many queries tiles are listed, which those of the kernel divide; None: of none.
+
+    Without lists, too, a bias leaves no registers for the 80 queries of tiles of heads of 128.
+    """
     return listed_backward_tile(kind.head_dim)[0] if kind.bias is not None else None
 
 
@@ -366,7 +379,8 @@ def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     # library's own front says 32 to them where the kernel takes 16, and dq of heads of 40, 72 and
     # 80 is wrong through it (flash-attn-4 4.0.0b36).
     multiple = math.gcd(kernel.tile_hdim, kernel.tile_hdimv)
-    preprocess = FlashAttentionBackwardPreprocess(
+    is_natural = kind.bias is not None and kind.bias.is_dense
+    preprocess = (NaturalPreprocess if is_natural else FlashAttentionBackwardPreprocess)(
         dtype, kind.head_dim, kind.head_dim_v, config.m_block_size, hdim_multiple_of=multiple
     )
 

@@ -23,6 +23,7 @@ from opgraft_kernels.attention.cutedsl_tiles import (
     ForwardTile,
     biased_forward_tile,
     dense_forward_tile,
+    dense_forward_tiles,
     forward_tile,
     listed_backward_tile,
 )
@@ -138,11 +139,9 @@ def forward(
         tile = forward_tile(dim, kind.group, causal, batch * heads_k, queries, keys, programs)
         _functions(kind._replace(tile=tile), q.device)(q, k, v, out, logsumexp, scale)
         return
-    if bias.stride(1) != 0 and heads > 1:
-        tile = dense_forward_tile(dim, batch * heads, queries, programs)
-        if tile is None or not _is_for_copy_engine(bias, q.dtype):
-            raise ValueError("the copy engine cannot read a bias of each head's own that is so")
-        kind = kind._replace(tile=tile, bias=BiasKind(bias.dtype, False, True, is_dense=True))
+    if _is_of_each_head(bias):
+        kind = kind._replace(bias=_dense_kind(bias, q))
+        kind = kind._replace(tile=dense_forward_tile(dim, batch * heads, queries, programs))
         _functions(kind, q.device)(q, k, v, out, logsumexp, bias, scale)
         return
     tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
@@ -157,10 +156,21 @@ def forward(
     _functions(kind, q.device)(q, k, v, out, logsumexp, *given, scale)
 
 
-def _is_for_copy_engine(bias: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_of_each_head(bias: torch.Tensor) -> bool:
+    return bias.shape[1] > 1 and bias.stride(1) != 0
+
+
+def _dense_kind(bias: torch.Tensor, q: torch.Tensor) -> BiasKind:
+    """Of a bias of each head's own.
+
+    Raises:
+        ValueError: there are no kernels for it.
+    """
     beginnings = (bias.data_ptr(), *(n * bias.element_size() for n in bias.stride()[:3]))
-    is_aligned = all(n % _COPIED == 0 for n in beginnings)
-    return is_aligned and bias.stride(3) == 1 and bias.dtype == dtype
+    is_aligned = bias.stride(3) == 1 and all(n % _COPIED == 0 for n in beginnings)
+    if not is_aligned or bias.dtype != q.dtype or not dense_forward_tiles(q.shape[3], 0):
+        raise ValueError("the copy engine cannot read a bias of each head's own that is so")
+    return BiasKind(bias.dtype, False, True, is_dense=True)
 
 
 def _bias_kind(bias: torch.Tensor) -> BiasKind:
@@ -235,7 +245,9 @@ def backward(
     group = heads // heads_k
     kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
     lists = usable = None
-    if bias is not None:
+    if bias is not None and _is_of_each_head(bias):
+        kind = kind._replace(bias=_dense_kind(bias, q))
+    elif bias is not None:
         kind = kind._replace(bias=_bias_kind(bias))
         listed = listed_backward_tile(head_dim)
         found = _written(_plan_lists(bias, q, k, scale, *listed, logsumexp))
@@ -244,6 +256,7 @@ def backward(
     rows = round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32
     delta = torch.empty((batch, heads, rows), dtype=fp32, device=device)
+    # Natural where there is a bias.
     logsumexp2 = (
         torch.empty((batch, heads, rows), dtype=fp32, device=device)
         if usable is None

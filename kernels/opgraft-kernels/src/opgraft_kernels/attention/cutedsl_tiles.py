@@ -164,21 +164,20 @@ def biased_forward_tile(
 
 def dense_forward_tile(
     head_dim: int, heads: int, queries: int, multiprocessors: int
-) -> ForwardTile | None:
-    """The tiles of a forward with a bias of each head's own; None where there is none.
+) -> ForwardTile:
+    """The tiles of a forward with a bias of each head's own.
 
     Args:
-        head_dim: of queries, keys and values.
+        head_dim: of queries, keys and values; up to 128.
         heads: of queries, of the whole batch.
         queries: of a head.
         multiprocessors: the device's.
     """
     # Where each program would have one tile, none would load ahead.
-    found = dense_forward_tiles(head_dim, multiprocessors)
-    for tile in found:
-        if ceil_div(queries, tile.queries) * heads > multiprocessors:
-            return tile
-    return dense_forward_tiles(head_dim, 0)[0] if found else None
+    tile, *_ = dense_forward_tiles(head_dim, multiprocessors)
+    if ceil_div(queries, tile.queries) * heads > multiprocessors:
+        return tile
+    return dense_forward_tiles(head_dim, 0)[0]
 
 
 def dense_forward_tiles(head_dim: int, programs: int) -> list[ForwardTile]:
