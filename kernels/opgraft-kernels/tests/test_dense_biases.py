@@ -1,4 +1,4 @@
-"""FlashAttention-4 with a bias of each head's own, which the copy engine loads: a forward alone."""
+"""FlashAttention-4 with a bias of each head's own, which the copy engine loads."""
 
 from __future__ import annotations
 
@@ -276,3 +276,79 @@ def test_what_a_bias_removes_reaches_nothing(on_hopper: torch.device) -> None:
     out = torch.full_like(q, math.nan)
     cutedsl_kernels.forward(q, k, v, out, None, 0.125, False, bias[..., :200])
     assert out.isfinite().all()
+
+
+# ------------------------------------------------------------------ kernels of the backward
+
+
+def _gradients_by(
+    tensors: list[torch.Tensor], bias: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """By the formula in `dtype`, or natively; 0 for queries that no key is left for."""
+    is_left_alone = (bias == -math.inf).all(-1, keepdim=True)
+    leaves = [each.detach().to(dtype or each.dtype).requires_grad_() for each in tensors]
+    group = leaves[0].shape[1] // leaves[1].shape[1]
+    q, k, v = leaves[0], *(each.repeat_interleave(group, 1) for each in leaves[1:])
+    bias = bias.masked_fill(is_left_alone, 0.0)
+    grad = grad.masked_fill(is_left_alone, 0.0)
+    if dtype is None:
+        with opgraft.disabled(), sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            out = F.scaled_dot_product_attention(q, k, v, bias)
+    else:
+        scores = q @ k.mT * q.shape[-1] ** -0.5 + bias.to(dtype)
+        out = scores.softmax(-1) @ v
+    return list(torch.autograd.grad(out, leaves, grad.to(out.dtype)))
+
+
+def _assert_gradients_as_good(tensors: list[torch.Tensor], bias: torch.Tensor) -> None:
+    q, k, v = tensors
+    out, grad = torch.full_like(q, math.nan), torch.randn_like(q)
+    logsumexp = torch.full(q.shape[:3], math.nan, device=q.device)
+    scale = q.shape[-1] ** -0.5
+    cutedsl_kernels.forward(q, k, v, out, logsumexp, scale, False, bias)
+    for _ in range(3):  # a race would not be lost each time
+        ours = [torch.full_like(each, math.nan) for each in tensors]
+        cutedsl_kernels.backward(grad, q, k, v, out, logsumexp, *ours, scale, False, bias)
+        right = _gradients_by(tensors, bias, grad, torch.float64)
+        native = _gradients_by(tensors, bias, grad, None)
+        floor = 4 * torch.finfo(q.dtype).eps
+        for one, other, expected in zip(ours, native, right, strict=True):
+            assert largest_error(one, expected) <= 2 * largest_error(other, expected) + floor
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads_k", [HEADS, 1])
+@pytest.mark.parametrize("name", ["of each batch", "of all batches", "in long rows"])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1000), (100, 72), (300, 200), (1024, 1000), (1024, 1024)]
+)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_gradients_are_right(
+    dim: int,
+    queries: int,
+    keys: int,
+    name: str,
+    heads_k: int,
+    dtype: torch.dtype,
+    on_hopper: torch.device,
+) -> None:
+    tensors = _inputs(2, heads_k, queries, keys, dim, dtype)
+    _assert_gradients_as_good(tensors, _bias(name, (2, HEADS, queries, keys), dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rows", "keys", "large"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_gradients_of_special_biases_are_right(
+    dim: int, name: str, on_hopper: torch.device
+) -> None:
+    tensors = _inputs(2, HEADS, 300, 520, dim, torch.bfloat16)
+    bias = _bias("of each batch", (2, HEADS, 300, 520), torch.bfloat16).contiguous()
+    if name == "rows":
+        bias[0, 1, 50:200] = bias[1, 2, ::3] = -math.inf
+    elif name == "keys":
+        bias[0, 1, :, 50:200] = bias[1, 2, :, ::3] = -math.inf
+    else:
+        bias += 300 * torch.randn(2, HEADS, 300, 1, device=bias.device).bfloat16()
+    _assert_gradients_as_good(tensors, bias)

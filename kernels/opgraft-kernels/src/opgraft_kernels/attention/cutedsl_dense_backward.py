@@ -1,9 +1,9 @@
 """FlashAttention-4's backward for Hopper with a bias of which each head has its own.
 
-As in `cutedsl_dense` the copy engine loads a tile's bias, and there are no lists. It takes no memory
-of its own: the bias comes to where the gradients of the tile's scores will be, which have its size,
-its dtype and its layout, and each warp reads there what it will write. It comes with the tile's
-queries, and counts for their barrier, which is given back when the last product has read the
+As in `cutedsl_dense` the copy engine loads a tile's bias, and there are no lists. It takes no
+memory of its own: the bias comes to where the gradients of the tile's scores will be, which have
+its size, its dtype and its layout, and each warp reads there what it will write. It comes with the
+tile's queries, and counts for their barrier, which is given back when the last product has read the
 gradients: so those need as many stages as queries.
 
 Importing this imports CuteDSL and the library.
