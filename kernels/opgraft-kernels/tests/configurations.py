@@ -600,6 +600,19 @@ def _attention_kinds() -> Iterator[Any]:
     ):
         yield Kind(True, torch.bfloat16, dim, dim, group, False, True, False, of_bias, bias)
         yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=bias)
+    # Biases of each head's own.
+    for dtype, dim, group, of_bias in (
+        (torch.bfloat16, 64, 1, ForwardTile(192, 128, MULTIPROCESSORS)),
+        (torch.float16, 64, 4, ForwardTile(128, 128, 0)),
+        (torch.bfloat16, 72, 1, ForwardTile(128, 128, MULTIPROCESSORS)),
+        (torch.bfloat16, 96, 1, ForwardTile(128, 128, MULTIPROCESSORS)),
+        (torch.bfloat16, 128, 1, ForwardTile(128, 96, MULTIPROCESSORS)),
+        (torch.float16, 128, 4, ForwardTile(128, 128, 0)),
+    ):
+        dense = BiasKind(dtype, False, True, is_dense=True)
+        yield Kind(True, dtype, dim, dim, group, False, True, False, of_bias, dense)
+        yield Kind(False, dtype, dim, dim, group, False, True, False, bias=dense)
+    # Boolean masks.
     for dim, group, is_by_key, of_mask in (
         (64, 1, True, ForwardTile(192, 128, MULTIPROCESSORS)),
         (128, 4, False, ForwardTile(128, 128, MULTIPROCESSORS)),

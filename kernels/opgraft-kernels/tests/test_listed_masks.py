@@ -212,7 +212,7 @@ def test_more_keys_than_lists_are_made_for_are_not(op: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("attn_bias", lambda mask: mask.contiguous()),
+        ("attn_bias", lambda mask: mask.float().contiguous()),
         ("attn_bias", lambda mask: mask[0, 0]),
         ("attn_bias", lambda mask: mask[:, :, :, :1].expand_as(mask)),
         ("attn_bias", lambda mask: mask[:, :, :, :1].contiguous()[:, :1]),

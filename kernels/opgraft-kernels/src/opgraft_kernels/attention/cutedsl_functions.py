@@ -25,6 +25,8 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.utils import AuxData
 
 from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forward
+from opgraft_kernels.attention.cutedsl_dense import dense_forward
+from opgraft_kernels.attention.cutedsl_dense_backward import DenseBackward, NaturalPreprocess
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_tiles import forward_dim, listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
@@ -43,8 +45,8 @@ _ALIGNED_16BIT, _ALIGNED_FP32 = 8, 4
 # --------------------------------------------------------------------------------------------------
 
 
-def _swap_heads_and_length(t: Any) -> Any:
-    """``(b, h, s, d)`` as ``(b, s, h, d)``.
+def _without_unused_strides(t: Any, order: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
+    """`t` with its dimensions in another order.
 
     The stride of a dimension of size 1 says nothing, and DLPack writes 1 there, which the copy
     engine refuses; 0 it takes.
@@ -53,11 +55,15 @@ def _swap_heads_and_length(t: Any) -> Any:
     stride = [
         s if isinstance(s, int) else s * Int64(n != 1) for n, s in zip(shape, t.stride, strict=True)
     ]
-    order = (0, 2, 1, 3)
     layout = cute.make_layout(
         tuple(shape[i] for i in order), stride=tuple(stride[i] for i in order)
     )
     return cute.make_tensor(t.iterator, layout)
+
+
+def _swap_heads_and_length(t: Any) -> Any:
+    """``(b, h, s, d)`` as ``(b, s, h, d)``."""
+    return _without_unused_strides(t, (0, 2, 1, 3))
 
 
 def _tiles_listed(lists: cute.Tensor | None) -> BlockSparseTensors | None:
@@ -114,6 +120,27 @@ class _BiasedForward(_Forward):
         self.kernel(
             q, k, v, out, logsumexp, scale, blocksparse_tensors=_tiles_listed(lists),
             aux_data=AuxData([bias], (scale, lowest)), stream=stream,
+        )  # fmt: skip
+
+
+class _DenseForward(_Forward):
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        logsumexp: cute.Tensor | None,
+        bias: cute.Tensor,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        q, k, v, out = [_swap_heads_and_length(t) for t in (q, k, v, out)]
+        tiles = self.kernel.tiles_of(_without_unused_strides(bias))
+        self.kernel(
+            q, k, v, out, logsumexp, scale, blocksparse_tensors=tiles,
+            aux_data=AuxData(None, (scale,)), stream=stream,
         )  # fmt: skip
 
 
@@ -177,22 +204,25 @@ class _Backward:
                 _swap_heads_and_length(t) for t in (grad_out, q, k, v, out, dq, dk, dv)
             ]
         one = Float32(1.0)
-        # With a bias `logsumexp2` is given, and natural: see `BiasedBackward`. What is read of it
-        # here is not used.
+        # With a bias `logsumexp2` is natural: see `BiasedBackward`. Where there are lists it is
+        # given, and what is read of it here is not used.
         read, made = (
-            (logsumexp, logsumexp2) if cutlass.const_expr(bias is None) else (logsumexp2, None)
+            (logsumexp, logsumexp2) if cutlass.const_expr(lists is None) else (logsumexp2, None)
         )
         self.preprocess(
             out, grad_out, delta, read, made, dq_sum, cum_q, None, None, None, None, one,
             stream=stream,
         )  # fmt: skip
         of_keys = (dk, dv) if cutlass.const_expr(dk_sum is None) else (dk_sum, dv_sum)
-        aux_data = AuxData()
-        if cutlass.const_expr(bias is not None):
+        aux_data, tiles = AuxData(), _tiles_listed(lists)
+        if cutlass.const_expr(lists is not None):
             aux_data = AuxData([bias], (scale, lowest))
+        elif cutlass.const_expr(bias is not None):
+            aux_data = AuxData(None, (scale,))
+            tiles = self.kernel.tiles_of(_without_unused_strides(bias))
         self.kernel(
             q, k, v, grad_out, logsumexp2, delta, dq_sum, *of_keys, scale, cum_q, cum_k,
-            blocksparse_tensors=_tiles_listed(lists), aux_data=aux_data, stream=stream,
+            blocksparse_tensors=tiles, aux_data=aux_data, stream=stream,
         )  # fmt: skip
         self.finish_dq(dq_sum, dq, scale, cum_q, None, None, stream=stream)
         if cutlass.const_expr(dk_sum is not None):
@@ -232,9 +262,12 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         kernel_class = walking_forward(kind.tile.programs)
     if kind.bias is not None:
         assert kind.tile is not None
-        kernel_class = functools.partial(
-            biased_forward(kind.tile.programs, kind.bias.is_by_key), bias=kind.bias
+        kernel_class = (
+            dense_forward(kind.tile.programs)
+            if kind.bias.is_dense
+            else biased_forward(kind.tile.programs, kind.bias.is_by_key)
         )
+        kernel_class = functools.partial(kernel_class, bias=kind.bias)
     kernel = kernel_class(
         dtype,
         kind.head_dim,
@@ -265,6 +298,9 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
     if kind.is_varlen:
         cum = [fake_tensor(cutlass.Int32, 1, 1) for _ in range(2)]
         return _compile(_ForwardVarlen(kernel), *tensors, logsumexp, *cum, Float32(1.0))
+    if kind.bias is not None and kind.bias.is_dense:
+        bias, _ = _fake_bias(kind)
+        return _compile(_DenseForward(kernel), *tensors, logsumexp, bias, Float32(1.0))
     if kind.bias is not None:
         return _compile(
             _BiasedForward(kernel), *tensors, logsumexp, *_fake_bias(kind), *[Float32(1.0)] * 2
@@ -274,8 +310,10 @@ def _compile_forward(kind: Kind) -> Callable[..., None]:
 
 def _fake_bias(kind: Kind) -> tuple[Any, Any]:
     """A bias of any strides but the last one, or a boolean mask's bits, and the lists of its
-    tiles."""
+    tiles; or a bias of each head's own, without lists."""
     assert kind.bias is not None
+    if kind.bias.is_dense:
+        return fake_tensor(CUTLASS_DTYPES[kind.bias.dtype], 4, _ALIGNED_16BIT), None
     lists = fake_tensor(cutlass.Int32, 5, 1)
     if kind.bias.dtype is torch.bool:
         return fake_tensor(cutlass.Int32, 4, 4), lists
@@ -287,7 +325,9 @@ def _backward_kernel(
     dtype: Any, dims: tuple[int, int], kind: Kind, config: Any
 ) -> FlashAttentionBackwardSm90:
     kernel_class, tiles_of_listed = FlashAttentionBackwardSm90, 1
-    if kind.bias is not None:
+    if kind.bias is not None and kind.bias.is_dense:
+        kernel_class = functools.partial(DenseBackward, bias=kind.bias)
+    elif kind.bias is not None:
         kernel_class = functools.partial(BiasedBackward, bias=kind.bias)
         queries, _ = listed_backward_tile(kind.head_dim)
         tiles_of_listed = queries // config.m_block_size
@@ -317,7 +357,10 @@ def _backward_kernel(
 
 
 def _listed_queries(kind: Kind) -> int | None:
-    """Of how many queries tiles are listed, which those of the kernel divide; None: of none."""
+    """Of how many queries tiles are listed, which those of the kernel divide; None: of none.
+
+    Without lists, too, a bias leaves no registers for the 80 queries of tiles of heads of 128.
+    """
     return listed_backward_tile(kind.head_dim)[0] if kind.bias is not None else None
 
 
@@ -340,7 +383,8 @@ def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     # library's own front says 32 to them where the kernel takes 16, and dq of heads of 40, 72 and
     # 80 is wrong through it (flash-attn-4 4.0.0b36).
     multiple = math.gcd(kernel.tile_hdim, kernel.tile_hdimv)
-    preprocess = FlashAttentionBackwardPreprocess(
+    is_natural = kind.bias is not None and kind.bias.is_dense
+    preprocess = (NaturalPreprocess if is_natural else FlashAttentionBackwardPreprocess)(
         dtype, kind.head_dim, kind.head_dim_v, config.m_block_size, hdim_multiple_of=multiple
     )
 

@@ -22,6 +22,8 @@ from opgraft import cutedsl_utils, lazy
 from opgraft_kernels.attention.cutedsl_tiles import (
     ForwardTile,
     biased_forward_tile,
+    dense_forward_tile,
+    dense_forward_tiles,
     forward_tile,
     listed_backward_tile,
 )
@@ -47,6 +49,7 @@ class BiasKind(NamedTuple):
     dtype: torch.dtype
     is_by_key: bool  # all queries share it
     in_pairs: bool  # two of its elements can be read at once, from an even key on
+    is_dense: bool = False  # each head has its own, which the copy engine reads
 
 
 class Kind(NamedTuple):
@@ -114,7 +117,8 @@ def forward(
             dimension contiguous, the same for all heads, the others of any strides, 0 where it is
             broadcast; None for 0. A query whose scores are all -inf gets an output of 0, and a
             logsumexp of inf. Or a boolean mask, laid out likewise, of the keys that each query
-            attends to.
+            attends to. Or of each head's own: of the inputs' dtype, heads of up to 128, and laid
+            out as they are, where batches may share it.
         lowest: of a boolean mask, what is added to the scores where it is False. It counts for
             queries that attend to no key: others get nothing of a tile that is False throughout.
     """
@@ -135,6 +139,11 @@ def forward(
         tile = forward_tile(dim, kind.group, causal, batch * heads_k, queries, keys, programs)
         _functions(kind._replace(tile=tile), q.device)(q, k, v, out, logsumexp, scale)
         return
+    if _is_of_each_head(bias):
+        kind = kind._replace(bias=_dense_kind(bias, q))
+        kind = kind._replace(tile=dense_forward_tile(dim, batch * heads, queries, programs))
+        _functions(kind, q.device)(q, k, v, out, logsumexp, bias, scale)
+        return
     tile = biased_forward_tile(dim, bias.stride(2) == 0, batch * heads, queries, programs)
     kind = kind._replace(tile=tile, bias=_bias_kind(bias))
     if lowest is None:
@@ -147,6 +156,23 @@ def forward(
     _functions(kind, q.device)(q, k, v, out, logsumexp, *given, scale)
 
 
+def _is_of_each_head(bias: torch.Tensor) -> bool:
+    return bias.shape[1] > 1 and bias.stride(1) != 0
+
+
+def _dense_kind(bias: torch.Tensor, q: torch.Tensor) -> BiasKind:
+    """Of a bias of each head's own.
+
+    Raises:
+        ValueError: there are no kernels for it.
+    """
+    beginnings = (bias.data_ptr(), *(n * bias.element_size() for n in bias.stride()[:3]))
+    is_aligned = bias.stride(3) == 1 and all(n % _COPIED == 0 for n in beginnings)
+    if not is_aligned or bias.dtype != q.dtype or not dense_forward_tiles(q.shape[3], 0):
+        raise ValueError("the copy engine cannot read a bias of each head's own that is so")
+    return BiasKind(bias.dtype, False, True, is_dense=True)
+
+
 def _bias_kind(bias: torch.Tensor) -> BiasKind:
     beginnings = (*bias.stride()[:3], bias.data_ptr() // bias.element_size(), bias.shape[3])
     return BiasKind(
@@ -156,6 +182,8 @@ def _bias_kind(bias: torch.Tensor) -> BiasKind:
     )
 
 
+# The copy engine reads so many bytes at a time.
+_COPIED = 16
 # Triton's, which no other kernel here needs.
 _plan_lists = lazy("opgraft_kernels.attention.triton_lists:plan_lists")
 _plan_boolean_lists = lazy("opgraft_kernels.attention.triton_lists:plan_boolean_lists")
@@ -218,7 +246,9 @@ def backward(
     group = heads // heads_k
     kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
     lists = usable = None
-    if bias is not None:
+    if bias is not None and _is_of_each_head(bias):
+        kind = kind._replace(bias=_dense_kind(bias, q))
+    elif bias is not None:
         kind = kind._replace(bias=_bias_kind(bias))
         listed = listed_backward_tile(head_dim)
         if lowest is None:
@@ -231,6 +261,7 @@ def backward(
     rows = round_up(length_q, tile.q)
     device, fp32 = q.device, torch.float32
     delta = torch.empty((batch, heads, rows), dtype=fp32, device=device)
+    # Natural where there is a bias.
     logsumexp2 = (
         torch.empty((batch, heads, rows), dtype=fp32, device=device)
         if usable is None

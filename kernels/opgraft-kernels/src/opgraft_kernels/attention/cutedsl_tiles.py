@@ -22,6 +22,8 @@ from opgraft_kernels.integers import ceil_div, round_up
 __all__ = [
     "ForwardTile",
     "biased_forward_tile",
+    "dense_forward_tile",
+    "dense_forward_tiles",
     "forward_dim",
     "forward_tile",
     "forward_tiles",
@@ -88,6 +90,8 @@ _ANOTHER_KERNEL = 1.01
 # With a bias, above `_MOST_DIMS`: as many keys as registers and shared memory have room for, of
 # those that marks of a bias divide.
 _LISTED_FEWER_KEYS = 64
+# With a bias of each head's own, the most first: two more stages of it share the memory.
+_DENSE_WIDTHS = (128, 96, 64)
 # What a thread of two warp groups, or of three, has for scores, probabilities and output. Of two it
 # has fewer where the threads that load do not leave queries to the copy engine.
 _LOW_REGISTERS, _HIGH_REGISTERS = 212, 128
@@ -157,6 +161,45 @@ def biased_forward_tile(
     # Two tiles of a head are a unit where they may see other keys.
     units = tiles * heads if is_by_key else ceil_div(tiles, 2) * heads
     return ForwardTile(height, _KEYS, multiprocessors if units > multiprocessors else 0)
+
+
+def dense_forward_tile(
+    head_dim: int, heads: int, queries: int, multiprocessors: int
+) -> ForwardTile:
+    """The tiles of a forward with a bias of each head's own.
+
+    Args:
+        head_dim: of queries, keys and values; up to 128.
+        heads: of queries, of the whole batch.
+        queries: of a head.
+        multiprocessors: the device's.
+    """
+    # Where each program would have one tile, none would load ahead.
+    tile, *_ = dense_forward_tiles(head_dim, multiprocessors)
+    if ceil_div(queries, tile.queries) * heads > multiprocessors:
+        return tile
+    return dense_forward_tiles(head_dim, 0)[0]
+
+
+def dense_forward_tiles(head_dim: int, programs: int) -> list[ForwardTile]:
+    """Those to choose from for a forward with a bias of each head's own, the best ones first.
+
+    Args:
+        head_dim: of queries, keys and values.
+        programs: as many walk over tiles; 0: there is a program for each tile.
+    """
+    if head_dim > _MOST_DIMS:
+        return []
+    row = forward_dim(head_dim) * 2
+    heights = (_HIGH, _LOW) if head_dim <= _WIDE_DIMS else (_LOW,)
+    return [
+        ForwardTile(height, width, programs)
+        for height in heights
+        for width in _DENSE_WIDTHS
+        # Two stages of keys, of values and of the bias.
+        if (2 if programs else 1) * height * row + 4 * width * row + 2 * height * width * 2
+        <= _SHARED_MEMORY
+    ]
 
 
 def listed_backward_tile(head_dim: int) -> tuple[int, int]:

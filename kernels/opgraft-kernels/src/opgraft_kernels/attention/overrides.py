@@ -306,7 +306,8 @@ _CUTEDSL = _Kind(
 )
 _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
-# Masks that heads share. Of others every tile is read, and Triton's kernels are faster.
+# Masks that heads share, and in a forward those of each head's own. Their backward is Triton's: what
+# `cutedsl_kernels` has was not measured yet.
 _CUTEDSL_MASKED = _Kind(
     "cutedsl_masked",
     "cutedsl_kernels",
@@ -369,7 +370,7 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         if "itemsize" in more:
             # Calls in 32 bits are the efficient op's.
             terms["ranges"]["itemsize"] = (2, 4) if op in _EFFICIENTS else (2,)
-        if kind is _CUTEDSL_MASKED:
+        if kind is _CUTEDSL_MASKED and op.is_backward:
             terms["ranges"]["for_all_heads"] = (1,)
     return Crossover(**terms, **features, **more)
 
@@ -463,21 +464,43 @@ _MOST_LISTED_KEYS = 2**17
 _LEAST_SCALE = 1e-6
 
 
+# Elements of 16 bits in 16 bytes, of which the copy engine takes multiples.
+_COPIED = 8
+
+
 def _cutedsl_masks(op: _Op) -> Any:
     """Masks, and head dimensions, that FlashAttention-4's kernels are compiled and tested for.
 
-    Their lists of tiles are of one mask, which is not causal besides.
+    Their lists of tiles are of one mask, which is not causal besides. Those of each head's own have
+    no lists, and are additive.
     """
     dim, dim_v = when.size("query", -1), when.size("value", -1)
+    is_listed = (
+        (_is_broadcast(op.mask, -3) == 1)
+        & ((dim <= 128) | (dim == 256))
+        & (when.size("key", -2) <= _MOST_LISTED_KEYS)
+    )
+    has_forward_alone = not op.is_backward and op not in (_SDPA, _BOOLEAN)
     return (
         (dim == dim_v)
         & (dim % 8 == 0)
-        & ((dim <= 128) | (dim == 256))
         & (when.ndim(op.mask) == 4)
-        & (_is_broadcast(op.mask, -3) == 1)
+        & (is_listed | _is_for_copy_engine(op) if has_forward_alone else is_listed)
         & (when.stride(op.mask, -1) == 1)
         & (when.size(op.mask, -1) == when.size("key", -2))
-        & (when.size("key", -2) <= _MOST_LISTED_KEYS)
+    )
+
+
+def _is_for_copy_engine(op: _Op) -> Any:
+    """Masks of each head's own, and of each query's, that the copy engine reads."""
+    dims = (-4, -3, -2)
+    return (
+        (_is_broadcast(op.mask, -3) == 0)
+        & (_is_broadcast(op.mask, -2) == 0)
+        & (when.size("query", -1) <= 128)
+        & when.same_dtype("query", op.mask)
+        & when.aligned(op.mask, 2 * _COPIED)
+        & _all(when.stride(op.mask, dim) % _COPIED == 0 for dim in dims)
     )
 
 
