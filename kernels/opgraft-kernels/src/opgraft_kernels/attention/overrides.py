@@ -306,8 +306,7 @@ _CUTEDSL = _Kind(
 )
 _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
-# Masks that heads share, and in a forward those of each head's own. Their backward is Triton's: what
-# `cutedsl_kernels` has was not measured yet.
+# Masks that heads share, and in a forward those of each head's own. Their backward is Triton's.
 _CUTEDSL_MASKED = _Kind(
     "cutedsl_masked",
     "cutedsl_kernels",
