@@ -21,7 +21,7 @@ from errors import largest_error
 
 import opgraft
 from opgraft import when
-from opgraft_kernels.attention import boolean, boolean_ops, overrides, samples
+from opgraft_kernels.attention import boolean, boolean_ops, overrides, samples, triton_lists
 from opgraft_kernels.attention.triton_lists import plan_boolean_lists
 
 MASKS = samples._BOOLEAN_MASKS
@@ -401,8 +401,12 @@ TILES, BACKWARD_ROWS = ((128, 128), (192, 128), (128, 64)), (128,)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_in_no_list_has_no_probability(seed: int, device: torch.device) -> None:
+@pytest.mark.parametrize("most", [128, 0])
+def test_what_is_in_no_list_has_no_probability(
+    seed: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queries without a key included, which attend to all if a number stands for False."""
+    monkeypatch.setattr(triton_lists, "_MOST_BY_KEY", most)
     torch.manual_seed(seed)
     rng = random.Random(seed)
     lowest, name = LOWEST[seed % 2], rng.choice(MASKS)
@@ -453,7 +457,7 @@ def test_of_padding_what_is_false_is_in_no_list(lowest: float, device: torch.dev
     for launch in launches:
         launch()
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["_mark_boolean_kernel", "_list_kernel"]
+    assert names == ["_list_by_key_kernel"]
     assert lists[0, 0, 0, :, 0].tolist() == [0, 4] and lists[1, 1, 3, :, 0].tolist() == [0, 2]
 
 
@@ -471,7 +475,7 @@ def test_of_padding_a_backward_lists_no_tile_of_its_keys(
     for launch in launches:
         launch()
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["_mark_boolean_kernel", "_list_kernel"] and usable is logsumexp
+    assert names == ["_list_by_key_kernel"] and usable is logsumexp
     assert lists[1, 1, :, :, 0].tolist() == [[0, 4], [0, 4], [0, 0], [0, 0]]
 
 

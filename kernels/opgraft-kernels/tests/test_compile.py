@@ -56,7 +56,7 @@ def _check(found: dict[str, Any], spill: int) -> None:
 @pytest.mark.longest
 def test_attention_fits() -> None:
     of_few_keys = {"short_backward_kernel", "short_forward_kernel"}
-    for_cutedsl = {"_norms_kernel", "_list_kernel", "_mark_boolean_kernel"}
+    for_cutedsl = {"_norms_kernel", "_list_kernel", "_mark_boolean_kernel", "_list_by_key_kernel"}
     on_hopper = {*of_few_keys, *for_cutedsl, "split_kernel"}
     compiled = compiled_launches("attention", hopper=on_hopper)
     assert {found["kernel"] for found in compiled} == {

@@ -92,8 +92,7 @@ class DenseMask(AttentionMask):  # type: ignore[misc]
         bias = cute.make_rmem_tensor(acc_S.shape, self.biases.element_type)
         cute.copy(self.copy, self.biases[None, None, None, state.index], self.copy.retile(bias))
         acc_S.store(acc_S.load() * aux_data.scalars[0] + bias.load().to(Float32))
-        # One thread gives it back for its warp, and then the copy engine writes there.
-        cute.arch.fence_view_async_shared()
+        # One thread gives it back for its warp.
         cute.arch.sync_warp()
         self.pipeline_k.consumer_release(place)
         if cutlass.const_expr(mask_seqlen):

@@ -306,7 +306,7 @@ _CUTEDSL = _Kind(
 )
 _TRITON = _Kind("triton", "triton_kernels", False, (32, 40, 64, 80, 128), _CUDA_OPS)
 _MASKED = _Kind("masked", "triton_kernels", True, (32, 64, 128), _WITH_MASK)
-# Masks that heads share, and in a forward those of each head's own. Their backward is Triton's.
+# Masks that heads share, and those of each head's own.
 _CUTEDSL_MASKED = _Kind(
     "cutedsl_masked",
     "cutedsl_kernels",
@@ -369,8 +369,6 @@ def _crossover(op: _Op, kind: _Kind) -> Crossover:
         if "itemsize" in more:
             # Calls in 32 bits are the efficient op's.
             terms["ranges"]["itemsize"] = (2, 4) if op in _EFFICIENTS else (2,)
-        if kind is _CUTEDSL_MASKED and op.is_backward:
-            terms["ranges"]["for_all_heads"] = (1,)
     return Crossover(**terms, **features, **more)
 
 
@@ -479,12 +477,13 @@ def _cutedsl_masks(op: _Op) -> Any:
         & ((dim <= 128) | (dim == 256))
         & (when.size("key", -2) <= _MOST_LISTED_KEYS)
     )
-    has_forward_alone = not op.is_backward and op not in (_SDPA, _BOOLEAN)
+    # Boolean masks have lists.
+    may_be_dense = op in (_CUDNN, _CUDNN_BACKWARD)
     return (
         (dim == dim_v)
         & (dim % 8 == 0)
         & (when.ndim(op.mask) == 4)
-        & (is_listed | _is_for_copy_engine(op) if has_forward_alone else is_listed)
+        & (is_listed | _is_for_copy_engine(op) if may_be_dense else is_listed)
         & (when.stride(op.mask, -1) == 1)
         & (when.size(op.mask, -1) == when.size("key", -2))
     )

@@ -49,6 +49,78 @@ _LOWEST_BITS = tl.constexpr(0x01010101)
 
 
 @triton.jit
+def _bits(mask_ptr, places, there, unit, WIDE: tl.constexpr):
+    """A boolean mask's elements, WIDE at a time, as the bits that they are in their words."""
+    if WIDE == 4:
+        four = tl.load(mask_ptr.to(tl.pointer_type(tl.int32)) + places, mask=there, other=0)
+        # A byte of a boolean may be another number than 1.
+        four = four | (four >> 4)
+        four = four | (four >> 2)
+        four = (four | (four >> 1)) & _LOWEST_BITS
+        bits = ((four * _GATHER) >> 24) & 0xF
+    else:
+        bits = (tl.load(mask_ptr + places, mask=there, other=0) != 0).to(tl.int32)
+    return bits << (unit * WIDE % 32)
+
+
+@triton.jit
+def _list_by_key_kernel(
+    mask_ptr,
+    words_ptr,
+    lists_ptr,
+    stride_b,
+    length,
+    words,
+    tiles,
+    other_tiles,
+    lowest,
+    COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """A program reads a batch's boolean mask that all queries share, and writes its bits and lists:
+    that of every row of tiles of queries, or with OTHERS those of all tiles of keys.
+
+    OTHERS: 0, or a power of two that is no less than `other_tiles`, the tiles of queries.
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    unit = tl.arange(0, BLOCK * COLS // WIDE)
+    bits = _bits(mask_ptr, batch * stride_b + unit, unit * WIDE < length, unit, WIDE)
+    word = tl.sum(tl.reshape(bits, [BLOCK, COLS // 32, 32 // WIDE]), axis=2)
+    tile = tl.arange(0, BLOCK)
+    place = tile[:, None] * (COLS // 32) + tl.arange(0, COLS // 32)[None, :]
+    tl.store(words_ptr + batch * words + place, word, mask=place < words)
+    is_zero = (tl.min((word == -1).to(tl.int32), axis=1) == 1) & (tile < tiles)
+    some = tl.max((word != 0).to(tl.int32), axis=1)
+    # Where no query has anything, what is added to all scores alike does not count, if a number.
+    has_nothing = (tl.max(some, axis=0) == 0) & (lowest != -INF)
+    is_biased = ((some == 1) | has_nothing) & (tile < tiles) & ~is_zero
+    if OTHERS == 0:
+        begin = lists_ptr + batch * (2 * (tiles + 1))
+        _write_list(begin, is_biased, tile)
+        _write_list(begin + tiles + 1, is_zero, tile)
+    else:
+        other = tl.arange(0, OTHERS)[None, :]
+        begin = lists_ptr + ((batch * tiles + tile) * (2 * (other_tiles + 1)))[:, None]
+        for kind in tl.static_range(2):
+            is_listed = is_zero if kind == 1 else is_biased
+            first = begin + kind * (other_tiles + 1)
+            number = tl.where(is_listed, other_tiles, 0)[:, None]
+            tl.store(first, number, mask=(tile < tiles)[:, None])
+            there = is_listed[:, None] & (other < other_tiles)
+            tl.store(first + 1 + other, tl.broadcast_to(other, [BLOCK, OTHERS]), mask=there)
+
+
+@triton.jit
+def _write_list(begin, is_listed, tile):
+    """How many tiles are listed, and then they, in order."""
+    listed = is_listed.to(tl.int32)
+    tl.store(begin, tl.sum(listed, axis=0))
+    tl.store(begin + tl.cumsum(listed, axis=0), tile, mask=is_listed)
+
+
+@triton.jit
 def _mark_boolean_kernel(
     mask_ptr,
     words_ptr,
@@ -80,16 +152,7 @@ def _mark_boolean_kernel(
     unit = tile * UNITS + tl.arange(0, UNITS)
     there = (row < length_r)[:, None] & (unit * WIDE < length_c)[None, :]
     ptrs = batch * stride_b + (row.to(tl.int64) * stride_r)[:, None] + unit[None, :]
-    if WIDE == 4:
-        four = tl.load(mask_ptr.to(tl.pointer_type(tl.int32)) + ptrs, mask=there, other=0)
-        # A byte of a boolean may be another number than 1.
-        four = four | (four >> 4)
-        four = four | (four >> 2)
-        four = (four | (four >> 1)) & _LOWEST_BITS
-        bits = ((four * _GATHER) >> 24) & 0xF
-    else:
-        bits = (tl.load(mask_ptr + ptrs, mask=there, other=0) != 0).to(tl.int32)
-    bits = bits << (tl.arange(0, UNITS) * WIDE % 32)[None, :]
+    bits = _bits(mask_ptr, ptrs, there, unit[None, :], WIDE)
     word = tl.sum(tl.reshape(bits, [ROWS, COLS // 32, 32 // WIDE]), axis=2)
     place = tile * (COLS // 32) + tl.arange(0, COLS // 32)
     begin = words_ptr + batch * length_r * words
@@ -326,11 +389,8 @@ def _list_kernel(
     is_biased = (state != NOTHING_TILE) & (state != ZERO_TILE) & (tile < tiles)
     is_biased = is_biased & (counts | ~is_low)
     biased_ptr = lists_ptr + tl.program_id(0).to(tl.int64) * (2 * (tiles + 1))
-    zero_ptr = biased_ptr + tiles + 1
-    tl.store(biased_ptr, tl.sum(is_biased.to(tl.int32), axis=0))
-    tl.store(biased_ptr + tl.cumsum(is_biased.to(tl.int32), axis=0), tile, mask=is_biased)
-    tl.store(zero_ptr, tl.sum(is_zero.to(tl.int32), axis=0))
-    tl.store(zero_ptr + tl.cumsum(is_zero.to(tl.int32), axis=0), tile, mask=is_zero)
+    _write_list(biased_ptr, is_biased, tile)
+    _write_list(biased_ptr + tiles + 1, is_zero, tile)
 
 
 # Queries and keys of a mark: what divides the tiles of all kernels.
@@ -457,28 +517,33 @@ def plan_boolean_lists(
     """
     batch, heads, length_q, length_k = mask.shape
     by_keys = logsumexp is not None
-    marks, best, bits, mark = _mark_boolean(mask, lowest)
-    launches = [mark]
     rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
-    usable = None
+    usable, launches = None, []
     if logsumexp is not None:
-        usable, of_whole_tiles = _of_whole_tiles(logsumexp, rows * queries)
-        launches += of_whole_tiles
-        rows, tiles = tiles, rows
-    lists = torch.empty((batch, 1, rows, 2, 1 + tiles), dtype=torch.int32, device=mask.device)
-    collect = Launch(
-        _list_kernel,
-        batch * rows,
-        (
-            *(None, None, None, marks, best, lists, *_of_marks(marks, mask)),
-            # Heads share the lists, too, so that there is one; and of norms there is nothing.
-            *(0, 1, 1, 1, 0, rows, tiles, 0.0),
-        ),
-        {**_OF_NO_ROWS, **_of_rows(queries, keys, tiles, by_keys)},
-        4,
-    )
-    launches.append(collect)
-    return Lists(lists.expand(-1, heads, -1, -1, -1), usable, launches, bits)
+        usable, launches = _of_whole_tiles(logsumexp, rows * queries)
+    bits = _empty_bits(mask)
+    if mask.stride(2) == 0 and max(rows, tiles) <= _MOST_BY_KEY:
+        lists, launch = _list_by_key(mask, bits, rows, tiles, keys, lowest, by_keys)
+        launches.append(launch)
+    else:
+        marks, best, mark = _mark_boolean(mask, bits, lowest)
+        if by_keys:
+            rows, tiles = tiles, rows
+        lists = torch.empty((batch, 1, rows, 2, 1 + tiles), dtype=torch.int32, device=mask.device)
+        collect = Launch(
+            _list_kernel,
+            batch * rows,
+            (
+                *(None, None, None, marks, best, lists, *_of_marks(marks, mask)),
+                # Heads share the lists, too, so that there is one; and of norms there is nothing.
+                *(0, 1, 1, 1, 0, rows, tiles, 0.0),
+            ),
+            {**_OF_NO_ROWS, **_of_rows(queries, keys, tiles, by_keys)},
+            4,
+        )
+        launches += [mark, collect]
+    bits = bits.expand(batch, heads, length_q, bits.shape[3])
+    return Lists(lists.expand(batch, heads, -1, -1, -1), usable, launches, bits)
 
 
 # What kernels are compiled with that are given no queries or keys.
@@ -509,35 +574,85 @@ def _of_whole_tiles(logsumexp: torch.Tensor, length: int) -> tuple[torch.Tensor,
     return usable, [launch]
 
 
+# The most tiles of a row for which one program looks at a mask that all queries share.
+_MOST_BY_KEY = 128
 # Elements of a boolean mask that are read at a time, and the words that a thread of
 # FlashAttention-4's does.
 _WIDE, _WORDS = 4, 4
 
 
-def _mark_boolean(
-    mask: torch.Tensor, lowest: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Launch]:
-    """Of a boolean mask what `mark_tiles` says of a bias, and its bits."""
-    batch, heads, length_q, length_k = mask.shape
-    is_by_key = mask.stride(2) == 0
-    batches, queries = 1 if mask.stride(0) == 0 else batch, 1 if is_by_key else length_q
-    rows = 1 if is_by_key else _MARKED
+def _empty_bits(mask: torch.Tensor) -> torch.Tensor:
+    """Room for a boolean mask's bits, once where batches, heads or queries share it."""
+    batch, _, length_q, length_k = mask.shape
+    batches = 1 if mask.stride(0) == 0 else batch
+    queries = 1 if mask.stride(2) == 0 else length_q
     words = _WORDS * ceil_div(length_k, 32 * _WORDS)
+    return torch.empty((batches, 1, queries, words), dtype=torch.int32, device=mask.device)
+
+
+def _elements_at_a_time(mask: torch.Tensor) -> int:
+    begins = (mask.stride(0), mask.stride(2), mask.data_ptr(), mask.shape[3])
+    return _WIDE if all(each % _WIDE == 0 for each in begins) else 1
+
+
+def _list_by_key(
+    mask: torch.Tensor,
+    bits: torch.Tensor,
+    rows: int,
+    tiles: int,
+    keys: int,
+    lowest: float,
+    by_keys: bool,
+) -> tuple[torch.Tensor, Launch]:
+    """The lists of a mask that all queries share: one kernel writes them, and the bits.
+
+    All rows of tiles of queries share a list, too. Those of keys have all tiles of queries, or
+    none.
+    """
+    batches, _, _, words = bits.shape
+    shape = (batches, 1, tiles, 2, 1 + rows) if by_keys else (batches, 1, 1, 2, 1 + tiles)
+    lists = torch.empty(shape, dtype=torch.int32, device=mask.device)
+    wide = _elements_at_a_time(mask)
+    launch = Launch(
+        _list_by_key_kernel,
+        batches,
+        (
+            *(mask.view(torch.uint8), bits, lists, mask.stride(0) // wide, mask.shape[3]),
+            *(words, tiles, rows, lowest),
+        ),
+        {
+            "COLS": keys,
+            "WIDE": wide,
+            "BLOCK": max(power_of_2(tiles), 2),
+            "OTHERS": max(power_of_2(rows), 2) if by_keys else 0,
+        },
+        4,
+    )
+    if by_keys:
+        return lists, launch
+    return lists.expand(-1, -1, rows, -1, -1), launch
+
+
+def _mark_boolean(
+    mask: torch.Tensor, bits: torch.Tensor, lowest: float
+) -> tuple[torch.Tensor, torch.Tensor, Launch]:
+    """Of a boolean mask what `mark_tiles` says of a bias; and what writes that and its bits."""
+    length_k = mask.shape[3]
+    batches, _, queries, words = bits.shape
+    rows = 1 if mask.stride(2) == 0 else _MARKED
     make = functools.partial(torch.empty, device=mask.device)
     shape = (batches, ceil_div(queries, rows), ceil_div(length_k, _MARKED))
     marks, best = make(shape, dtype=torch.int32), make(shape, dtype=torch.float32)
-    bits = make((batches, 1, queries, words), dtype=torch.int32)
-    apart = (mask.stride(0), mask.stride(2))
-    begins = (*apart, mask.data_ptr(), length_k)
-    wide = _WIDE if all(each % _WIDE == 0 for each in begins) else 1
+    wide = _elements_at_a_time(mask)
+    apart = (mask.stride(0) // wide, mask.stride(2) // wide)
     launch = Launch(
         _mark_boolean_kernel,
         marks.numel(),
         (
-            *(mask.view(torch.uint8), bits, marks, best, *(each // wide for each in apart)),
+            *(mask.view(torch.uint8), bits, marks, best, *apart),
             *(queries, length_k, shape[1], words, lowest),
         ),
         {"ROWS": rows, "COLS": _MARKED, "WIDE": wide},
         1,
     )
-    return marks, best, bits.expand(batch, heads, length_q, words), launch
+    return marks, best, launch
