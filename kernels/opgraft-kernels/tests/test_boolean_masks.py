@@ -452,7 +452,7 @@ def test_of_padding_what_is_false_is_in_no_list(lowest: float, device: torch.dev
     mask = torch.zeros(2, 1, 1, 512, dtype=torch.bool)
     mask[0], mask[1, ..., :256] = True, True
     lists, _, launches, _ = plan_boolean_lists(
-        mask.expand(2, 2, 512, 512).to(device), 128, 128, lowest
+        mask.to(device).expand(2, 2, 512, 512), 128, 128, lowest
     )
     for launch in launches:
         launch()
@@ -470,7 +470,7 @@ def test_of_padding_a_backward_lists_no_tile_of_its_keys(
     mask[0], mask[1, ..., :256] = True, True
     logsumexp = torch.randn(2, 2, 512, device=device)
     lists, usable, launches, _ = plan_boolean_lists(
-        mask.expand(2, 2, 512, 512).to(device), 128, 128, lowest, logsumexp
+        mask.to(device).expand(2, 2, 512, 512), 128, 128, lowest, logsumexp
     )
     for launch in launches:
         launch()
