@@ -308,12 +308,12 @@ def _assert_gradients_as_good(tensors: list[torch.Tensor], bias: torch.Tensor) -
     scale = q.shape[-1] ** -0.5
     cutedsl_kernels.forward(q, k, v, out, logsumexp, scale, False, bias)
     for _ in range(3):  # a race would not be lost each time
-        ours = [torch.full_like(each, math.nan) for each in tensors]
-        cutedsl_kernels.backward(grad, q, k, v, out, logsumexp, *ours, scale, False, bias)
+        dq, dk, dv = (torch.full_like(each, math.nan) for each in tensors)
+        cutedsl_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, scale, False, bias)
         right = _gradients_by(tensors, bias, grad, torch.float64)
         native = _gradients_by(tensors, bias, grad, None)
         floor = 4 * torch.finfo(q.dtype).eps
-        for one, other, expected in zip(ours, native, right, strict=True):
+        for one, other, expected in zip((dq, dk, dv), native, right, strict=True):
             assert largest_error(one, expected) <= 2 * largest_error(other, expected) + floor
 
 

@@ -56,7 +56,8 @@ def register_backward(op: str, backward: str) -> None:
     pairing.check()
     core = loader.in_use()
     if core is None:
-        _register_in_python(pairing)
+        _Function(pairing).register()
+        _make_once_differentiable(pairing.backward)
         return
     forward_schema, backward_schema = (o.overload._schema for o in (pairing.op, pairing.backward))
     core.register_backward(
@@ -139,59 +140,64 @@ class _Pairing(NamedTuple):
         return target if name.startswith(PREFIX) and target in self.outputs else None
 
 
-def _register_in_python(pairing: _Pairing) -> None:
-    """As the core does it, for a process that has none."""
-    op, backward = pairing
-    wanted = [argument.name for argument in backward.arguments]
-    may_be_none = {a.name for a in backward.arguments if a.kind.startswith("Optional")}
-    targets = [returned.name.removeprefix(PREFIX) for returned in backward.returns]
+class _Function:
+    """The autograd function of a pairing, for a process without the core."""
 
-    positional = [argument.name for argument in op.positional]
+    def __init__(self, pairing: _Pairing) -> None:
+        op, backward = pairing
+        self._pairing = pairing
+        self._wanted = [argument.name for argument in backward.arguments]
+        self._positional = [argument.name for argument in op.positional]
+        self._targets = [returned.name.removeprefix(PREFIX) for returned in backward.returns]
+        gradients = [a for a in backward.arguments if pairing.gradient_of(a.name)]
+        #: Whether a gradient that is missing is a tensor of zeros.
+        self._materializes = not all(a.kind.startswith("Optional") for a in gradients)
 
-    def save(ctx: Any, values: dict[str, Any], output: Any) -> None:
+    def register(self) -> None:
+        op = self._pairing.op
+        setup = self._setup_with_keywords if op.keyword_only else self._setup
+        library = torch.library.Library(op.name.partition("::")[0], "FRAGMENT")
+        _libraries.append(library)
+        torch.library.register_autograd(op.name, self._backward, setup_context=setup, lib=library)
+
+    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self._save(ctx, dict(zip(self._positional, inputs, strict=True)), output)
+
+    def _setup_with_keywords(
+        self, ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+    ) -> None:
+        named = dict(zip(self._positional, inputs, strict=True))
+        self._save(ctx, named | keyword_only_inputs, output)
+
+    def _save(self, ctx: Any, values: dict[str, Any], output: Any) -> None:
+        pairing = self._pairing
         outputs = output if isinstance(output, tuple) else (output,)
         values |= dict(zip(pairing.outputs, outputs, strict=True))
-        lost = [o for o in pairing.outputs if PREFIX + o not in wanted]
+        lost = [name for name in pairing.outputs if PREFIX + name not in self._wanted]
         ctx.mark_non_differentiable(*(values[name] for name in lost))
-        ctx.set_materialize_grads(
-            not all(n in may_be_none for n in wanted if pairing.gradient_of(n))
-        )
-        kept = [values[name] for name in wanted if not pairing.gradient_of(name)]
-        ctx.given = {name for name in targets if values[name] is not None}
+        ctx.set_materialize_grads(self._materializes)
+        ctx.given = {name for name in self._targets if values[name] is not None}
+        kept = [values[name] for name in self._wanted if not pairing.gradient_of(name)]
         ctx.others = [None if isinstance(v, torch.Tensor) else (v,) for v in kept]
         ctx.save_for_backward(*(v for v in kept if isinstance(v, torch.Tensor)))
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save(ctx, dict(zip(positional, inputs, strict=True)), output)
-
-    def setup_with_keywords(
-        ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-    ) -> None:
-        save(ctx, dict(zip(positional, inputs, strict=True)) | keyword_only_inputs, output)
-
-    def differentiate(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        of_output = dict(zip(pairing.outputs, gradients, strict=True))
+    def _backward(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        of_output = dict(zip(self._pairing.outputs, gradients, strict=True))
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
 
         def value(name: str) -> Any:
-            if output := pairing.gradient_of(name):
+            if output := self._pairing.gradient_of(name):
                 return of_output[output]
             other = next(others)
             return next(tensors) if other is None else other[0]
 
-        results = backward.overload(**{name: value(name) for name in wanted})
+        results = self._pairing.backward.overload(**{name: value(name) for name in self._wanted})
         results = results if isinstance(results, tuple) else (results,)
-        found = dict(zip(targets, results, strict=True))
-        return tuple(found[n] if n in ctx.given else None for n in positional)
-
-    setup = setup_with_keywords if op.keyword_only else setup_context
-    library = torch.library.Library(op.name.partition("::")[0], "FRAGMENT")
-    _libraries.append(library)
-    torch.library.register_autograd(op.name, differentiate, setup_context=setup, lib=library)
-    _libraries.append(_once_differentiable(backward))
+        found = dict(zip(self._targets, results, strict=True))
+        return tuple(found[n] if n in ctx.given else None for n in self._positional)
 
 
-def _once_differentiable(backward: Op) -> torch.library.Library:
+def _make_once_differentiable(backward: Op) -> None:
     """Make it an error to differentiate what a backward op returns."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -201,5 +207,5 @@ def _once_differentiable(backward: Op) -> torch.library.Library:
         raise RuntimeError(f"derivative for {backward.name} is not implemented")
 
     library = torch.library.Library(backward.name.partition("::")[0], "FRAGMENT")
+    _libraries.append(library)
     torch.library.register_autograd(backward.name, refuse, setup_context=setup_context, lib=library)
-    return library

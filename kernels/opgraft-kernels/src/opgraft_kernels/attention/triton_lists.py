@@ -518,7 +518,8 @@ def plan_boolean_lists(
     batch, heads, length_q, length_k = mask.shape
     by_keys = logsumexp is not None
     rows, tiles = ceil_div(length_q, queries), ceil_div(length_k, keys)
-    usable, launches = None, []
+    usable: torch.Tensor | None = None
+    launches: list[Launch] = []
     if logsumexp is not None:
         usable, launches = _of_whole_tiles(logsumexp, rows * queries)
     bits = _empty_bits(mask)
