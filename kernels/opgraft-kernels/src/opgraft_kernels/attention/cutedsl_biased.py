@@ -7,9 +7,9 @@ bias, and those that it leaves out are in neither.
 The library's own way to change scores calls a function for each element, which divides and loads by
 element. Here a tile's mask adds the bias, which it loads before the tile's product where there are
 registers for it, and the softmax has two forms. Scores of a tile without a bias are scaled as they
-are exponentiated, as in the library. Those with a bias are scaled before, and their maximum is
-subtracted before they are taken to powers of two: times log2(e) the lowest float, which stands for
--inf in some models' masks, would be -inf, and rows of nothing else would attend to nothing.
+are exponentiated, as in the library. Those with a bias are scaled before. Times log2(e) the
+lowest float, which stands for -inf in some models' masks, would be -inf, and rows of nothing else
+would attend to nothing: so beside so large a maximum scores are taken to powers of two as they are.
 
 Boolean masks are taken, too, as bits. A thread of a forward has all of a tile's row in a few words.
 One of a backward may have few keys of many rows: it collects a word of each key, a bit for a row.
@@ -46,6 +46,9 @@ from opgraft_kernels.attention.cutedsl_walking import LongestFirst, renamed, wal
 __all__ = ["BiasedBackward", "biased_forward"]
 
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
+# Scores beyond it differ by 32 at least, in float32; and below it log2(e) times one is rounded by 16
+# at most, so that the power of two of the maximum is a number of 16 bits.
+_FAR = 2.0**28
 # From so many warp groups on a thread has no registers for a bias beside a product.
 _MANY_WARP_GROUPS = 3
 # Of a word of a boolean mask; and of how many rows words are loaded before they are used.
@@ -280,7 +283,11 @@ class BiasedSoftmax(Softmax):  # type: ignore[misc]
             # Of a row that has seen -inf alone. -inf - -inf would be NaN.
             base = Float32(0.0) if top == -Float32.inf else top
             if cutlass.const_expr(self.is_biased):
-                powers = (line - base) * _LOG2_E
+                # One operation for a score. Beside a maximum that is so far from 0, scores are the
+                # same or so much less that neither their exponential nor their power counts.
+                is_far = cutlass.max(base, -base) > _FAR
+                factor = Float32(1.0) if is_far else Float32(_LOG2_E)
+                powers = line * factor - base * factor
             else:
                 powers = line * (self.softmax_scale * _LOG2_E) - base * _LOG2_E
             powers = cute.math.exp2(powers, fastmath=True)
