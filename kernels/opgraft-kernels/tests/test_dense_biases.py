@@ -228,7 +228,7 @@ def test_every_tile_is_right(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["rows", "keys", "the last keys", "the first keys", "large", "low", "one key"]
+    "name", ["rows", "keys", "the last keys", "the first keys", "large", "low", "far", "one key"]
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_special_biases_are_right(
@@ -251,6 +251,12 @@ def test_special_biases_are_right(
     elif name == "low":
         bias[:, 1:, :, 100:] = torch.finfo(dtype).min
         bias[0, 1, 7] = torch.finfo(dtype).min
+    elif name == "far":  # all scores of every other query are one number
+        q[:, :, ::2] = 0
+        wide = [1e6, -3e7, 2.6e8, -2.6e8, 2.8e8, -3e8, 1e30, -1e38]
+        numbers = [6e4, -6e4, *(wide if dtype == torch.bfloat16 else ())]
+        repeated = torch.tensor(numbers, device=bias.device).repeat(queries)[: queries // 2]
+        bias[:, :, ::2] = repeated[:, None].to(dtype)
     else:
         bias[:] = -math.inf
         bias.scatter_(3, torch.randint(keys, (2, HEADS, queries, 1), device=bias.device), 100.0)

@@ -46,8 +46,8 @@ from opgraft_kernels.attention.cutedsl_walking import LongestFirst, renamed, wal
 __all__ = ["BiasedBackward", "biased_forward"]
 
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
-# Scores beyond it differ by 32 at least, in float32; and below it log2(e) times one is rounded by 16
-# at most, so that the power of two of the maximum is a number of 16 bits.
+# Scores beyond it differ by 32 at least, in float32. Below it log2(e) times one is rounded by 16 at
+# most, so that the power of two of the maximum is a number of 16 bits.
 _FAR = 2.0**28
 # From so many warp groups on a thread has no registers for a bias beside a product.
 _MANY_WARP_GROUPS = 3
