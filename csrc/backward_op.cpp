@@ -3,9 +3,9 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <algorithm>
 #include <atomic>
@@ -80,6 +80,15 @@ class Pairing {
         !is_outdated.load(std::memory_order_acquire),
         "an op whose derivative opgraft.register_backward declared was destroyed, or the op "
         "of its backward: define both again, and register the backward again");
+  }
+
+  // Whether what the backward op returns can be differentiated: it has a derivative of its own, and
+  // no part of it is lost with an output that has none.
+  bool is_differentiable() const {
+    return backward.hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
+           std::all_of(sources.begin(), sources.end(), [this](const Source& source) {
+             return source.kind != Source::Kind::Output || gradient_of[source.index].has_value();
+           });
   }
 
   // Whether the backward op takes None as the gradient of each output.
@@ -163,13 +172,15 @@ class ByOp : public torch::autograd::Function<ByOp> {
     const torch::jit::Stack arguments(first, first + schema.arguments().size());
     run_below_autograd(pairing.op, call->keyset, call->stack);
     const auto* const outputs = call->last(schema.returns().size());
-    save(ctx, *call, arguments, outputs);
+    const auto anchor = at::empty({0}, outputs[0].toTensor().options().dtype(at::kFloat));
+    save(ctx, *call, arguments, outputs, anchor);
     ctx->set_materialize_grads(!pairing.takes_no_gradient());
     // Compiled autograd knows no outputs that are marked as not differentiable.
     variable_list differentiable;
     for (size_t index = 0; index < schema.returns().size(); ++index) {
       if (pairing.gradient_of[index]) differentiable.push_back(outputs[index].toTensor());
     }
+    differentiable.push_back(anchor);
     return differentiable;
   }
 
@@ -193,12 +204,13 @@ class ByOp : public torch::autograd::Function<ByOp> {
                                                               : c10::IValue());
     }
     pairing->backward.callBoxed(stack);
-    // The gradients of what was given, and none of the pointer.
     variable_list found;
     for (const auto& index : ctx->saved_data.at(kGiven).toIntVector()) {
       found.push_back(std::move(stack.at(static_cast<size_t>(index))).toTensor());
     }
-    found.emplace_back();
+    if (c10::GradMode::is_enabled() && !pairing->is_differentiable())
+      found = once_differentiable(*pairing, std::move(found), gradients, tensors.back());
+    found.emplace_back();  // of the pointer that `forward` got
     return found;
   }
 
@@ -207,8 +219,28 @@ class ByOp : public torch::autograd::Function<ByOp> {
   static constexpr const char* kGiven = "given";
   static std::string key_of(size_t source) { return std::to_string(source); }
 
+  // The same gradients, of which it is an error to differentiate one. What they depend on need not
+  // be in their own graph: it is in those of the gradients that they are made of, and in the
+  // node's, to whose inputs `anchor` leads.
+  static variable_list once_differentiable(const Pairing& pairing, variable_list found,
+                                           const variable_list& gradients,
+                                           const at::Tensor& anchor) {
+    const size_t count = found.size();
+    found.insert(found.end(), gradients.begin(), gradients.end());
+    found.push_back(anchor);
+    torch::autograd::DelayedError node(
+        "derivative for " + c10::toString(pairing.backward.operator_name()) +
+            " is not implemented: opgraft.register_backward declares how to differentiate once; "
+            "if an override calls it, opgraft.disabled() leaves the call to the native kernel",
+        static_cast<int64_t>(found.size()));
+    found = node.apply(std::move(found));
+    found.resize(count);
+    return found;
+  }
+
+  // `anchor`: an output that nobody gets, and whose graph is the node's.
   static void save(AutogradContext* ctx, const Invocation& call, const torch::jit::Stack& arguments,
-                   const c10::IValue* outputs) {
+                   const c10::IValue* outputs, const at::Tensor& anchor) {
     variable_list tensors;
     for (size_t index = 0; index < call.pairing.sources.size(); ++index) {
       const Source& source = call.pairing.sources[index];
@@ -222,6 +254,7 @@ class ByOp : public torch::autograd::Function<ByOp> {
     }
     ctx->saved_data[kPairing] = call.number;
     ctx->saved_data[kGiven] = call.given;
+    tensors.push_back(anchor);
     ctx->save_for_backward(std::move(tensors));
   }
 };
@@ -283,12 +316,6 @@ void register_backward(const std::string& name, const std::string& overload,
   new Registration(
       pairing->op, c10::DispatchKey::Autograd,
       c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(pairing, number)));
-  // What the backward op returns has no derivative: to differentiate it is an error.
-  const auto ns = pairing->backward.operator_name().getNamespace().value();
-  auto& library = *new torch::Library(torch::Library::IMPL, std::string(ns),
-                                      c10::DispatchKey::Autograd, __FILE__, __LINE__);
-  library.impl((backward + (backward_overload.empty() ? "" : "." + backward_overload)).c_str(),
-               torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace opgraft

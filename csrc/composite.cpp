@@ -63,25 +63,18 @@ bool writes_or_aliases(const c10::FunctionSchema& schema) {
   return false;
 }
 
-void check_differentiated(const torch::jit::Stack& stack, size_t outputs, const std::string& op) {
-  bool any = false;
+Derived derivative_of(const torch::jit::Stack& stack, size_t outputs) {
+  auto found = Derived::Never;
+  const auto look_at = [&found](const at::Tensor& tensor) {
+    if (!tensor.defined() || !(tensor.is_floating_point() || tensor.is_complex())) return;
+    if (found != Derived::Yes) found = tensor.requires_grad() ? Derived::Yes : Derived::No;
+  };
   for (size_t i = stack.size() - outputs; i < stack.size(); ++i) {
-    const auto check = [&any](const at::Tensor& tensor) {
-      const bool may_have_one =
-          tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
-      if (!may_have_one) return false;
-      any = true;
-      return tensor.requires_grad();
-    };
-    if (stack[i].isTensor() && check(stack[i].toTensor())) return;
+    if (stack[i].isTensor()) look_at(stack[i].toTensor());
     if (!stack[i].isTensorList()) continue;
-    for (const at::Tensor& each : stack[i].toTensorVector()) {
-      if (check(each)) return;
-    }
+    for (const at::Tensor& each : stack[i].toTensorVector()) look_at(each);
   }
-  TORCH_CHECK(!any, "an override of ", op,
-              " is declared with autograd='impl' and returned what autograd cannot differentiate; "
-              "let its impl call ops that have derivatives, outside of torch.no_grad()");
+  return found;
 }
 
 AutogradBookkeeping::AutogradBookkeeping(const c10::FunctionSchema& schema,

@@ -35,8 +35,9 @@ void register_tracing_mode(void* mode_type) noexcept;
 // Whether an op's schema declares that it writes to or returns (a view of) an argument.
 bool writes_or_aliases(const c10::FunctionSchema& schema);
 
-// Throws if autograd cannot differentiate what an impl returned of what it should differentiate.
-void check_differentiated(const torch::jit::Stack& stack, size_t outputs, const std::string& op);
+// Whether autograd can differentiate any of an impl's results; Never: none is of floating point.
+enum class Derived : uint8_t { Yes, No, Never };
+Derived derivative_of(const torch::jit::Stack& stack, size_t outputs);
 
 // Tells autograd what an impl did below it. Created before the impl runs, finished after.
 class AutogradBookkeeping {

@@ -30,6 +30,8 @@ uint64_t mix_bits(uint64_t hash) {
   return hash ^ (hash >> 33);
 }
 
+constexpr uint64_t kDifferentiated = 0x9e3779b97f4a7c15ULL;
+
 // Of a tensor the kind has dtype, rank and layout class, not sizes.
 uint64_t kind_of(const c10::TensorImpl& tensor) {
   const auto layout = tensor.is_contiguous() ? 1
@@ -332,7 +334,10 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
       return false;
     }
   }
-  const uint64_t kind = kind_of(call, *converter_);
+  // Calls that autograd differentiates through the impl are checked apart.
+  const bool is_differentiated =
+      override.is_differentiated && !call.excluded.has(c10::DispatchKey::ADInplaceOrView);
+  const uint64_t kind = kind_of(call, *converter_) ^ (is_differentiated ? kDifferentiated : 0);
   // Computed before the call, because an impl may write to its arguments.
   const uint64_t exact = accelerated ? exact_key(call) : 0;
   const bool first = !capturing && checked_kinds_.count(kind) < checked_hits_;

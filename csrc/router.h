@@ -130,6 +130,8 @@ class alignas(64) Override {
   bool is_placeholder = false;
   // Autograd differentiates the ops that its impl calls. The op is composite.
   bool is_differentiated = false;
+  // Whether a result of such an impl had a derivative. Some ops' have none.
+  mutable std::atomic<bool> has_made_derivative{false};
 };
 
 using Overrides = std::vector<std::shared_ptr<const Override>>;
@@ -371,6 +373,8 @@ class alignas(64) Router {
   bool takes(const Override& override, Call& call);
   bool run(const Override& override, Call& call, c10::Device device, bool is_differentiated);
   void run_differentiated(Call& call, bool observed);
+  // Throws if a result of an override has lost its derivative.
+  void check_differentiated(const Override& override, const Call& call) const;
   // None if autograd's keys have seen the call already.
   std::optional<AutogradBookkeeping> make_bookkeeping(c10::ArrayRef<Argument> arguments) const;
 

@@ -200,6 +200,52 @@ def test_to_differentiate_twice_is_an_error(op: Any) -> None:
         gradient.sum().backward()
 
 
+SIN = "(Tensor x) -> (Tensor y, Tensor cosine)"
+
+
+def test_to_differentiate_twice_is_an_error_whatever_is_saved(define: Define) -> None:
+    """Nothing that the backward op gets has a graph of its own."""
+    names = define(
+        SIN,
+        "(Tensor grad_y, Tensor cosine) -> Tensor grad_x",
+        lambda x: (x.sin(), x.cos()),
+        torch.mul,
+    )
+    opgraft.register_backward(*names)
+    x = number()
+    y = overload(names[0])(x)[0].sum() + x.square().sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    torch.testing.assert_close(gradient, x.cos() + 2 * x)
+    with pytest.raises(RuntimeError, match="op_backward is not implemented"):
+        torch.autograd.grad(gradient.sum(), x)
+    with pytest.raises(RuntimeError, match="op_backward is not implemented"):
+        torch.autograd.functional.hessian(lambda each: overload(names[0])(each)[0].sum(), x)
+
+
+def test_a_backward_op_with_a_derivative_is_differentiated(define: Define) -> None:
+    names = define(
+        "(Tensor x) -> Tensor y",
+        "(Tensor grad_y, Tensor x) -> Tensor grad_x",
+        torch.sin,
+        lambda grad, x: grad * x.cos(),
+    )
+    again = define(
+        "(Tensor grad_y, Tensor x) -> Tensor grad_x",
+        "(Tensor grad_grad_x, Tensor grad_y, Tensor x) -> (Tensor grad_grad_y, Tensor grad_x)",
+        lambda grad, x: grad * x.cos(),
+        lambda g, grad, x: (g * x.cos(), -g * grad * x.sin()),
+    )
+    torch.library.register_autograd(
+        names[1],
+        lambda ctx, g: overload(again[1])(g, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    opgraft.register_backward(*names)
+    x = number()
+    hessian = torch.autograd.functional.hessian(lambda each: overload(names[0])(each).sum(), x)
+    torch.testing.assert_close(hessian, torch.diag(-x.detach().sin()))
+
+
 @where_the_core_routes
 def test_forward_mode_is_an_error(op: Any) -> None:
     x = number(requires_grad=False)
@@ -225,7 +271,7 @@ def test_hooks_on_saved_tensors_are_asked(op: Any) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
         out = op(x, None, 2.0, [])[0]
-    assert len(packed) == 2  # x and the cosine
+    assert len(packed) == 3  # x, the cosine, and what leads to the op's inputs
     out.sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
@@ -382,6 +428,16 @@ BAD = {
         "(Tensor grad_x) -> Tensor grad_x",
         "x names an argument and an output",
     ),
+    "a list of tensors": (
+        "(Tensor x, Tensor[] others) -> Tensor out",
+        "(Tensor grad_out, Tensor[] others) -> Tensor grad_x",
+        "argument 'others' is a list of tensors",
+    ),
+    "two results of one name": (
+        "(Tensor x) -> Tensor out",
+        "(Tensor grad_out) -> (Tensor grad_x, Tensor grad_x)",
+        "returns grad_x twice",
+    ),
     "what is written to": (
         "(Tensor(a!) x) -> Tensor out",
         "(Tensor grad_out) -> Tensor grad_x",
@@ -402,6 +458,16 @@ def test_names_that_do_not_say_what_is_what_are_refused(define: Define, case: st
     with pytest.raises(RegistrationError, match=message) as raised:
         opgraft.register_backward(*names)
     assert names[0] in str(raised.value)
+
+
+def test_an_op_whose_pieces_autograd_differentiates_is_refused(define: Define) -> None:
+    names = define("(Tensor x) -> Tensor y", "(Tensor grad_y) -> Tensor grad_x")
+    namespace = names[0].partition("::")[0]
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("implicit(Tensor x) -> Tensor y")
+        library.impl("implicit", torch.sin, "CompositeImplicitAutograd")
+        with pytest.raises(RegistrationError, match="register it for CompositeExplicitAutograd"):
+            opgraft.register_backward(f"{namespace}::implicit", names[1])
 
 
 def test_pytorchs_own_ops_are_refused(define: Define) -> None:

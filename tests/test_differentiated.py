@@ -258,6 +258,77 @@ def test_checkpointing_runs_it_twice(use_reentrant: bool) -> None:
     assert mine.hits == 6
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_checkpointing_ends_a_recomputation_inside_an_impl(first: bool) -> None:
+    """By an exception, where the last tensor is saved: the impl has not failed."""
+    mine = override(on_error="fallback")
+    tensors = inputs()
+    if not first:
+        for _ in range(3):
+            gradients(tensors)
+    before = mine.hits
+    expected = gradients(tensors)
+    for _ in range(2):
+        out = checkpoint(F.scaled_dot_product_attention, *tensors, use_reentrant=False)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), tensors), expected)
+    assert (mine.hits - before, mine.fallbacks) == (5, 0)
+
+
+def test_where_hooks_are_disabled_hits_are_compared_all_the_same() -> None:
+    mine = override()
+    tensors = inputs()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        gradients(tensors)
+    assert mine.hits == 1
+
+
+def test_calls_in_training_are_checked_apart() -> None:
+    """What was right without gradients may lose one of two derivatives."""
+
+    def std_mean(self: torch.Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
+        return self.std(dim, unbiased, keepdim), self.mean(dim, keepdim).detach()
+
+    opgraft.register_op_override(
+        "aten", "std_mean.dim", "CPU", std_mean, unconditional_override=True, autograd="impl"
+    )
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        torch.std_mean(x, [1])
+    with pytest.raises(ContractError, match="output 1"):
+        torch.std_mean(x.requires_grad_(), [1])
+
+
+def test_a_result_that_natively_has_no_derivative_is_none_that_was_lost() -> None:
+    mine = opgraft.register_op_override(
+        *("aten", "gather_backward", "CPU"),
+        lambda grad, self, dim, index, sparse_grad: self.new_zeros(self.shape).scatter_add(
+            dim, index, grad
+        ),
+        unconditional_override=True,
+        autograd="impl",
+    )
+    x, index = torch.randn(3, 4, requires_grad=True), torch.zeros(3, 4, dtype=torch.int64)
+    for _ in range(4):
+        torch.autograd.grad(x.gather(0, index).sum(), x, create_graph=True)
+    assert mine.hits == 4
+
+
+def test_shadow_mode_writes_nothing_twice() -> None:
+    def batch_norm(x: Any, w: Any, b: Any, rm: Any, rv: Any, *rest: Any) -> torch.Tensor:
+        out: torch.Tensor = 2 * opgraft.native("aten::batch_norm")(x, w, b, rm, rv, *rest)
+        return out
+
+    opgraft.register_op_override(
+        "aten", "batch_norm", "CPU", batch_norm, unconditional_override=True, autograd="impl"
+    )
+    x, weight = torch.randn(8, 3), torch.ones(3, requires_grad=True)
+    mean, variance = torch.zeros(3), torch.ones(3)
+    with opgraft.shadow(rate=1.0, on_mismatch="quarantine"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        F.batch_norm(x, mean, variance, weight, None, training=True)
+    torch.testing.assert_close(mean, 0.1 * x.mean(0))
+
+
 def test_hooks_get_what_the_impl_saves_alone() -> None:
     counts = []
     override()

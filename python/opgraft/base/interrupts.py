@@ -1,7 +1,7 @@
-"""Exceptions that a signal handler raised, wherever the program was at that moment.
+"""Exceptions that say nothing of the code that they came through.
 
 A time limit (`signal.alarm`), a test's timeout and a framework that cancels a task raise an
-exception from a signal handler. It says nothing of the code that it came through.
+exception from a signal handler, wherever the program is at that moment.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from typing import Any
 def is_interrupt(error: BaseException) -> bool:
     """Whether a signal handler raised an exception, or the one that it was made of.
 
+    Checkpointing ends a recomputation by an exception, too, where the last tensor is saved that it
+    needs: that may be anywhere.
+
     A handler that its code has taken away again, as a time limit of an impl's own has, was that
     code's business: such an exception is none.
 
     >>> is_interrupt(ValueError("raised by nothing"))
     False
     """
+    if _ends_recomputation(error):
+        return True
     handlers = set(_handlers())
     each: BaseException | None = error
     seen: set[int] = set()
@@ -31,6 +36,11 @@ def is_interrupt(error: BaseException) -> bool:
         seen.add(id(each))
         each = each.__cause__  # no `__context__`: the caller may be handling an interrupt already
     return False
+
+
+def _ends_recomputation(error: BaseException) -> bool:
+    kind = type(error)
+    return (kind.__module__, kind.__name__) == ("torch.utils.checkpoint", "_StopRecomputationError")
 
 
 def _codes(error: BaseException) -> Iterator[CodeType]:

@@ -53,6 +53,9 @@ class OverrideState:
         self.ignores_tables = False
         #: Whether no hit is compared with native, so that `tune` measures the impl alone.
         self.is_unchecked = False
+        #: Whether a result of an impl that autograd differentiates had a derivative. The core has
+        #: its own.
+        self.has_made_derivative = False
         #: What routers run: the impl and its wrapper, if any; None before the first run.
         self.impl: Any = None
         #: Kinds of calls for which it failed and the native kernel runs instead, with the error's

@@ -21,20 +21,21 @@ def register_backward(op: str, backward: str) -> None:
     """Differentiate an op of your own by another op.
 
     The schema of `backward` says how, by names. Its argument `grad_NAME` is the gradient of the
-    op's output `NAME`, of that output's shape: `Tensor` gets zeros where there is none, and
-    `Tensor?` None. Any other argument is the op's argument or output of that name, which is saved
-    until then. Its result `grad_NAME` is the gradient of the op's argument `NAME`, and an undefined
-    tensor says that there is none. An output whose gradient it does not want, and an argument whose
-    gradient it does not return, have no derivative.
+    op's output `NAME`, of that output's shape: where there is none it gets zeros, or if all such
+    arguments are `Tensor?` None. Any other argument is the op's argument or output of that name,
+    which is saved until then. Its result `grad_NAME` is the gradient of the op's argument `NAME`,
+    and an undefined tensor says that there is none. An output whose gradient it does not want, and
+    an argument whose gradient it does not return, have no derivative.
 
     No Python runs for it where the compiled core is in use, unlike for
     `torch.library.register_autograd`. Both ops can be overridden as any op can, with launch plans.
-    To differentiate what `backward` returns is an error, as is, with the core, forward-mode
-    differentiation.
+    To differentiate what `backward` returns is an error, unless that op has a derivative of its
+    own. With the core so is forward-mode differentiation.
 
     Args:
         op: the op's name, `"namespace::name"` or with an overload. It returns tensors, and neither
-            writes to an argument nor returns a view of one.
+            writes to an argument nor returns a view of one. Its kernels are for backends, or for
+            `CompositeExplicitAutograd`.
         backward: likewise the name of its backward op.
 
     Raises:
@@ -57,7 +58,6 @@ def register_backward(op: str, backward: str) -> None:
     core = loader.in_use()
     if core is None:
         _Function(pairing).register()
-        _make_once_differentiable(pairing.backward)
         return
     forward_schema, backward_schema = (o.overload._schema for o in (pairing.op, pairing.backward))
     core.register_backward(
@@ -90,6 +90,14 @@ class _Pairing(NamedTuple):
         """The names of the op's outputs."""
         return [returned.name for returned in self.op.returns]
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether what the backward op returns can be differentiated."""
+        has_own = torch._C._dispatch_has_kernel_for_dispatch_key(self.backward.name, "Autograd")
+        wanted = {argument.name for argument in self.backward.arguments}
+        lost = (o for o in self.outputs if PREFIX + o not in wanted)
+        return has_own and not wanted.intersection(lost)
+
     def check(self) -> None:
         """Refuse ops whose names do not say what is what.
 
@@ -109,6 +117,13 @@ class _Pairing(NamedTuple):
                 yield f"{op.name} writes to an argument, or returns a view of one"
             if any(str(returned.type) != "Tensor" for returned in op.returns) or not op.returns:
                 yield f"{op.name} returns something else than tensors"
+        if torch._C._dispatch_has_kernel_for_dispatch_key(
+            self.op.name, "CompositeImplicitAutograd"
+        ):
+            yield (
+                f"{self.op.name} has a kernel for CompositeImplicitAutograd, whose pieces autograd "
+                "differentiates instead: register it for CompositeExplicitAutograd"
+            )
         names = [*self.arguments, *self.outputs]
         if double := sorted({name for name in names if name and names.count(name) > 1}):
             yield f"{', '.join(double)} names an argument and an output: rename one of them"
@@ -121,8 +136,14 @@ class _Pairing(NamedTuple):
                     f"({', '.join(self.arguments)}) and no output: name it after what it gets. An "
                     "output has a name if the schema gives it one: '-> Tensor out'"
                 )
+        for each in self.backward.arguments:
+            if "List" in each.kind and "Tensor" in each.kind:
+                yield f"its argument {each.name!r} is a list of tensors, which are not saved"
         if not any(self.gradient_of(name) for name in wanted):
             yield f"no argument is the gradient of an output: name one '{PREFIX}OUTPUT'"
+        results = [returned.name for returned in self.backward.returns]
+        if double := sorted({name for name in results if results.count(name) > 1}):
+            yield f"it returns {', '.join(double)} twice"
         for returned in self.backward.returns:
             target = returned.name.removeprefix(PREFIX)
             argument = next((a for a in self.op.arguments if a.name == target), None)
@@ -179,11 +200,16 @@ class _Function:
         ctx.given = {name for name in self._targets if values[name] is not None}
         kept = [values[name] for name in self._wanted if not pairing.gradient_of(name)]
         ctx.others = [None if isinstance(v, torch.Tensor) else (v,) for v in kept]
-        ctx.save_for_backward(*(v for v in kept if isinstance(v, torch.Tensor)))
+        # Whatever the op's gradients are made of, they depend on these.
+        inputs = [values[name] for name in self._targets if name in ctx.given]
+        tensors = [v for v in kept if isinstance(v, torch.Tensor)]
+        ctx.inputs_from = len(tensors)
+        ctx.save_for_backward(*tensors, *inputs)
 
     def _backward(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         of_output = dict(zip(self._pairing.outputs, gradients, strict=True))
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        saved = ctx.saved_tensors
+        tensors, others = iter(saved[: ctx.inputs_from]), iter(ctx.others)
 
         def value(name: str) -> Any:
             if output := self._pairing.gradient_of(name):
@@ -193,19 +219,29 @@ class _Function:
 
         results = self._pairing.backward.overload(**{name: value(name) for name in self._wanted})
         results = results if isinstance(results, tuple) else (results,)
+        if torch.is_grad_enabled() and not self._pairing.is_differentiable:
+            sources = (*gradients, *saved[ctx.inputs_from :])
+            results = _once_differentiable(self._pairing.backward, results, sources)
         found = dict(zip(self._targets, results, strict=True))
         return tuple(found[n] if n in ctx.given else None for n in self._positional)
 
 
-def _make_once_differentiable(backward: Op) -> None:
-    """Make it an error to differentiate what a backward op returns."""
+def _once_differentiable(
+    backward: Op, gradients: tuple[Any, ...], sources: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The same gradients, of which it is an error to differentiate one.
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    def refuse(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(f"derivative for {backward.name} is not implemented")
-
-    library = torch.library.Library(backward.name.partition("::")[0], "FRAGMENT")
-    _libraries.append(library)
-    torch.library.register_autograd(backward.name, refuse, setup_context=setup_context, lib=library)
+    Args:
+        backward: what made them.
+        gradients: tensors.
+        sources: what they depend on, though their own graph may not say so.
+    """
+    message = (
+        f"derivative for {backward.name} is not implemented: opgraft.register_backward declares "
+        "how to differentiate once; if an override calls it, opgraft.disabled() leaves the call to "
+        "the native kernel"
+    )
+    everything = (*gradients, *sources)
+    refuse = torch._C._functions.DelayedError(message.encode(), len(everything))
+    made: tuple[Any, ...] = refuse(*everything)
+    return made[: len(gradients)]

@@ -401,12 +401,16 @@ def is_differentiated(override: Override, keyset: DispatchKeySet, call: Call) ->
 def check_differentiated(override: Override, result: Any) -> None:
     """Refuse results that have lost the derivative.
 
+    A call's first hits are compared with native, which says whether its result has one.
+
     Raises:
-        ContractError: no result that could be differentiated is.
+        ContractError: no result that could be differentiated is, and one was before.
     """
     results = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
     wanted = [each for each in results if each.is_floating_point() or each.is_complex()]
-    if wanted and not any(each.requires_grad for each in wanted):
+    if any(each.requires_grad for each in wanted):
+        override.state.has_made_derivative = True
+    elif wanted and override.state.has_made_derivative:
         raise ContractError(
             f"an override of {override.op} is declared with autograd='impl' and returned what "
             "autograd cannot differentiate; let its impl call ops that have derivatives, outside "

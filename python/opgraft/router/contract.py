@@ -82,7 +82,12 @@ def is_invalid_call(error: Exception) -> bool:
 
 
 def begin(
-    override: Override, call: Call, run_native: Callable[[Call], Any], always: bool
+    override: Override,
+    call: Call,
+    run_native: Callable[[Call], Any],
+    *,
+    always: bool,
+    differentiated: bool,
 ) -> Check | None:
     """Start the check of a hit; None if the hit is not checked.
 
@@ -91,12 +96,16 @@ def begin(
         call: the arguments.
         run_native: runs the native kernel on a call.
         always: check this hit even if it is not one of the first of its kind.
+        differentiated: whether autograd differentiates what the impl calls. Such calls are kinds
+            of their own.
     """
     if override.state.is_unchecked:
         return None
     if any(map(is_lazy, call.tensors())):  # whose shape nothing may look at
         return None
-    kind = kind_of(call)
+    kind: Hashable = kind_of(call)
+    if differentiated:
+        kind = ("differentiated", kind)
     if not always and not override.state.is_check_due(kind):
         return None
     return Check(override, kind, call, run_native)

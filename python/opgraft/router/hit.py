@@ -88,7 +88,9 @@ def _hit(
 
     def run_native_to_compare(each: Call) -> Any:
         # Hooks get what the impl saves. Checkpointing counts it.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        are_enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        hooks = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
+        with hooks if are_enabled else nullcontext():
             return run_native(each)
 
     in_python = not router.is_compiled
@@ -97,9 +99,13 @@ def _hit(
     keeps_books = in_python and router.is_composite and not differentiated
     bookkeeping = composite.bookkeeping_for(call) if keeps_books else None
     # Before the impl runs, because an impl may write to its arguments.
-    check = (
-        None if capturing else contract.begin(override, call, compared_with, recording is not None)
-    )
+    check = None
+    if not capturing:
+        check = contract.begin(
+            *(override, call, compared_with),
+            always=recording is not None,
+            differentiated=differentiated,
+        )
     compared = shadow.begin_if_sampled(override, call) if in_python else None
     override.state.hits.add()
     with (
@@ -119,7 +125,7 @@ def _hit(
         override.state.note_run(exact_key(call))
     if bookkeeping is not None:
         result = bookkeeping.finish(result)
-    if differentiated:
+    if differentiated and in_python:
         composite.check_differentiated(override, result)
     if compared is None:
         return result
@@ -127,8 +133,8 @@ def _hit(
     return result if native_result is None else native_result
 
 
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
-    return value
+def _nothing(_: torch.Tensor) -> None:
+    """For a graph that nobody runs. To keep the tensor itself would be a cycle through C++."""
 
 
 def run_impl(router: Router, override: Override, keyset: torch.DispatchKeySet, call: Call) -> Any:

@@ -24,7 +24,7 @@ from opgraft.base.locks import fork_safe_lock
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Override, registry
-from opgraft.router import contract, copies, device, failure, outputs, threads
+from opgraft.router import composite, contract, copies, device, failure, outputs, threads
 from opgraft.router.call_keys import kind_of
 from opgraft.router.outputs import OpResult
 
@@ -166,6 +166,8 @@ def begin(override: Override, call: Call) -> Comparison | None:
         return None
     if not call.writes:
         return Comparison(call, kind_of(call), call, settings)
+    if override.is_differentiated and composite.needs_grad(call):
+        return None  # a result of native's would need a third run, on what was there before
     with threads.scope(threads.EVERYTHING):
         return Comparison(call, kind_of(call), copies.copy_call(call), settings)
 
