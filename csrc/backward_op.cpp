@@ -203,7 +203,13 @@ class ByOp : public torch::autograd::Function<ByOp> {
       stack.push_back(tensor.defined() || !source.may_be_none ? c10::IValue(tensor)
                                                               : c10::IValue());
     }
-    pairing->backward.callBoxed(stack);
+    if (pairing->is_differentiable()) {
+      pairing->backward.callBoxed(stack);
+    } else {
+      // Autograd would find derivatives in what the op's kernel calls.
+      const at::AutoDispatchBelowADInplaceOrView below;
+      pairing->backward.callBoxed(stack);
+    }
     variable_list found;
     for (const auto& index : ctx->saved_data.at(kGiven).toIntVector()) {
       found.push_back(std::move(stack.at(static_cast<size_t>(index))).toTensor());
@@ -260,9 +266,9 @@ class ByOp : public torch::autograd::Function<ByOp> {
 };
 
 // Stands at the autograd keys of the op.
-class Kernel final : public c10::OperatorKernel {
+class ForwardKernel final : public c10::OperatorKernel {
  public:
-  Kernel(std::shared_ptr<const Pairing> pairing, int64_t number)
+  ForwardKernel(std::shared_ptr<const Pairing> pairing, int64_t number)
       : pairing_(std::move(pairing)), number_(number) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
@@ -315,7 +321,7 @@ void register_backward(const std::string& name, const std::string& overload,
   // Never destroyed: the dispatcher may be destroyed before our statics.
   new Registration(
       pairing->op, c10::DispatchKey::Autograd,
-      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(pairing, number)));
+      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<ForwardKernel>(pairing, number)));
 }
 
 }  // namespace opgraft

@@ -217,7 +217,10 @@ class _Function:
             other = next(others)
             return next(tensors) if other is None else other[0]
 
-        results = self._pairing.backward.overload(**{name: value(name) for name in self._wanted})
+        given = {name: value(name) for name in self._wanted}
+        # Autograd would find derivatives in what the op's kernel calls.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._pairing.is_differentiable):
+            results = self._pairing.backward.overload(**given)
         results = results if isinstance(results, tuple) else (results,)
         if torch.is_grad_enabled() and not self._pairing.is_differentiable:
             sources = (*gradients, *saved[ctx.inputs_from :])

@@ -133,7 +133,7 @@ def _hit(
     return result if native_result is None else native_result
 
 
-def _nothing(_: torch.Tensor) -> None:
+def _nothing(_: Any) -> Any:
     """For a graph that nobody runs. To keep the tensor itself would be a cycle through C++."""
 
 
