@@ -397,22 +397,10 @@ class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
             while work.is_valid_tile:
                 m_block, head, batch, _ = work.tile_idx
                 seqlen = SeqlenInfoCls(batch)
-                head_k = head // self.qhead_per_kvhead
-                q_rows = seqlen.offset_batch_Q(mQ, batch, dim=3)[None, None, head]
-                k_rows, v_rows = (
-                    seqlen.offset_batch_K(t, batch, dim=3)[None, None, head_k] for t in (mK, mV)
+                load_Q, load_K, load_V = self.copies(
+                    *(m_block, head, batch, seqlen, (mQ, mK, mV), (sQ, sK, sV)),
+                    *((tma_atom_Q, tma_atom_K, tma_atom_V), (pipeline_k, pipeline_v)),
                 )
-                gQ = cute.local_tile(q_rows, (self.tile_m, self.tile_hdim), (m_block, 0))
-                gK = cute.local_tile(k_rows, (self.tile_n, self.tile_hdim), (None, 0))
-                gV = cute.local_tile(v_rows, (self.tile_n, self.tile_hdimv), (None, 0))
-                one = cute.make_layout(1)
-                load_Q, _, _ = copy_utils.tma_get_copy_fn(
-                    tma_atom_Q, 0, one, gQ, sQ, single_stage=True
-                )
-                load_K, _, _ = copy_utils.tma_get_copy_fn(tma_atom_K, 0, one, gK, sK)
-                load_K = copy_utils.tma_producer_copy_fn(load_K, pipeline_k)
-                load_V, _, _ = copy_utils.tma_get_copy_fn(tma_atom_V, 0, one, gV, sV)
-                load_V = copy_utils.tma_producer_copy_fn(load_V, pipeline_v)
 
                 biased, biased_tiles, zero, zero_tiles = get_curr_blocksparse_tensors(
                     batch, head, m_block, lists, seqlen
@@ -443,6 +431,50 @@ class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
                 scheduler.advance_to_next_work()
                 work = scheduler.get_current_work()
             pipeline_v.producer_tail(state)
+
+    def copies(
+        self,
+        m_block: Int32,
+        head: Int32,
+        batch: Int32,
+        seqlen: Any,
+        inputs: tuple[cute.Tensor, ...],
+        shared: tuple[cute.Tensor, ...],
+        atoms: tuple[cute.CopyAtom, ...],
+        pipelines: tuple[Any, ...],
+    ) -> list[Callable[..., None]]:
+        """What loads a row of tiles' queries, and blocks of its keys and values, as the library
+        has it.
+
+        Args:
+            m_block: the row of tiles.
+            head: of queries.
+            batch: the row's.
+            seqlen: the library's, of this batch.
+            inputs: query, key and value in global memory.
+            shared: where they are in shared memory.
+            atoms: the copy engine's, of the three.
+            pipelines: of keys and of values.
+        """
+        mQ, *of_keys = inputs
+        head_k = head // self.qhead_per_kvhead
+        rows = [seqlen.offset_batch_Q(mQ, batch, dim=3)[None, None, head]]
+        rows += [seqlen.offset_batch_K(t, batch, dim=3)[None, None, head_k] for t in of_keys]
+        tiles = (
+            ((self.tile_m, self.tile_hdim), (m_block, 0)),
+            ((self.tile_n, self.tile_hdim), (None, 0)),
+            ((self.tile_n, self.tile_hdimv), (None, 0)),
+        )
+        found = []
+        for index, (atom, row, to) in enumerate(zip(atoms, rows, shared, strict=True)):
+            tile = cute.local_tile(row, *tiles[index])
+            load, _, _ = copy_utils.tma_get_copy_fn(
+                atom, 0, cute.make_layout(1), tile, to, single_stage=index == 0
+            )
+            if index > 0:
+                load = copy_utils.tma_producer_copy_fn(load, pipelines[index - 1])
+            found.append(load)
+        return found
 
     def _for_tile(
         self, softmax: BiasedSoftmax, mask_fn: partial[None], n_block: Int32, **others: Any

@@ -195,9 +195,6 @@ class DenseForward(WithoutLists, BiasedForward):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             cpasync.prefetch_descriptor(tiles.atom)
             biases = self._biases(sK)
-            # A barrier's arrival says how many bytes come, by default as many as keys have.
-            of_bias = cute.size_in_bytes(self.dtype, self.bias_layout(None))
-            more = of_bias - self.tma_copy_bytes["K"]
             q_phase = Int32(1)
             state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
             scheduler = TileSchedulerCls()
@@ -205,37 +202,19 @@ class DenseForward(WithoutLists, BiasedForward):
             while work.is_valid_tile:
                 m_block, head, batch, _ = work.tile_idx
                 seqlen = SeqlenInfoCls(batch)
-                head_k = head // self.qhead_per_kvhead
-                q_rows = seqlen.offset_batch_Q(mQ, batch, dim=3)[None, None, head]
-                k_rows, v_rows = (
-                    seqlen.offset_batch_K(t, batch, dim=3)[None, None, head_k] for t in (mK, mV)
-                )
                 bias_rows = tiles.tensor[None, None, head, batch]
-                gQ = cute.local_tile(q_rows, (self.tile_m, self.tile_hdim), (m_block, 0))
-                gK = cute.local_tile(k_rows, (self.tile_n, self.tile_hdim), (None, 0))
-                gV = cute.local_tile(v_rows, (self.tile_n, self.tile_hdimv), (None, 0))
                 gBias = cute.local_tile(bias_rows, (self.tile_m, self.tile_n), (m_block, None))
-                one = cute.make_layout(1)
-                load_Q, _, _ = copy_utils.tma_get_copy_fn(
-                    tma_atom_Q, 0, one, gQ, sQ, single_stage=True
+                load_Q, load_K, load_V = self.copies(
+                    *(m_block, head, batch, seqlen, (mQ, mK, mV), (sQ, sK, sV)),
+                    *((tma_atom_Q, tma_atom_K, tma_atom_V), (pipeline_k, pipeline_v)),
                 )
-                load_K, _, _ = copy_utils.tma_get_copy_fn(tma_atom_K, 0, one, gK, sK)
-                load_K = copy_utils.tma_producer_copy_fn(load_K, pipeline_k)
-                load_V, _, _ = copy_utils.tma_get_copy_fn(tma_atom_V, 0, one, gV, sV)
-                load_V = copy_utils.tma_producer_copy_fn(load_V, pipeline_v)
-                load_bias, _, _ = copy_utils.tma_get_copy_fn(tiles.atom, 0, one, gBias, biases)
+                load_bias, _, _ = copy_utils.tma_get_copy_fn(
+                    tiles.atom, 0, cute.make_layout(1), gBias, biases
+                )
 
                 _, blocks = block_info.get_n_block_min_max(seqlen, m_block)
                 n_block = blocks - 1
-                pipeline_k.producer_acquire(state)
-                load_K(src_idx=n_block, producer_state=state)
-                place = _stage_of(self.stages, state)
-                pipeline_k.producer_acquire(place, extra_tx_count=more)
-                load_bias(
-                    src_idx=n_block,
-                    dst_idx=state.index,
-                    tma_bar_ptr=pipeline_k.producer_get_barrier(place),
-                )
+                self._load_keys(n_block, state, load_K, load_bias, pipeline_k)
                 pipeline_q.producer_acquire_w_index_phase(0, q_phase)
                 load_Q(tma_bar_ptr=pipeline_q.sync_object_full.get_barrier(0))
                 q_phase ^= 1
@@ -244,15 +223,7 @@ class DenseForward(WithoutLists, BiasedForward):
                     n_block = block_before - 1
                     state_before = state.clone()
                     state.advance()
-                    pipeline_k.producer_acquire(state)
-                    load_K(src_idx=n_block, producer_state=state)
-                    place = _stage_of(self.stages, state)
-                    pipeline_k.producer_acquire(place, extra_tx_count=more)
-                    load_bias(
-                        src_idx=n_block,
-                        dst_idx=state.index,
-                        tma_bar_ptr=pipeline_k.producer_get_barrier(place),
-                    )
+                    self._load_keys(n_block, state, load_K, load_bias, pipeline_k)
                     pipeline_v.producer_acquire(state_before)
                     load_V(src_idx=block_before, producer_state=state_before)
                 pipeline_v.producer_acquire(state)
@@ -261,6 +232,27 @@ class DenseForward(WithoutLists, BiasedForward):
                 scheduler.prefetch_next_work()
                 scheduler.advance_to_next_work()
                 work = scheduler.get_current_work()
+
+    def _load_keys(
+        self,
+        n_block: Int32,
+        state: Any,
+        load_K: Callable[..., None],
+        load_bias: Callable[..., None],
+        pipeline_k: Any,
+    ) -> None:
+        """A block of keys, and then its bias."""
+        pipeline_k.producer_acquire(state)
+        load_K(src_idx=n_block, producer_state=state)
+        place = _stage_of(self.stages, state)
+        # A barrier's arrival says how many bytes come, by default as many as keys have.
+        of_bias = cute.size_in_bytes(self.dtype, self.bias_layout(None))
+        pipeline_k.producer_acquire(place, extra_tx_count=of_bias - self.tma_copy_bytes["K"])
+        load_bias(
+            src_idx=n_block,
+            dst_idx=state.index,
+            tma_bar_ptr=pipeline_k.producer_get_barrier(place),
+        )
 
     def first_half_block_overlap(self, **keywords: Any) -> Any:
         state = keywords["kv_consumer_state"]

@@ -12,11 +12,10 @@ Importing this imports CuteDSL and the library.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
@@ -31,27 +30,19 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from opgraft_kernels.attention.cutedsl_biased import BiasedBackward
 from opgraft_kernels.attention.cutedsl_dense import BiasTiles, WithoutLists, bias_tiles
+from opgraft_kernels.attention.cutedsl_walking import renamed
 
 __all__ = ["DenseBackward", "NaturalPreprocess"]
 
 
-def _natural(kernel: Any) -> Any:
-    """The library's kernel, with 1 where it has log2(e)."""
-    known = inspect.unwrap(kernel)
-    one = SimpleNamespace(e=math.e, log2=lambda _: 1.0)
-    names = {**known.__globals__, "math": one}
-    same = FunctionType(
-        known.__code__, names, known.__name__, known.__defaults__, known.__closure__
-    )
-    for name in ("__kwdefaults__", "__qualname__", "__module__", "__annotations__"):
-        setattr(same, name, getattr(known, name))
-    return cute.kernel(same)
+# In which log2(e) is 1.
+_NATURAL = {"math": SimpleNamespace(e=math.e, log2=lambda _: 1.0)}
 
 
 class NaturalPreprocess(FlashAttentionBackwardPreprocess):  # type: ignore[misc]
     """The library's, of a natural logsumexp: padded with infinity, and 0 for -inf."""
 
-    kernel = _natural(FlashAttentionBackwardPreprocess.kernel)
+    kernel = renamed(FlashAttentionBackwardPreprocess.kernel, _NATURAL, cute.kernel)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -214,8 +214,14 @@ def walking_forward(programs: int, is_like_causal: bool = False) -> type[Walking
     return type("WalkingForward", (WalkingForward,), {"__call__": call})
 
 
-def renamed(function: Any, names: dict[str, Any]) -> Any:
-    """One of the library's functions, in which some names of its module mean something else."""
+def renamed(function: Any, names: dict[str, Any], compiled: Any = cute.jit) -> Any:
+    """One of the library's functions, in which some names of its module mean something else.
+
+    Args:
+        function: the library's.
+        names: what they mean.
+        compiled: what the library decorates it with.
+    """
     known = inspect.unwrap(function)
     same = FunctionType(
         known.__code__,
@@ -226,7 +232,7 @@ def renamed(function: Any, names: dict[str, Any]) -> Any:
     )
     for name in ("__kwdefaults__", "__qualname__", "__module__", "__annotations__"):
         setattr(same, name, getattr(known, name))
-    return cute.jit(same)
+    return compiled(same)
 
 
 class LongestFirst(FlashAttentionForwardSm90):  # type: ignore[misc]
