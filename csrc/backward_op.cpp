@@ -203,7 +203,9 @@ class ByOp : public torch::autograd::Function<ByOp> {
       stack.push_back(tensor.defined() || !source.may_be_none ? c10::IValue(tensor)
                                                               : c10::IValue());
     }
-    if (pairing->is_differentiable()) {
+    const bool creates_graph = c10::GradMode::is_enabled();
+    const bool is_differentiable = creates_graph && pairing->is_differentiable();
+    if (is_differentiable) {
       pairing->backward.callBoxed(stack);
     } else {
       // Autograd would find derivatives in what the op's kernel calls.
@@ -214,7 +216,7 @@ class ByOp : public torch::autograd::Function<ByOp> {
     for (const auto& index : ctx->saved_data.at(kGiven).toIntVector()) {
       found.push_back(std::move(stack.at(static_cast<size_t>(index))).toTensor());
     }
-    if (c10::GradMode::is_enabled() && !pairing->is_differentiable())
+    if (creates_graph && !is_differentiable)
       found = once_differentiable(*pairing, std::move(found), gradients, tensors.back());
     found.emplace_back();  // of the pointer that `forward` got
     return found;

@@ -619,10 +619,7 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
         run_differentiated(call, /*observed=*/false);
         return;
       }
-      if (C10_UNLIKELY(Scope::any()) && Scope::is_observed())
-        observer_->observe(call, /*keeps_derivative=*/true, run_native);
-      else
-        run_native();
+      run_keeping_derivative(call, /*observed=*/false);
       return;
     }
     case Action::PassToTracer:
@@ -635,7 +632,12 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
 void Router::run_differentiated(Call& call, bool observed) {
   if (const auto pending = pending_differentiated(call.view().data(), observed))
     run_pending(*pending, call, observed);
-  else if (C10_UNLIKELY(Scope::any()) && !observed && Scope::is_observed())
+  else
+    run_keeping_derivative(call, observed);
+}
+
+void Router::run_keeping_derivative(Call& call, bool observed) {
+  if (C10_UNLIKELY(Scope::any()) && !observed && Scope::is_observed())
     observer_->observe(call, /*keeps_derivative=*/true, [&] { run_native(call); });
   else
     run_native(call);

@@ -373,6 +373,8 @@ class alignas(64) Router {
   bool takes(const Override& override, Call& call);
   bool run(const Override& override, Call& call, c10::Device device, bool is_differentiated);
   void run_differentiated(Call& call, bool observed);
+  // Runs the composite, which autograd differentiates.
+  void run_keeping_derivative(Call& call, bool observed);
   // Throws if a result of an override has lost its derivative.
   void check_differentiated(const Override& override, const Call& call) const;
   // None if autograd's keys have seen the call already.
