@@ -167,7 +167,7 @@ def begin(override: Override, call: Call) -> Comparison | None:
     if not call.writes:
         return Comparison(call, kind_of(call), call, settings)
     if override.is_differentiated and composite.needs_grad(call):
-        return None  # a result of native's would need a third run, on what was there before
+        return None  # to replace the result, native would run on what it wrote already
     with threads.scope(threads.EVERYTHING):
         return Comparison(call, kind_of(call), copies.copy_call(call), settings)
 
