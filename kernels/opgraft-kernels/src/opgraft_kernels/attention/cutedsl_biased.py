@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, Uint32, pipeline
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparse_utils import get_curr_blocksparse_tensors
 from flash_attn.cute.block_sparsity import BlockSparseTensors
@@ -43,7 +43,7 @@ from quack import copy_utils, layout_utils
 from opgraft_kernels.attention.cutedsl_kernels import BiasKind
 from opgraft_kernels.attention.cutedsl_walking import LongestFirst, renamed, walking_forward
 
-__all__ = ["BiasedBackward", "biased_forward"]
+__all__ = ["BiasedBackward", "as_float32", "biased_forward"]
 
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
 # Scores beyond it differ by 32 at least, in float32. Below it log2(e) times one is rounded by 16 at
@@ -58,6 +58,24 @@ _BITS, _ROWS_AT_ONCE = 32, 4
 def _has_bias(*_: Any) -> bool:
     """Stands where the library expects a function of its own: tiles of one list have a bias."""
     raise AssertionError("BiasMask adds the bias")
+
+
+@cute.jit
+def as_float32(values: cute.Tensor) -> cute.Tensor:
+    """Registers of 16 bits, of which each two are neighbours, in float32.
+
+    The compiler takes the second of two bfloat16 in two operations: it moves the bits down and up
+    again. Here both take one.
+    """
+    wide = cute.make_rmem_tensor(values.shape, Float32)
+    if cutlass.const_expr(values.element_type is cutlass.BFloat16):
+        words = cute.recast_tensor(values, Uint32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            wide[2 * i] = (words[i] << 16).bitcast(Float32)
+            wide[2 * i + 1] = (words[i] & Uint32(0xFFFF0000)).bitcast(Float32)
+    else:
+        wide.store(values.load().to(Float32))
+    return wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.utils import LayoutEnum
 from flash_attn.cute.block_sparsity import BlockSparseTensors
@@ -29,8 +29,12 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.mask import AttentionMask
 from quack import copy_utils, layout_utils, sm90_utils
 
-from opgraft_kernels.attention.cutedsl_biased import BiasedForward, BiasedSoftmax
-from opgraft_kernels.attention.cutedsl_walking import renamed, walking_forward
+from opgraft_kernels.attention.cutedsl_biased import (
+    BiasedForward,
+    BiasedSoftmax,
+    as_float32,
+)
+from opgraft_kernels.attention.cutedsl_walking import LastKeysMask, renamed, walking_forward
 
 __all__ = ["BiasTiles", "WithoutLists", "bias_tiles", "dense_forward"]
 
@@ -61,7 +65,7 @@ def _stage_of(stages: int, state: Any) -> pipeline.PipelineState:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseMask(AttentionMask):  # type: ignore[misc]
+class DenseMask(LastKeysMask):  # type: ignore[misc]
     """The library's mask, which adds the bias that is in shared memory."""
 
     pipeline_k: Any = None
@@ -91,15 +95,12 @@ class DenseMask(AttentionMask):  # type: ignore[misc]
         self.pipeline_k.consumer_wait(place, self.pipeline_k.consumer_try_wait(place))
         bias = cute.make_rmem_tensor(acc_S.shape, self.biases.element_type)
         cute.copy(self.copy, self.biases[None, None, None, state.index], self.copy.retile(bias))
-        acc_S.store(acc_S.load() * aux_data.scalars[0] + bias.load().to(Float32))
+        acc_S.store(acc_S.load() * aux_data.scalars[0] + as_float32(bias).load())
         # One thread gives it back for its warp.
         cute.arch.sync_warp()
         self.pipeline_k.consumer_release(place)
         if cutlass.const_expr(mask_seqlen):
-            AttentionMask.apply_mask(
-                self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen,
-                mask_causal, mask_local,
-            )  # fmt: skip
+            self.mask_no_keys(acc_S, n_block, thr_mma)
 
 
 class WithoutLists:

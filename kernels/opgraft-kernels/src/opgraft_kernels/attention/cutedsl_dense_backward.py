@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.utils import LayoutEnum
 from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
@@ -28,7 +28,7 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.mask import AttentionMask
 from quack import copy_utils, layout_utils, sm90_utils
 
-from opgraft_kernels.attention.cutedsl_biased import BiasedBackward
+from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, as_float32
 from opgraft_kernels.attention.cutedsl_dense import BiasTiles, WithoutLists, bias_tiles
 from opgraft_kernels.attention.cutedsl_walking import renamed
 
@@ -75,7 +75,7 @@ class DenseBackwardMask(AttentionMask):  # type: ignore[misc]
         cute.copy(self.copy, self.biases[None, None, None, stage], self.copy.retile(bias))
         # Before a warp writes gradients there.
         cute.arch.sync_warp()
-        acc_S.store(acc_S.load() * aux_data.scalars[0] + bias.load().to(Float32))
+        acc_S.store(acc_S.load() * aux_data.scalars[0] + as_float32(bias).load())
         AttentionMask.apply_mask(
             self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen, mask_causal,
             mask_local,

@@ -31,7 +31,7 @@ from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_tiles import forward_dim, listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
-from opgraft_kernels.integers import round_up
+from opgraft_kernels.integers import ceil_div, round_up
 
 __all__ = ["compile_kind"]
 
@@ -286,6 +286,7 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         mma_pv_is_rs=config.mma_pv_is_rs,
     )
     kernel.tile_hdim, kernel.tile_hdimv = dims
+    kernel.steps = ceil_div(kind.head_dim, 16)
     return kernel
 
 

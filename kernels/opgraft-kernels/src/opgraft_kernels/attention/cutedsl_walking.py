@@ -13,20 +13,28 @@ import functools
 import inspect
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute import FastDivmodDivisorV2
+from cutlass.cute.nvgpu import warpgroup
 from flash_attn.cute import flash_fwd, flash_fwd_sm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.mask import AttentionMask, sm90_col_to_r2p_idx
 from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.tile_scheduler import SingleTileScheduler, WorkTileInfo
+from quack import layout_utils, sm90_utils
 from quack.cute_dsl_utils import ParamsBase
 
-__all__ = ["LongestFirst", "renamed", "walking_forward"]
+__all__ = ["LastKeysMask", "LongestFirst", "renamed", "walking_forward"]
+
+# Blocks are of such widths that of one that holds a row no more keys than these are not there.
+_LAST_KEYS = 32
+# Columns that one operation multiplies.
+_STEP = 16
 
 
 class Walk:
@@ -123,8 +131,117 @@ class Walk:
         return self.params, self.unit, self.half
 
 
+@dataclass(frozen=True)
+class LastKeysMask(AttentionMask):  # type: ignore[misc]
+    """The library's mask, which looks at no more scores of a row's last block than it must.
+
+    The library selects each of them. Most are of keys, and of a short row that block is all.
+    """
+
+    @cute.jit
+    def apply_mask(
+        self,
+        acc_S: cute.Tensor,
+        batch_idx: Int32,
+        head_idx: Int32,
+        m_block: Int32,
+        n_block: Int32,
+        thr_mma: cute.TiledMma,
+        mask_seqlen: cutlass.Constexpr[bool],
+        mask_causal: cutlass.Constexpr[bool],
+        mask_local: cutlass.Constexpr[bool] = False,
+        mask_mod: cutlass.Constexpr[Any] = None,
+        aux_data: Any = None,
+        fastdiv_mods: Any = (None, None),
+    ) -> None:
+        """As the library has it; of all its ways scores of no key become -inf here."""
+        if cutlass.const_expr(self.swap_AB or mask_causal or mask_local or mask_mod is not None):
+            AttentionMask.apply_mask(
+                self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen,
+                mask_causal, mask_local, mask_mod, aux_data, fastdiv_mods,
+            )  # fmt: skip
+        elif cutlass.const_expr(mask_seqlen):
+            self.mask_no_keys(acc_S, n_block, thr_mma)
+
+    @cute.jit
+    def mask_no_keys(self, acc_S: cute.Tensor, n_block: Int32, thr_mma: cute.TiledMma) -> None:
+        """Scores of no key become -inf."""
+        # The library's first block of no keys at all is -1.
+        keys = self.seqlen_k - cutlass.max(n_block, 0) * self.tile_n
+        if keys < self.tile_n:
+            scores = layout_utils.reshape_acc_to_mn(acc_S)
+            shape = cute.make_identity_tensor((self.tile_m, self.tile_n))
+            place = layout_utils.reshape_acc_to_mn(thr_mma.partition_C(shape))
+            # How many of a thread's scores in a row are of keys: the four threads of a row take
+            # turns with pairs.
+            there = sm90_col_to_r2p_idx(keys - place[0][1])
+            last = cute.size(scores.shape[1]) - _LAST_KEYS // 4
+            if keys < self.tile_n - _LAST_KEYS:
+                self._mask_columns(scores, 0, last, there)
+            self._mask_columns(scores, last, cute.size(scores.shape[1]), there)
+
+    @cute.jit
+    def _mask_columns(
+        self,
+        scores: cute.Tensor,
+        begin: cutlass.Constexpr[int],
+        end: cutlass.Constexpr[int],
+        there: Int32,
+    ) -> None:
+        for col in cutlass.range_constexpr(begin, end):
+            is_key = col < there
+            for row in cutlass.range_constexpr(cute.size(scores.shape[0])):
+                scores[row, col] = scores[row, col] if is_key else -Float32.inf
+
+
+def _first_products(steps: int) -> SimpleNamespace:
+    """The library's functions of products, of which that of queries and keys ends after so many
+    steps."""
+
+    def gemm_zero_init(
+        tiled_mma: cute.TiledMma,
+        shape: tuple[int, int],
+        queries: cute.Tensor,
+        keys: cute.Tensor,
+        B_idx: Int32,
+        wg_wait: int,
+    ) -> cute.Tensor:
+        scores = cute.make_rmem_tensor(tiled_mma.partition_shape_C(shape), Float32)
+        warpgroup.fence()
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        for step in range(steps):
+            cute.gemm(
+                atom, scores, queries[None, None, step], keys[None, None, step, B_idx], scores
+            )
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        if wg_wait >= 0:
+            warpgroup.wait_group(wg_wait)
+        return scores
+
+    return SimpleNamespace(
+        partition_fragment_ABC=sm90_utils.partition_fragment_ABC,
+        gemm_w_idx=sm90_utils.gemm_w_idx,
+        gemm_zero_init=gemm_zero_init,
+    )
+
+
 class WalkingForward(FlashAttentionForwardSm90):
     """The library's kernel with an output that shares no memory with the queries."""
+
+    #: How many products of 16 columns queries and keys have; those of others are of zeros.
+    steps: int
+    tile_hdim: int
+
+    def mma(self, *args: Any) -> None:
+        known = args[20]
+        assert known.func is AttentionMask
+        mask_class = functools.partial(LastKeysMask, *known.args, **known.keywords)
+        mma = FlashAttentionForwardSm90.mma
+        if self.steps * _STEP < self.tile_hdim:
+            mma = renamed(mma, {"sm90_utils": _first_products(self.steps)})
+        mma(self, *args[:20], mask_class, *args[21:])
 
     sQ_layout: Any
 
