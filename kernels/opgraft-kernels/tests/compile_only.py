@@ -175,7 +175,10 @@ def _accesses(ptx: str, kind: str = "(?:ld|st)") -> list[int]:
 
 
 def _compile(launch: Any, capability: int) -> dict[str, Any]:
-    compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.keywords)
+    keywords = launch.keywords
+    if capability >= 90 and not keywords.get("launch_cooperative_grid"):
+        keywords |= {"EARLY": True, "launch_pdl": True}  # as on a device, see `Launch.is_early`
+    compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **keywords)
     if hasattr(compiled, "result"):
         compiled = compiled.result()
     return {

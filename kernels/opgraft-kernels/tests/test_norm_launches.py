@@ -124,9 +124,9 @@ def test_blocks_of_a_row_in_a_backward(norm: str, hidden: int, blocks: int) -> N
         (1152, 1, 128, 9, 1, True),
         (1536, 1, 128, 12, 1, True),
         (2560, 1, 256, 10, 2, True),
-        (3072, 1, 512, 6, 4, True),
-        (3584, 1, 512, 7, 4, True),
-        (5120, 1, 512, 10, 4, True),
+        (3072, 1, 1024, 3, 4, True),
+        (3584, 1, 1024, 4, 4, True),
+        (5120, 1, 1024, 5, 4, True),
         (6144, 1, 1024, 6, 8, True),
         (8064, 1, 1024, 8, 8, True),
         (8192, 1, 2048, 4, 8, True),
@@ -162,8 +162,8 @@ def test_pieces_of_a_forward_of_layer_norm(
         ("layer_norm", 3072, 256, 1, None),
         ("layer_norm", 3088, 512, 2, None),
         ("layer_norm", 5120, 512, 2, None),
-        ("layer_norm", 5136, 1024, 4, None),
-        ("layer_norm", 12272, 1024, 4, None),
+        ("layer_norm", 5136, 2048, 4, None),
+        ("layer_norm", 12272, 2048, 4, None),
         ("layer_norm", 12288, 2048, 8, None),
         ("layer_norm", 24576, 8192, 8, 80),
         ("layer_norm", 28672, 4096, 8, 128),
@@ -256,14 +256,23 @@ def test_programs_of_a_power_of_two_take_no_step_more(most: int) -> None:
 def test_more_elements_take_one_launch_only_where_all_sums_are_read_at_once(
     multiprocessors: int,
 ) -> None:
-    large = shared.sums_in_one_launch(4096, 3072, 2, multiprocessors, _TILES[0])
+    large = shared.sums_in_one_launch(4096, 3072, 2, multiprocessors, _TILES[0], False)
     kind = shared.sum_constexprs(3072, 2, multiprocessors, _TILES[0], True)
     assert large == kind["SUM_ONCE"]
 
 
 def test_narrow_rows_take_one_launch_up_to_so_many_elements() -> None:
     rows = shared.AT_ONCE_NARROW_ELEMENTS // 1024
-    taken = [shared.sums_in_one_launch(n, 1024, 2, 128, _TILES[2]) for n in (rows, rows + 1)]
+    taken = [shared.sums_in_one_launch(n, 1024, 2, 128, _TILES[2], False) for n in (rows, rows + 1)]
+    assert taken == [True, False]
+
+
+@pytest.mark.parametrize("hidden", [128, 1024, 3072, 4096])
+def test_where_a_launch_is_early_few_elements_take_one(hidden: int) -> None:
+    rows = shared.ONE_LAUNCH_ELEMENTS_BEFORE_EARLY // hidden
+    taken = [
+        shared.sums_in_one_launch(n, hidden, 2, 128, _TILES[2], True) for n in (rows, rows + 1)
+    ]
     assert taken == [True, False]
 
 

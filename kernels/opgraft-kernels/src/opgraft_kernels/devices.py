@@ -6,7 +6,13 @@ import functools
 
 import torch
 
-__all__ = ["can_prefetch", "l2_cache", "multiprocessors", "shared_memory_of_multiprocessor"]
+__all__ = [
+    "can_begin_early",
+    "can_prefetch",
+    "l2_cache",
+    "multiprocessors",
+    "shared_memory_of_multiprocessor",
+]
 
 
 @functools.cache
@@ -26,10 +32,20 @@ def shared_memory_of_multiprocessor(device: torch.device) -> int:
 
 
 @functools.cache
-def can_prefetch(device: torch.device) -> bool:
-    """Whether one instruction can ask for many bytes to be loaded into the L2 cache."""
+def _is_hopper_or_later(device: torch.device) -> bool:
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def can_prefetch(device: torch.device) -> bool:
+    """Whether one instruction can ask for many bytes to be loaded into the L2 cache."""
+    return _is_hopper_or_later(device)
+
+
+def can_begin_early(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one before it in the stream has ended, and wait then:
+    what CUDA calls programmatic dependent launch."""
+    return _is_hopper_or_later(device)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import torch
 
 from opgraft import triton_utils
 from opgraft_kernels.devices import (
+    can_begin_early,
     can_prefetch,
     l2_cache,
     multiprocessors,
@@ -29,6 +30,7 @@ __all__ = [
     "device_of",
     "ends_columns",
     "even_programs",
+    "launches_are_early",
     "plan_sum",
     "split_rows",
     "sum_constexprs",
@@ -53,10 +55,40 @@ class Launch(NamedTuple):
         # Triton fuses multiplications with additions unless told not to; 3.9 warns each process
         # that does not say which, since from 3.10 on the default is the other.
         fusion = {"enable_fp_fusion": True}
-        return {**self.constexprs, "num_warps": self.num_warps, **fusion, **self.options}
+        keywords = {**self.constexprs, "num_warps": self.num_warps, **fusion, **self.options}
+        is_early = self.is_early
+        return keywords | {"EARLY": is_early} | ({"launch_pdl": True} if is_early else {})
+
+    @property
+    def is_early(self) -> bool:
+        """Whether programs may be there before the stream's kernel before this one has ended.
+
+        What a launch costs before its first program runs passes while that kernel ends. A
+        cooperative launch gains nothing.
+        """
+        is_cooperative = self.options.get("launch_cooperative_grid", False)
+        return not is_cooperative and launches_are_early(_device_of_any(self.arguments))
 
     def __call__(self) -> None:
         self.kernel[(self.grid,)](*self.arguments, **self.keywords)
+
+
+def launches_are_early(device: torch.device) -> bool:
+    """Whether launches are that can be.
+
+    Not in a compiled graph that has the kernels itself: for the reason that `tiles_ahead` says.
+    """
+    return can_begin_early(device) and not triton_utils.is_traced()
+
+
+def _device_of_any(arguments: tuple[Any, ...]) -> torch.device:
+    """The device of the first tensor among a kernel's arguments, which may be in tuples."""
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            return each.device
+        if isinstance(each, tuple) and any(isinstance(one, torch.Tensor) for one in each):
+            return _device_of_any(each)
+    raise ValueError("a kernel has no tensor among its arguments")
 
 
 class Tile(NamedTuple):
@@ -99,8 +131,10 @@ ONE_PROGRAM_ELEMENTS = 2**14
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
 ONE_LAUNCH_ELEMENTS, ONE_LAUNCH_HIDDEN = 2**22, 4096
-# Where each program reads all that it adds up at once, the GPU is faster, too: in rows of up to so
-# many elements; in narrow rows, up to so many elements in all.
+# Of fewer where the second launch is early: the GPU is always faster with two then.
+ONE_LAUNCH_ELEMENTS_BEFORE_EARLY = 2**20
+# Where each program reads all that it adds up at once, the GPU is faster, too, if no launch is
+# early: in rows of up to so many elements; in narrow rows, up to so many elements in all.
 AT_ONCE_HIDDEN = 2**14
 AT_ONCE_NARROW_HIDDEN, AT_ONCE_NARROW_ELEMENTS = 1024, 2**24
 
@@ -137,14 +171,19 @@ def even_programs(most: int, steps: int) -> int:
     return even if ceil_div(steps, even) == ceil_div(steps, most) else most
 
 
-def sums_in_one_launch(rows: int, hidden: int, sums: int, programs: int, tile: Tile) -> bool:
+def sums_in_one_launch(
+    rows: int, hidden: int, sums: int, programs: int, tile: Tile, is_early: bool
+) -> bool:
     """Whether programs that walk over the rows are to add up their sums, so many rows of them, in
-    the same launch."""
+    the same launch. `is_early`: one for the sums would be (`Launch.is_early`)."""
     elements = rows * hidden
+    is_short = programs > 1 and hidden <= ONE_LAUNCH_HIDDEN
+    if is_early:
+        return is_short and elements <= ONE_LAUNCH_ELEMENTS_BEFORE_EARLY
     if _share_at_once(hidden, sums, programs, tile) is not None:
         is_narrow = hidden <= AT_ONCE_NARROW_HIDDEN
         return elements <= AT_ONCE_NARROW_ELEMENTS if is_narrow else hidden <= AT_ONCE_HIDDEN
-    return programs > 1 and elements <= ONE_LAUNCH_ELEMENTS and hidden <= ONE_LAUNCH_HIDDEN
+    return is_short and elements <= ONE_LAUNCH_ELEMENTS
 
 
 def _share_at_once(hidden: int, sums: int, programs: int, tile: Tile) -> int | None:

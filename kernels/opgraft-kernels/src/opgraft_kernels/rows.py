@@ -17,6 +17,7 @@ __all__ = [
     "LOWEST",
     "RING",
     "STRIP",
+    "begin_program",
     "collect",
     "collect_sum",
     "collect_two",
@@ -44,6 +45,17 @@ __all__ = [
 
 # Here, since all of the pack's Triton kernels import this module.
 prepare()
+
+
+@triton.jit
+def begin_program(EARLY: tl.constexpr):
+    """Every kernel does this first, and reads and writes nothing before.
+
+    EARLY: its programs may be there before the kernel before it in the stream has ended, and what
+    that wrote is in memory (`Launch.is_early`). They wait for that here.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -318,9 +330,11 @@ def sum_partials_kernel(
     steps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The sum of `partials` rows of partial sums, always in the same order; of two such matrices,
     one after the other in memory, where there is another sum to write."""
+    begin_program(EARLY)
     _sum_columns(
         partial_ptr, sum_ptr, other_sum_ptr, partials, hidden, steps, tl.program_id(0), ROWS, BLOCK
     )

@@ -291,11 +291,11 @@ class _Kind(NamedTuple):
 MAX_DIM = 256
 # Of a kind's forwards and backwards: raised when they become faster or slower.
 VERSIONS = {
-    "cutedsl": (3, 2),
-    "cutedsl_masked": (4, 2),
-    "cutedsl_boolean": (1,),
-    "triton": (2, 2),
-    "masked": (2, 2),
+    "cutedsl": (4, 2),
+    "cutedsl_masked": (5, 3),
+    "cutedsl_boolean": (2,),
+    "triton": (3, 3),
+    "masked": (3, 3),
 }
 _WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 # What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have. It goes before

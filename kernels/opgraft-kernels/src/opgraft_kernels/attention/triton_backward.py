@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from opgraft_kernels.rows import begin_program
+
 from .triton_parts import (
     PART_UNIT,
     factor_rows,
@@ -52,8 +54,10 @@ def delta_kernel(
     BLOCK_DIM: tl.constexpr,
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """delta = rowsum(dO * O), ``[batch, heads, length]`` without gaps."""
+    begin_program(EARLY)
     blocks = tl.cdiv(length, BLOCK)
     first = tl.program_id(0) % blocks * BLOCK
     flat_head = tl.program_id(0) // blocks
@@ -176,8 +180,10 @@ def backward_keys_kernel(
     UNIT_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program sums dk and dv of BLOCK_K keys of one key head, over all queries of its group."""
+    begin_program(EARLY)
     blocks = tl.cdiv(length_k, BLOCK_K)
     first = tl.program_id(0) % blocks * BLOCK_K
     heads_k = heads // group
@@ -366,11 +372,13 @@ def backward_queries_kernel(
     UNIT_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program sums dq of BLOCK_Q queries of one head, over all keys.
 
     HAS_TAIL: the keys are no multiple of BLOCK_K.
     """
+    begin_program(EARLY)
     blocks = tl.cdiv(length_q, BLOCK_Q)
     block = tl.program_id(0) % blocks
     if CAUSAL:

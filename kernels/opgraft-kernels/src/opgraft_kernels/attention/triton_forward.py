@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from opgraft_kernels.rows import begin_program
+
 from .triton_parts import (
     PART_UNIT,
     factor_rows,
@@ -149,8 +151,10 @@ def forward_kernel(
     UNIT_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program computes BLOCK_Q rows of one head. Without a bias `scale` is in powers of two."""
+    begin_program(EARLY)
     blocks = tl.cdiv(length_q, BLOCK_Q)
     block = tl.program_id(0) % blocks
     if CAUSAL:

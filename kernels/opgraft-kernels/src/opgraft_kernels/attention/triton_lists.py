@@ -23,6 +23,7 @@ import triton.language as tl
 
 from opgraft_kernels.integers import ceil_div, power_of_2
 from opgraft_kernels.launches import Launch
+from opgraft_kernels.rows import begin_program
 
 from .triton_kernels import bias_kind, constexprs_of, heads_of, mark_tiles
 from .triton_tiles import (
@@ -78,12 +79,14 @@ def _list_by_key_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program reads a batch's boolean mask that all queries share, and writes its bits and lists:
     that of every row of tiles of queries, or with OTHERS those of all tiles of keys.
 
     OTHERS: 0, or a power of two that is no less than `other_tiles`, the tiles of queries.
     """
+    begin_program(EARLY)
     batch = tl.program_id(0).to(tl.int64)
     unit = tl.arange(0, BLOCK * COLS // WIDE)
     bits = _bits(mask_ptr, batch * stride_b + unit, unit * WIDE < length, unit, WIDE)
@@ -136,6 +139,7 @@ def _mark_boolean_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program reads one tile of a boolean mask, and writes what `mark_tiles_kernel` says of a
     bias that is 0 where it is True and `lowest` elsewhere; and its bits, 32 keys a word.
@@ -143,6 +147,7 @@ def _mark_boolean_kernel(
     WIDE: so many elements are read at a time, 4 or 1; the strides are in these. The bits of keys
     that are not there are those of none. A row that is not there is True.
     """
+    begin_program(EARLY)
     UNITS: tl.constexpr = COLS // WIDE
     tiles = tl.cdiv(length_c, COLS)
     row_of_tiles = tl.program_id(0) // tiles
@@ -220,6 +225,7 @@ def _norms_kernel(
     FAR: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The largest norm of each MARKED rows of a head; nothing where no mark of the batch is low, or
     of a boolean mask, of which `x`, `state_ptr`, `norms_ptr` and `least_ptr` are None.
@@ -227,6 +233,7 @@ def _norms_kernel(
     Of queries in a backward, which gives `logsumexp`, the least logsumexp of each MARKED, too,
     and one that its kernel can use: of what attends to nothing, and of what is no query, infinity.
     """
+    begin_program(EARLY)
     mark = tl.program_id(0) % marks
     flat_head = tl.program_id(0) // marks
     batch, head = flat_head // heads, flat_head % heads
@@ -304,6 +311,7 @@ def _list_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     BY_KEYS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program writes both lists of one row of tiles of a head: of queries, or if BY_KEYS of keys.
 
@@ -314,6 +322,7 @@ def _list_kernel(
             are None of a boolean mask.
         least_ptr: if BY_KEYS, and of no boolean mask, the least logsumexp of each mark of queries.
     """
+    begin_program(EARLY)
     OWN: tl.constexpr = KEYS if BY_KEYS else QUERIES
     OTHER: tl.constexpr = QUERIES if BY_KEYS else KEYS
     row = tl.program_id(0) % rows

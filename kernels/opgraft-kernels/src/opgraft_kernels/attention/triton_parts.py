@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from opgraft_kernels.rows import begin_program
+
 from .triton_tiles import load_rows, rows_of, store_rows
 
 __all__ = [
@@ -137,11 +139,13 @@ def split_kernel(
     BLOCK_DIM: tl.constexpr,
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The three parts of every head, one below the other: ``[batch, heads, 3 * rows, DIM]``.
 
     A program has BLOCK rows. Those that are not there are 0, up to a multiple of PART_ROWS.
     """
+    begin_program(EARLY)
     part = tl.cdiv(length, PART_ROWS) * PART_ROWS
     blocks = part // BLOCK
     first = tl.program_id(0) % blocks * BLOCK

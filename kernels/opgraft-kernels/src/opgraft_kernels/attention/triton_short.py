@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from opgraft_kernels.rows import begin_program
+
 from .triton_tiles import (
     INF,
     LOWEST,
@@ -63,12 +65,14 @@ def short_forward_kernel(
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program computes up to `tiles` tiles of BLOCK_Q rows of one head.
 
     A block's size is a power of two: keys are held in one of KEYS and, unless it is 0, one of MORE.
     `scale` is in powers of two.
     """
+    begin_program(EARLY)
     runs = tl.cdiv(length_q, BLOCK_Q * tiles)
     run = tl.program_id(0) % runs
     batch = tl.program_id(0) // runs // heads
@@ -178,8 +182,10 @@ def short_backward_kernel(
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
     UNIT_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program computes all gradients of one key head, and of the query heads of its group."""
+    begin_program(EARLY)
     heads_k = heads // group
     batch = tl.program_id(0) // heads_k
     head_k = tl.program_id(0) % heads_k

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from opgraft_kernels.rows import multiple_of
+from opgraft_kernels.rows import begin_program, multiple_of
 
 __all__ = [
     "BY_KEY",
@@ -318,11 +318,13 @@ def mark_tiles_kernel(
     row_tiles,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program reads one tile. NaN is something else.
 
     Besides its state it writes what of every row the largest element is at least.
     """
+    begin_program(EARLY)
     tiles = tl.cdiv(length_c, COLS)
     row_of_tiles = tl.program_id(0) // tiles
     batch = (row_of_tiles // row_tiles).to(tl.int64)
@@ -359,6 +361,7 @@ def list_tiles_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program lists, of a row of tiles, those in which not all is -inf. A tile is what
     ``[ROWS, COLS]`` marks of `mark_tiles_kernel` say together.
@@ -370,6 +373,7 @@ def list_tiles_kernel(
     A run, since a loop over numbers that it has to load first is slower. What models mask with
     leaves one run: padding at either end, causal, windows, documents.
     """
+    begin_program(EARLY)
     program = tl.program_id(0).to(tl.int64)
     entries_ptr = tiles_ptr + program * (tiles + HEADER)
     tile = tl.arange(0, BLOCK)
@@ -487,11 +491,13 @@ def norms_kernel(
     SPLITS: tl.constexpr,
     UNIT: tl.constexpr,
     FAR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The largest norm of a head's rows, ``[batch, heads, SPLITS]``: a program has one of SPLITS.
 
     Infinity where one is not a number, and where no row of tiles has a low one: nobody asks then.
     """
+    begin_program(EARLY)
     flat_head = tl.program_id(0) // SPLITS
     batch = flat_head // heads
     tile = tl.arange(0, BLOCK_TILES)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opgraft_kernels.integers import ceil_div
 from opgraft_kernels.launches import Launch
+from opgraft_kernels.rows import begin_program
 
 __all__ = ["copy_", "plan"]
 
@@ -22,7 +23,8 @@ _A_THREAD = 8
 
 
 @triton.jit(do_not_specialize=["elements"])
-def _copy_kernel(src_ptr, dst_ptr, elements, BLOCK: tl.constexpr):
+def _copy_kernel(src_ptr, dst_ptr, elements, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin_program(EARLY)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offset = first + tl.arange(0, BLOCK)
     # A mask would split the loads where `elements` is odd.

@@ -30,6 +30,7 @@ from opgraft_kernels.integers import ceil_div, unit_of
 from opgraft_kernels.launches import Launch, as_rows, contiguous, ends_columns
 from opgraft_kernels.rows import (
     LOWEST,
+    begin_program,
     column,
     ends_of,
     exp,
@@ -131,8 +132,10 @@ def _forward_kernel(
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Each row's loss; where `mass_ptr` is there its weight in the mean; and `statistics`."""
+    begin_program(EARLY)
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
     EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -246,12 +249,14 @@ def _sum_kernel(
     DIVIDE: tl.constexpr,
     SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The sums of `steps` blocks a program; with DIVIDE of the losses by that of the masses.
 
     With SMOOTH a part of the losses is not of the rows' classes: without any mass, that of the
     classes is 0 / 0 natively, and with it the mean.
     """
+    begin_program(EARLY)
     program = tl.program_id(0)
     losses = tl.zeros([BLOCK], tl.float32)
     masses = tl.zeros([BLOCK], tl.float32)
@@ -295,9 +300,11 @@ def _backward_kernel(
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The gradient of a block of the logits; with STAGES of a row, block after block, of which so
     many are being loaded."""
+    begin_program(EARLY)
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
     EXACT: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32

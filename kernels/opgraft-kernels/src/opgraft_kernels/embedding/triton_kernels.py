@@ -32,7 +32,7 @@ from torch import Tensor
 
 from opgraft_kernels.integers import ceil_div, power_of_2, unit_of
 from opgraft_kernels.launches import Launch, as_rows
-from opgraft_kernels.rows import load_if, multiple_of
+from opgraft_kernels.rows import begin_program, load_if, multiple_of
 
 __all__ = ["embedding_dense_backward", "plan"]
 
@@ -75,8 +75,10 @@ def _sort_kernel(
     padding_idx,
     chunk,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The rows of each chunk of tokens, ascending, and which tokens they are of."""
+    begin_program(EARLY)
     first = tl.program_id(0) * BLOCK
     first_of_chunk = first // chunk * chunk
     lane = tl.arange(0, BLOCK)
@@ -104,8 +106,10 @@ def _merge_kernel(
     log2,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """What `_sort_kernel` wrote as if all tokens were one chunk."""
+    begin_program(EARLY)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = tl.program_id(0) * BLOCK // chunk
     row = tl.load(row_ptr + place)
@@ -123,8 +127,17 @@ def _merge_kernel(
 
 
 @triton.jit(do_not_specialize=["num_weights", "places", "log2"])
-def _starts_kernel(row_ptr, start_ptr, num_weights, places, log2, BLOCK: tl.constexpr):
+def _starts_kernel(
+    row_ptr,
+    start_ptr,
+    num_weights,
+    places,
+    log2,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Where the tokens of each row begin, and where those of the last one end."""
+    begin_program(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = _count_below(row_ptr, row, places, log2)
     tl.store(start_ptr + row, start, mask=row <= num_weights)
@@ -144,8 +157,10 @@ def _spans_kernel(
     BLOCK: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The sum of each `span` sorted tokens that have the same row; of others nothing is written."""
+    begin_program(EARLY)
     width, g_stride = multiple_of(width, UNIT), multiple_of(g_stride, UNIT)
     blocks = tl.cdiv(width, BLOCK)
     index = tl.program_id(0) // blocks
@@ -180,8 +195,10 @@ def _gradient_kernel(
     AT_ONCE: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A tile of the gradient: its rows walk over their tokens together, AT_ONCE in flight."""
+    begin_program(EARLY)
     width, g_stride = multiple_of(width, UNIT), multiple_of(g_stride, UNIT)
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)

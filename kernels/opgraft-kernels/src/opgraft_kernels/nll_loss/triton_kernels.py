@@ -20,6 +20,7 @@ from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.cross_entropy.triton_kernels import asserting, plan_sums, targets_of
 from opgraft_kernels.integers import ceil_div, power_of_2_within
 from opgraft_kernels.launches import Launch, as_rows, contiguous
+from opgraft_kernels.rows import begin_program
 
 __all__ = ["backward", "forward", "plan_backward", "plan_forward"]
 
@@ -52,9 +53,11 @@ def _forward_kernel(
     SUM: tl.constexpr,
     DIVIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Each row's loss, and no mass; with SUM the sums of `steps` blocks of rows a program, with
     DIVIDE that of the losses by that of the masses."""
+    begin_program(EARLY)
     program = tl.program_id(0)
     losses = tl.zeros([BLOCK], tl.float32)
     masses = tl.zeros([BLOCK], tl.float32)
@@ -93,8 +96,10 @@ def _backward_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A block of the gradient, whatever rows it is of: zeros, and then what is not zero."""
+    begin_program(EARLY)
     numel = rows.to(tl.int64) * classes
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = first + tl.arange(0, BLOCK)

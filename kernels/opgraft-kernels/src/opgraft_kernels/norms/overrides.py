@@ -69,8 +69,8 @@ RMS_NORM = Norm(
     statistics=("rstd",),
     # The interpreter computes on the bits of bfloat16 and returns garbage without a word.
     cpu_dtypes=(torch.float32, torch.float16),
-    forward=Op("_fused_rms_norm", (65536, 131072), version=5),
-    backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072), version=7),
+    forward=Op("_fused_rms_norm", (65536, 131072), version=6),
+    backward=Op("_fused_rms_norm_backward", (32768, 65536, 131072), version=8),
 )
 
 LAYER_NORM = Norm(
@@ -79,8 +79,8 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=9),
-    backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=7),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=10),
+    backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=8),
 )
 
 
@@ -230,7 +230,7 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     "backward": {**_TRITON_RANGES, "hidden": (2**4, 2**9), "elements": (2**12, 2**29)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
-PERMUTED_VERSION = 4
+PERMUTED_VERSION = 5
 # What no bucket of sizes stands for.
 _EXACT = ("itemsize", "misalignment")
 # Their condition asks for 16 bits and whole vectors. Backwards gain beyond 2**27 elements what they

@@ -23,6 +23,7 @@ from opgraft_kernels.norms.triton_tiles import (
     sum_rows,
 )
 from opgraft_kernels.rows import (
+    begin_program,
     collect_sum,
     mask_if,
     mask_of,
@@ -93,6 +94,7 @@ def backward_rows_kernel(
     SUM_ONCE: tl.constexpr,
     SUM_MASKED: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program walks over tiles of ROWS whole rows, a grid apart, with its part of dw and db in
     registers. A row is BLOCK columns, and TAIL more where that is not 0.
@@ -100,6 +102,7 @@ def backward_rows_kernel(
     With `sum_ptr` (and `other_sum_ptr`, where both are wanted) the programs add up their parts as
     well.
     """
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     g_stride = multiple_of(g_stride, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -227,12 +230,14 @@ def backward_pieces_kernel(
     SUM_ONCE: tl.constexpr,
     SUM_MASKED: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """As `backward_rows_kernel`, of rows of BLOCKS equal pieces, of which only the last is masked.
 
     The weight stays in registers. SPARING: it is loaded ahead for each row, and nothing of a row
     stays there in float32 until its sums are known.
     """
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     g_stride = multiple_of(g_stride, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -353,9 +358,11 @@ def row_means_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """mean(w * g), with a mean, and mean(w * g * xhat) of one row of any length, for
     `backward_columns_kernel`."""
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     g_stride = multiple_of(g_stride, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -404,8 +411,10 @@ def backward_columns_kernel(
     NEED_DB: tl.constexpr,
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program owns BLOCK columns of every `row_splits`-th row, the means being known."""
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     g_stride = multiple_of(g_stride, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
@@ -466,8 +475,10 @@ def backward_split_kernel(
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A group of `splits` programs reduces a row a step, and writes dx of the one before."""
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     g_stride = multiple_of(g_stride, UNIT)
     x_stride = multiple_of(x_stride, UNIT)

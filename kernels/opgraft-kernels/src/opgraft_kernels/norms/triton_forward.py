@@ -15,7 +15,15 @@ from opgraft_kernels.norms.triton_tiles import (
     sum_pairs_of_rows,
     sum_rows,
 )
-from opgraft_kernels.rows import collect, collect_sum, mask_if, multiple_of, prefetch, publish
+from opgraft_kernels.rows import (
+    begin_program,
+    collect,
+    collect_sum,
+    mask_if,
+    multiple_of,
+    prefetch,
+    publish,
+)
 
 __all__ = [
     "forward_chunks_kernel",
@@ -51,6 +59,7 @@ def forward_rows_kernel(
     TOGETHER: tl.constexpr,
     PREFETCH: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program normalises a tile of ROWS whole rows, which stays in registers: its pieces are
     BLOCKS of BLOCK columns, and one of TAIL more where that is not 0.
@@ -62,6 +71,7 @@ def forward_rows_kernel(
     PREFETCH: a program asks for the tile of the program that is `ahead` of it, whose rows are next
     to one another.
     """
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
     LAST: tl.constexpr = BLOCKS - (TAIL == 0)
@@ -79,7 +89,9 @@ def forward_rows_kernel(
     if PARAMETERS_FIRST:
         parameters = _load_all_parameters(w_ptr, b_ptr, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS)
     if mean_ptr is not None:
-        mean, variance, rest = statistics(xs, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS, TOGETHER)
+        mean, rest, variance, xs, left = statistics(
+            xs, hidden, BLOCK, BLOCKS, TAIL, MASK_COLS, TOGETHER, True
+        )
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
     else:
         variance = sum_rows(_squares(xs), TOGETHER) / hidden
@@ -93,10 +105,10 @@ def forward_rows_kernel(
             w, b = load_parameters(w_ptr, b_ptr, col, col < hidden, MASK_COLS and i == LAST)
         else:
             w, b = parameters[i]
-        x = xs[i]
+        y = xs[i] * rstd[:, None]
         if mean_ptr is not None:
-            x = x - mean[:, None] - rest[:, None]
-        y = scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b)
+            y = y - (left * rstd)[:, None]
+        y = scale_and_shift(y, w_ptr, w, b_ptr, b)
         store_tile(y_ptr, y, row, rows, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
 
 
@@ -109,16 +121,21 @@ def statistics(
     TAIL: tl.constexpr,
     MASK_COLS: tl.constexpr,
     TOGETHER: tl.constexpr,
+    CENTER: tl.constexpr,
 ):
-    """The mean of rows, in pieces, their variance, and what the mean lacks.
+    """The mean of rows, in pieces, what it lacks, and their variance; and the rows, with what is to
+    be taken off them.
 
     One reduction finds both the sums and those of squares. Only for rows whose mean is far from
-    zero there is a second one, of differences from the mean.
+    zero there is a second one, of differences from the mean. CENTER: those rows come back less
+    their mean. Of others it is left to take off, by the operation that scales: where it is no
+    further from zero than a standard deviation, no digits are lost by that.
     """
     LAST: tl.constexpr = BLOCKS - (TAIL == 0)
     sums, squares = sum_pairs_of_rows(xs, _squares(xs), TOGETHER)
     mean, variance = _mean_and_variance(sums, squares, hidden)
     rest = tl.zeros_like(mean)
+    left = mean
     is_far = _is_far(mean, variance)
     if tl.max(is_far.to(tl.int32), axis=0) > 0:
         differences = ()
@@ -130,7 +147,14 @@ def statistics(
         # A row's bits are the same whatever rows are beside it.
         variance = tl.where(is_far, far_variance, variance)
         rest = tl.where(is_far, far_rest, 0.0)
-    return mean, variance, rest
+        if CENTER:
+            centered = ()
+            for i in tl.static_range(LAST + 1):
+                difference = xs[i] - mean[:, None] - rest[:, None]
+                centered += (tl.where(is_far[:, None], difference, xs[i]),)
+            xs = centered
+            left = tl.where(is_far, 0.0, left)
+    return mean, rest, variance, xs, left
 
 
 @triton.jit
@@ -225,11 +249,13 @@ def forward_chunks_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program reads a row that is too long for registers again to write it, from cache.
 
     The second pass goes the other way: what was read last is the likeliest to be in cache still.
     """
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
@@ -305,12 +331,14 @@ def forward_split_kernel(
     SLOTS: tl.constexpr,
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A group of `splits` programs reduces a row a step, and writes the one before.
 
     LayerNorm's variance is that of the parts' own means, and of the parts around them (Chan, Golub
     and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
     """
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT)
     x_stride = multiple_of(x_stride, UNIT)
     groups = tl.num_programs(0) // splits

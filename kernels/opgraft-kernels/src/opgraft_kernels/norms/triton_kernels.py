@@ -40,6 +40,7 @@ from opgraft_kernels.launches import (
     contiguous,
     device_of,
     even_programs,
+    launches_are_early,
     plan_sum,
     split_rows,
     sum_constexprs,
@@ -214,9 +215,9 @@ def _forward_tile(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile
 
 
 def _forward_pieces(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Tile | None:
-    """That of rows of equal pieces, of 8 bytes for each thread where rows are short, then of 16 and
-    32. None: of rows of up to 1 KB that are a power of two or need many pieces, of RMSNorm's that
-    are as short, or long, and of those that no program holds."""
+    """That of rows of equal pieces, of 8 bytes for each thread where rows are short, then of 16, of
+    LayerNorm's earlier, and 32. None: of rows of up to 1 KB that are a power of two or need many
+    pieces, of RMSNorm's that are as short, or long, and of those that no program holds."""
     row = hidden * itemsize
     if row <= _PIECES_ROW_BYTES:
         return _narrow_forward_pieces(hidden, itemsize) if has_mean else None
@@ -227,7 +228,7 @@ def _forward_pieces(hidden: int, itemsize: int, unit: int, has_mean: bool) -> Ti
     elif row <= 5120:
         tile = Tile(1, 512 // itemsize, 2)
     elif row < 12288:
-        tile = Tile(1, 1024 // itemsize, 4)
+        tile = Tile(1, (2048 if has_mean else 1024) // itemsize, 4)
     elif row < 16384:
         tile = Tile(1, 2048 // itemsize, 8 if itemsize == 2 else 4)
     elif row == 16384 or unit * itemsize < 16 or (itemsize == 4 and row <= 32768):
@@ -488,7 +489,9 @@ def _plan_backward_rows(
     one_launch = (
         device.can_wait
         and bool(sums)
-        and sums_in_one_launch(rows, hidden, len(sums), programs, tile)
+        and sums_in_one_launch(
+            rows, hidden, len(sums), programs, tile, launches_are_early(call.input.device)
+        )
     )
     unit = _unit(call, matrix)
     stages = tile.stages if _is_ahead_faster(tile, unit["UNIT"] * itemsize) else 1

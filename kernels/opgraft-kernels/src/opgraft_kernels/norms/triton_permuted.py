@@ -29,7 +29,7 @@ from opgraft_kernels.norms.triton_tiles import (
     scale_and_shift,
     standardize,
 )
-from opgraft_kernels.rows import multiple_of
+from opgraft_kernels.rows import begin_program, multiple_of
 
 __all__ = [
     "MAX_HIDDEN",
@@ -96,8 +96,10 @@ def _forward_kernel(
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_HIDDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program normalises ROWS rows of up to BLOCK columns."""
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT_HIDDEN)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -106,7 +108,7 @@ def _forward_kernel(
     offsets = _offsets(row, col, inner, x_outer, x_inner, x_col, UNIT, True)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if mean_ptr is not None:
-        mean, variance, rest = statistics((x,), hidden, BLOCK, 1, 0, MASK_COLS, False)
+        mean, rest, variance, _, _ = statistics((x,), hidden, BLOCK, 1, 0, MASK_COLS, False, False)
         x = x - mean[:, None] - rest[:, None]
         tl.store(mean_ptr + row, mean + rest, mask=row < rows)
     else:
@@ -145,8 +147,10 @@ def _backward_kernel(
     ACROSS_G: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_HIDDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program walks over tiles of ROWS rows, a grid apart, and adds up its part of dw and db."""
+    begin_program(EARLY)
     hidden = multiple_of(hidden, UNIT_HIDDEN)
     program = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -37,10 +37,10 @@ class Op(NamedTuple):
 
 
 OPS = (
-    Op("_softmax", "softmax", "forward", version=10),
-    Op("_log_softmax", "log_softmax", "forward", version=11),
-    Op("_softmax_backward_data", "softmax", "backward", version=9),
-    Op("_log_softmax_backward_data", "log_softmax", "backward", version=10),
+    Op("_softmax", "softmax", "forward", version=11),
+    Op("_log_softmax", "log_softmax", "forward", version=12),
+    Op("_softmax_backward_data", "softmax", "backward", version=10),
+    Op("_log_softmax_backward_data", "log_softmax", "backward", version=11),
 )
 
 

@@ -45,6 +45,7 @@ from opgraft_kernels.launches import Tile as RowTile
 from opgraft_kernels.rows import (
     LOWEST,
     RING,
+    begin_program,
     collect_sum,
     collect_two,
     column,
@@ -157,7 +158,9 @@ def _forward_kernel(
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    begin_program(EARLY)
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
@@ -257,7 +260,9 @@ def _backward_kernel(
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    begin_program(EARLY)
     MASKED: tl.constexpr = MASK_LINES or MASK_COLS
     APART: tl.constexpr = 1 if ENDS else UNIT
     EXACT: tl.constexpr = dx_ptr.dtype.element_ty == tl.float32
@@ -415,8 +420,10 @@ def _forward_split_kernel(
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A group of `splits` programs reduces a row a step, and writes the one before."""
+    begin_program(EARLY)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PAIRED: tl.constexpr = tl.float32 != DTYPE
     EXACT: tl.constexpr = tl.float32 == DTYPE
@@ -505,8 +512,10 @@ def _backward_split_kernel(
     STAGES: tl.constexpr,
     UNIT: tl.constexpr,
     ENDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Likewise."""
+    begin_program(EARLY)
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
     PAIRED: tl.constexpr = tl.float32 != DTYPE
     EXACT: tl.constexpr = tl.float32 == DTYPE
