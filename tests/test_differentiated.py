@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -425,6 +426,121 @@ def test_autocast_casts_before_it() -> None:
     assert out.dtype == native.dtype
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), tensors))
     assert mine.hits == 1
+
+
+# ------------------------------------------------------------------ several kinds of derivative
+
+
+def ones_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.shapes = [each.shape for each in inputs[:3]]
+
+
+def ones_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    """Gradients that are wrong, so that they are told from others."""
+    return (*(grad.new_ones(shape) for shape in ctx.shapes), *[None] * 5)
+
+
+KINDS: dict[str, Any] = {"none": None, "pair": (ones_setup, ones_backward), "impl": "impl"}
+
+
+def in_order(*kinds: str, **terms: Any) -> dict[str, opgraft.Override]:
+    """Overrides of these kinds, the first with the highest priority."""
+    return {
+        kind: override(name=kind, autograd=KINDS[kind], priority=-place, **terms)
+        for place, kind in enumerate(kinds)
+    }
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS)))
+def test_the_first_with_a_derivative_runs_whatever_its_kind(kinds: tuple[str, ...]) -> None:
+    found = in_order(*kinds)
+    first = next(kind for kind in kinds if kind != "none")
+    tensors = inputs()
+    assert opgraft.explain(f"aten::{OP}", *tensors).winner is found[first]
+    grads = gradients(tensors)
+    assert {kind: each.hits for kind, each in found.items()} == {
+        kind: int(kind == first) for kind in KINDS
+    }
+    assert all(bool((each == 1).all()) for each in grads) == (first == "pair")
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS)))
+def test_without_a_derivative_the_first_runs_whatever_its_kind(kinds: tuple[str, ...]) -> None:
+    found = in_order(*kinds)
+    tensors = inputs(requires_grad=False)
+    assert opgraft.explain(f"aten::{OP}", *tensors).winner is found[kinds[0]]
+    F.scaled_dot_product_attention(*tensors)
+    assert [found[kind].hits for kind in kinds] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS)))
+def test_explain_and_a_trace_say_of_each_kind_what_happens(kinds: tuple[str, ...]) -> None:
+    in_order(*kinds)
+    tensors = inputs()
+    first = next(kind for kind in kinds if kind != "none")
+    with opgraft.trace() as trace:
+        F.scaled_dot_product_attention(*tensors)
+    (row,) = trace.rows
+    traced = {each.override.name: "takes" for each in row.overrides if each.hits}
+    traced |= {each.override.name: miss.status for each in row.overrides for miss in each.misses}
+    explained = opgraft.explain(f"aten::{OP}", *tensors).verdicts
+    (reached,) = opgraft.explain(F.scaled_dot_product_attention, *tensors).reached
+    said = [
+        {each.override.name: each.status for each in all_} for all_ in (explained, reached.verdicts)
+    ]
+    for statuses in (traced, *said):
+        assert [kind for kind in kinds if statuses[kind] == "takes"] == [first]
+        before = kinds[: kinds.index(first)]
+        assert all(statuses[kind] == "not asked" for kind in before)
+        # What comes after it, and could not differentiate the call, is one or the other.
+        assert all(statuses[kind] in ("behind", "not asked") for kind in set(kinds) - {first})
+
+
+@pytest.mark.parametrize("kinds", [("pair", "impl"), ("impl", "pair")])
+def test_the_next_kind_runs_where_the_first_is_quarantined(kinds: tuple[str, ...]) -> None:
+    def fails(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise ValueError("no kernel")
+
+    first = override(fails, autograd=KINDS[kinds[0]], priority=1, on_error="fallback", name="first")
+    then = override(autograd=KINDS[kinds[1]], name="then")
+    tensors = inputs()
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        gradients(tensors)
+    assert then.hits == 0
+    assert opgraft.explain(f"aten::{OP}", *tensors).winner is then
+    grads = gradients(tensors)
+    assert (first.hits, then.hits) == (1, 1)
+    assert all(bool((each == 1).all()) for each in grads) == (kinds[1] == "pair")
+
+
+def test_a_condition_that_fails_leaves_the_call_to_the_next_kind() -> None:
+    pair = override(autograd=KINDS["pair"], priority=1, cond=when.size("query", -2) >= 8)
+    mine = override()
+    gradients(inputs())
+    assert (pair.hits, mine.hits) == (0, 1)
+
+
+def test_who_comes_first_without_a_derivative_takes_the_next_call_without_one() -> None:
+    """That it was passed by ends with the call."""
+    found = in_order("none", "pair")
+    gradients(inputs())
+    F.scaled_dot_product_attention(*inputs(requires_grad=False))
+    assert (found["none"].hits, found["pair"].hits) == (1, 1)
+
+
+@pytest.mark.parametrize("kinds", [("none", "pair"), ("impl", "pair")])
+def test_a_compiled_graph_keeps_the_composite_where_the_pair_is_not_first(
+    kinds: tuple[str, ...],
+) -> None:
+    """The graph would ask the whole chain when it runs."""
+    in_order(*kinds, compile="opaque")
+    tensors = inputs(dtype=torch.float32)
+    with opgraft.disabled():
+        expected = gradients(tensors)
+    torch._dynamo.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*tensors).square().sum(), tensors)
+    torch.testing.assert_close(found, expected)
 
 
 # ------------------------------------------------------------------ registration

@@ -22,6 +22,7 @@ from opgraft.explanation.result import Explanation
 from opgraft.explanation.verdicts import Status, Verdict
 from opgraft.ops.schema import Call, Op, resolve
 from opgraft.registry import Chain, registry
+from opgraft.router import derivative
 
 __all__ = [
     "Explanation",
@@ -89,7 +90,12 @@ def _explain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], backward: b
         return _explain_function(resolved.overload, args, kwargs, backward)
     if _is_changed_above_backend(call):
         return _explain_at_backend(resolved, args, kwargs)
-    return explain_op_call(call, chain, keeps_derivative=keeps_composite_derivative(chain, call))
+    return explain_op_call(
+        call,
+        chain,
+        keeps_derivative=keeps_composite_derivative(chain, call),
+        differentiating=derivative.differentiating_override(chain, call),
+    )
 
 
 def _pack_notes() -> list[str]:

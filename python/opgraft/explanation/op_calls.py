@@ -10,18 +10,21 @@ from opgraft.explanation.result import Explanation
 from opgraft.explanation.verdicts import judge_overrides
 from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import Call
-from opgraft.registry import Chain
-from opgraft.router import composite, derivative, device, dispatcher
+from opgraft.registry import Chain, Override
+from opgraft.router import composite, device, dispatcher
 
 
-def explain_op_call(call: Call, chain: Chain, *, keeps_derivative: bool) -> Explanation:
+def explain_op_call(
+    call: Call, chain: Chain, *, keeps_derivative: bool, differentiating: Override | None = None
+) -> Explanation:
     """The verdict of each override of the chain on a call, and what runs.
 
     Args:
         call: the call with the arguments that the backend gets.
         chain: the op's chain at the call's dispatch key.
-        keeps_derivative: whether the call keeps the derivative of a composite op, so that no
-            override is asked.
+        keeps_derivative: whether autograd differentiates the call of a composite op, so that only
+            overrides with a derivative are asked.
+        differentiating: the override whose two functions differentiate it, if one's do.
     """
     notes: list[str] = []
     if router.installed(chain) is not None:
@@ -29,7 +32,9 @@ def explain_op_call(call: Call, chain: Chain, *, keeps_derivative: bool) -> Expl
     return Explanation(
         chain.op.name,
         chain.dispatch_key,
-        judge_overrides(chain, call, keeps_derivative=keeps_derivative),
+        judge_overrides(
+            chain, call, keeps_derivative=keeps_derivative, differentiating=differentiating
+        ),
         native_origin(chain),
         tuple(notes),
     )
@@ -56,10 +61,7 @@ def keeps_composite_derivative(chain: Chain, call: Call) -> bool:
         return False
     if not is_built_for(chain.dispatch_key):  # in a build with it, the op may have a kernel
         return False
-    return (
-        composite.must_differentiate(call)
-        and derivative.differentiating_override(chain, call) is None
-    )
+    return composite.must_differentiate(call)
 
 
 def native_origin(chain: Chain) -> str:

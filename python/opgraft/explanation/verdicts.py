@@ -18,7 +18,7 @@ Status = Literal[
     "quarantined",  # it failed for a call of this kind before
     "disabled",  # by a rule, an environment variable or a scope
     "unavailable",  # it can never run here: a requirement is missing
-    "not asked",  # the call keeps the derivative of a composite op
+    "not asked",  # autograd differentiates the call of a composite op, and not by this override
 ]
 
 
@@ -64,28 +64,38 @@ def label(override: Override) -> str:
     return f"{override.name} [{override.dsl or 'no DSL'}, {override.pack or 'user'}]"
 
 
-def judge_overrides(chain: Chain, call: Call, *, keeps_derivative: bool) -> tuple[Verdict, ...]:
+def judge_overrides(
+    chain: Chain, call: Call, *, keeps_derivative: bool, differentiating: Override | None = None
+) -> tuple[Verdict, ...]:
     """The verdict of each override of a chain, in the order of asking; no kernel runs.
 
-    `keeps_derivative`: whether the call keeps the derivative of a composite op.
+    Args:
+        chain: the overrides.
+        call: the call.
+        keeps_derivative: whether autograd differentiates the call of a composite op.
+        differentiating: the override whose two functions differentiate it, if one's do.
     """
     verdicts: list[Verdict] = []
     for override in chain.members:
-        verdict = _judge_override(override, call, keeps_derivative=keeps_derivative)
-        if verdict.takes and any(other.takes for other in verdicts):
+        is_taken = any(other.takes for other in verdicts)
+        may_differentiate = is_taken or override is differentiating
+        verdict = _judge_override(override, call, keeps_derivative, may_differentiate)
+        if verdict.takes and is_taken:
             verdict = Verdict(override, "behind", "would take it, but one before it does")
         verdicts.append(verdict)
     return tuple(verdicts)
 
 
-def _judge_override(override: Override, call: Call, *, keeps_derivative: bool) -> Verdict:
+def _judge_override(
+    override: Override, call: Call, keeps_derivative: bool, may_differentiate: bool
+) -> Verdict:
+    """`may_differentiate`: whether its two functions can, if it has them."""
     off = override.why_off()
     if off is not None:
         return Verdict(override, "unavailable" if override.unavailable else "disabled", off)
     not_asked = Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
     # One with a derivative of its own is asked.
-    is_differentiated = override.is_differentiated and not composite.is_forward_mode()
-    if keeps_derivative and override.derivative is None and not is_differentiated:
+    if keeps_derivative and (override.autograd is None or composite.is_forward_mode()):
         return not_asked
     try:
         where = device.of_call(call, override.dispatch_key)
@@ -98,19 +108,19 @@ def _judge_override(override: Override, call: Call, *, keeps_derivative: bool) -
         return Verdict(override, "declines", reason)
     if decline is not None:
         return _declined(override, decline, failure)
-    if keeps_derivative and not is_differentiated:
+    takes, plan = (True, "") if override.plans is None else override.plans.predict(call)
+    if not takes:
+        return Verdict(override, "declines", f"declines: it would run {plan}")
+    if keeps_derivative and not (override.is_differentiated or may_differentiate):
         return not_asked
-    if override.plans is None:
-        return Verdict(override, "takes")
-    takes, plan = override.plans.predict(call)
-    if takes:
-        return Verdict(override, "takes", plan=plan)
-    return Verdict(override, "declines", f"declines: it would run {plan}")
+    return Verdict(override, "takes", plan=plan)
 
 
 def _declined(override: Override, decline: Decline, failure: Failure | None) -> Verdict:
     if decline.kind == "disabled":
         return Verdict(override, "disabled", decline.reason)
+    if decline.kind == "passed by":
+        return Verdict(override, "not asked", decline.reason)
     if decline.kind == "quarantined":
         return Verdict(override, "quarantined", decline.reason)
     return Verdict(override, "declines", f"declines: {failure or decline.reason}", failure)

@@ -222,9 +222,14 @@ def is_backend_next(keyset: DispatchKeySet) -> bool:
     return (keyset & _BELOW).highestPriorityTypeId() in _BACKENDS
 
 
-def _is_traced(backend: DispatchKey) -> bool:
+def is_compiling() -> bool:
+    """Whether what is called here is traced into a graph of `torch.compile`."""
     functional = torch._C._TorchDispatchModeKey.FUNCTIONAL  # type: ignore[attr-defined]
-    if torch._C._get_dispatch_mode(functional) is not None:
+    return torch._C._get_dispatch_mode(functional) is not None
+
+
+def _is_traced(backend: DispatchKey) -> bool:
+    if is_compiling():
         # Autocast casts for the ops that a composite op calls, so they need the caller's autocast.
         # What a compiler makes of an op that it sees whole, it makes and runs without autocast.
         autocast = f"Autocast{backend.name}"

@@ -18,7 +18,7 @@ class Decline(NamedTuple):
     """Why an override does not take a call."""
 
     reason: str
-    kind: Literal["condition", "rule", "captured", "disabled", "quarantined"]
+    kind: Literal["condition", "rule", "captured", "disabled", "quarantined", "passed by"]
 
     @property
     def is_miss(self) -> bool:
@@ -70,7 +70,10 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     """
     if threads.is_disabled_here(override):
         scope = threads.disabling_scope(override)
-        return Decline(f"switched off on this thread by {scope}", "disabled")
+        if isinstance(scope, threads.PassedBy):
+            return Decline(scope.REASON, "passed by")
+        by = "" if scope is None else scope
+        return Decline(f"switched off on this thread by opgraft.disabled({by})", "disabled")
     obstacle = device.why_mixed(call) or _lazy_bits(call) or _torchscript()
     if obstacle is not None:
         return Decline(obstacle, "rule")

@@ -9,6 +9,10 @@ keeps its own derivative if the override's condition depends on them; in a graph
 to the compiler, always. So does a composite op whose pieces somebody must see: a dispatch mode, a
 tensor subclass, a functorch transform.
 
+Of a composite op's overrides only those with a derivative, of either kind, are asked for a call
+that is differentiated, in the order of the chain. The pairs of functions are asked here, the others
+by the router, so this kernel passes a call on to the router where one of the others comes first.
+
 Forward-mode differentiation uses the op's own derivative, which is correct. Double backward is an
 error: an override's backward may call kernels that autograd cannot differentiate.
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +42,7 @@ from opgraft.router import composite, dispatcher, threads
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter
 from opgraft.router.composite import needs_grad
+from opgraft.router.decision import why_not
 from opgraft.router.native import NativeKernel
 from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
@@ -167,31 +172,81 @@ def differentiating_override(chain: Chain, call: Call) -> Override | None:
 class DerivativeKernel:
     """Our kernel for custom derivatives, at the autograd key of an op's backend."""
 
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
+    def __init__(self, router: Router) -> None:
+        self._chain = router.chain
+        self._is_composite = router.is_composite
         #: Weak keys: an override that was removed is freed with all that its impl holds.
         self._functions: WeakKeyDictionary[Override, type[torch.autograd.Function]] = (
             WeakKeyDictionary()
         )
 
-    def differentiating_override(self, call: Call) -> Override | None:
-        """The override whose custom derivative a call gets; None if it gets the op's."""
+    def differentiating_override(
+        self, call: Call, is_ready: Callable[[Override], bool] = lambda override: True
+    ) -> Override | None:
+        """The override whose custom derivative a call gets; None if it gets another.
+
+        Args:
+            call: the call.
+            is_ready: whether the kernels of a composite op's override are ready; else the next one
+                is asked.
+        """
         if not needs_grad(call) or _is_forward_mode() or threads.is_bypassed(self._chain):
             return None
         if not any(override.derivative for override in self._chain.members):
             return None
         if listener is not None:
             listener(self._chain)
+        if self._asks_those_with_a_derivative(call):
+            return self._first_with_a_derivative(call, is_ready)
         for override in self._chain.active:
             if not threads.is_disabled_here(override) and _takes_call(override, call):
                 return override if _differentiates(override, call) else None
         return None
+
+    def _asks_those_with_a_derivative(self, call: Call) -> bool:
+        """Whether only overrides with a derivative are asked for a call that is differentiated.
+
+        A graph holds the op, which asks the whole chain when it runs.
+        """
+        return self._is_composite and not (composite.is_compiling() or symbolic.is_symbolic(call))
+
+    def _first_with_a_derivative(
+        self, call: Call, is_ready: Callable[[Override], bool]
+    ) -> Override | None:
+        """The first override with a derivative that takes a call; None if that is an "impl"."""
+        for override in self._chain.active:
+            if override.autograd is not None and _takes_now(override, call, if_it_raises=False):
+                if override.is_differentiated:
+                    return None  # the router asks it, and those after it
+                if is_ready(override):
+                    return override
+        return None
+
+    def _passing_by(self, override: Override, call: Call) -> ExitStack:
+        """Have the forward of a call run by `override`, though others come before it.
+
+        The forward runs below autograd, where overrides without a derivative are asked, too.
+        """
+        scopes = ExitStack()
+        if not self._asks_those_with_a_derivative(call):
+            return scopes
+        for before in self._chain.active:
+            if before is override:
+                break
+            if before.autograd is None and _takes_now(before, call, if_it_raises=True):
+                given = {key: getattr(before, key) for key in threads.PassedBy.KEYS}
+                scopes.enter_context(threads.scope(threads.PassedBy(**given)))
+        return scopes
 
     def differentiate(self, override: Override, call: Call) -> Any:
         """Run the op with the derivative of `override`."""
         if override not in self._functions:
             self._functions[override] = _function_of(override)
         function = self._functions[override]
+        with self._passing_by(override, call):
+            return self._apply(function, call)
+
+    def _apply(self, function: type[torch.autograd.Function], call: Call) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is None:
             result = function.apply(*call.values)
         else:
@@ -207,15 +262,14 @@ class PythonKernel(DerivativeKernel):
     """The kernel in Python."""
 
     def __init__(self, router: PythonRouter) -> None:
+        super().__init__(router)
         chain = router.chain
-        super().__init__(chain)
         key = f"Autograd{chain.dispatch_key}"
         self._router = router
         self._backend = DispatchKey.__members__[chain.dispatch_key]
         # Ours cannot be captured: while a mode is on, a captured Python kernel calls the Python
         # kernel that was registered last, which would be this one.
         composite_kernel = router.composite_kernel
-        self._is_composite = composite_kernel is not None
         self._native = composite_kernel.call if composite_kernel else NativeKernel(chain.op, key)
         router.libraries.append(dispatcher.register(chain.op, key, self))
 
@@ -237,8 +291,7 @@ class CompiledKernel(DerivativeKernel):
     """The kernel in C++. It calls Python if an override with a derivative may take a call."""
 
     def __init__(self, router: CompiledRouter, core: Core) -> None:
-        chain = router.chain
-        super().__init__(chain)
+        super().__init__(router)
         if router.is_composite:
             self._kernel = core.Derivative.of_composite(router.handle, self._differentiate)
         else:
@@ -249,12 +302,18 @@ class CompiledKernel(DerivativeKernel):
         self, keyset: torch.DispatchKeySet, values: tuple[Any, ...], key: PlanKey | None
     ) -> Any:
         call = Call(self._chain.op, values)
-        override = self.differentiating_override(call)
+
+        def is_ready(override: Override) -> bool:
+            plans = override.plans
+            if plans is None or not key or plans.may_differentiate(call, keyset, key):
+                return True
+            override.state.misses.add()
+            return False
+
+        override = self.differentiating_override(call, is_ready)
         if override is None:
             return NotImplemented
-        plans = override.plans
-        if plans is not None and key and not plans.may_differentiate(call, keyset, key):
-            override.state.misses.add()
+        if not self._is_composite and not is_ready(override):
             return ...  # native kernels alone: the forward may be ready, and the backward not
         return self.differentiate(override, call)
 
@@ -290,6 +349,19 @@ def _takes_call(override: Override, call: Call) -> bool:
         if interrupts.is_interrupt(error):
             raise
         return False
+
+
+def _takes_now(override: Override, call: Call, *, if_it_raises: bool) -> bool:
+    """Whether an override takes a call that is no part of a graph.
+
+    `if_it_raises`: the answer where its condition raises an error.
+    """
+    try:
+        return why_not(override, call, capturing=False) is None
+    except Exception as error:
+        if interrupts.is_interrupt(error):
+            raise
+        return if_it_raises
 
 
 def _differentiates(override: Override, call: Call) -> bool:

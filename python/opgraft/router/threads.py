@@ -34,6 +34,14 @@ _PROBE_KEY = "opgraft.probe"
 EVERYTHING = Selector()
 
 
+class PassedBy(Selector):
+    """Selects an override that is not asked for a call, though no user switched it off."""
+
+    REASON = (
+        "not asked: autograd differentiates the call of a composite op, and it has no autograd="
+    )
+
+
 class Frame:
     """An impl that is running on this thread, and what the native kernel returned inside it."""
 
@@ -186,10 +194,9 @@ def is_disabled_here(override: Override) -> bool:
     return any(selector.matches(override) for selector in scopes())
 
 
-def disabling_scope(override: Override) -> str:
-    """The scope on this thread that has switched the override off, as text."""
-    matching = (selector for selector in reversed(scopes()) if selector.matches(override))
-    return f"opgraft.disabled({next(matching, '')})"
+def disabling_scope(override: Override) -> Selector | None:
+    """What the scope on this thread selects that has switched the override off."""
+    return next((each for each in reversed(scopes()) if each.matches(override)), None)
 
 
 def _stash(value: tuple[_Entry, ...]) -> None:
