@@ -43,6 +43,7 @@
 #include "python_impl.h"
 #include "router.h"
 #include "shadow.h"
+#include "tensors.h"
 #include "threads.h"
 #include "torch_private.h"
 #include "torch_python.h"
@@ -593,6 +594,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
   core.def("register_backward", &register_backward, py::arg("name"), py::arg("overload"),
            py::arg("backward"), py::arg("backward_overload"),
            "Differentiate an op by another one, whose schema says what it gets and returns.");
+  core.def(
+      "has_tangent",
+      [](const at::Tensor& tensor) { return has_tangent(*tensor.unsafeGetTensorImpl()); },
+      py::arg("tensor"), "Whether a tensor has a forward-mode tangent.");
   core.def("forward_op", &forward_op, py::arg("name"), py::arg("overload"), py::arg("origin"),
            py::arg("origin_overload"),
            "Implements an op without kernels by forwarding to another op with its schema.");

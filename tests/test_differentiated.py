@@ -378,7 +378,50 @@ def test_traces_and_explain_say_who_runs() -> None:
     assert "mine" in str(trace)
     assert mine.hits == 1
     with forward_ad.dual_level():
+        tensors[0] = forward_ad.make_dual(tensors[0].detach(), torch.ones_like(tensors[0]))
         assert opgraft.explain(f"aten::{OP}", *tensors).winner is None
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kind", ["none", "pair", "impl"])
+def test_an_open_forward_mode_level_without_a_tangent_changes_nothing(
+    kind: str, requires_grad: bool
+) -> None:
+    mine = override(autograd=KINDS[kind])
+    tensors = inputs(requires_grad=requires_grad)
+    taken = [mine] if not requires_grad or kind != "none" else []
+    with forward_ad.dual_level():
+        explained = opgraft.explain(f"aten::{OP}", *tensors).winner
+        (reached,) = opgraft.explain(F.scaled_dot_product_attention, *tensors).reached
+        F.scaled_dot_product_attention(*tensors)
+    assert [each for each in (explained, reached.winner) if each] == 2 * taken
+    assert mine.hits == len(taken)
+
+
+@pytest.mark.parametrize("kind", ["none", "pair", "impl"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_tangent_of_any_argument_keeps_the_composite(kind: str, mode: Any) -> None:
+    mine = override(autograd=KINDS[kind])
+    query, key, value = inputs(requires_grad=False)
+    tensors = query.requires_grad_(), key
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        value = forward_ad.make_dual(value, torch.ones_like(value))
+        with mode():
+            assert opgraft.explain(f"aten::{OP}", *tensors, value).winner is None
+            (reached,) = opgraft.explain(F.scaled_dot_product_attention, *tensors, value).reached
+            assert reached.winner is None
+            F.scaled_dot_product_attention(*tensors, value)
+    assert mine.hits == 0
+
+
+def test_in_inference_mode_a_tangent_is_nothing() -> None:
+    mine = override()
+    query, key, value = inputs(requires_grad=False)
+    with forward_ad.dual_level(), torch.inference_mode():
+        query = forward_ad.make_dual(query, torch.ones_like(query))
+        assert opgraft.explain(f"aten::{OP}", query, key, value).winner is mine
+        F.scaled_dot_product_attention(query, key, value)
+    assert mine.hits == 1
 
 
 def test_threads_differentiate_at_once() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -209,12 +210,15 @@ class Recorder(TorchDispatchMode):
         return pytree.tree_map_only(torch.Tensor, self._stand_in_argument, values)
 
     def _stand_in_argument(self, tensor: torch.Tensor) -> torch.Tensor:
-        stand_in = self._stand_in_for(tensor)
+        stand_in: torch.Tensor = self._stand_in_for(tensor)
         if stand_in.requires_grad and tensor.grad_fn is not None:
             with self._mute(), self:
-                return (
-                    stand_in.clone()
-                )  # not a leaf of autograd, as the tensor: ops may write to it
+                # Not a leaf of autograd, as the tensor: ops may write to it.
+                stand_in = stand_in.clone()
+        if composite.has_tangent(tensor):
+            tangent = self._stand_in_for(forward_ad.unpack_dual(tensor).tangent)
+            with self._mute(), self:
+                return forward_ad.make_dual(stand_in, tangent)
         return stand_in
 
     @contextmanager
@@ -460,7 +464,7 @@ class Recorder(TorchDispatchMode):
         stand_in.original = None
 
 
-composite.register_tracing_mode(Recorder)
+composite.register_tracing_mode(Recorder, StandIn)
 
 
 class _Captured:

@@ -95,7 +95,7 @@ def _judge_override(
         return Verdict(override, "unavailable" if override.unavailable else "disabled", off)
     not_asked = Verdict(override, "not asked", f"not asked: the op is {composite.NOTE}")
     # One with a derivative of its own is asked.
-    if keeps_derivative and (override.autograd is None or composite.is_forward_mode()):
+    if keeps_derivative and (override.autograd is None or composite.has_tangents(call)):
         return not_asked
     try:
         where = device.of_call(call, override.dispatch_key)

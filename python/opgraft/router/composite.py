@@ -82,11 +82,19 @@ _CALL_CAST_OPS = frozenset(
 )
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
+#: Types of tensors of which torch makes views without asking a subclass.
+_plain_types: set[type] = {torch.Tensor, torch.nn.Parameter}
 
 
-def register_tracing_mode(mode: type) -> None:
-    """Show overridden composite ops to dispatch modes of a type whole, not decomposed."""
+def register_tracing_mode(mode: type, stand_in: type) -> None:
+    """Show overridden composite ops to dispatch modes of a type whole, not decomposed.
+
+    Args:
+        mode: the type.
+        stand_in: the type of the tensors that it makes.
+    """
     _tracing_modes.add(mode)
+    _plain_types.add(stand_in)
     core = loader.in_use()
     if core is not None:
         core.register_tracing_mode(mode)
@@ -175,7 +183,7 @@ class CompositeAutogradKernel:
 
         def route() -> Any:
             # What an impl calls may have no forward-mode derivative: the composite has.
-            if is_forward_mode() or sys.is_finalizing():
+            if has_tangents(call) or sys.is_finalizing():
                 return self.composite(keyset, call)
             asked = (override for override in self._chain.active if override.is_differentiated)
             return self._router.route_to(asked, keyset, call)
@@ -383,14 +391,38 @@ def _element_type(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
 
 def must_differentiate(call: Call) -> bool:
     """Whether autograd, backward or forward, needs to see through the call."""
-    # An open dual level is enough. To look for a tangent of each tensor at that level would miss
-    # tangents of outer levels, and a missed tangent is a silently wrong jvp.
-    return is_forward_mode() or needs_grad(call)
+    return needs_grad(call) or has_tangents(call)
 
 
-def is_forward_mode() -> bool:
-    """Whether a level of forward-mode differentiation is open."""
-    return forward_ad._current_level >= 0
+def has_tangents(call: Call) -> bool:
+    """Whether a tensor of a call has a forward-mode tangent."""
+    return any(map(has_tangent, call.tensors()))
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a forward-mode tangent, and calls are differentiated by it here."""
+    if forward_ad._current_level < 0 or torch.is_inference_mode_enabled():
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_excluded("ADInplaceOrView"):  # below autograd
+        return False
+    core = loader.in_use()
+    if core is not None:
+        return core.has_tangent(tensor)
+    # Without the core only an op tells, which makes a view: not of every layout, nor of what others
+    # wrap. That has one as far as is known here, since a missed tangent is a silently wrong jvp.
+    if tensor.is_inference():
+        return False
+    is_plain = type(tensor) in _plain_types and not tensor.is_nested
+    if not is_plain or tensor.layout != torch.strided or _is_wrapped(tensor):
+        return True
+    with torch._C._DisableTorchDispatch():
+        return torch._VF._unpack_dual(tensor, level=0)[1] is not None  # torch has one level alone
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    return torch._is_functional_tensor(tensor) or (
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def needs_grad(call: Call) -> bool:

@@ -190,7 +190,7 @@ class DerivativeKernel:
             is_ready: whether the kernels of a composite op's override are ready; else the next one
                 is asked.
         """
-        if not needs_grad(call) or _is_forward_mode() or threads.is_bypassed(self._chain):
+        if not needs_grad(call) or _is_forward_mode(call) or threads.is_bypassed(self._chain):
             return None
         if not any(override.derivative for override in self._chain.members):
             return None
@@ -371,9 +371,12 @@ def _differentiates(override: Override, call: Call) -> bool:
     return is_left_to_compiler is None or not is_left_to_compiler(override, call)
 
 
-def _is_forward_mode() -> bool:
-    if forward_ad._current_level >= 0:
-        return True
+def _is_forward_mode(call: Call) -> bool:
+    """Whether a call is differentiated forward: by a tangent, or by functorch."""
+    return composite.has_tangents(call) or _is_functorch_jvp()
+
+
+def _is_functorch_jvp() -> bool:
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
@@ -565,7 +568,8 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
                     f"the backward of {display_name} returned {len(gradients)} gradients; the op "
                     f"has {len(op.arguments)} arguments, and those that have no gradient get None"
                 )
-            if not torch.is_grad_enabled() and not _is_forward_mode():
+            in_forward_mode = forward_ad._current_level >= 0 or _is_functorch_jvp()
+            if not torch.is_grad_enabled() and not in_forward_mode:
                 return gradients
             return _once_differentiable(
                 display_name, gradients, (*grads[:-1], _state(author_ctx).saved()[-1])
