@@ -451,6 +451,63 @@ BAD = {
 }
 
 
+#: A type of the op's argument, and one of the backward op's.
+OTHER_TYPES = {
+    "a tensor that may be None": ("Tensor?", "Tensor"),
+    "a number for a tensor": ("Tensor", "float"),
+    "a tensor for a number": ("float", "Tensor"),
+    "another number": ("int", "float"),
+    "a number that may be None": ("int?", "int"),
+    "numbers for one": ("int", "int[]"),
+    "one for numbers": ("int[]", "int"),
+    "a bool": ("bool", "int"),
+    "a dtype": ("ScalarType", "int"),
+    "a scalar": ("Scalar", "float"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TYPES)
+def test_an_argument_of_another_type_is_refused(define: Define, case: str) -> None:
+    given, wanted = OTHER_TYPES[case]
+    names = define(
+        f"(Tensor x, {given} other) -> Tensor out",
+        f"(Tensor grad_out, {wanted} other) -> Tensor grad_x",
+    )
+    with pytest.raises(RegistrationError) as raised:
+        opgraft.register_backward(*names)
+    assert str(raised.value) == (
+        f"register_backward({names[0]!r}, {names[1]!r}): its argument 'other' is of type {wanted}, "
+        f"and gets {names[0]}'s argument 'other', which is of type {given}: declare it as "
+        f"'{given} other'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("grad_out", "float grad_out"), ("out", "Tensor grad_out, float out")],
+)
+def test_what_is_of_an_output_is_a_tensor(define: Define, name: str, arguments: str) -> None:
+    names = define("(Tensor x) -> Tensor out", f"({arguments}) -> Tensor grad_x")
+    with pytest.raises(RegistrationError, match=f"'{name}' is of type float, .*'Tensor {name}'"):
+        opgraft.register_backward(*names)
+
+
+@pytest.mark.parametrize("kind", ["Tensor", "float", "int[]", "SymInt", "Scalar", "ScalarType"])
+def test_what_may_be_none_takes_what_is_not(define: Define, kind: str) -> None:
+    names = define(
+        f"(Tensor x, {kind} other) -> Tensor out",
+        f"(Tensor grad_out, {kind}? other) -> Tensor grad_x",
+        lambda x, other: x * 2,
+        lambda grad, other: grad * (2 if other is not None else 0),
+    )
+    opgraft.register_backward(*names)
+    x = number()
+    other = {"Tensor": torch.ones(1), "int[]": [1], "ScalarType": torch.float64}.get(kind, 1)
+    overload(names[0])(x, other).sum().backward()
+    assert x.grad is not None
+    assert bool((x.grad == 2).all())
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_names_that_do_not_say_what_is_what_are_refused(define: Define, case: str) -> None:
     schema, backward_schema, message = BAD[case]

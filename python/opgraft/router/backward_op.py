@@ -25,7 +25,8 @@ def register_backward(op: str, backward: str) -> None:
     arguments are `Tensor?` None. Any other argument is the op's argument or output of that name,
     which is saved until then. Its result `grad_NAME` is the gradient of the op's argument `NAME`,
     and an undefined tensor says that there is none. An output whose gradient it does not want, and
-    an argument whose gradient it does not return, have no derivative.
+    an argument whose gradient it does not return, have no derivative. Types are those of the op, or
+    the same with `?`.
 
     No Python runs for it where the compiled core is in use, unlike for
     `torch.library.register_autograd`. Both ops can be overridden as any op can, with launch plans.
@@ -39,7 +40,8 @@ def register_backward(op: str, backward: str) -> None:
         backward: likewise the name of its backward op.
 
     Raises:
-        RegistrationError: there is no such op, or the names do not say what is what.
+        RegistrationError: there is no such op, or the names do not say what is what, or two types
+            differ.
 
     >>> import torch, opgraft
     >>> library = torch.library.Library("doc_of_backward", "FRAGMENT")
@@ -139,6 +141,13 @@ class _Pairing(NamedTuple):
         for each in self.backward.arguments:
             if "List" in each.kind and "Tensor" in each.kind:
                 yield f"its argument {each.name!r} is a list of tensors, which are not saved"
+            source, kind = self._source_of(each.name)
+            if each.kind not in (kind, f"Optional[{kind}]"):
+                yield (
+                    f"its argument {each.name!r} is of type {_spelled(each.kind)}, and gets "
+                    f"{source}, which is of type {_spelled(kind)}: declare it as "
+                    f"'{_spelled(kind)} {each.name}'"
+                )
         if not any(self.gradient_of(name) for name in wanted):
             yield f"no argument is the gradient of an output: name one '{PREFIX}OUTPUT'"
         results = [returned.name for returned in self.backward.returns]
@@ -155,10 +164,31 @@ class _Pairing(NamedTuple):
             elif argument.kind not in ("Tensor", "Optional[Tensor]"):
                 yield f"it returns {returned.name!r}, and {target} is no tensor"
 
+    def _source_of(self, name: str) -> tuple[str, str]:
+        """What an argument of the backward op gets, in words, and its type."""
+        output = self.gradient_of(name)
+        if output is not None:
+            return f"the gradient of {self.op.name}'s output {output!r}", "Tensor"
+        if name in self.outputs:
+            return f"{self.op.name}'s output {name!r}", "Tensor"
+        return f"{self.op.name}'s argument {name!r}", self.op.kinds[name]
+
     def gradient_of(self, name: str) -> str | None:
         """The output whose gradient an argument of the backward op is."""
         target = name.removeprefix(PREFIX)
         return target if name.startswith(PREFIX) and target in self.outputs else None
+
+
+def _spelled(kind: str) -> str:
+    """A type as a schema spells it.
+
+    >>> _spelled("Optional[List[int]]"), _spelled("number")
+    ('int[]?', 'Scalar')
+    """
+    for outer, sign in (("Optional", "?"), ("List", "[]")):
+        if kind.startswith(f"{outer}["):
+            return _spelled(kind[len(outer) + 1 : -1]) + sign
+    return "Scalar" if kind == "number" else kind
 
 
 class _Function:
