@@ -63,16 +63,16 @@ bool writes_or_aliases(const c10::FunctionSchema& schema) {
   return false;
 }
 
-Derived derivative_of(const torch::jit::Stack& stack, size_t outputs) {
+Derived derivative_of(c10::ArrayRef<c10::IValue> results) {
   auto found = Derived::Never;
   const auto look_at = [&found](const at::Tensor& tensor) {
     if (!tensor.defined() || !(tensor.is_floating_point() || tensor.is_complex())) return;
     if (found != Derived::Yes) found = tensor.requires_grad() ? Derived::Yes : Derived::No;
   };
-  for (size_t i = stack.size() - outputs; i < stack.size(); ++i) {
-    if (stack[i].isTensor()) look_at(stack[i].toTensor());
-    if (!stack[i].isTensorList()) continue;
-    for (const at::Tensor& each : stack[i].toTensorVector()) look_at(each);
+  for (const c10::IValue& result : results) {
+    if (result.isTensor()) look_at(result.toTensor());
+    if (!result.isTensorList()) continue;
+    for (const at::Tensor& each : result.toTensorVector()) look_at(each);
   }
   return found;
 }

@@ -37,7 +37,7 @@ bool writes_or_aliases(const c10::FunctionSchema& schema);
 
 // Whether autograd can differentiate any of an impl's results; Never: none is of floating point.
 enum class Derived : uint8_t { Yes, No, Never };
-Derived derivative_of(const torch::jit::Stack& stack, size_t outputs);
+Derived derivative_of(c10::ArrayRef<c10::IValue> results);
 
 // Tells autograd what an impl did below it. Created before the impl runs, finished after.
 class AutogradBookkeeping {

@@ -342,7 +342,10 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
   const uint64_t exact = accelerated ? exact_key(call) : 0;
   const bool first = !capturing && checked_kinds_.count(kind) < checked_hits_;
   if (!first) override.hits->add();  // Python counts a first hit
-  auto results = first ? call_first_hit(call) : call_function(call, capturing);
+  auto results =
+      first ? call_first_hit(call) : call_function(override, call, capturing, is_differentiated);
+  if (is_differentiated && derivative_of(results) == Derived::Yes)
+    override.has_made_derivative.store(true, std::memory_order_relaxed);
   call.set_results(results);
   if (first) checked_kinds_.add(kind);
   if (accelerated && !capturing && ran_calls_.count(exact) == 0) ran_calls_.add(exact);
@@ -365,16 +368,34 @@ std::vector<c10::IValue> PythonImpl::call_first_hit(const Call& call) const {
   return converter_->to_results(result, display_name_);  // Python has checked it
 }
 
-std::vector<c10::IValue> PythonImpl::call_function(const Call& call, bool capturing) const {
+std::vector<c10::IValue> PythonImpl::call_function(const Override& override, const Call& call,
+                                                   bool capturing, bool is_differentiated) const {
   try {
     const auto result = vectorcall(call);
     if (!result) throw py::error_already_set();
-    return results(result);
+    auto found = results(result);
+    if (is_differentiated) check_differentiated(override, found);
+    return found;
   } catch (py::error_already_set& error) {
     if (falls_back_ && !capturing) return recover(call, error);
     error.restore();
   }
   throw_python_error();
+}
+
+// A call's first hits are compared with native, which says whether its result has a derivative.
+void PythonImpl::check_differentiated(const Override& override,
+                                      c10::ArrayRef<c10::IValue> results) const {
+  if (!override.has_made_derivative.load(std::memory_order_relaxed) ||
+      derivative_of(results) != Derived::No) {
+    return;
+  }
+  const std::string message =
+      display_name_ +
+      " is declared with autograd='impl' and returned what autograd cannot differentiate; let its "
+      "impl call ops that have derivatives, outside of torch.no_grad()";
+  PyErr_SetString(hooks_->contract_error.get().ptr(), message.c_str());
+  throw py::error_already_set();
 }
 
 std::vector<c10::IValue> PythonImpl::recover(const Call& call,

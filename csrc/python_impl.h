@@ -133,7 +133,10 @@ class PythonImpl final : public Impl {
 
  private:
   std::vector<c10::IValue> call_first_hit(const Call& call) const;
-  std::vector<c10::IValue> call_function(const Call& call, bool capturing) const;
+  std::vector<c10::IValue> call_function(const Override& override, const Call& call, bool capturing,
+                                         bool is_differentiated) const;
+  // Raises if no result can be differentiated, and one could before.
+  void check_differentiated(const Override& override, c10::ArrayRef<c10::IValue> results) const;
   std::vector<c10::IValue> recover(const Call& call, const py::error_already_set& error) const;
   py::object vectorcall(const Call& call) const;
   std::vector<c10::IValue> results(py::handle result) const;

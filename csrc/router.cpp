@@ -692,26 +692,7 @@ bool Router::run(const Override& override, Call& call, c10::Device device, bool 
     call.fell_back = true;
   }
   if (bookkeeping) bookkeeping->finish(call.stack, output_count_, name_);
-  if (is_differentiated) check_differentiated(override, call);
   return true;
-}
-
-// A call's first hits are compared with native, which says whether its result has a derivative.
-void Router::check_differentiated(const Override& override, const Call& call) const {
-  switch (derivative_of(call.stack, output_count_)) {
-    case Derived::Yes:
-      override.has_made_derivative.store(true, std::memory_order_relaxed);
-      return;
-    case Derived::No:
-      TORCH_CHECK(!override.has_made_derivative.load(std::memory_order_relaxed), "an override of ",
-                  name_,
-                  " is declared with autograd='impl' and returned what autograd cannot "
-                  "differentiate; let its impl call ops that have derivatives, outside of "
-                  "torch.no_grad()");
-      return;
-    case Derived::Never:
-      return;
-  }
 }
 
 std::optional<AutogradBookkeeping> Router::make_bookkeeping(

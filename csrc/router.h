@@ -375,8 +375,6 @@ class alignas(64) Router {
   void run_differentiated(Call& call, bool observed);
   // Runs the composite, which autograd differentiates.
   void run_keeping_derivative(Call& call, bool observed);
-  // Throws if a result of an override has lost its derivative.
-  void check_differentiated(const Override& override, const Call& call) const;
   // None if autograd's keys have seen the call already.
   std::optional<AutogradBookkeeping> make_bookkeeping(c10::ArrayRef<Argument> arguments) const;
 

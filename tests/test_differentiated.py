@@ -6,6 +6,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -212,19 +213,71 @@ def test_a_result_that_has_lost_its_derivative_is_refused() -> None:
         F.scaled_dot_product_attention(*inputs())
 
 
-def test_a_result_that_has_lost_its_derivative_is_refused_after_the_first_calls() -> None:
+class Detaches:
+    """An impl whose result loses its derivative from some call on."""
+
+    def __init__(self) -> None:
+        self.detaches = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = attention(*args, **kwargs)
+        return result.detach() if self.detaches else result
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_a_result_that_has_lost_its_derivative_is_refused_after_the_first_calls(
+    shadow: bool,
+) -> None:
+    impl = Detaches()
+    mine = override(impl, name="mine")
+    with opgraft.shadow(rate=1.0) if shadow else nullcontext():
+        for _ in range(3):
+            F.scaled_dot_product_attention(*inputs())
+        impl.detaches = True
+        with pytest.raises(ContractError, match=r"override 'mine' of .* cannot differentiate; let"):
+            F.scaled_dot_product_attention(*inputs())
+    assert mine.hits == 4
+
+
+def test_native_serves_instead_of_a_result_that_has_lost_its_derivative() -> None:
+    """Where `on_error` says so, as after any other breach of the contract."""
+    impl, tensors = Detaches(), inputs()
+    expected = gradients(tensors)
+    mine = override(impl, on_error="fallback")
+    for _ in range(3):
+        gradients(tensors)
+    impl.detaches = True
+    with pytest.warns(opgraft.OverrideWarning, match="cannot differentiate"):
+        torch.testing.assert_close(gradients(tensors), expected)
+    torch.testing.assert_close(gradients(tensors), expected)
+    assert (mine.hits, mine.fallbacks) == (4, 1)
+    assert "quarantined" in str(opgraft.explain(f"aten::{OP}", *tensors))
+
+
+def test_what_was_written_to_is_not_written_again_for_a_lost_derivative() -> None:
     detaches = False
 
-    def impl(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result = attention(*args, **kwargs)
-        return result.detach() if detaches else result
+    def batch_norm(x: Any, w: Any, b: Any, rm: Any, rv: Any, *rest: Any) -> torch.Tensor:
+        out: torch.Tensor = opgraft.native("aten::batch_norm")(x, w, b, rm, rv, *rest)
+        return out.detach() if detaches else out
 
-    mine = override(impl)
+    mine = opgraft.register_op_override(
+        *("aten", "batch_norm", "CPU", batch_norm),
+        unconditional_override=True,
+        autograd="impl",
+        on_error="fallback",
+    )
+
+    def call() -> torch.Tensor:
+        F.batch_norm(x, mean := torch.zeros(3), torch.ones(3), weight, None, training=True)
+        return mean
+
+    x, weight = torch.randn(8, 3), torch.ones(3, requires_grad=True)
     for _ in range(3):
-        F.scaled_dot_product_attention(*inputs())
+        torch.testing.assert_close(call(), 0.1 * x.mean(0))
     detaches = True
-    with pytest.raises((ContractError, RuntimeError), match="cannot differentiate"):
-        F.scaled_dot_product_attention(*inputs())
+    with pytest.raises(ContractError, match="cannot differentiate"):
+        call()
     assert mine.hits == 4
 
 

@@ -449,7 +449,7 @@ def check_differentiated(override: Override, result: Any) -> None:
         override.state.has_made_derivative = True
     elif wanted and override.state.has_made_derivative:
         raise ContractError(
-            f"an override of {override.op} is declared with autograd='impl' and returned what "
-            "autograd cannot differentiate; let its impl call ops that have derivatives, outside "
-            "of torch.no_grad()"
+            f"override {override.name!r} of {override.op} at {override.dispatch_key} is declared "
+            "with autograd='impl' and returned what autograd cannot differentiate; let its impl "
+            "call ops that have derivatives, outside of torch.no_grad()"
         )
