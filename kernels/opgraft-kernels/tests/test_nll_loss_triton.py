@@ -236,6 +236,27 @@ def test_the_gradient_of_one_row_has_its_dimension(reduction: int, shape: tuple[
     assert condition("backward", "CPU").holds(call) is not is_natives
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_zeros_have_the_signs_of_natives(
+    overrides: Overrides, reduction: str, device: torch.device
+) -> None:
+    x = torch.tensor([[1.0], [-1.0], [0.0], [-0.0]], device=device).expand(4, 2).contiguous()
+    x.requires_grad_()
+    target = torch.zeros(4, dtype=torch.int64, device=device)
+    weight = torch.tensor([0.0, 1.0], device=device)
+
+    def signs() -> list[torch.Tensor]:
+        loss = F.nll_loss(x, target, weight, reduction=reduction)
+        grad = torch.tensor([1.0, -1.0, 0.0, -0.0], device=device)[: loss.numel()].view_as(loss)
+        return [each.signbit() for each in (loss, *torch.autograd.grad(loss, x, grad))]
+
+    ours = signs()
+    assert overrides.hits == (1, 1)
+    with opgraft.disabled():
+        for mine, native in zip(ours, signs(), strict=True):
+            assert torch.equal(mine, native)
+
+
 # ---------------------------------------------------------------------------- classes that are not
 
 

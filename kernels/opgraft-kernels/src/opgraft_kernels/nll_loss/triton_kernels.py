@@ -38,6 +38,12 @@ def _weight_of(w_ptr, target, counts):
     return weight
 
 
+@triton.jit
+def _negative(number):
+    """The number with the other sign: of 0 as well, of which Triton's `-` makes 0 - 0."""
+    return -1.0 * number
+
+
 @triton.jit(do_not_specialize=["rows", "steps", "classes", "x_stride", "ignore_index"])
 def _forward_kernel(
     x_ptr,
@@ -66,7 +72,7 @@ def _forward_kernel(
         target, counts = targets_of(target_ptr, row, row < rows, classes, ignore_index)
         weight = _weight_of(w_ptr, target, counts)
         x = tl.load(x_ptr + row * x_stride + target, mask=counts, other=0.0).to(tl.float32)
-        loss = tl.where(counts, -weight * x, 0.0)
+        loss = tl.where(counts, _negative(weight) * x, 0.0)
         if SUM:
             losses += loss
             masses += weight
@@ -118,7 +124,7 @@ def _backward_kernel(
         g = tl.load(g_ptr + row * g_stride, mask=counts, other=0.0).to(tl.float32)
         if mass_ptr is not None:
             g = g / tl.load(mass_ptr).to(tl.float32)
-        dx = -g * _weight_of(w_ptr, target, counts)
+        dx = _negative(g) * _weight_of(w_ptr, target, counts)
         at = row * classes + target
         is_here = counts & (at >= first) & (at < first + BLOCK)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=is_here)
