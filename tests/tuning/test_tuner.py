@@ -12,6 +12,7 @@ import random
 import re
 import statistics
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -328,6 +329,53 @@ def test_without_time_nothing_is_measured_and_all_is_left(tmp_path: Path, clock:
     assert result.measured == 0 and result.left > 0
     assert not list(tmp_path.iterdir())
     assert tune(tmp_path, register()).left == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "took", "measured"),
+    [
+        (10.0, [8.0], 1),  # the second would end after 16 seconds
+        (16.0, [8.0], 2),
+        (30.0, [1.0, 8.0], 6),  # in 27 seconds: the next one may take 8 again
+        (5.0, [8.0], 1),  # of the first one nobody knows how long it takes
+    ],
+)
+def test_no_cell_is_begun_that_would_not_end_in_time(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: float,
+    took: list[float],
+    measured: int,
+) -> None:
+    now = 1000.0
+
+    def cell(tuning: Any, at: tuple[int, ...]) -> Cell:
+        nonlocal now
+        now += took[len(clock.cells) % len(took)]
+        return clock(tuning, at)
+
+    monkeypatch.setattr(tuner, "time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(tuner._Tuning, "_cell", cell)
+    result = tune(tmp_path, register(), seconds=budget)
+    assert result.measured == measured and result.left > 0
+    assert len(cells_in(result.path)) == measured
+
+
+def test_a_cell_that_fails_says_how_long_one_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+
+    def cell(tuning: Any, at: tuple[int, ...]) -> Cell:
+        nonlocal now
+        now += 8.0
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(tuner, "time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(tuner._Tuning, "_cell", cell)
+    result = tune(tmp_path, register(), seconds=10.0)
+    assert result.skipped == {"RuntimeError: no kernel": 1}
 
 
 def test_an_interruption_leaves_what_was_measured(tmp_path: Path, clock: Clock) -> None:

@@ -247,7 +247,8 @@ def _verify(**options: Any) -> int | None:
     type=_seconds,
     metavar="DURATION",
     default=float("inf"),
-    help="Begin no cell after so long: 90s, 10m, 2h.  [default: until all is measured]",
+    help="Begin no cell that would end after so long, by the longest so far: 90s, 10m, 2h.  "
+    "[default: until all is measured]",
 )
 @click.option(
     "--graphs",

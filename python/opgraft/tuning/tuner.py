@@ -57,7 +57,8 @@ class Options:
 
     Attributes:
         folder: where the tables are.
-        seconds: no cell is begun after so many.
+        seconds: no cell is begun that would end after so many, if it took as long as the longest
+            so far. Of the first one nothing is known: it is begun while there is time.
         again: measure anew what is there.
         stale: with `again`, what :func:`known` gave before other processes may have measured some
             of it anew, too; only what is still so is measured. None: all.
@@ -249,6 +250,8 @@ class _Tuning:
         self._result = Result(override.name, axes=self._named_axes)
         self._started = time.monotonic()
         self._written = time.monotonic()
+        #: The seconds that the longest cell took so far, whatever became of it.
+        self._longest = 0.0
         #: What the table has outside of the ranges, by where the cells begin. It stays.
         self._outside: dict[Corner, Cell] = {}
         self._cells = self._known_cells(
@@ -439,7 +442,8 @@ class _Tuning:
         return _Pass(rule.GRAPH, decided, measure, set(), set())
 
     def _is_late(self) -> bool:
-        return time.monotonic() - self._started > self._options.seconds
+        """Whether another cell might not end in time."""
+        return time.monotonic() - self._started + self._longest > self._options.seconds
 
     def _measure(self, each: _Pass, at: Indices) -> None:
         cell = self._cell_or_skip(each, at)
@@ -453,6 +457,7 @@ class _Tuning:
     def _cell_or_skip(self, each: _Pass, at: Indices) -> Cell | None:
         """The cell as it is measured now; None, and the reason is counted, if it cannot be."""
         self._progress(self._describe(at))
+        began = time.monotonic()
         try:
             return each.measure(at)
         except Skip as reason:
@@ -463,6 +468,8 @@ class _Tuning:
         except (Exception, SystemExit) as error:  # of native, the impl or calls=: others may work
             each.failed.add(at)
             self._count_skipped(_why_failed(error))
+        finally:
+            self._longest = max(self._longest, time.monotonic() - began)
         return None
 
     def _count_skipped(self, reason: str) -> None:
