@@ -246,11 +246,32 @@ def test_a_backward_op_with_a_derivative_is_differentiated(define: Define) -> No
     torch.testing.assert_close(hessian, torch.diag(-x.detach().sin()))
 
 
-@where_the_core_routes
-def test_forward_mode_is_an_error(op: Any) -> None:
+FORWARD_MODE = "::op has no forward-mode derivative: .* declared its backward alone"
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("argument", ["x", "weight"])
+def test_forward_mode_is_an_error(op: Any, argument: str, requires_grad: bool) -> None:
+    given = {name: number(requires_grad=requires_grad) for name in ("x", "weight")}
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=FORWARD_MODE):
+        given[argument] = forward_ad.make_dual(given[argument], torch.ones(5).double())
+        op(*given.values(), 2.0, [])
+
+
+def test_forward_mode_by_functorch_is_an_error(op: Any) -> None:
     x = number(requires_grad=False)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        op(forward_ad.make_dual(x, torch.ones_like(x)), None, 2.0, [])
+    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+        torch.func.jvp(lambda each: op(each, None, 2.0, [])[0], (x,), (x,))
+
+
+def test_forward_mode_of_other_tensors_is_none_of_its_own(op: Any) -> None:
+    x = number()
+    with forward_ad.dual_level():
+        forward_ad.make_dual(number(requires_grad=False), torch.ones(5).double())
+        op(x, None, 2.0, [])[0].sum().backward()
+        with torch.no_grad():
+            op(x, None, 2.0, [])
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from opgraft.core import loader
 from opgraft.errors import RegistrationError
-from opgraft.ops.schema import Op, resolve
+from opgraft.ops.schema import Op, current, resolve
+from opgraft.router import composite
 
 #: What the name of a gradient begins with: the rest names the output or the argument.
 PREFIX = "grad_"
@@ -31,7 +32,7 @@ def register_backward(op: str, backward: str) -> None:
     No Python runs for it where the compiled core is in use, unlike for
     `torch.library.register_autograd`. Both ops can be overridden as any op can, with launch plans.
     To differentiate what `backward` returns is an error, unless that op has a derivative of its
-    own. With the core so is forward-mode differentiation.
+    own. So is forward-mode differentiation.
 
     Args:
         op: the op's name, `"namespace::name"` or with an overload. It returns tensors, and neither
@@ -191,6 +192,30 @@ def _spelled(kind: str) -> str:
     return "Scalar" if kind == "number" else kind
 
 
+class _ReverseModeLibrary(torch.library.Library):
+    """Has the kernel that `register_autograd` makes for an op refuse calls with tangents.
+
+    That kernel looks for tensors that require grad alone. In other calls a tangent would be lost in
+    silence.
+    """
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(op.name.partition("::")[0], "FRAGMENT")
+        self._op = op
+
+    def impl(self, op_name: Any, fn: Callable[..., Any], *terms: Any, **named: Any) -> Any:
+        def refusing(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            op = current(self._op)
+            if composite.has_tangents(op.bind(args, kwargs)):
+                raise NotImplementedError(
+                    f"{op.name} has no forward-mode derivative: opgraft.register_backward declared "
+                    "its backward alone"
+                )
+            return fn(keyset, *args, **kwargs)
+
+        return super().impl(op_name, refusing, *terms, **named)
+
+
 class _Function:
     """The autograd function of a pairing, for a process without the core."""
 
@@ -207,7 +232,7 @@ class _Function:
     def register(self) -> None:
         op = self._pairing.op
         setup = self._setup_with_keywords if op.keyword_only else self._setup
-        library = torch.library.Library(op.name.partition("::")[0], "FRAGMENT")
+        library = _ReverseModeLibrary(op)
         _libraries.append(library)
         torch.library.register_autograd(op.name, self._backward, setup_context=setup, lib=library)
 
