@@ -551,7 +551,7 @@ def _attention_launches(
 def _attention_kinds() -> Iterator[Any]:
     """Every head dimension once, and tiles that programs walk over."""
     from opgraft_kernels.attention.cutedsl_kernels import BiasKind, Kind
-    from opgraft_kernels.attention.cutedsl_tiles import ForwardTile
+    from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, ShortTile
 
     for dim, dim_v, causal in (
         (40, 40, False),
@@ -625,3 +625,12 @@ def _attention_kinds() -> Iterator[Any]:
                 *(of_mask, mask),
             )
         yield Kind(False, torch.bfloat16, dim, dim, group, False, True, False, bias=mask)
+    # Backwards of short sequences.
+    for dtype, dim, short in (
+        (torch.bfloat16, 64, ShortTile(128, 2)),
+        (torch.float16, 40, ShortTile(112, 2)),
+        (torch.bfloat16, 64, ShortTile(80, 1)),
+        (torch.bfloat16, 128, ShortTile(64, 1)),
+        (torch.float16, 72, ShortTile(64, 1)),
+    ):
+        yield Kind(False, dtype, dim, dim, 1, False, True, False, short=short)

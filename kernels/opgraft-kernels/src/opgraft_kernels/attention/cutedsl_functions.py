@@ -15,7 +15,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 from flash_attn.cute import interface as library
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
@@ -28,7 +28,8 @@ from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forw
 from opgraft_kernels.attention.cutedsl_dense import dense_forward
 from opgraft_kernels.attention.cutedsl_dense_backward import DenseBackward, NaturalPreprocess
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
-from opgraft_kernels.attention.cutedsl_tiles import forward_dim, listed_backward_tile
+from opgraft_kernels.attention.cutedsl_short_backward import ShortBackward
+from opgraft_kernels.attention.cutedsl_tiles import SHORT_KEYS, forward_dim, listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 from opgraft_kernels.integers import ceil_div, round_up
@@ -38,6 +39,8 @@ __all__ = ["compile_kind"]
 _ARCH = 90
 # 16 bytes, what the copy engine asks of strides and addresses, in elements.
 _ALIGNED_16BIT, _ALIGNED_FP32 = 8, 4
+# To what the kernel before a backward rounds head dimensions.
+_ALIGNED_DIM = 32
 
 
 # --------------------------------------------------------------------------------------------------
@@ -230,6 +233,43 @@ class _Backward:
             self.finish_dv(dv_sum, dv, one, cum_k, None, None, stream=stream)
 
 
+class _ShortBackward:
+    """delta, and the logsumexp in powers of two; dq, dk and dv."""
+
+    def __init__(self, preprocess: Any, kernel: ShortBackward) -> None:
+        self.preprocess = preprocess
+        self.kernel = kernel
+
+    @cute.jit
+    def __call__(
+        self,
+        grad_out: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        logsumexp: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        delta: cute.Tensor,
+        logsumexp2: cute.Tensor,
+        programs: Int32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        grad_out, q, k, v, out, dq, dk, dv = [
+            _swap_heads_and_length(t) for t in (grad_out, q, k, v, out, dq, dk, dv)
+        ]
+        self.preprocess(
+            out, grad_out, delta, logsumexp, logsumexp2, None, None, None, None, None, None,
+            Float32(1.0), stream=stream,
+        )  # fmt: skip
+        self.kernel(
+            q, k, v, grad_out, logsumexp2, delta, dq, dk, dv, scale, programs, stream=stream
+        )
+
+
 # --------------------------------------------------------------------------------------------------
 # Compiling them, without tensors
 # --------------------------------------------------------------------------------------------------
@@ -248,6 +288,8 @@ def compile_kind(kind: Kind) -> Any:
     Returns:
         The function; of a backward also the `BackwardTile` that it was compiled for.
     """
+    if kind.short is not None:
+        return _compile_short_backward(kind)
     return _compile_forward(kind) if kind.is_forward else _compile_backward(kind)
 
 
@@ -417,3 +459,19 @@ def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
     compiled = _compile(function, *inputs, logsumexp, *gradients, *sums, *cum, *bias, *numbers)
     sizes = (config.m_block_size, config.n_block_size, kernel.tile_hdim, kernel.tile_hdimv)
     return compiled, BackwardTile(*sizes)
+
+
+def _compile_short_backward(kind: Kind) -> Callable[..., None]:
+    assert kind.short is not None
+    dtype = CUTLASS_DTYPES[kind.dtype]
+    preprocess = FlashAttentionBackwardPreprocess(
+        dtype, kind.head_dim, kind.head_dim, SHORT_KEYS, hdim_multiple_of=_ALIGNED_DIM
+    )
+    kernel = ShortBackward(dtype, round_up(kind.head_dim, 64), kind.short)
+    tensors = [fake_tensor(dtype, 4, _ALIGNED_16BIT) for _ in range(8)]
+    logsumexp = fake_tensor(Float32, 3, 1)
+    rows = [fake_tensor(Float32, 3, _ALIGNED_FP32) for _ in range(2)]
+    return _compile(
+        _ShortBackward(preprocess, kernel), *tensors[:5], logsumexp, *tensors[5:], *rows,
+        Int32(1), Float32(1.0),
+    )  # fmt: skip

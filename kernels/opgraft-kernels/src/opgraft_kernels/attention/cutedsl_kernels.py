@@ -21,11 +21,14 @@ import torch
 from opgraft import cutedsl_utils, lazy
 from opgraft_kernels.attention.cutedsl_tiles import (
     ForwardTile,
+    ShortTile,
     biased_forward_tile,
     dense_forward_tile,
     dense_forward_tiles,
     forward_tile,
     listed_backward_tile,
+    short_backward_fits,
+    short_backward_tile,
 )
 from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.integers import round_up
@@ -66,6 +69,8 @@ class Kind(NamedTuple):
     # Of a forward by programs that walk over tiles; otherwise the library's.
     tile: ForwardTile | None = None
     bias: BiasKind | None = None
+    # Of a backward of short sequences, of which a program computes whole heads.
+    short: ShortTile | None = None
 
 
 class BackwardTile(NamedTuple):
@@ -238,13 +243,17 @@ def backward(
 ) -> None:
     """Writes the gradients of `forward` to `dq`, `dk` and `dv`, laid out as `forward`'s tensors.
 
-    Not deterministic: the parts of dq are added in whatever order they come. A bias has no gradient
-    here.
+    Not deterministic, but of short sequences: the parts of dq are added in whatever order they
+    come. A bias has no gradient here.
     """
     batch, heads, length_q, head_dim = q.shape
     _, heads_k, length_k, head_dim_v = v.shape
     group = heads // heads_k
     kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
+    is_short = short_backward_fits(head_dim, group, causal, length_q, length_k)
+    if is_short and bias is None and head_dim == head_dim_v:
+        _short_backward(kind, grad_out, q, k, v, out, logsumexp, dq, dk, dv, scale)
+        return
     lists = usable = None
     if bias is not None and _is_of_each_head(bias):
         kind = kind._replace(bias=_dense_kind(bias, q))
@@ -276,6 +285,34 @@ def backward(
     _functions(kind, device)(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
         delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, bias, lists, lowest or 0.0, scale,
+    )  # fmt: skip
+
+
+# Rows of what is computed before a backward of short sequences, of which tiles are no longer.
+_SHORT_ROWS = 128
+
+
+def _short_backward(
+    kind: Kind,
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    scale: float,
+) -> None:
+    """`backward` where programs compute whole heads; it is deterministic."""
+    batch, heads, length_q, head_dim = q.shape
+    kind = kind._replace(short=short_backward_tile(head_dim, length_q, k.shape[2]))
+    rows = batch, heads, round_up(length_q, _SHORT_ROWS)
+    delta, logsumexp2 = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    _functions(kind, q.device)(
+        grad_out, q, k, v, out, logsumexp, dq, dk, dv, delta, logsumexp2,
+        multiprocessors(q.device), scale,
     )  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from typing import NamedTuple
 from opgraft_kernels.integers import ceil_div, round_up
 
 __all__ = [
+    "SHORT_KEYS",
     "ForwardTile",
+    "ShortTile",
     "biased_forward_tile",
     "dense_forward_tile",
     "dense_forward_tiles",
@@ -28,6 +30,8 @@ __all__ = [
     "forward_tile",
     "forward_tiles",
     "listed_backward_tile",
+    "short_backward_fits",
+    "short_backward_tile",
 ]
 
 
@@ -39,6 +43,15 @@ class ForwardTile(NamedTuple):
     programs: int
     #: Of how many blocks keys, and values, are in shared memory at a time.
     stages: int = 2
+
+
+class ShortTile(NamedTuple):
+    """What a backward of short sequences is compiled for; see `short_backward_tile`."""
+
+    queries: int
+    #: Blocks of `SHORT_KEYS`; and how many of them are in shared memory at a time.
+    key_blocks: int
+    key_buffers: int = 2
 
 
 class _Call(NamedTuple):
@@ -100,6 +113,13 @@ _REGISTERS_TO_LOAD = 16
 _HIGH_KEYS = 96
 # Bytes of shared memory, less what barriers take.
 _SHARED_MEMORY = 225 * 1024
+# Of a backward of short sequences: the keys of a block, which two warp groups compute; up to which
+# dimension shared memory has room for two blocks of a head, and its dq; and the queries of tiles.
+SHORT_KEYS = 128
+_SHORT_DIMS, _SHORT_DIMS_OF_ONE_BLOCK = 64, 128
+_SHORT_QUERIES, _SHORT_QUERIES_OF_WIDE = (64, 80, 96, 112, 128), (64,)
+# What is tested; one block of keys takes any number of queries.
+_MOST_SHORT_QUERIES = 256
 
 
 @functools.lru_cache(maxsize=1024)
@@ -208,6 +228,37 @@ def listed_backward_tile(head_dim: int) -> tuple[int, int]:
     Tiles of its kernels are as many keys, and their queries divide these.
     """
     return _LOW, _KEYS if head_dim <= _MOST_DIMS else _LISTED_FEWER_KEYS
+
+
+def short_backward_fits(head_dim: int, group: int, causal: bool, queries: int, keys: int) -> bool:
+    """Whether a program can compute the backward of a whole head.
+
+    Args:
+        head_dim: of queries, keys and values.
+        group: query heads that share a key head.
+        causal: whether query i sees key j only where ``j <= i + keys - queries``.
+        queries: of a head.
+        keys: of a head.
+    """
+    blocks = 2 if head_dim <= _SHORT_DIMS else 1
+    return (
+        group == 1
+        and not causal
+        and head_dim <= _SHORT_DIMS_OF_ONE_BLOCK
+        and 0 < queries <= _MOST_SHORT_QUERIES
+        and 0 < keys <= blocks * SHORT_KEYS
+    )
+
+
+def short_backward_tile(head_dim: int, queries: int, keys: int) -> ShortTile:
+    """The tiles of such a backward: of as few queries as two of them, or one, hold a head.
+
+    Tiles never end where `SHORT_KEYS` times a whole number does not cover them.
+    """
+    heights = _SHORT_QUERIES if head_dim <= _SHORT_DIMS else _SHORT_QUERIES_OF_WIDE
+    tiles = ceil_div(queries, heights[-1])
+    height = next(height for height in heights if height * tiles >= queries)
+    return ShortTile(height, ceil_div(keys, SHORT_KEYS))
 
 
 def forward_dim(head_dim: int) -> int:
