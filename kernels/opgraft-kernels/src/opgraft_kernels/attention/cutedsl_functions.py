@@ -29,7 +29,7 @@ from opgraft_kernels.attention.cutedsl_dense import dense_forward
 from opgraft_kernels.attention.cutedsl_dense_backward import DenseBackward, NaturalPreprocess
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
 from opgraft_kernels.attention.cutedsl_short_backward import ShortBackward
-from opgraft_kernels.attention.cutedsl_tiles import SHORT_KEYS, forward_dim, listed_backward_tile
+from opgraft_kernels.attention.cutedsl_tiles import forward_dim, listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 from opgraft_kernels.integers import ceil_div, round_up
@@ -39,8 +39,6 @@ __all__ = ["compile_kind"]
 _ARCH = 90
 # 16 bytes, what the copy engine asks of strides and addresses, in elements.
 _ALIGNED_16BIT, _ALIGNED_FP32 = 8, 4
-# To what the kernel before a backward rounds head dimensions.
-_ALIGNED_DIM = 32
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,10 +232,7 @@ class _Backward:
 
 
 class _ShortBackward:
-    """delta, and the logsumexp in powers of two; dq, dk and dv."""
-
-    def __init__(self, preprocess: Any, kernel: ShortBackward) -> None:
-        self.preprocess = preprocess
+    def __init__(self, kernel: ShortBackward) -> None:
         self.kernel = kernel
 
     @cute.jit
@@ -252,8 +247,6 @@ class _ShortBackward:
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
-        delta: cute.Tensor,
-        logsumexp2: cute.Tensor,
         programs: Int32,
         scale: Float32,
         stream: cuda.CUstream,
@@ -261,13 +254,7 @@ class _ShortBackward:
         grad_out, q, k, v, out, dq, dk, dv = [
             _swap_heads_and_length(t) for t in (grad_out, q, k, v, out, dq, dk, dv)
         ]
-        self.preprocess(
-            out, grad_out, delta, logsumexp, logsumexp2, None, None, None, None, None, None,
-            Float32(1.0), stream=stream,
-        )  # fmt: skip
-        self.kernel(
-            q, k, v, grad_out, logsumexp2, delta, dq, dk, dv, scale, programs, stream=stream
-        )
+        self.kernel(q, k, v, out, grad_out, logsumexp, dq, dk, dv, scale, programs, stream=stream)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -464,14 +451,8 @@ def _compile_backward(kind: Kind) -> tuple[Callable[..., None], BackwardTile]:
 def _compile_short_backward(kind: Kind) -> Callable[..., None]:
     assert kind.short is not None
     dtype = CUTLASS_DTYPES[kind.dtype]
-    preprocess = FlashAttentionBackwardPreprocess(
-        dtype, kind.head_dim, kind.head_dim, SHORT_KEYS, hdim_multiple_of=_ALIGNED_DIM
-    )
-    kernel = ShortBackward(dtype, round_up(kind.head_dim, 64), kind.short)
+    kernel = ShortBackward(dtype, kind.head_dim, kind.short)
     tensors = [fake_tensor(dtype, 4, _ALIGNED_16BIT) for _ in range(8)]
     logsumexp = fake_tensor(Float32, 3, 1)
-    rows = [fake_tensor(Float32, 3, _ALIGNED_FP32) for _ in range(2)]
-    return _compile(
-        _ShortBackward(preprocess, kernel), *tensors[:5], logsumexp, *tensors[5:], *rows,
-        Int32(1), Float32(1.0),
-    )  # fmt: skip
+    arguments = *tensors[:5], logsumexp, *tensors[5:]
+    return _compile(_ShortBackward(kernel), *arguments, Int32(1), Float32(1.0))

@@ -288,10 +288,6 @@ def backward(
     )  # fmt: skip
 
 
-# Rows of what is computed before a backward of short sequences, of which tiles are no longer.
-_SHORT_ROWS = 128
-
-
 def _short_backward(
     kind: Kind,
     grad_out: torch.Tensor,
@@ -306,14 +302,10 @@ def _short_backward(
     scale: float,
 ) -> None:
     """`backward` where programs compute whole heads; it is deterministic."""
-    batch, heads, length_q, head_dim = q.shape
-    kind = kind._replace(short=short_backward_tile(head_dim, length_q, k.shape[2]))
-    rows = batch, heads, round_up(length_q, _SHORT_ROWS)
-    delta, logsumexp2 = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    kind = kind._replace(short=short_backward_tile(q.shape[3], q.shape[2], k.shape[2]))
     _functions(kind, q.device)(
-        grad_out, q, k, v, out, logsumexp, dq, dk, dv, delta, logsumexp2,
-        multiprocessors(q.device), scale,
-    )  # fmt: skip
+        grad_out, q, k, v, out, logsumexp, dq, dk, dv, multiprocessors(q.device), scale
+    )
 
 
 def backward_varlen(

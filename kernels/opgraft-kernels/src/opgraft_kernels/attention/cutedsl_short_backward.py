@@ -1,14 +1,16 @@
 """A backward for Hopper of short sequences, in which a program has all of a head.
 
 FlashAttention-4's backward has a program for each block of keys. They add their parts of dq to
-numbers in float32 in global memory, which a kernel before zeroes, and a kernel after makes 16 bits
-of. Where a head has two blocks of keys at most, a program can compute both, and keep the parts of
-the first in shared memory: so dq is written once, in 16 bits, and is always the same.
+numbers in float32 in global memory. A kernel before zeroes these, and computes delta, what a row's
+gradients are less by, and a kernel after makes 16 bits of them. Of short sequences these two, and
+the numbers in float32, take much of the time.
 
-A program walks over heads. All of a head's queries, keys and values are in shared memory at a time,
-each loaded once, and as soon as a part of them is not needed, the gradient of this very part is put
-where it was. One warp writes it to global memory from there, and then another one loads the same
-part of the next head: neither do the threads that compute wait for that.
+Where a head has two blocks of keys at most, a program can compute both, and keep the parts of dq of
+the first in shared memory. So dq is written once, in 16 bits, and is always the same. A program
+walks over heads. All of a head's queries, keys and values are in shared memory at a time, each
+loaded once. As soon as a block of them is not needed, its gradient is put where it was, from where
+one warp writes it to global memory. Then another warp loads the same block of the next head, and
+two more compute its delta: for none of that do the warps wait that compute products.
 
 The products are the library's, and so are the layouts of what they read. Importing this imports
 CuteDSL and the library.
@@ -18,6 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +39,7 @@ from quack import copy_utils, layout_utils, sm90_utils
 from quack.sm90_utils import gemm_w_idx, gemm_zero_init, partition_fragment_ABC
 
 from opgraft_kernels.attention.cutedsl_tiles import SHORT_KEYS, ShortTile
+from opgraft_kernels.integers import ceil_div, round_up
 
 __all__ = ["ShortBackward"]
 
@@ -43,10 +48,15 @@ _WARP_GROUP, _GROUPS = 128, 2
 _COMPUTING = _GROUPS * _WARP_GROUP
 _THREADS = _COMPUTING + _WARP_GROUP
 _WARPS_COMPUTING = _COMPUTING // 32
-# Registers of a thread, of 504 that the three warp groups have.
-_REGISTERS_TO_MOVE, _REGISTERS_TO_COMPUTE = 24, 240
-# How many floats a thread copies at a time.
-_VECTOR = 4
+# Registers of a thread that loads and stores, and of one that computes, of 504 that the three warp
+# groups have; and the same where those that compute need the most.
+_REGISTERS, _REGISTERS_OF_LARGE = (56, 224), (40, 232)
+# Warps that compute delta, the third and the fourth of those that do not compute products.
+_FIRST_OF_ROWS, _WARPS_OF_ROWS = 2, 2
+# How many vectors of an output the former have room for; one less where columns are few.
+_MOST_ROWS, _MOST_ROWS_OF_LARGE = 5, 3
+# How many floats a thread copies at a time, and how many numbers of 16 bits.
+_VECTOR, _SHORT_VECTOR = 4, 8
 _LOG2_E = math.log2(math.e)
 
 
@@ -96,14 +106,16 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
 
     Args:
         dtype: of all tensors.
-        head_dim: of queries, keys and values, 64 or 128; tensors may have fewer.
+        head_dim: of queries, keys and values, up to 128.
         tile: its sizes.
     """
 
     def __init__(self, dtype: Any, head_dim: int, tile: ShortTile) -> None:
+        # Products are of 64 columns or 128. The copy engine fills them with 0.
+        columns = round_up(head_dim, 64)
         super().__init__(
             dtype,
-            head_dim,
+            columns,
             tile_m=tile.queries,
             tile_n=SHORT_KEYS,
             Q_stage=2,
@@ -112,12 +124,20 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
             SdP_swapAB=True,
             dQ_swapAB=True,
             # Of 64 columns warp groups have other queries each, of 128 other columns.
-            AtomLayoutMdQ=_GROUPS if head_dim == 64 else 1,
+            AtomLayoutMdQ=_GROUPS if columns == 64 else 1,
             num_threads=_THREADS,
         )
         assert self.mma_dkv_is_rs
         self.num_threads_per_warp_group = _WARP_GROUP
+        self.is_narrow = columns != head_dim
         self.key_blocks = tile.key_blocks
+        self.overlaps = tile.overlaps
+        needs_most = (tile.queries == 112 and tile.overlaps) or (
+            tile.queries == 128 and tile.key_blocks > 1
+        )
+        self.registers = _REGISTERS_OF_LARGE if needs_most else _REGISTERS
+        #: Of an output, how many vectors a thread loads at a time at most.
+        self.most_rows = (_MOST_ROWS_OF_LARGE if needs_most else _MOST_ROWS) - self.is_narrow
         #: How many blocks of keys and values shared memory holds.
         self.key_buffers = tile.key_buffers
         #: Of dq of a tile, a thread's numbers.
@@ -125,7 +145,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         #: What a copy brings, by what it copies.
         size = dtype.width // 8
         self.bytes_of_keys = 2 * self.tile_n * self.tile_hdim * size
-        self.bytes_of_queries = self.tile_m * (self.tile_hdim * size + 4)
+        self.bytes_of_queries = self.tile_m * self.tile_hdim * size
 
     @cute.jit
     def __call__(
@@ -133,9 +153,9 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         q: cute.Tensor,
         k: cute.Tensor,
         v: cute.Tensor,
+        out: cute.Tensor,
         grad_out: cute.Tensor,
         logsumexp: cute.Tensor,
-        delta: cute.Tensor,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
@@ -143,15 +163,14 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         programs: Int32,
         stream: cuda.CUstream = None,
     ) -> None:
-        """Tensors are ``[batch, length, heads, dim]``, of all heads' own keys.
+        """Tensors are ``[batch, length, heads, dim]``, and each head has its own keys.
 
-        `logsumexp`, in powers of two, and `delta` are ``[batch, heads, rows]``, of whole tiles:
-        infinity and 0 where there is no query.
+        `logsumexp` is natural, ``[batch, heads, length]``.
         """
-        q, k, v, grad_out, dq, dk, dv = (
-            layout_utils.select(t, [1, 3, 2, 0]) for t in (q, k, v, grad_out, dq, dk, dv)
+        q, k, v, out, grad_out, dq, dk, dv = (
+            layout_utils.select(t, [1, 3, 2, 0]) for t in (q, k, v, out, grad_out, dq, dk, dv)
         )
-        logsumexp, delta = (layout_utils.select(t, [2, 1, 0]) for t in (logsumexp, delta))
+        logsumexp = layout_utils.select(logsumexp, [2, 1, 0])
         layouts = self._layouts()
         of_queries = cute.select(layouts.queries, [0, 1]), (self.tile_m, self.tile_hdim)
         of_keys = cute.select(layouts.keys, [0, 1]), (self.tile_n, self.tile_hdim)
@@ -162,6 +181,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
             cpasync.make_tiled_tma_atom(load, k, *of_keys),
             cpasync.make_tiled_tma_atom(load, v, *of_values),
             cpasync.make_tiled_tma_atom(load, grad_out, *of_queries),
+            cpasync.make_tiled_tma_atom(load, out, *of_queries),
             cpasync.make_tiled_tma_atom(store, dq, *of_queries),
             cpasync.make_tiled_tma_atom(store, dk, *of_keys),
             cpasync.make_tiled_tma_atom(store, dv, *of_values),
@@ -169,7 +189,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         heads = cute.size(q.shape[2])
         all_heads = heads * cute.size(q.shape[3])
         self.kernel(
-            *(atom for atom, _ in copies), *(tensor for _, tensor in copies), logsumexp, delta,
+            *(atom for atom, _ in copies), *(tensor for _, tensor in copies), out, logsumexp,
             scale, FastDivmodDivisorV2(heads), all_heads,
         ).launch(
             grid=(cutlass.min(programs, all_heads), 1, 1),
@@ -197,7 +217,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         )
 
     def _storage(self, layouts: Any) -> Any:
-        """The class of what is in shared memory, but of one buffer of dS."""
+        """The class of what is in shared memory."""
 
         def memory(dtype: Any, count: int, aligned: int = 1024) -> Any:
             return cute.struct.Align[cute.struct.MemRange[dtype, count], aligned]
@@ -210,7 +230,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         # Of all tiles of a head; none where there is one block of keys.
         parts = 0 if self.key_blocks == 1 else 2 * self.part * _COMPUTING
         parts = memory(Float32, parts)
-        barriers = cute.struct.MemRange[cutlass.Int64, 5 * 2 + 3 * self.key_buffers]
+        barriers = cute.struct.MemRange[cutlass.Int64, 6 * 2 + 3 * self.key_buffers]
         members = {"barriers": barriers, "logsumexp": rows, "delta": rows, "Q": queries}
         members |= {"dO": queries, "K": keys, "V": values, "dS": dS, "dQ": parts}
         return cute.struct(type("Storage", (), {"__annotations__": members}))
@@ -218,7 +238,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
     @property
     def _rows(self) -> int:
         """Between the beginnings of the logsumexps of two tiles."""
-        return (self.tile_m + 31) // 32 * 32
+        return round_up(self.tile_m, 32)
 
     @cute.kernel
     def kernel(
@@ -227,6 +247,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         load_K: cute.CopyAtom,
         load_V: cute.CopyAtom,
         load_dO: cute.CopyAtom,
+        prefetch_O: cute.CopyAtom,
         store_dQ: cute.CopyAtom,
         store_dK: cute.CopyAtom,
         store_dV: cute.CopyAtom,
@@ -234,11 +255,12 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         k: cute.Tensor,
         v: cute.Tensor,
         grad_out: cute.Tensor,
+        prefetched: cute.Tensor,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
+        out: cute.Tensor,
         logsumexp: cute.Tensor,
-        delta: cute.Tensor,
         scale: Float32,
         heads: FastDivmodDivisorV2,
         all_heads: Int32,
@@ -256,22 +278,22 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
             dQ=storage.dQ.data_ptr(),
         )
         begin, many = storage.barriers.data_ptr(), self.key_buffers
-        #: By the copy engine, of queries with their logsumexps, of dO with its delta, of keys with
-        #: their values; gradients put in the place of queries, and of keys and values; and what is
-        #: free to be loaded again.
+        # What the copy engine has loaded; where rows' logsumexp and delta are; where gradients were
+        # put in the place of queries, or of keys and values; and what is free to be loaded again.
         at = SimpleNamespace(
             loaded_Q=_Buffers(begin, 2),
             loaded_dO=_Buffers(begin + 2, 2),
             put_dQ=_Buffers(begin + 4, 2),
             free_Q=_Buffers(begin + 6, 2),
             free_dO=_Buffers(begin + 8, 2),
-            loaded_KV=_Buffers(begin + 10, many),
-            put_dKV=_Buffers(begin + 10 + many, many),
-            free_KV=_Buffers(begin + 10 + 2 * many, many),
+            put_rows=_Buffers(begin + 10, 2),
+            loaded_KV=_Buffers(begin + 12, many),
+            put_dKV=_Buffers(begin + 12 + many, many),
+            free_KV=_Buffers(begin + 12 + 2 * many, many),
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for atom in (load_Q, load_K, load_V, load_dO, store_dQ, store_dK, store_dV):
+            for atom in (load_Q, load_K, load_V, load_dO, prefetch_O, store_dQ, store_dK, store_dV):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 # By one warp, which loads or stores.
@@ -279,24 +301,30 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                     buffers.init(1)
                 for buffers in (at.put_dQ, at.free_dO, at.put_dKV):
                     buffers.init(_WARPS_COMPUTING)
+                at.put_rows.init(_WARPS_OF_ROWS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        #: A program's heads: so many, of all batches in a row, from the first one on.
+        # A program's heads: so many, of all batches in a row, from the first one on.
         program, programs = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         turns = (all_heads - program + programs - 1) // programs
         walk = SimpleNamespace(first=program, step=programs, turns=turns, heads=heads)
+        to_move, to_compute = self.registers
         if warp < 4:
-            cute.arch.setmaxregister_decrease(_REGISTERS_TO_MOVE)
+            cute.arch.setmaxregister_decrease(to_move)
+            # What kernels before this one wrote is read from here on.
+            cute.arch.griddepcontrol_wait()
             if warp == 0:
                 self.load(
-                    (load_Q, load_K, load_V, load_dO), (q, k, v, grad_out), (logsumexp, delta),
+                    (load_Q, load_K, load_V, load_dO, prefetch_O), (q, k, v, grad_out, prefetched),
                     shared, at, walk,
                 )  # fmt: skip
             if warp == 1:
                 self.store((store_dQ, store_dK, store_dV), (dq, dk, dv), shared, at, walk)
+            if warp >= _FIRST_OF_ROWS:
+                self.put_rows(out, logsumexp, shared, at, walk)
         else:
-            cute.arch.setmaxregister_increase(_REGISTERS_TO_COMPUTE)
+            cute.arch.setmaxregister_increase(to_compute)
             tidx = cute.arch.thread_idx()[0] - _WARP_GROUP
             self.mma(tidx, cute.size(q.shape[0]), cute.size(k.shape[0]), scale, shared, at, walk)
 
@@ -307,10 +335,10 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         return (rows, self.tile_hdim), (block, 0)
 
     @cute.jit
-    def load(self, atoms: Any, tensors: Any, rows: Any, shared: Any, at: Any, walk: Any) -> None:
+    def load(self, atoms: Any, tensors: Any, shared: Any, at: Any, walk: Any) -> None:
         """What one warp does: it loads each head's keys and values and its queries."""
-        load_Q, load_K, load_V, load_dO = atoms
-        q, k, v, grad_out = tensors
+        load_Q, load_K, load_V, load_dO, prefetch_O = atoms
+        q, k, v, grad_out, out = tensors
         one = cute.make_layout(1)
         tiles = cute.ceil_div(cute.size(q.shape[0]), self.tile_m)
         for turn in cutlass.range(walk.turns, unroll=1):
@@ -323,13 +351,15 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                 cute.local_tile(t[None, None, head, batch], *self._tile_of(None, self.tile_n))
                 for t in (k, v)
             )
-            gL, gD = (cute.local_tile(t[None, head, batch], (self.tile_m,), (None,)) for t in rows)
             copy_Q, _, _ = copy_utils.tma_get_copy_fn(load_Q, 0, one, gQ, shared.Q)
             copy_dO, _, _ = copy_utils.tma_get_copy_fn(load_dO, 0, one, gdO, shared.dO)
             copy_K, _, _ = copy_utils.tma_get_copy_fn(load_K, 0, one, gK, shared.K)
             copy_V, _, _ = copy_utils.tma_get_copy_fn(load_V, 0, one, gV, shared.V)
-            copy_L = copy_utils.cpasync_bulk_get_copy_fn(gL, shared.logsumexp)
-            copy_D = copy_utils.cpasync_bulk_get_copy_fn(gD, shared.delta)
+            # Of the head that is computed then, of which others are to read the output.
+            batch, head = divmod(walk.first + (turn + 1) * walk.step, walk.heads)
+            gO = cute.local_tile(out[None, None, head, batch], *self._tile_of(None, self.tile_m))
+            _, _, gO = copy_utils.tma_get_copy_fn(prefetch_O, 0, one, gO, shared.dO)
+            is_another = turn + 1 < walk.turns
             for block in cutlass.range_constexpr(self.key_blocks):
                 use = turn * self.key_blocks + block
                 at.free_KV.wait_for_the_last(use)
@@ -347,10 +377,109 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                         at.free_dO.wait_for_the_last(use)
                         at.loaded_dO.expect(use, self.bytes_of_queries)
                         copy_dO(tile, buffer, tma_bar_ptr=at.loaded_dO.barrier(use))
-                        # What the kernel before this one wrote is read from here on.
-                        cute.arch.griddepcontrol_wait()
-                        copy_L(tile, buffer, tma_bar_ptr=at.loaded_Q.barrier(use))
-                        copy_D(tile, buffer, tma_bar_ptr=at.loaded_dO.barrier(use))
+                        if is_another:
+                            cute.prefetch(prefetch_O, gO[None, tile])
+
+    @cute.jit
+    def put_rows(
+        self, out: cute.Tensor, logsumexp: cute.Tensor, shared: Any, at: Any, walk: Any
+    ) -> None:
+        """What two more warps do: of each row of a tile they put its logsumexp, in powers of two,
+        and its delta, the sum of ``out * dO``; where there is no query infinity and 0."""
+        threads = _WARPS_OF_ROWS * 32
+        thread = cute.arch.thread_idx()[0] - _FIRST_OF_ROWS * 32
+        of_row = self.tile_hdim // _SHORT_VECTOR
+        copy = copy_utils.tiled_copy_2d(self.dtype, of_row, threads, _SHORT_VECTOR)
+        copy = copy.get_slice(thread)
+        dO = copy.partition_S(shared.dO)
+        places = copy.partition_S(cute.make_identity_tensor((self.tile_m, self.tile_hdim)))
+        # A thread's rows of a tile in so many rounds, and so many of them in each, or a few more.
+        many = self.tile_m * of_row // threads
+        rounds = ceil_div(many, self.most_rows)
+        some = ceil_div(many, rounds)
+        queries, dim = cute.size(out.shape[0]), cute.size(out.shape[1])
+        tiles = cute.ceil_div(queries, self.tile_m)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            batch, head = divmod(walk.first + turn * walk.step, walk.heads)
+            rows = cute.local_tile(out[None, None, head, batch], *self._tile_of(None, self.tile_m))
+            rows = copy.partition_S(rows)
+            lse = cute.local_tile(logsumexp[None, head, batch], (self.tile_m,), (None,))
+            for tile in cutlass.range(tiles, unroll=1):
+                use = turn * tiles + tile
+                buffer = at.put_rows.buffer(use)
+                left = queries - tile * self.tile_m
+                put_to, delta = shared.logsumexp[None, buffer], shared.delta[None, buffer]
+                # No warp reads those of the tile that was here before any more.
+                at.free_Q.wait_for_the_last(use)
+                numbers = self.load_logsumexp(thread, lse[None, tile], left)
+                for turn_of_tile in cutlass.range(rounds, unroll=1):
+                    self.put_delta(
+                        rows[None, None, 0, tile], dO[None, None, 0, buffer],
+                        places[None, None, 0], turn_of_tile * some, some, left, dim, delta, at, use,
+                    )  # fmt: skip
+                self.put_logsumexp(thread, numbers, put_to)
+                at.put_rows.arrive(use)
+
+    @cute.jit
+    def put_delta(
+        self,
+        rows: cute.Tensor,
+        dO: cute.Tensor,
+        places: cute.Tensor,
+        begin: Int32,
+        some: cutlass.Constexpr[int],
+        left: Int32,
+        dim: Int32,
+        put_to: cute.Tensor,
+        at: Any,
+        use: Int32,
+    ) -> None:
+        """Of some of a thread's rows, of which others have the other columns."""
+        found = cute.make_rmem_tensor(((_SHORT_VECTOR, 1), some), self.dtype)
+        if cutlass.const_expr(self.is_narrow):
+            found.fill(0.0)
+        for i in cutlass.range_constexpr(some):
+            row, column = places[0, begin + i]
+            is_there = row < left
+            if cutlass.const_expr(self.is_narrow):
+                is_there = is_there and column < dim
+            if is_there:
+                cute.autovec_copy(rows[None, begin + i], found[None, i])
+        # Here all of these loads have begun: without it the compiler would use one by one.
+        at.loaded_dO.wait(use)
+        totals = cute.make_rmem_tensor(some, Float32)
+        for i in cutlass.range_constexpr(some):
+            other = copy_utils.load_s2r(dO[None, begin + i])
+            product = found[None, i].load().to(Float32) * other.load().to(Float32)
+            totals[i] = product.reduce(cute.ReductionOp.ADD, 0.0, reduction_profile=0)
+        width = self.tile_hdim // _SHORT_VECTOR
+        totals.store(utils.warp_reduce(totals.load(), operator.add, width=width))
+        for i in cutlass.range_constexpr(some):
+            row, column = places[0, begin + i]
+            if column == 0 and row < self.tile_m:
+                put_to[row] = totals[i] if row < left else Float32(0.0)
+
+    @cute.jit
+    def load_logsumexp(self, thread: Int32, given: cute.Tensor, left: Int32) -> cute.Tensor:
+        """Of a thread's rows; infinity where there is no query."""
+        threads = _WARPS_OF_ROWS * 32
+        numbers = cute.make_rmem_tensor(ceil_div(self.tile_m, threads), Float32)
+        numbers.fill(Float32.inf)
+        for i in cutlass.range_constexpr(cute.size(numbers)):
+            row = thread + i * threads
+            if row < left:
+                numbers[i] = given[row]
+        return numbers
+
+    @cute.jit
+    def put_logsumexp(self, thread: Int32, numbers: cute.Tensor, put_to: cute.Tensor) -> None:
+        """In powers of two; 0 of a query without keys."""
+        threads = _WARPS_OF_ROWS * 32
+        for i in cutlass.range_constexpr(cute.size(numbers)):
+            row = thread + i * threads
+            if row < self.tile_m:
+                number = numbers[i]
+                put_to[row] = Float32(0.0) if number == -Float32.inf else number * _LOG2_E
 
     @cute.jit
     def store(self, atoms: Any, tensors: Any, shared: Any, at: Any, walk: Any) -> None:
@@ -496,6 +625,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         dP = gemm_zero_init(
             of.mma_S, shape, of.dP_dO, of.dP_V, A_idx=buffer, B_idx=buffer_K, swap_AB=True
         )
+        at.put_rows.wait(use)
         warpgroup.wait_group(1)
         scores, gradients = (layout_utils.reshape_acc_to_mn(t, transpose=True) for t in (S, dP))
         rows, columns = cute.size(scores.shape[0]), cute.size(scores.shape[1])
@@ -508,7 +638,13 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                     power = scores[row + half, column] * (scale * _LOG2_E) - pair[half]
                     scores[row + half, column] = cute.math.exp2(power, fastmath=True)
         P = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(S), self.dtype)
-        warpgroup.wait_group(0)
+        product_dV = partial(
+            gemm_w_idx, of.mma_dV, of.dV, P, of.dV_dO, zero_init=tile == 0, B_idx=buffer
+        )
+        if cutlass.const_expr(self.overlaps):
+            product_dV(wg_wait=1)
+        else:
+            warpgroup.wait_group(0)
         for row in cutlass.range_constexpr(0, rows, 2):
             pair = self._pair(of.delta, row, buffer)
             for half in cutlass.range_constexpr(2):
@@ -517,7 +653,8 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                     gradients[row + half, column] = scores[row + half, column] * gradient
         dS = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dP), self.dtype)
         of.put_dS(dS, dst_idx=0)
-        gemm_w_idx(of.mma_dV, of.dV, P, of.dV_dO, zero_init=tile == 0, B_idx=buffer)
+        if cutlass.const_expr(not self.overlaps):
+            product_dV()
         # All keys' dS.
         cute.arch.fence_view_async_shared()
         self._meet(NamedBarrierBwd.PdS)

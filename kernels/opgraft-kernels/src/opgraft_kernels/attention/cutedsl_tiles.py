@@ -52,6 +52,8 @@ class ShortTile(NamedTuple):
     #: Blocks of `SHORT_KEYS`; and how many of them are in shared memory at a time.
     key_blocks: int
     key_buffers: int = 2
+    #: Whether dV is computed while dS is, for which there are not always registers.
+    overlaps: bool = False
 
 
 class _Call(NamedTuple):
@@ -118,6 +120,8 @@ _SHARED_MEMORY = 225 * 1024
 SHORT_KEYS = 128
 _SHORT_DIMS, _SHORT_DIMS_OF_ONE_BLOCK = 64, 128
 _SHORT_QUERIES, _SHORT_QUERIES_OF_WIDE = (64, 80, 96, 112, 128), (64,)
+# Up to so many a thread has registers for two products at a time.
+_SHORT_OVERLAPPING = 112
 # What is tested; one block of keys takes any number of queries.
 _MOST_SHORT_QUERIES = 256
 
@@ -251,14 +255,12 @@ def short_backward_fits(head_dim: int, group: int, causal: bool, queries: int, k
 
 
 def short_backward_tile(head_dim: int, queries: int, keys: int) -> ShortTile:
-    """The tiles of such a backward: of as few queries as two of them, or one, hold a head.
-
-    Tiles never end where `SHORT_KEYS` times a whole number does not cover them.
-    """
+    """The tiles of such a backward: as few as can be, of as few queries as hold a head then."""
     heights = _SHORT_QUERIES if head_dim <= _SHORT_DIMS else _SHORT_QUERIES_OF_WIDE
     tiles = ceil_div(queries, heights[-1])
     height = next(height for height in heights if height * tiles >= queries)
-    return ShortTile(height, ceil_div(keys, SHORT_KEYS))
+    overlaps = head_dim <= _SHORT_DIMS and height <= _SHORT_OVERLAPPING
+    return ShortTile(height, ceil_div(keys, SHORT_KEYS), overlaps=overlaps)
 
 
 def forward_dim(head_dim: int) -> int:
