@@ -628,8 +628,8 @@ def _attention_kinds() -> Iterator[Any]:
     # Backwards of short sequences.
     for dtype, dim, short in (
         (torch.bfloat16, 64, ShortTile(128, 2)),
-        (torch.float16, 40, ShortTile(112, 2, overlaps=True)),
-        (torch.bfloat16, 64, ShortTile(80, 1, overlaps=True)),
+        (torch.float16, 40, ShortTile(112, 2)),
+        (torch.bfloat16, 64, ShortTile(80, 1)),
         (torch.bfloat16, 128, ShortTile(64, 1)),
         (torch.float16, 72, ShortTile(64, 1)),
     ):

@@ -41,7 +41,8 @@ from flash_attn.cute.softmax import Softmax
 from quack import copy_utils, layout_utils
 
 from opgraft_kernels.attention.cutedsl_kernels import BiasKind
-from opgraft_kernels.attention.cutedsl_walking import LongestFirst, renamed, walking_forward
+from opgraft_kernels.attention.cutedsl_renamed import renamed
+from opgraft_kernels.attention.cutedsl_walking import LongestFirst, walking_forward
 
 __all__ = ["BiasedBackward", "as_float32", "biased_forward"]
 
@@ -363,13 +364,37 @@ def _with_bias(mask_class: partial[Any], bias: BiasKind, scales_all: bool = Fals
     )
 
 
+class _EarlyLaunch(NamedTuple):
+    """A launch of a kernel that may begin while the one before it ends."""
+
+    launcher: Any
+
+    def launch(self, **keywords: Any) -> Any:
+        return self.launcher.launch(**keywords, use_pdl=True)
+
+
 class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
-    """A forward in which tiles of one list have a bias."""
+    """A forward in which tiles of one list have a bias.
+
+    The kernel before it writes the lists, and while that ends, this one's programs begin: all warps
+    that read or write global memory wait for it first.
+    """
+
+    is_early = True
 
     def __init__(self, *args: Any, bias: BiasKind, **keywords: Any) -> None:
         self.bias = bias
         # With a function of scores the library's softmax gets their scale by itself.
         super().__init__(*args, score_mod=_has_bias, mask_mod=_has_bias, **keywords)
+
+    def kernel(self, *args: Any, **keywords: Any) -> Any:
+        launcher = super().kernel(*args, **keywords)
+        return _EarlyLaunch(launcher) if self.is_early else launcher
+
+    def mma_init(self) -> None:
+        """What the warps that compute do first."""
+        cute.arch.griddepcontrol_wait()
+        super().mma_init()
 
     def apply_score_mod(self, *_: Any, **__: Any) -> None:
         """Nothing: the tile's mask adds the bias."""
@@ -405,6 +430,7 @@ class BiasedForward(FlashAttentionForwardSm90):  # type: ignore[misc]
         """As the library has it for listed tiles; but the first keys of a row of tiles are loaded
         before there is room for its queries, while the row before is computed. The library waits
         for that room first, then reads the lists, and then waits for the keys."""
+        cute.arch.griddepcontrol_wait()
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             q_phase = Int32(1)
             state = pipeline.make_pipeline_state(

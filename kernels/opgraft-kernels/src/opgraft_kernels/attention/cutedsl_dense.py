@@ -34,7 +34,8 @@ from opgraft_kernels.attention.cutedsl_biased import (
     BiasedSoftmax,
     as_float32,
 )
-from opgraft_kernels.attention.cutedsl_walking import LastKeysMask, renamed, walking_forward
+from opgraft_kernels.attention.cutedsl_renamed import renamed
+from opgraft_kernels.attention.cutedsl_walking import LastKeysMask, walking_forward
 
 __all__ = ["BiasTiles", "WithoutLists", "bias_tiles", "dense_forward"]
 
@@ -133,6 +134,8 @@ def bias_tiles(bias: cute.Tensor, layout: Any, tile: tuple[int, int]) -> BiasTil
 class DenseForward(WithoutLists, BiasedForward):
     """A forward in which every tile has a bias."""
 
+    #: There are no lists that a kernel before it would write.
+    is_early = False
     sK_layout: Any
     num_stages: int
     #: Of how many blocks keys, and biases, are in shared memory at a time.

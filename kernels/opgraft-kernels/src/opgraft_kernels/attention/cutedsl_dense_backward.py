@@ -30,7 +30,7 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, as_float32
 from opgraft_kernels.attention.cutedsl_dense import BiasTiles, WithoutLists, bias_tiles
-from opgraft_kernels.attention.cutedsl_walking import renamed
+from opgraft_kernels.attention.cutedsl_renamed import renamed
 
 __all__ = ["DenseBackward", "NaturalPreprocess"]
 

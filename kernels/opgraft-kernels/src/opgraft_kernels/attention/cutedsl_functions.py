@@ -28,11 +28,12 @@ from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forw
 from opgraft_kernels.attention.cutedsl_dense import dense_forward
 from opgraft_kernels.attention.cutedsl_dense_backward import DenseBackward, NaturalPreprocess
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
+from opgraft_kernels.attention.cutedsl_products import NarrowBackward, steps_of
 from opgraft_kernels.attention.cutedsl_short_backward import ShortBackward
 from opgraft_kernels.attention.cutedsl_tiles import forward_dim, listed_backward_tile
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
-from opgraft_kernels.integers import ceil_div, round_up
+from opgraft_kernels.integers import round_up
 
 __all__ = ["compile_kind"]
 
@@ -315,7 +316,7 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
         mma_pv_is_rs=config.mma_pv_is_rs,
     )
     kernel.tile_hdim, kernel.tile_hdimv = dims
-    kernel.steps = ceil_div(kind.head_dim, 16)
+    kernel.steps = steps_of(kind.head_dim)
     return kernel
 
 
@@ -355,6 +356,9 @@ def _backward_kernel(
     dtype: Any, dims: tuple[int, int], kind: Kind, config: Any
 ) -> FlashAttentionBackwardSm90:
     kernel_class, tiles_of_listed = FlashAttentionBackwardSm90, 1
+    steps = steps_of(max(kind.head_dim, kind.head_dim_v))
+    if kind.bias is None and steps < steps_of(min(dims)):
+        kernel_class = functools.partial(NarrowBackward, steps=steps)
     if kind.bias is not None and kind.bias.is_dense:
         kernel_class = functools.partial(DenseBackward, bias=kind.bias)
     elif kind.bias is not None:

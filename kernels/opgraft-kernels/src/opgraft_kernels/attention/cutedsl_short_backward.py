@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,10 +130,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         self.num_threads_per_warp_group = _WARP_GROUP
         self.is_narrow = columns != head_dim
         self.key_blocks = tile.key_blocks
-        self.overlaps = tile.overlaps
-        needs_most = (tile.queries == 112 and tile.overlaps) or (
-            tile.queries == 128 and tile.key_blocks > 1
-        )
+        needs_most = tile.queries == 128 and tile.key_blocks > 1
         self.registers = _REGISTERS_OF_LARGE if needs_most else _REGISTERS
         #: Of an output, how many vectors a thread loads at a time at most.
         self.most_rows = (_MOST_ROWS_OF_LARGE if needs_most else _MOST_ROWS) - self.is_narrow
@@ -638,13 +634,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                     power = scores[row + half, column] * (scale * _LOG2_E) - pair[half]
                     scores[row + half, column] = cute.math.exp2(power, fastmath=True)
         P = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(S), self.dtype)
-        product_dV = partial(
-            gemm_w_idx, of.mma_dV, of.dV, P, of.dV_dO, zero_init=tile == 0, B_idx=buffer
-        )
-        if cutlass.const_expr(self.overlaps):
-            product_dV(wg_wait=1)
-        else:
-            warpgroup.wait_group(0)
+        warpgroup.wait_group(0)
         for row in cutlass.range_constexpr(0, rows, 2):
             pair = self._pair(of.delta, row, buffer)
             for half in cutlass.range_constexpr(2):
@@ -653,8 +643,8 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                     gradients[row + half, column] = scores[row + half, column] * gradient
         dS = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dP), self.dtype)
         of.put_dS(dS, dst_idx=0)
-        if cutlass.const_expr(not self.overlaps):
-            product_dV()
+        # Begun before dS is computed, it would take that registers, and all of it longer.
+        gemm_w_idx(of.mma_dV, of.dV, P, of.dV_dO, zero_init=tile == 0, B_idx=buffer)
         # All keys' dS.
         cute.arch.fence_view_async_shared()
         self._meet(NamedBarrierBwd.PdS)

@@ -52,8 +52,6 @@ class ShortTile(NamedTuple):
     #: Blocks of `SHORT_KEYS`; and how many of them are in shared memory at a time.
     key_blocks: int
     key_buffers: int = 2
-    #: Whether dV is computed while dS is, for which there are not always registers.
-    overlaps: bool = False
 
 
 class _Call(NamedTuple):
@@ -120,8 +118,6 @@ _SHARED_MEMORY = 225 * 1024
 SHORT_KEYS = 128
 _SHORT_DIMS, _SHORT_DIMS_OF_ONE_BLOCK = 64, 128
 _SHORT_QUERIES, _SHORT_QUERIES_OF_WIDE = (64, 80, 96, 112, 128), (64,)
-# Up to so many a thread has registers for two products at a time.
-_SHORT_OVERLAPPING = 112
 # What is tested; one block of keys takes any number of queries.
 _MOST_SHORT_QUERIES = 256
 
@@ -259,8 +255,7 @@ def short_backward_tile(head_dim: int, queries: int, keys: int) -> ShortTile:
     heights = _SHORT_QUERIES if head_dim <= _SHORT_DIMS else _SHORT_QUERIES_OF_WIDE
     tiles = ceil_div(queries, heights[-1])
     height = next(height for height in heights if height * tiles >= queries)
-    overlaps = head_dim <= _SHORT_DIMS and height <= _SHORT_OVERLAPPING
-    return ShortTile(height, ceil_div(keys, SHORT_KEYS), overlaps=overlaps)
+    return ShortTile(height, ceil_div(keys, SHORT_KEYS))
 
 
 def forward_dim(head_dim: int) -> int:

@@ -13,14 +13,13 @@ import functools
 import inspect
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute import FastDivmodDivisorV2
-from cutlass.cute.nvgpu import warpgroup
 from flash_attn.cute import flash_fwd, flash_fwd_sm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.mask import AttentionMask, sm90_col_to_r2p_idx
@@ -29,12 +28,13 @@ from flash_attn.cute.tile_scheduler import SingleTileScheduler, WorkTileInfo
 from quack import layout_utils, sm90_utils
 from quack.cute_dsl_utils import ParamsBase
 
-__all__ = ["LastKeysMask", "LongestFirst", "renamed", "walking_forward"]
+from opgraft_kernels.attention.cutedsl_products import first_products, steps_of
+from opgraft_kernels.attention.cutedsl_renamed import renamed
+
+__all__ = ["LastKeysMask", "LongestFirst", "walking_forward"]
 
 # Blocks are of such widths that of one that holds a row no more keys than these are not there.
 _LAST_KEYS = 32
-# Columns that one operation multiplies.
-_STEP = 16
 
 
 class Walk:
@@ -194,43 +194,10 @@ class LastKeysMask(AttentionMask):  # type: ignore[misc]
                 scores[row, col] = scores[row, col] if is_key else -Float32.inf
 
 
-def _first_products(steps: int) -> SimpleNamespace:
-    """The library's functions of products, of which that of queries and keys ends after so many
-    steps."""
-
-    def gemm_zero_init(
-        tiled_mma: cute.TiledMma,
-        shape: tuple[int, int],
-        queries: cute.Tensor,
-        keys: cute.Tensor,
-        B_idx: Int32,
-        wg_wait: int,
-    ) -> cute.Tensor:
-        scores = cute.make_rmem_tensor(tiled_mma.partition_shape_C(shape), Float32)
-        warpgroup.fence()
-        atom = cute.make_mma_atom(tiled_mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
-        for step in range(steps):
-            cute.gemm(
-                atom, scores, queries[None, None, step], keys[None, None, step, B_idx], scores
-            )
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-        if wg_wait >= 0:
-            warpgroup.wait_group(wg_wait)
-        return scores
-
-    return SimpleNamespace(
-        partition_fragment_ABC=sm90_utils.partition_fragment_ABC,
-        gemm_w_idx=sm90_utils.gemm_w_idx,
-        gemm_zero_init=gemm_zero_init,
-    )
-
-
 class WalkingForward(FlashAttentionForwardSm90):
     """The library's kernel with an output that shares no memory with the queries."""
 
-    #: How many products of 16 columns queries and keys have; those of others are of zeros.
+    #: How many operations multiply the columns of a head.
     steps: int
     tile_hdim: int
 
@@ -239,8 +206,13 @@ class WalkingForward(FlashAttentionForwardSm90):
         assert known.func is AttentionMask
         mask_class = functools.partial(LastKeysMask, *known.args, **known.keywords)
         mma = FlashAttentionForwardSm90.mma
-        if self.steps * _STEP < self.tile_hdim:
-            mma = renamed(mma, {"sm90_utils": _first_products(self.steps)})
+        if self.steps < steps_of(self.tile_hdim):
+            products = SimpleNamespace(
+                partition_fragment_ABC=sm90_utils.partition_fragment_ABC,
+                gemm_w_idx=sm90_utils.gemm_w_idx,
+                gemm_zero_init=first_products(self.steps),
+            )
+            mma = renamed(mma, {"sm90_utils": products})
         mma(self, *args[:20], mask_class, *args[21:])
 
     sQ_layout: Any
@@ -329,27 +301,6 @@ def walking_forward(programs: int, is_like_causal: bool = False) -> type[Walking
     names = {"SingleTileScheduler": walk, "SingleTileLPTScheduler": walk}
     call = renamed(FlashAttentionForwardSm90.__call__, names)
     return type("WalkingForward", (WalkingForward,), {"__call__": call})
-
-
-def renamed(function: Any, names: dict[str, Any], compiled: Any = cute.jit) -> Any:
-    """One of the library's functions, in which some names of its module mean something else.
-
-    Args:
-        function: the library's.
-        names: what they mean.
-        compiled: what the library decorates it with.
-    """
-    known = inspect.unwrap(function)
-    same = FunctionType(
-        known.__code__,
-        {**known.__globals__, **names},
-        known.__name__,
-        known.__defaults__,
-        known.__closure__,
-    )
-    for name in ("__kwdefaults__", "__qualname__", "__module__", "__annotations__"):
-        setattr(same, name, getattr(known, name))
-    return compiled(same)
 
 
 class LongestFirst(FlashAttentionForwardSm90):  # type: ignore[misc]
