@@ -204,7 +204,12 @@ class ByOp : public torch::autograd::Function<ByOp> {
                                                               : c10::IValue());
     }
     const bool creates_graph = c10::GradMode::is_enabled();
-    const bool is_differentiable = creates_graph && pairing->is_differentiable();
+    const bool has_tangent = has_tangents(view(stack));
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !has_tangent || pairing->is_differentiable(), pairing->backward.operator_name(),
+        " has no forward-mode derivative: opgraft.register_backward declares how to differentiate "
+        "once; if an override calls it, opgraft.disabled() leaves the call to the native kernel");
+    const bool is_differentiable = (creates_graph || has_tangent) && pairing->is_differentiable();
     if (is_differentiable) {
       pairing->backward.callBoxed(stack);
     } else {

@@ -344,8 +344,6 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
   if (!first) override.hits->add();  // Python counts a first hit
   auto results =
       first ? call_first_hit(call) : call_function(override, call, capturing, is_differentiated);
-  if (is_differentiated && derivative_of(results) == Derived::Yes)
-    override.has_made_derivative.store(true, std::memory_order_relaxed);
   call.set_results(results);
   if (first) checked_kinds_.add(kind);
   if (accelerated && !capturing && ran_calls_.count(exact) == 0) ran_calls_.add(exact);
@@ -374,7 +372,7 @@ std::vector<c10::IValue> PythonImpl::call_function(const Override& override, con
     const auto result = vectorcall(call);
     if (!result) throw py::error_already_set();
     auto found = results(result);
-    if (is_differentiated) check_differentiated(override, found);
+    if (is_differentiated) check_differentiated(override, found);  // not of what native returns
     return found;
   } catch (py::error_already_set& error) {
     if (falls_back_ && !capturing) return recover(call, error);
@@ -386,10 +384,10 @@ std::vector<c10::IValue> PythonImpl::call_function(const Override& override, con
 // A call's first hits are compared with native, which says whether its result has a derivative.
 void PythonImpl::check_differentiated(const Override& override,
                                       c10::ArrayRef<c10::IValue> results) const {
-  if (!override.has_made_derivative.load(std::memory_order_relaxed) ||
-      derivative_of(results) != Derived::No) {
+  const auto derived = derivative_of(results);
+  if (derived == Derived::Yes) override.has_made_derivative.store(true, std::memory_order_relaxed);
+  if (derived != Derived::No || !override.has_made_derivative.load(std::memory_order_relaxed))
     return;
-  }
   const std::string message =
       display_name_ +
       " is declared with autograd='impl' and returned what autograd cannot differentiate; let its "

@@ -274,6 +274,17 @@ def test_forward_mode_of_other_tensors_is_none_of_its_own(op: Any) -> None:
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_tangent_of_the_upstream_gradient_is_not_lost_in_silence(
+    op: Any, create_graph: bool
+) -> None:
+    x = number()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="op_backward has no"):
+        weight = forward_ad.make_dual(number(requires_grad=False), torch.ones(5).double())
+        y = op(x, None, 2.0, [])[0]
+        torch.autograd.grad((y * weight).sum(), x, create_graph=create_graph)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(op: Any, use_reentrant: bool) -> None:
     x = number()

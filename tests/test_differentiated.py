@@ -367,6 +367,31 @@ def test_a_result_that_natively_has_no_derivative_is_none_that_was_lost() -> Non
     assert mine.hits == 4
 
 
+def test_a_derivative_that_native_made_is_none_of_the_impls() -> None:
+    """A result that natively has none is right, whatever native made where the impl failed."""
+
+    def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if self.dim() == 2:
+            raise ValueError("no matrices")
+        result: torch.Tensor = opgraft.native("aten::type_as")(self, other)
+        return result
+
+    mine = opgraft.register_op_override(
+        *("aten", "type_as", "CPU", type_as),
+        unconditional_override=True,
+        autograd="impl",
+        on_error="fallback",
+    )
+    other = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    for _ in range(4):
+        assert not torch.randn(3).type_as(other).requires_grad
+    hits = mine.hits
+    with pytest.warns(opgraft.OverrideWarning, match="no matrices"):
+        assert torch.randn(3, 3, requires_grad=True).type_as(other).requires_grad
+    assert not torch.randn(3).type_as(other).requires_grad
+    assert mine.hits == hits + 2
+
+
 def test_shadow_mode_writes_nothing_twice() -> None:
     def batch_norm(x: Any, w: Any, b: Any, rm: Any, rv: Any, *rest: Any) -> torch.Tensor:
         out: torch.Tensor = 2 * opgraft.native("aten::batch_norm")(x, w, b, rm, rv, *rest)

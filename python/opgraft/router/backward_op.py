@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -273,6 +273,7 @@ class _Function:
             return next(tensors) if other is None else other[0]
 
         given = {name: value(name) for name in self._wanted}
+        self._refuse_tangents(given.values())
         # Autograd would find derivatives in what the op's kernel calls.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._pairing.is_differentiable):
             results = self._pairing.backward.overload(**given)
@@ -282,6 +283,18 @@ class _Function:
             results = _once_differentiable(self._pairing.backward, results, sources)
         found = dict(zip(self._targets, results, strict=True))
         return tuple(found[n] if n in ctx.given else None for n in self._positional)
+
+
+    def _refuse_tangents(self, values: Iterable[Any]) -> None:
+        """Where autograd does not know the derivative of the backward op, a tangent would be lost
+        in it: that of the upstream gradient, though the op's own arguments had none."""
+        tensors = (each for each in values if isinstance(each, torch.Tensor))
+        if not self._pairing.is_differentiable and any(map(composite.has_tangent, tensors)):
+            raise NotImplementedError(
+                f"{self._pairing.backward.name} has no forward-mode derivative: "
+                "opgraft.register_backward declares how to differentiate once; if an override "
+                "calls it, opgraft.disabled() leaves the call to the native kernel"
+            )
 
 
 def _once_differentiable(
