@@ -351,7 +351,7 @@ class _Overseer(_Attendant):
         #: The worker's place among the machine's. While it is idle, nobody holds it.
         self._place = ""
         #: The compute capability for which it compiles with CuteDSL, which can be one alone.
-        self._capability: tuple[int, int] | None = None
+        self._properties: dict[str, Any] | None = None
 
     def have_done(self, job: Job) -> Compiled | None:
         assert not callable(job.work)
@@ -385,12 +385,12 @@ class _Overseer(_Attendant):
         return {name: answer[name] for name in Compiled.__required_keys__}  # type: ignore[return-value]
 
     def _answer(self, job: Job, asked: Request) -> Any:
-        if asked["dsl"] == "cutedsl" and asked["device"] is not None:
+        if asked["device"] is not None:
+            # Whatever caches what it knows of a device knows one by its name, which all have there.
             properties = asked["device"]["properties"]
-            capability = properties["major"], properties["minor"]
-            if self._capability not in (None, capability):
+            if self._properties not in (None, properties):
                 self.end()
-            self._capability = capability
+            self._properties = properties
         process = self._start()
         job.started(f"worker {process.pid}")
         return self._ask(process, asked, COMPILE_SECONDS)
