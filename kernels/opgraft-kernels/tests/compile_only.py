@@ -175,10 +175,7 @@ def _accesses(ptx: str, kind: str = "(?:ld|st)") -> list[int]:
 
 
 def _compile(launch: Any, capability: int) -> dict[str, Any]:
-    keywords = launch.keywords
-    if capability >= 90 and not keywords.get("launch_cooperative_grid"):
-        keywords |= {"EARLY": True, "launch_pdl": True}  # as on a device, see `Launch.is_early`
-    compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **keywords)
+    compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.keywords)
     if hasattr(compiled, "result"):
         compiled = compiled.result()
     return {
@@ -235,18 +232,28 @@ def _distinct(launches: Iterator[Any]) -> list[Any]:
     return list(found.values())
 
 
+def _begin_kernels_early(capability: int) -> None:
+    """Plan and launch as a device of `capability` would: the tensors here are on none."""
+    from opgraft_kernels import devices, launches
+
+    launches.can_begin_early = lambda _: devices.begins_early(capability // 10, capability % 10)
+
+
 def main(family: str) -> None:
     use_driver(min(SHARED_MEMORY))  # planning asks for one
     import configurations
     from covering import sample
 
-    there_is = [
-        (launch, capability)
-        for capability in SHARED_MEMORY
-        for launch in _distinct(configurations.launches(family, capability))
-    ]
+    there_is = []
+    for capability in SHARED_MEMORY:
+        _begin_kernels_early(capability)
+        there_is += [
+            (launch, capability)
+            for launch in _distinct(configurations.launches(family, capability))
+        ]
     for launch, capability in sample(there_is, lambda each: _values(*each)):
         use_driver(capability)
+        _begin_kernels_early(capability)
         print(json.dumps(_compile(launch, capability)), flush=True)
 
 

@@ -285,6 +285,19 @@ def test_squares_that_overflow_where_the_variance_does_not(
     assert rstd[0] > 1e-12  # all the same: what the mean is off by a rounding, at most
 
 
+@pytest.mark.parametrize("hidden", [24, 64, 768, 4096])
+def test_rows_whose_squares_are_0_are_divided_by_0_as_natively(
+    hidden: int, device: torch.device
+) -> None:
+    x = torch.randn(4, hidden, device=device) * 1e-25
+    x[1] *= 1e25
+    ours, native = (
+        f(x, [hidden], None, None, 0.0)[0] for f in (layer_norm_forward, torch.native_layer_norm)
+    )
+    assert native[0].isinf().all()
+    torch.testing.assert_close(ours, native)
+
+
 @pytest.mark.parametrize("hidden", [24, 96, 320])
 def test_a_row_does_not_depend_on_the_rows_beside_it(hidden: int, device: torch.device) -> None:
     torch.manual_seed(0)

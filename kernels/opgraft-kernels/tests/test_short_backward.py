@@ -170,7 +170,7 @@ def test_programs_that_walk_over_heads_are_right(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scale", [1.0, 1e-3, -0.5])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_scales_are_right(scale: float, on_hopper: torch.device) -> None:
     tensors = _tensors(2, HEADS, 197, 197, 64, torch.bfloat16, is_strided=True)
     _assert_as_good(tensors, scale)

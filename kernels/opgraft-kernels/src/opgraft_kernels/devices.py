@@ -7,6 +7,7 @@ import functools
 import torch
 
 __all__ = [
+    "begins_early",
     "can_begin_early",
     "can_prefetch",
     "l2_cache",
@@ -42,10 +43,23 @@ def can_prefetch(device: torch.device) -> bool:
     return _is_hopper_or_later(device)
 
 
+def begins_early(major: int, minor: int) -> bool:
+    """Whether devices of a compute capability are known to begin kernels early. Later ones than
+    Hopper can, too, but no kernel here has run there."""
+    return (major, minor) == (9, 0)
+
+
+@functools.cache
 def can_begin_early(device: torch.device) -> bool:
     """Whether a kernel may begin before the one before it in the stream has ended, and wait then:
     what CUDA calls programmatic dependent launch."""
-    return _is_hopper_or_later(device)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    # Graphs know such launches from CUDA 12.3 on. Where there is no driver kernels are compiled for
+    # other machines.
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    is_known_to_graphs = driver == 0 or driver >= 12030
+    return is_known_to_graphs and begins_early(*torch.cuda.get_device_capability(device))
 
 
 @functools.cache

@@ -64,7 +64,9 @@ class Launch(NamedTuple):
         """Whether programs may be there before the stream's kernel before this one has ended.
 
         What a launch costs before its first program runs passes while that kernel ends. A
-        cooperative launch gains nothing.
+        cooperative launch gains nothing. Programs wait for that kernel alone, and so does each
+        kernel here: one of others that began early and never waited could end before those before
+        it.
         """
         is_cooperative = self.options.get("launch_cooperative_grid", False)
         return not is_cooperative and launches_are_early(_device_of_any(self.arguments))

@@ -115,7 +115,7 @@ def forward(
         v: ``[batch, heads_k, length_k, dim_v]``.
         out: ``[batch, heads, length_q, dim_v]``.
         logsumexp: ``[batch, heads, length_q]``, float32, natural logarithm; None where unwanted.
-        scale: of the scores.
+        scale: of the scores; above 0, as scores of no key are -inf before they are scaled.
         causal: whether query i sees key j only where ``j <= i + length_k - length_q``; not beside
             a bias.
         bias: ``[batch, heads, length_q, length_k]``, of the inputs' dtype or float32, its last

@@ -162,6 +162,8 @@ def _same_number_of_rows(one: str, other: str) -> Any:
 
 # A scale from here on times log2(e) may be infinite in float32.
 _MOST_SCALE = 1e38
+# A scale below it may be 0 in float32, by which -inf, the score of no key, is NaN.
+_LEAST_FLOAT_SCALE = 1e-37
 
 
 def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
@@ -178,7 +180,8 @@ def _valid_options(op: _Op, *, with_bias: bool | None = False) -> Any:
         # Neither kernel has dropout, nor other masks than causal and additive ones.
         when.value("dropout_p") == 0.0,
         # A row's maximum is taken before scaling, which is by a float32.
-        when.is_none("scale") | ((when.value("scale") > 0.0) & (when.value("scale") < _MOST_SCALE)),
+        when.is_none("scale")
+        | ((when.value("scale") > _LEAST_FLOAT_SCALE) & (when.value("scale") < _MOST_SCALE)),
     ]
     for mask in ("attn_bias", "attn_mask"):
         if mask in names:
@@ -681,7 +684,8 @@ def _impl(op: _Op, kernels: str, namespace: str = "aten") -> Callable[..., Any]:
     native = getattr(getattr(torch.ops, namespace), op.name).default
 
     def deterministic_if_asked(*args: Any, **kwargs: Any) -> Any:
-        # FlashAttention-4's backward adds parts of dq in whatever order they come.
+        # FlashAttention-4's backward adds parts of dq in whatever order they come, but of short
+        # sequences; of those, too, native is what was asked for.
         if torch.are_deterministic_algorithms_enabled():
             return native(*args, **kwargs)  # inside an impl of the op: the native kernel
         return impl(*args, **kwargs)

@@ -79,7 +79,7 @@ LAYER_NORM = Norm(
     statistics=("mean", "rstd"),
     # On the CPU native keeps mean and rstd of 16-bit inputs in 16 bits, the kernels do not.
     cpu_dtypes=(torch.float32,),
-    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=10),
+    forward=Op("native_layer_norm", (16384, 32768, 65536, 131072), version=11),
     backward=Op("native_layer_norm_backward", (16384, 32768, 65536, 131072), version=8),
 )
 
@@ -230,7 +230,7 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     "backward": {**_TRITON_RANGES, "hidden": (2**4, 2**9), "elements": (2**12, 2**29)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
-PERMUTED_VERSION = 5
+PERMUTED_VERSION = 6
 # What no bucket of sizes stands for.
 _EXACT = ("itemsize", "misalignment")
 # Their condition asks for 16 bits and whole vectors. Backwards gain beyond 2**27 elements what they

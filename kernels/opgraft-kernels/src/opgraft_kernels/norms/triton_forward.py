@@ -34,6 +34,8 @@ __all__ = [
 
 # Of a square of a mean: below it, what the mean is off may be much of the variance.
 _LITTLE_VARIANCE = tl.constexpr(2.0**-20)
+# Of float32, below which there are fewer digits, or none.
+_LEAST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "x_stride", "ahead"])
@@ -107,7 +109,8 @@ def forward_rows_kernel(
             w, b = parameters[i]
         y = xs[i] * rstd[:, None]
         if mean_ptr is not None:
-            y = y - (left * rstd)[:, None]
+            # 0 times an infinite rstd would be NaN.
+            y = y - tl.where(left == 0.0, 0.0, left * rstd)[:, None]
         y = scale_and_shift(y, w_ptr, w, b_ptr, b)
         store_tile(y_ptr, y, row, rows, col, hidden, MASK_ROWS, MASK_COLS and i == LAST)
 
@@ -174,8 +177,9 @@ def _mean_and_variance(sums, squares, hidden):
 @triton.jit
 def _is_far(mean, variance):
     """Whether a mean is further from zero than a standard deviation: its square, taken off the mean
-    of squares, took digits of the variance with it. So it is where one overflowed, or is NaN."""
-    is_near = (variance >= mean * mean) & (variance < float("inf"))
+    of squares, took digits of the variance with it. So it is where one overflowed, or is NaN; and
+    where squares are too small for float32, since without an eps rows are divided by 0 then."""
+    is_near = (variance > mean * mean) & (variance > _LEAST_NORMAL) & (variance < float("inf"))
     return is_near == 0
 
 
