@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import opgraft
 from opgraft import when
 from opgraft.errors import ContractError, RegistrationError
+from opgraft.packs.loading import owning
 from tests.modes import RecordOps
 from tests.python_router import run_again, where_the_core_routes
 
@@ -632,6 +633,36 @@ def test_the_next_kind_runs_where_the_first_is_quarantined(kinds: tuple[str, ...
     grads = gradients(tensors)
     assert (first.hits, then.hits) == (1, 1)
     assert all(bool((each == 1).all()) for each in grads) == (kinds[1] == "pair")
+
+
+def test_a_pair_that_fails_in_a_checkpoint_leaves_its_derivative() -> None:
+    """What the first forward saved is compared with what the second one saves."""
+
+    def fails(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise ValueError("no kernel")
+
+    mine = override(fails, autograd=KINDS["pair"], on_error="fallback")
+    q, k, v = inputs()
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        out = checkpoint(
+            lambda *each: F.scaled_dot_product_attention(*each), q, k, v, use_reentrant=False
+        )
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(bool((each == 1).all()) for each in grads)
+    assert (mine.hits, mine.fallbacks) == (1, 1)
+
+
+def test_who_is_passed_by_may_have_the_name_of_who_runs() -> None:
+    """A scope of what has that name and no pack is of both, so the first one runs, with the other's
+    derivative."""
+    before = opgraft.register_op_override(
+        *("aten", OP, "CPU", attention), unconditional_override=True, name="same", priority=1
+    )
+    with owning("a-pack"):
+        pair = override(autograd=KINDS["pair"], name="same")
+    grads = gradients(inputs())
+    assert all(bool((each == 1).all()) for each in grads)
+    assert (before.hits, pair.hits) == (1, 0)
 
 
 def test_a_condition_that_fails_leaves_the_call_to_the_next_kind() -> None:

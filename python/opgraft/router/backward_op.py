@@ -284,7 +284,6 @@ class _Function:
         found = dict(zip(self._targets, results, strict=True))
         return tuple(found[n] if n in ctx.given else None for n in self._positional)
 
-
     def _refuse_tangents(self, values: Iterable[Any]) -> None:
         """Where autograd does not know the derivative of the backward op, a tangent would be lost
         in it: that of the upstream gradient, though the op's own arguments had none."""

@@ -213,14 +213,24 @@ class DerivativeKernel:
     def _first_with_a_derivative(
         self, call: Call, is_ready: Callable[[Override], bool]
     ) -> Override | None:
-        """The first override with a derivative that takes a call; None if that is an "impl"."""
+        """The first override with a derivative that takes a call; None if that is an "impl".
+
+        If none does, the first pair that is only quarantined for it, whose forward is native: a
+        checkpoint compares what the first forward saved, in which the impl failed, with what a
+        second one saves.
+        """
+        quarantined = None
         for override in self._chain.active:
-            if override.autograd is not None and _takes_now(override, call, if_it_raises=False):
+            if override.autograd is None:
+                continue
+            if _takes_now(override, call, if_it_raises=False):
                 if override.is_differentiated:
                     return None  # the router asks it, and those after it
                 if is_ready(override):
                     return override
-        return None
+            elif quarantined is None and _is_quarantined_pair(override, call):
+                quarantined = override
+        return quarantined
 
     def _passing_by(self, override: Override, call: Call) -> ExitStack:
         """Have the forward of a call run by `override`, though others come before it.
@@ -235,7 +245,11 @@ class DerivativeKernel:
                 break
             if before.autograd is None and _takes_now(before, call, if_it_raises=True):
                 given = {key: getattr(before, key) for key in threads.PassedBy.KEYS}
-                scopes.enter_context(threads.scope(threads.PassedBy(**given)))
+                scope = threads.PassedBy(**given)
+                # A user's override may have a pack's name, and no pack: then the scope is of both,
+                # and the one with the derivative would not run.
+                if not scope.matches(override):
+                    scopes.enter_context(threads.scope(scope))
         return scopes
 
     def differentiate(self, override: Override, call: Call) -> Any:
@@ -362,6 +376,19 @@ def _takes_now(override: Override, call: Call, *, if_it_raises: bool) -> bool:
         if interrupts.is_interrupt(error):
             raise
         return if_it_raises
+
+
+def _is_quarantined_pair(override: Override, call: Call) -> bool:
+    """Whether quarantine alone keeps an override with a pair of functions from a call."""
+    if override.is_differentiated or not override.state.quarantined:
+        return False
+    try:
+        decline = why_not(override, call, capturing=False)
+    except Exception as error:
+        if interrupts.is_interrupt(error):
+            raise
+        return False
+    return decline is not None and decline.kind == "quarantined"
 
 
 def _differentiates(override: Override, call: Call) -> bool:
@@ -632,5 +659,6 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _double_backward_error(display_name: str) -> OpgraftError:
     return OpgraftError(
         f"the derivative of the backward of {display_name} is not known: its autograd= says how to "
-        "differentiate once; switch the override off (opgraft.disabled) to differentiate twice"
+        "differentiate once; switch the override off (opgraft.disabled) to differentiate twice, or "
+        "forward over reverse"
     )
