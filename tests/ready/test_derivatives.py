@@ -252,6 +252,46 @@ def test_a_composite_op_is_natives_until_both_are_ready() -> None:
         override.remove()
 
 
+def test_explain_says_that_the_pair_behind_runs_until_the_first_one_is_ready() -> None:
+    terms: dict[str, Any] = {
+        "unconditional_override": True,
+        "autograd": (
+            impls.setup_linear_sum,
+            lambda ctx, grad: (*impls.backward_linear_sum(ctx, grad), None),
+        ),
+    }
+
+    def composite(**more: Any) -> opgraft.Override:
+        return opgraft.register_op_override(
+            *("aten", "linalg_vecdot", "CPU", lambda x, y, *, dim: impls.linear_sum(x, y)),
+            **terms,
+            **more,
+        )
+
+    made = [composite(name="first", priority=1, when_not_ready="native"), composite(name="behind")]
+    try:
+        x, y = (torch.ones(3, 4, requires_grad=True) for _ in range(2))
+        for is_ready in (False, True):
+            explained = opgraft.explain("aten::linalg_vecdot", x, y)
+            hits = [each.hits for each in made]
+            torch.autograd.grad(torch.linalg.vecdot(x, y).sum(), (x, y))
+            ran = [each.hits - before for each, before in zip(made, hits, strict=True)]
+            assert ran == [int(is_ready), int(not is_ready)]
+            assert explained.winner is made[ran.index(1)]
+            statuses = ["takes", "behind"] if is_ready else ["declines", "takes"]
+            assert [each.status for each in explained.verdicts] == statuses
+            if is_ready:
+                continue
+            assert "nobody has asked for its kernels" in explained.verdicts[0].reason
+            # Nothing waits where hooks get what is saved.
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                assert opgraft.explain("aten::linalg_vecdot", x, y).winner is made[0]
+            assert opgraft.wait_until_ready(LIMIT)
+    finally:
+        for each in made:
+            each.remove()
+
+
 def test_ops_that_the_forward_calls_wait_for_nothing(register: Register) -> None:
     """Its own kernels are ready: theirs may not be."""
     register()

@@ -108,7 +108,10 @@ def _judge_override(
         return Verdict(override, "declines", reason)
     if decline is not None:
         return _declined(override, decline, failure)
-    takes, plan = (True, "") if override.plans is None else override.plans.predict(call)
+    takes, plan = True, ""
+    if override.plans is not None:
+        # Of overrides with a derivative, only the pairs of functions wait until they are ready.
+        takes, plan = override.plans.predict(call, differentiated=keeps_derivative)
     if not takes:
         return Verdict(override, "declines", f"declines: it would run {plan}")
     if keeps_derivative and not (override.is_differentiated or may_differentiate):

@@ -16,7 +16,7 @@ from opgraft.ops.describing import accelerator, describe, strides
 from opgraft.ops.schema import Call
 from opgraft.plan.proof import Proof
 from opgraft.ready import captures, warm_up
-from opgraft.ready.readiness import Kind, Readiness
+from opgraft.ready.readiness import Kind, Readiness, State
 from opgraft.registry import Override
 from opgraft.router.randomness import depends_on_random_numbers
 
@@ -182,26 +182,40 @@ class Plans:
             parts.append("stopped recording, its calls' shapes change too often")
         return "; ".join(parts)
 
-    def predict(self, call: Call) -> tuple[bool, str]:
+    def predict(self, call: Call, *, differentiated: bool = False) -> tuple[bool, str]:
         """Predict what happens to a call for which the override's condition holds.
+
+        Args:
+            call: the call.
+            differentiated: whether the override's own derivative would be the call's, so that the
+                kernels of its backward have to be ready, too.
 
         Returns:
             Whether the override takes it, and how, or why not, as text.
         """
-        takes, how = self._predict(call)
+        takes, how = self._predict(call, differentiated)
         state = self.readiness.state(describe_call(call))
         if takes and state is not None and state.why_no_worker:
             return True, f"{how}; {state}"
         return takes, how
 
-    def _predict(self, call: Call) -> tuple[bool, str]:
+    def predict_derivative(self, call: Call) -> bool:
+        """Predict what :meth:`may_differentiate` answers, but ask for no kernels."""
+        # Without a key the core has nobody asked.
+        return not self._has_key(call) or self._why_not_differentiated(call) is None
+
+    def _has_key(self, call: Call) -> bool:
+        schema = call.op.overload._schema
+        return self._core.has_plan_key(call.values, schema.name, schema.overload_name)
+
+    def _predict(self, call: Call, differentiated: bool) -> tuple[bool, str]:
         label = describe_call(call)
         if (plan := next((each for each in self if each.key == label), None)) is not None:
             compared = "natively so far: its launch plan is compared with native"
             return (True, "by a launch plan") if plan.is_proven else (False, compared)
-        schema = call.op.overload._schema
-        has_key = self._core.has_plan_key(call.values, schema.name, schema.overload_name)
-        if has_key and (not_ready := self._why_not_ready(call)) is not None:
+        has_key = self._has_key(call)
+        why_not = self._why_not_differentiated if differentiated else self._why_not_ready
+        if has_key and (not_ready := why_not(call)) is not None:
             return False, not_ready
         unplanned = self.override.unplanned
         runs_in_python = unplanned is None or unplanned.holds(call.named)
@@ -242,9 +256,20 @@ class Plans:
         label = describe_call(call)
         # Below autograd nothing tells whether the call is differentiated.
         state = self.readiness.state(label) or self.readiness.state(label + _DIFFERENTIATED)
-        if state is not None and state.status == "ready":
+        return _why_not(state)
+
+    def _why_not_differentiated(self, call: Call) -> str | None:
+        """Why native runs a call until its kernels and those of its backward are compiled."""
+        if not self._waits_to_differentiate(call):
             return None
-        return f"natively so far: {state or 'nobody has asked for its kernels yet'}"
+        return _why_not(self.readiness.state(describe_call(call) + _DIFFERENTIATED))
+
+    def _waits_to_differentiate(self, call: Call) -> bool:
+        """Whether a call gets the override's own derivative only once its kernels are ready."""
+        if not self.table.gated or self.table.runs_all or _is_routed_by_itself(call):
+            return False
+        # Checkpointing runs it again, and expects as many tensors saved.
+        return not _is_saved_by_hooks()
 
     # Called by the router.
 
@@ -272,12 +297,9 @@ class Plans:
             keyset: the call's dispatch keys.
             key: the core's `PlanKey` of the call.
         """
-        table = self.table
-        if not table.gated or table.runs_all or _is_routed_by_itself(call):
+        if not self._waits_to_differentiate(call):
             return True
-        if _is_saved_by_hooks():  # checkpointing runs it again, and expects as many tensors saved
-            return True
-        table.set_asked(key)
+        self.table.set_asked(key)
         label = f"{describe_call(call)}{_DIFFERENTIATED}"
         return self.readiness.ask(call, keyset, Kind(key, _needs(call)), label)
 
@@ -473,6 +495,13 @@ def _watch_hooks() -> None:
 
 #: What a kind of call is called for people whose backward's kernels are to be ready, too.
 _DIFFERENTIATED = ", with its derivative"
+
+
+def _why_not(state: State | None) -> str | None:
+    """Why native runs a call whose kernels are in this state; None if they are ready."""
+    if state is not None and state.status == "ready":
+        return None
+    return f"natively so far: {state or 'nobody has asked for its kernels yet'}"
 
 
 def _needs(call: Call) -> tuple[bool, ...]:

@@ -164,9 +164,18 @@ def uninstall(chain: Chain) -> None:
 
 
 def differentiating_override(chain: Chain, call: Call) -> Override | None:
-    """The override whose custom derivative a call gets; None if it gets the op's."""
+    """The override whose custom derivative a call would get; None if it would get the op's.
+
+    Nobody is asked to make kernels ready.
+    """
     installed = _installed.get(chain)
-    return None if installed is None else installed.differentiating_override(call)
+    if installed is None:
+        return None
+    return installed.differentiating_override(call, lambda each: _would_be_ready(each, call))
+
+
+def _would_be_ready(override: Override, call: Call) -> bool:
+    return override.plans is None or override.plans.predict_derivative(call)
 
 
 class DerivativeKernel:
