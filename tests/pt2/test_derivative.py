@@ -219,6 +219,26 @@ def test_differentiating_twice_by_nested_grads_is_an_error(override: Override) -
         assert grad(once)(an_input(3)).abs().sum() > 0
 
 
+def test_an_upstream_gradient_with_a_tangent_is_an_error_that_names_forward_mode(
+    override: Override,
+) -> None:
+    """Only the upstream gradient has a tangent, so the override takes the call."""
+
+    def forward_over_reverse(x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        with torch.autograd.forward_ad.dual_level():
+            out = softmax(x)
+            upstream = torch.autograd.forward_ad.make_dual(torch.ones_like(out), out.detach())
+            (gradient,) = torch.autograd.grad(out, x, upstream)
+            return torch.autograd.forward_ad.unpack_dual(gradient).tangent
+
+    with pytest.raises(OpgraftError, match=r"override .*softmax.* in forward mode"):
+        forward_over_reverse(an_input(2))
+    assert override.hits == 1
+    with opgraft.disabled():
+        assert forward_over_reverse(an_input(2)).abs().sum() > 0
+
+
 def test_a_gradient_that_needs_no_second_one_may_keep_its_graph(override: Override) -> None:
     x = an_input(3).requires_grad_()
     (first,) = torch.autograd.grad(scalar(softmax)(x), x, create_graph=True)

@@ -669,5 +669,5 @@ def _double_backward_error(display_name: str) -> OpgraftError:
     return OpgraftError(
         f"the derivative of the backward of {display_name} is not known: its autograd= says how to "
         "differentiate once; switch the override off (opgraft.disabled) to differentiate twice, or "
-        "forward over reverse"
+        "to differentiate the backward in forward mode, where an upstream gradient has a tangent"
     )
