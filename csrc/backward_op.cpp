@@ -205,10 +205,9 @@ class ByOp : public torch::autograd::Function<ByOp> {
     }
     const bool creates_graph = c10::GradMode::is_enabled();
     const bool has_tangent = has_tangents(view(stack));
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !has_tangent || pairing->is_differentiable(), pairing->backward.operator_name(),
-        " has no forward-mode derivative: opgraft.register_backward declares how to differentiate "
-        "once; if an override calls it, opgraft.disabled() leaves the call to the native kernel");
+    TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent || pairing->is_differentiable(),
+                                pairing->backward.operator_name(),
+                                " has no forward-mode derivative: ", kOnce);
     const bool is_differentiable = (creates_graph || has_tangent) && pairing->is_differentiable();
     if (is_differentiable) {
       pairing->backward.callBoxed(stack);
@@ -230,6 +229,9 @@ class ByOp : public torch::autograd::Function<ByOp> {
  private:
   static constexpr const char* kPairing = "pairing";
   static constexpr const char* kGiven = "given";
+  static constexpr const char* kOnce =
+      "opgraft.register_backward declares how to differentiate once; if an override calls it, "
+      "opgraft.disabled() leaves the call to the native kernel";
   static std::string key_of(size_t source) { return std::to_string(source); }
 
   // The same gradients, of which it is an error to differentiate one. What they depend on need not
@@ -241,11 +243,10 @@ class ByOp : public torch::autograd::Function<ByOp> {
     const size_t count = found.size();
     found.insert(found.end(), gradients.begin(), gradients.end());
     found.push_back(anchor);
-    torch::autograd::DelayedError node(
-        "derivative for " + c10::toString(pairing.backward.operator_name()) +
-            " is not implemented: opgraft.register_backward declares how to differentiate once; "
-            "if an override calls it, opgraft.disabled() leaves the call to the native kernel",
-        static_cast<int64_t>(found.size()));
+    torch::autograd::DelayedError node("derivative for " +
+                                           c10::toString(pairing.backward.operator_name()) +
+                                           " is not implemented: " + kOnce,
+                                       static_cast<int64_t>(found.size()));
     found = node.apply(std::move(found));
     found.resize(count);
     return found;

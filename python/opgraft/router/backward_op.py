@@ -290,10 +290,14 @@ class _Function:
         tensors = (each for each in values if isinstance(each, torch.Tensor))
         if not self._pairing.is_differentiable and any(map(composite.has_tangent, tensors)):
             raise NotImplementedError(
-                f"{self._pairing.backward.name} has no forward-mode derivative: "
-                "opgraft.register_backward declares how to differentiate once; if an override "
-                "calls it, opgraft.disabled() leaves the call to the native kernel"
+                f"{self._pairing.backward.name} has no forward-mode derivative: {_ONCE}"
             )
+
+
+_ONCE = (
+    "opgraft.register_backward declares how to differentiate once; if an override calls it, "
+    "opgraft.disabled() leaves the call to the native kernel"
+)
 
 
 def _once_differentiable(
@@ -306,11 +310,7 @@ def _once_differentiable(
         gradients: tensors.
         sources: what they depend on, though their own graph may not say so.
     """
-    message = (
-        f"derivative for {backward.name} is not implemented: opgraft.register_backward declares "
-        "how to differentiate once; if an override calls it, opgraft.disabled() leaves the call to "
-        "the native kernel"
-    )
+    message = f"derivative for {backward.name} is not implemented: {_ONCE}"
     everything = (*gradients, *sources)
     refuse = torch._C._functions.DelayedError(message.encode(), len(everything))
     made: tuple[Any, ...] = refuse(*everything)

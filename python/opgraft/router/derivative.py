@@ -232,13 +232,14 @@ class DerivativeKernel:
         for override in self._chain.active:
             if override.autograd is None:
                 continue
-            if _takes_now(override, call, if_it_raises=False):
+            obstacle = _obstacle_of(override, call)
+            if obstacle is None:
                 if override.is_differentiated:
                     return None  # the router asks it, and those after it
                 if is_ready(override):
                     return override
-            elif quarantined is None and _is_quarantined_pair(override, call):
-                quarantined = override
+            elif obstacle == "quarantined" and not override.is_differentiated:
+                quarantined = quarantined or override
         return quarantined
 
     def _passing_by(self, override: Override, call: Call) -> ExitStack:
@@ -252,7 +253,7 @@ class DerivativeKernel:
         for before in self._chain.active:
             if before is override:
                 break
-            if before.autograd is None and _takes_now(before, call, if_it_raises=True):
+            if before.autograd is None and _obstacle_of(before, call) in (None, "raises"):
                 given = {key: getattr(before, key) for key in threads.PassedBy.KEYS}
                 scope = threads.PassedBy(**given)
                 # A user's override may have a pack's name, and no pack: then the scope is of both,
@@ -374,30 +375,16 @@ def _takes_call(override: Override, call: Call) -> bool:
         return False
 
 
-def _takes_now(override: Override, call: Call, *, if_it_raises: bool) -> bool:
-    """Whether an override takes a call that is no part of a graph.
-
-    `if_it_raises`: the answer where its condition raises an error.
-    """
-    try:
-        return why_not(override, call, capturing=False) is None
-    except Exception as error:
-        if interrupts.is_interrupt(error):
-            raise
-        return if_it_raises
-
-
-def _is_quarantined_pair(override: Override, call: Call) -> bool:
-    """Whether quarantine alone keeps an override with a pair of functions from a call."""
-    if override.is_differentiated or not override.state.quarantined:
-        return False
+def _obstacle_of(override: Override, call: Call) -> str | None:
+    """What keeps an override from a call that is no part of a graph: the kind of a `Decline`, or
+    that its condition "raises"; None if it takes the call."""
     try:
         decline = why_not(override, call, capturing=False)
     except Exception as error:
         if interrupts.is_interrupt(error):
             raise
-        return False
-    return decline is not None and decline.kind == "quarantined"
+        return "raises"
+    return None if decline is None else decline.kind
 
 
 def _differentiates(override: Override, call: Call) -> bool:

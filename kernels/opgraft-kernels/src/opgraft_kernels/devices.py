@@ -32,15 +32,16 @@ def shared_memory_of_multiprocessor(device: torch.device) -> int:
     return 2**20  # The interpreter: any number.
 
 
-@functools.cache
-def _is_hopper_or_later(device: torch.device) -> bool:
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU of NVIDIA's; (0, 0) of other devices."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
 
 
+@functools.cache
 def can_prefetch(device: torch.device) -> bool:
     """Whether one instruction can ask for many bytes to be loaded into the L2 cache."""
-    return _is_hopper_or_later(device)
+    return _capability(device) >= (9, 0)
 
 
 def begins_early(major: int, minor: int) -> bool:
@@ -53,13 +54,11 @@ def begins_early(major: int, minor: int) -> bool:
 def can_begin_early(device: torch.device) -> bool:
     """Whether a kernel may begin before the one before it in the stream has ended, and wait then:
     what CUDA calls programmatic dependent launch."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
     # Graphs know such launches from CUDA 12.3 on. Where there is no driver kernels are compiled for
     # other machines.
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     is_known_to_graphs = driver == 0 or driver >= 12030
-    return is_known_to_graphs and begins_early(*torch.cuda.get_device_capability(device))
+    return is_known_to_graphs and begins_early(*_capability(device))
 
 
 @functools.cache

@@ -133,7 +133,7 @@ ONE_PROGRAM_ELEMENTS = 2**14
 # (`benchmarks/launch.py --crossover`, results/launch_crossover*.json: as it is; when there were two
 # launches; with wider bounds for either way.)
 ONE_LAUNCH_ELEMENTS, ONE_LAUNCH_HIDDEN = 2**22, 4096
-# Of fewer where the second launch is early: the GPU is always faster with two then.
+# Of fewer where the second launch is early, which costs the GPU less than waiting.
 ONE_LAUNCH_ELEMENTS_BEFORE_EARLY = 2**20
 # Where each program reads all that it adds up at once, the GPU is faster, too, if no launch is
 # early: in rows of up to so many elements; in narrow rows, up to so many elements in all.

@@ -252,7 +252,10 @@ def backward(
     kind = Kind(False, q.dtype, head_dim, head_dim_v, group, causal, True, False)
     is_short = short_backward_fits(head_dim, group, causal, length_q, length_k)
     if is_short and bias is None and head_dim == head_dim_v:
-        _short_backward(kind, grad_out, q, k, v, out, logsumexp, dq, dk, dv, scale)
+        kind = kind._replace(short=short_backward_tile(head_dim, length_q, length_k))
+        _functions(kind, q.device)(
+            grad_out, q, k, v, out, logsumexp, dq, dk, dv, multiprocessors(q.device), scale
+        )
         return
     lists = usable = None
     if bias is not None and _is_of_each_head(bias):
@@ -286,26 +289,6 @@ def backward(
         grad_out, q, k, v, out, logsumexp, dq, dk, dv,
         delta, logsumexp2, dq_sum, dk_sum, dv_sum, None, None, bias, lists, lowest or 0.0, scale,
     )  # fmt: skip
-
-
-def _short_backward(
-    kind: Kind,
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    scale: float,
-) -> None:
-    """`backward` where programs compute whole heads; it is deterministic."""
-    kind = kind._replace(short=short_backward_tile(q.shape[3], q.shape[2], k.shape[2]))
-    _functions(kind, q.device)(
-        grad_out, q, k, v, out, logsumexp, dq, dk, dv, multiprocessors(q.device), scale
-    )
 
 
 def backward_varlen(

@@ -56,6 +56,8 @@ _FIRST_OF_ROWS, _WARPS_OF_ROWS = 2, 2
 _MOST_ROWS, _MOST_ROWS_OF_LARGE = 5, 3
 # How many floats a thread copies at a time, and how many numbers of 16 bits.
 _VECTOR, _SHORT_VECTOR = 4, 8
+# How many blocks of keys and values shared memory holds.
+_KEY_BUFFERS = 2
 _LOG2_E = math.log2(math.e)
 
 
@@ -134,8 +136,6 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         self.registers = _REGISTERS_OF_LARGE if needs_most else _REGISTERS
         #: Of an output, how many vectors a thread loads at a time at most.
         self.most_rows = (_MOST_ROWS_OF_LARGE if needs_most else _MOST_ROWS) - self.is_narrow
-        #: How many blocks of keys and values shared memory holds.
-        self.key_buffers = tile.key_buffers
         #: Of dq of a tile, a thread's numbers.
         self.part = self.tile_m * self.tile_hdim // _COMPUTING
         #: What a copy brings, by what it copies.
@@ -203,7 +203,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                 self.dtype,
                 LayoutEnum.ROW_MAJOR,
                 (self.tile_n, self.tile_hdim),
-                self.key_buffers,
+                _KEY_BUFFERS,
                 major_mode_size=columns,
             )
             for columns in (self.tile_hdim * self.AtomLayoutMdQ // _GROUPS, self.tile_hdim)
@@ -226,7 +226,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
         # Of all tiles of a head; none where there is one block of keys.
         parts = 0 if self.key_blocks == 1 else 2 * self.part * _COMPUTING
         parts = memory(Float32, parts)
-        barriers = cute.struct.MemRange[cutlass.Int64, 6 * 2 + 3 * self.key_buffers]
+        barriers = cute.struct.MemRange[cutlass.Int64, 6 * 2 + 3 * _KEY_BUFFERS]
         members = {"barriers": barriers, "logsumexp": rows, "delta": rows, "Q": queries}
         members |= {"dO": queries, "K": keys, "V": values, "dS": dS, "dQ": parts}
         return cute.struct(type("Storage", (), {"__annotations__": members}))
@@ -273,7 +273,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
             delta=storage.delta.get_tensor(self._rows_layout()),
             dQ=storage.dQ.data_ptr(),
         )
-        begin, many = storage.barriers.data_ptr(), self.key_buffers
+        begin, many = storage.barriers.data_ptr(), _KEY_BUFFERS
         # What the copy engine has loaded; where rows' logsumexp and delta are; where gradients were
         # put in the place of queries, or of keys and values; and what is free to be loaded again.
         at = SimpleNamespace(
@@ -643,7 +643,7 @@ class ShortBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]
                     gradients[row + half, column] = scores[row + half, column] * gradient
         dS = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dP), self.dtype)
         of.put_dS(dS, dst_idx=0)
-        # Begun before dS is computed, it would take that registers, and all of it longer.
+        # To begin it before dS is computed leaves that fewer registers, and is slower.
         gemm_w_idx(of.mma_dV, of.dV, P, of.dV_dO, zero_init=tile == 0, B_idx=buffer)
         # All keys' dS.
         cute.arch.fence_view_async_shared()

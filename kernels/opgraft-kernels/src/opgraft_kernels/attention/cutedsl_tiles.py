@@ -49,9 +49,8 @@ class ShortTile(NamedTuple):
     """What a backward of short sequences is compiled for; see `short_backward_tile`."""
 
     queries: int
-    #: Blocks of `SHORT_KEYS`; and how many of them are in shared memory at a time.
+    #: Blocks of `SHORT_KEYS`.
     key_blocks: int
-    key_buffers: int = 2
 
 
 class _Call(NamedTuple):
