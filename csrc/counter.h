@@ -60,12 +60,16 @@ class Counter {
   void add() noexcept { add(shard()); }
 
   // Where each shard holds the count. A caller that keeps it need not read the counter itself.
-  uint32_t index() const noexcept { return index_; }
-  // Adds to the counter at `index`. False if it has no place in the thread's shard yet.
-  static bool add_at(uint32_t index) noexcept {
-    Chunk* chunk = shard().chunks_[index / kChunk].load(std::memory_order_relaxed);
+  struct Place {
+    uint32_t chunk, in_chunk;
+  };
+  Place place() const noexcept { return {index_ / kChunk, index_ % kChunk}; }
+  // Adds to the counter at `place`. False if the thread has no shard yet, or that no place for it.
+  static bool add_at(Place place) noexcept {
+    if (C10_UNLIKELY(current_ == nullptr)) return false;
+    Chunk* chunk = current_->chunks_[place.chunk].load(std::memory_order_relaxed);
     if (C10_UNLIKELY(chunk == nullptr)) return false;
-    add_to(*chunk, index);
+    add_to(*chunk, place.in_chunk);
     return true;
   }
 

@@ -49,23 +49,31 @@ class Epochs {
    public:
     C10_ALWAYS_INLINE Reader()
         : slot_(C10_LIKELY(current_ != nullptr) ? *current_ : Epochs::slot()) {
-      if (slot_.depth++ == 0) {
-        // A release store, although the fence below already orders it before the pointer's load: a
-        // writer that sees this announcement, but not the end of the previous one, must see the
-        // previous reads as finished.
-        slot_.began.store(epoch_.load(std::memory_order_acquire), std::memory_order_release);
-        if (C10_LIKELY(writers_fence_)) {
-          std::atomic_signal_fence(std::memory_order_seq_cst);
-        } else {
-          std::atomic_thread_fence(std::memory_order_seq_cst);
-        }
-      }
+      if (slot_.depth++ == 0) announce(slot_);
     }
     C10_ALWAYS_INLINE ~Reader() {
       if (--slot_.depth == 0) slot_.began.store(kIdle, std::memory_order_release);
     }
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
+
+   private:
+    Slot& slot_;
+  };
+
+  // A reader inside which there is no other one, and which calls nothing.
+  class QuickReader {
+   public:
+    // Whether this thread has read before, and does not read now. Otherwise only a `Reader` may.
+    static bool is_possible() noexcept {
+      return C10_LIKELY(current_ != nullptr) &&
+             C10_LIKELY(current_->began.load(std::memory_order_relaxed) == kIdle);
+    }
+
+    C10_ALWAYS_INLINE QuickReader() : slot_(*current_) { announce(slot_); }
+    C10_ALWAYS_INLINE ~QuickReader() { slot_.began.store(kIdle, std::memory_order_release); }
+    QuickReader(const QuickReader&) = delete;
+    QuickReader& operator=(const QuickReader&) = delete;
 
    private:
     Slot& slot_;
@@ -133,6 +141,18 @@ class Epochs {
 
   static Slot& slot();
   Slot& claim();
+
+  static C10_ALWAYS_INLINE void announce(Slot& slot) noexcept {
+    // A release store, although the fence below already orders it before the pointer's load: a
+    // writer that sees this announcement, but not the end of the previous one, must see the
+    // previous reads as finished.
+    slot.began.store(epoch_.load(std::memory_order_acquire), std::memory_order_release);
+    if (C10_LIKELY(writers_fence_)) {
+      std::atomic_signal_fence(std::memory_order_seq_cst);
+    } else {
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+    }
+  }
 
   // The epoch in which the oldest reader began, or the present one. Needs the lock.
   uint64_t oldest_reader() const noexcept {

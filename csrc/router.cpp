@@ -115,7 +115,7 @@ bool BoxedImpl::run(const Override& override, Call& call, c10::Device) {
 // --------------------------------------------------------------------------- Chain
 
 Chain::Chain(Overrides overrides) : overrides_(std::move(overrides)) {
-  misses_index_ = misses_->index();
+  misses_place_ = misses_->place();
   for (size_t index = 0; index < size(); ++index) {
     const TensorTest& test = overrides_[index]->condition.tensor_test();
     tensor_tests_.push_back(test);
@@ -233,6 +233,9 @@ void Router::withdraw(Call& call) {
 void Router::publish(Overrides overrides) {
   if (is_outdated_.load(std::memory_order_seq_cst)) overrides.clear();
   const auto* fresh = overrides.empty() ? nullptr : new Chain(std::move(overrides));
+  const bool asks = fresh != nullptr && fresh->common_test().exists();
+  asked_argument_.store(asks ? fresh->common_test().argument : kAsksNone,
+                        std::memory_order_relaxed);
   const auto* old = chain_.exchange(fresh, std::memory_order_seq_cst);
   if (old != nullptr) Epochs::instance().retire([old] { delete old; });
 }
@@ -411,18 +414,23 @@ std::unique_ptr<PendingCall> Router::pending_differentiated(const Argument* argu
   return nullptr;
 }
 
-// Every call runs this, after the op itself has filled the caches. So it is one small function, and
-// what is rare is elsewhere.
-bool Router::misses_at_once(const Argument* arguments) const {
-  if (C10_UNLIKELY(Frame::any() || Scope::any_anywhere())) return false;
-  const Epochs::Reader reader;
+// Every call runs this, after the op itself has filled the caches. So it is one small function that
+// calls nothing, and what is rare is elsewhere: whatever needs another function is not known here.
+bool Router::misses_at_once(int16_t asked_argument, const c10::TensorImpl* asked) const {
+  if (C10_UNLIKELY(Frame::any() || Scope::any_anywhere() || !Epochs::QuickReader::is_possible()))
+    return false;
+  const Epochs::QuickReader reader;
   const Chain* chain = chain_.load(std::memory_order_seq_cst);
-  if (C10_UNLIKELY(chain == nullptr || !chain->common_test().exists())) return false;
+  if (C10_UNLIKELY(chain == nullptr)) return !is_outdated();
+  const TensorTest& test = chain->common_test();
+  // There is no test, or the chain is newer than the position.
+  if (C10_UNLIKELY(test.argument != asked_argument)) return false;
   // If there is no tensor, or it is not plain, every override declines too.
-  const auto* tensor = arguments[chain->common_test().argument].tensor();
-  if (tensor != nullptr && is_plain(*tensor) && chain->common_test().passes(*tensor)) return false;
-  chain->count_miss();
-  return true;
+  if (C10_LIKELY(asked != nullptr && is_plain(*asked))) {
+    if (C10_UNLIKELY(has_custom_sizes(*asked))) return false;
+    if (test.passes_but_for_strides(*asked)) return false;
+  }
+  return chain->count_miss_quickly();
 }
 
 std::unique_ptr<PendingCall> Router::pending_call(const Argument* arguments, bool observed) const {

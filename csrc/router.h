@@ -161,13 +161,15 @@ class alignas(64) Chain {
   const TensorTest& common_test() const { return common_test_; }
   const TensorTest& tensor_test(size_t index) const { return tensor_tests_[index]; }
   void count_miss() const {
-    if (C10_UNLIKELY(!Counter::add_at(misses_index_))) misses_->add();
+    if (C10_UNLIKELY(!count_miss_quickly())) misses_->add();
   }
+  // False if this thread has not counted such misses before: then none was counted.
+  bool count_miss_quickly() const { return C10_LIKELY(Counter::add_at(misses_place_)); }
 
  private:
   // What a miss reads, in one cache line.
   TensorTest common_test_;
-  uint32_t misses_index_;
+  Counter::Place misses_place_;
   bool any_differentiated_ = false;
 
   std::shared_ptr<Counter> misses_ = std::make_shared<Counter>();
@@ -280,9 +282,14 @@ class alignas(64) Router {
     return chain_.load(std::memory_order_relaxed) == nullptr && !Frame::any() && !is_outdated();
   }
 
+  // The argument, by its position, that `misses_at_once` asks for; `kAsksNone` if it asks for none.
+  int16_t asked_argument() const noexcept {
+    return asked_argument_.load(std::memory_order_relaxed);
+  }
   // Whether every override declines a call, as far as the test that they have in common says so.
-  // Then the miss is counted, and the native kernel must run. Nearly every call ends here.
-  [[gnu::hot]] bool misses_at_once(const Argument* arguments) const;
+  // Then the miss is counted, and the native kernel must run. Nearly every call ends here. False if
+  // that is not known. `asked`: the tensor at the position `asked_argument`; null if it is none.
+  [[gnu::hot]] bool misses_at_once(int16_t asked_argument, const c10::TensorImpl* asked) const;
 
   // Routes a call. Null if every override declines: then the misses are counted, and the native
   // kernel must run. `observed`: the observer has been told of the call.
@@ -378,9 +385,13 @@ class alignas(64) Router {
   // None if autograd's keys have seen the call already.
   std::optional<AutogradBookkeeping> make_bookkeeping(c10::ArrayRef<Argument> arguments) const;
 
+  // The position of no argument, nor of a test that does not exist.
+  static constexpr int16_t kAsksNone = -2;
+
   // The members that a miss reads come first, in one cache line.
   std::atomic<const Chain*> chain_{nullptr};  // null: empty
   std::atomic<bool> is_outdated_{false};
+  std::atomic<int16_t> asked_argument_{kAsksNone};  // of the chain's common test
   size_t argument_count_;
   NativeKernel native_;
   c10::OperatorHandle op_;
@@ -411,9 +422,6 @@ struct RouterKernel final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keyset,
                   torch::jit::Stack* stack) {
     router(op, keyset, stack, at_autograd);
-  }
-  bool misses_at_once(const Argument* arguments) const {
-    return C10_LIKELY(!at_autograd) && router.misses_at_once(arguments);
   }
   std::unique_ptr<PendingCall> pending_call(const Argument* arguments,
                                             c10::DispatchKeySet keyset) const {

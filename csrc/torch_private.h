@@ -6,6 +6,7 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/boxing/KernelFunction.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/version.h>
 
@@ -42,6 +43,12 @@ struct SymUnboxed {
 };
 template struct Reveal<SymUnboxed, &c10::KernelFunction::sym_unboxed_kernel_func_>;
 
+struct MatchesPolicy {
+  using type = bool (c10::TensorImpl::*)(c10::TensorImpl::SizesStridesPolicy) const;
+  friend type member(MatchesPolicy);
+};
+template struct Reveal<MatchesPolicy, &c10::TensorImpl::matches_policy>;
+
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
 struct Safe {
   using type = c10::KernelFunction c10::SafeKernelFunction::*;
@@ -72,6 +79,12 @@ inline void erase_python_object(const std::string& key) {
 #else
   Objects::erase(key);
 #endif
+}
+
+// Whether a virtual function says what a tensor's sizes are.
+inline bool has_custom_sizes(const c10::TensorImpl& tensor) {
+  return (tensor.*
+          member(torch_private::MatchesPolicy{}))(c10::TensorImpl::SizesStridesPolicy::CustomSizes);
 }
 
 // While it lives, these dispatch keys are excluded on this thread.

@@ -75,29 +75,67 @@ bool has_unboxed(const c10::KernelFunction& kernel) {
 }
 
 template <class Return, class... Args>
-[[gnu::hot]] Return call(c10::OperatorKernel* functor, c10::DispatchKeySet keyset,
-                         Args... arguments) {
-  const auto& kernel = *static_cast<RouterKernel*>(functor);
-  Router& router = kernel.router;
-  if (!router.is_idle()) {
-    const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
-    if (C10_UNLIKELY(!kernel.misses_at_once(view.data()))) {
-      if (auto pending = kernel.pending_call(view.data(), keyset)) {
-        if (pending->action == PendingCall::Action::ReturnResults) {
-          return results<Return>(std::move(pending->results), std::tie(arguments...));
-        }
-        const std::array<Boxable, sizeof...(Args)> boxables{boxable(arguments)...};
-        return results<Return>(run_boxed(router, std::move(pending), keyset, boxables),
-                               std::tie(arguments...));
-      }
-    }
-  }
+C10_ALWAYS_INLINE Return run_native(const RouterKernel& kernel, c10::DispatchKeySet keyset,
+                                    Args... arguments) {
   const c10::KernelFunction& native = kernel.native.function();
   // Checked when the router was created. This keeps the code to call a boxed kernel out of each
   // instantiation.
   if (!has_unboxed<Return(Args...)>(native)) __builtin_unreachable();
-  return native.template call<Return, Args...>(router.op(), keyset,
+  return native.template call<Return, Args...>(kernel.router.op(), keyset,
                                                std::forward<Args>(arguments)...);
+}
+
+// A call of which it is not known at once that every override declines it.
+template <class Return, class... Args>
+C10_NOINLINE Return route(const RouterKernel& kernel, c10::DispatchKeySet keyset,
+                          Args... arguments) {
+  Router& router = kernel.router;
+  if (!router.is_idle()) {
+    const std::array<Argument, sizeof...(Args)> view{Argument::of(arguments)...};
+    if (auto pending = kernel.pending_call(view.data(), keyset)) {
+      if (pending->action == PendingCall::Action::ReturnResults) {
+        return results<Return>(std::move(pending->results), std::tie(arguments...));
+      }
+      const std::array<Boxable, sizeof...(Args)> boxables{boxable(arguments)...};
+      return results<Return>(run_boxed(router, std::move(pending), keyset, boxables),
+                             std::tie(arguments...));
+    }
+  }
+  return run_native<Return, Args...>(kernel, keyset, std::forward<Args>(arguments)...);
+}
+
+// The tensor that an argument is, if it is one.
+template <class T>
+const c10::TensorImpl* tensor_of(const T& argument) {
+  if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+    return argument ? tensor_of(*argument) : nullptr;
+  } else if constexpr (std::is_same_v<T, at::Tensor>) {
+    return argument.defined() ? argument.unsafeGetTensorImpl() : nullptr;
+  } else {
+    return nullptr;
+  }
+}
+
+// The tensor at a position, if there is one.
+template <class... Args>
+const c10::TensorImpl* tensor_at(int16_t position, const Args&... arguments) {
+  const c10::TensorImpl* found = nullptr;
+  int16_t here = 0;
+  ((found = here++ == position ? tensor_of(arguments) : found), ...);
+  return found;
+}
+
+// Nearly every call is a miss that is known at once. So only what that needs is made of it here.
+template <class Return, class... Args>
+[[gnu::hot]] Return call(c10::OperatorKernel* functor, c10::DispatchKeySet keyset,
+                         Args... arguments) {
+  const auto& kernel = *static_cast<RouterKernel*>(functor);
+  const int16_t asked = kernel.router.asked_argument();
+  if (C10_LIKELY(!kernel.at_autograd &&
+                 kernel.router.misses_at_once(asked, tensor_at(asked, arguments...)))) {
+    return run_native<Return, Args...>(kernel, keyset, std::forward<Args>(arguments)...);
+  }
+  return route<Return, Args...>(kernel, keyset, std::forward<Args>(arguments)...);
 }
 
 // --------------------------------------------------------------------------- signatures by schema

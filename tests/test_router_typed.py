@@ -141,6 +141,69 @@ def test_a_miss_is_native_and_counted(case: Case) -> None:
         assert (mine.hits, mine.misses, other.misses) == (0, misses, misses)
 
 
+class Asked(NamedTuple):
+    """A condition of an argument of `addmm`, and calls that it holds for, and does not."""
+
+    condition: when.Condition
+    hit: Callable[[], torch.Tensor]
+    miss: Callable[[], torch.Tensor]
+
+
+def nested(*sizes: tuple[int, int]) -> torch.Tensor:
+    return torch.nested.nested_tensor([x(*size) for size in sizes])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(
+            Asked(
+                when.size(argument, 0) == 5,
+                lambda: torch.addmm(x(5), x(5, 5), x(5, 5)),
+                lambda: torch.addmm(x(4), x(4, 4), x(4, 4)),
+            ),
+            id=argument,
+        )
+        for argument in ("self", "mat1", "mat2")
+    ],
+)
+def test_a_miss_is_counted_whichever_argument_a_condition_asks_for(asked: Asked) -> None:
+    added = override("aten::addmm", cond=asked.condition)
+    asked.hit()
+    for _ in range(3):
+        asked.miss()
+    assert (added.hits, added.misses) == (1, 3)
+
+
+def test_overrides_that_ask_for_different_arguments_are_switched_on_and_off() -> None:
+    of_self = override("aten::addmm", cond=when.size("self", 0) == 5, name="of_self")
+    of_mat2 = override("aten::addmm", cond=when.size("mat2", 0) == 6, name="of_mat2")
+    arguments = x(4), x(4, 6), x(6, 4)
+    native = opgraft.native("aten::addmm")(*arguments)
+    for off, is_hit in (("of_self", True), ("of_mat2", False), ("of_self", True)):
+        opgraft.enable()
+        opgraft.disable(name=off)
+        hits = of_mat2.hits
+        result = torch.addmm(*arguments)
+        torch.testing.assert_close(result, native + is_hit)
+        assert of_mat2.hits == hits + is_hit
+    assert of_self.misses == 1
+
+
+@pytest.mark.parametrize("made", [lambda: x(3, 4), lambda: x(4, 3).t()], ids=["rows", "columns"])
+def test_a_condition_of_strides_alone_decides(made: Callable[[], torch.Tensor]) -> None:
+    added = override("aten::silu", cond=when.is_contiguous("self"))
+    given = made()
+    torch.testing.assert_close(F.silu(given), given * given.sigmoid() + given.is_contiguous())
+    assert (added.hits, added.misses) == (given.is_contiguous(), not given.is_contiguous())
+
+
+def test_a_tensor_whose_sizes_are_its_own_to_say_is_no_hit_and_no_error() -> None:
+    added = override("aten::silu", cond=when.size("self", 0) == 5)
+    assert [each.shape for each in F.silu(nested((2, 3), (4, 3))).unbind()] == [(2, 3), (4, 3)]
+    assert added.hits == 0
+
+
 @each_case
 def test_an_override_that_is_off_is_not_asked(case: Case) -> None:
     expected = case.call()

@@ -50,8 +50,13 @@ def test_reclamation_and_counters_are_sound(kind: str, tmp_path: Path) -> None:
 FAULTS = {
     "frees at once": ("if (entry.first <= oldest)", "if (true)", "epochs.h"),
     "does not announce": (
-        "slot_.began.store(epoch_.load",
-        "if (false) slot_.began.store(epoch_.load",
+        "slot.began.store(epoch_.load",
+        "if (false) slot.began.store(epoch_.load",
+        "epochs.h",
+    ),
+    "does not announce quickly": (
+        "QuickReader() : slot_(*current_) { announce(slot_); }",
+        "QuickReader() : slot_(*current_) {}",
         "epochs.h",
     ),
     "keeps a count": (
