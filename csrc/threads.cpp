@@ -23,7 +23,7 @@ const std::string& kScopes = *new std::string("opgraft.scopes");
 
 bool field_matches(const std::optional<std::string>& wanted,
                    const std::optional<std::string>& given) {
-  return !wanted || wanted == given;
+  return !wanted || (given ? *wanted == *given : wanted->empty());
 }
 
 }  // namespace

@@ -53,7 +53,8 @@ class Frame {
   std::vector<std::vector<WeakTensor>> native_results_;
 };
 
-// Selects the overrides that match every given field.
+// Selects the overrides that match every given field. An empty text is that of an override that has
+// none: without a pack, a user's own.
 struct Selector {
   std::optional<std::string> dsl, op, dispatch_key, pack, name;
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Selector:
-    """Selects the overrides that match every given keyword, for a rule or a query."""
+    """Selects the overrides that match every given keyword, for a rule or a query.
+
+    An empty string selects those that have none: a user's own have no pack.
+    """
 
     #: The keywords.
     KEYS = ("dsl", "op", "dispatch_key", "pack", "name")
@@ -34,7 +37,7 @@ class Selector:
         self.name = name
 
     def matches(self, override: Override | Declaration) -> bool:
-        return all(getattr(override, key) == value for key, value in self.given().items())
+        return all((getattr(override, key) or "") == value for key, value in self.given().items())
 
     def covers(self, other: Selector) -> bool:
         """Whether this selector matches everything that `other` matches."""

@@ -254,12 +254,7 @@ class DerivativeKernel:
             if before is override:
                 break
             if before.autograd is None and _obstacle_of(before, call) in (None, "raises"):
-                given = {key: getattr(before, key) for key in threads.PassedBy.KEYS}
-                scope = threads.PassedBy(**given)
-                # A user's override may have a pack's name, and no pack: then the scope is of both,
-                # and the one with the derivative would not run.
-                if not scope.matches(override):
-                    scopes.enter_context(threads.scope(scope))
+                scopes.enter_context(threads.scope(threads.PassedBy(before)))
         return scopes
 
     def differentiate(self, override: Override, call: Call) -> Any:

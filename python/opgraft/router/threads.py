@@ -41,6 +41,10 @@ class PassedBy(Selector):
         "not asked: autograd differentiates the call of a composite op, and it has no autograd="
     )
 
+    def __init__(self, override: Override) -> None:
+        # Without a pack it selects none of a pack's: these may have the same name.
+        super().__init__(**{key: value or "" for key, value in override.identity.items()})
+
 
 class Frame:
     """An impl that is running on this thread, and what the native kernel returned inside it."""
