@@ -270,6 +270,22 @@ def test_a_call_that_no_condition_wants_never_asks_python(
         softmax(torch.randn(3, 8, requires_grad=True))
 
 
+def test_what_a_condition_calls_of_the_op_itself_is_natives(derivative: Derivative) -> None:
+    asked = []
+
+    def cond(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
+        asked.append(torch.softmax(self, dim).sum())  # as differentiable as the call itself
+        return True
+
+    override = opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", ops.softmax), cond=cond, autograd=derivative.functions()
+    )
+    x = an_input(3).requires_grad_()
+    scalar(softmax)(x).backward()
+    assert (override.hits, derivative.ran["backward"]) == (1, 1)
+    assert len(asked) <= 2
+
+
 def test_switched_off_it_is_the_derivative_of_the_op(
     derivative: Derivative, override: Override
 ) -> None:

@@ -85,7 +85,7 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
         return Decline("its condition does not hold", "condition")
     if quarantined and (error := quarantined.get(kind_of(call))):
         return Decline(f"quarantined after {error}", "quarantined")
-    if not is_expression and not _holds_in_python(override, call):
+    if not is_expression and not condition_holds(override, call):
         return Decline("its condition does not hold", "condition")
     if capturing and not override.state.has_run(exact_key(call)):
         return Decline(
@@ -96,8 +96,10 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     return None
 
 
-def _holds_in_python(override: Override, call: Call) -> bool:
-    """Whether a condition in Python holds. What it calls of the op itself is native's."""
+def condition_holds(override: Override, call: Call) -> bool:
+    """Whether a condition holds. What one in Python calls of the op itself is native's."""
+    if isinstance(override.condition, Condition):
+        return override.condition_holds(call)
     with threads.bypassing(call.op), torch_function.hidden(call.values):
         return override.condition_holds(call)
 

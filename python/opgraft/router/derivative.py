@@ -42,7 +42,7 @@ from opgraft.router import composite, dispatcher, threads
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter
 from opgraft.router.composite import needs_grad
-from opgraft.router.decision import why_not
+from opgraft.router.decision import condition_holds, why_not
 from opgraft.router.native import NativeKernel
 from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
@@ -363,7 +363,7 @@ def _takes_call(override: Override, call: Call) -> bool:
         # The graph is for all sizes, so the override must take the call whatever they are.
         return symbolic.of_override(override, call) == symbolic.HOLDS
     try:
-        return override.condition_holds(call)
+        return condition_holds(override, call)
     except Exception as error:  # routing evaluates it again, and raises or falls back
         if interrupts.is_interrupt(error):
             raise
