@@ -635,21 +635,103 @@ def test_the_next_kind_runs_where_the_first_is_quarantined(kinds: tuple[str, ...
     assert all(bool((each == 1).all()) for each in grads) == (kinds[1] == "pair")
 
 
-def test_a_pair_that_fails_in_a_checkpoint_leaves_its_derivative() -> None:
+def checkpointed(tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run(*each: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*each)
+
+    out: torch.Tensor = checkpoint(run, *tensors, use_reentrant=False)
+    return out
+
+
+def saving_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3], output)
+
+
+def saving_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    """Gradients that are wrong, so that they are told from others."""
+    return (*(torch.ones_like(each) for each in ctx.saved_tensors[:3]), *[None] * 5)
+
+
+SAVING = {**KINDS, "pair": (saving_setup, saving_backward)}
+
+
+class FailsAt:
+    """Attention that has no kernel for a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if query.shape[-2] == self.length:
+            raise ValueError("no kernel")
+        return attention(query, *args, **kwargs)
+
+
+@pytest.mark.parametrize("behind", [None, "none", "impl", "pair"])
+def test_a_pair_that_fails_in_a_checkpoint_leaves_its_derivative(behind: str | None) -> None:
     """What the first forward saved is compared with what the second one saves."""
-
-    def fails(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise ValueError("no kernel")
-
-    mine = override(fails, autograd=KINDS["pair"], on_error="fallback")
-    q, k, v = inputs()
+    mine = override(
+        FailsAt(5), autograd=SAVING["pair"], on_error="fallback", name="mine", priority=1
+    )
+    then = None if behind is None else override(autograd=SAVING[behind], name="then")
+    tensors = inputs()
     with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
-        out = checkpoint(
-            lambda *each: F.scaled_dot_product_attention(*each), q, k, v, use_reentrant=False
-        )
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
+        out = checkpointed(tensors)
+    grads = torch.autograd.grad(out.sum(), tensors)
     assert all(bool((each == 1).all()) for each in grads)
     assert (mine.hits, mine.fallbacks) == (1, 1)
+    assert then is None or then.hits == 0, "the second forward is native, as the first one was"
+
+
+@pytest.mark.parametrize("behind", [None, "impl", "pair"])
+def test_a_pair_that_fails_after_a_checkpoint_leaves_its_derivative(behind: str | None) -> None:
+    """Kinds of calls have no sizes: another call puts this one into quarantine."""
+    mine = override(
+        FailsAt(7), autograd=SAVING["pair"], on_error="fallback", name="mine", priority=1
+    )
+    if behind is not None:
+        override(autograd=SAVING[behind], name="then")
+    tensors, longer = inputs(), torch.randn(2, 3, 7, 4, dtype=torch.float64)
+    out = checkpointed(tensors)
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        F.scaled_dot_product_attention(longer, longer, longer)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    assert all(bool((each == 1).all()) for each in grads)
+    assert mine.hits == 2
+
+
+def test_where_what_runs_first_fails_in_a_checkpoint_no_pair_takes_its_place() -> None:
+    mine = override(FailsAt(5), on_error="fallback", name="mine", priority=1)
+    then = override(autograd=SAVING["pair"], name="then")
+    tensors = inputs()
+    with opgraft.disabled():
+        expected = torch.autograd.grad(checkpointed(tensors).sum(), tensors)
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        out = checkpointed(tensors)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), expected)
+    assert (mine.hits, then.hits) == (1, 0)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_quarantined_pair_gives_no_derivative_to_calls_that_its_condition_declines(
+    keeps: bool,
+) -> None:
+    """A condition in Python is asked after the quarantine."""
+    mine = override(
+        FailsAt(5),
+        autograd=SAVING["pair"],
+        on_error="fallback",
+        cond=lambda query, *args, **kwargs: query.shape[-2] == 5,
+    )
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        gradients(inputs())
+    shape = (2, 3, 7, 4)
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    run = checkpointed if keeps else lambda each: F.scaled_dot_product_attention(*each)
+    with opgraft.disabled():
+        expected = torch.autograd.grad(run(tensors).sum(), tensors)
+    torch.testing.assert_close(torch.autograd.grad(run(tensors).sum(), tensors), expected)
+    assert mine.hits == 1
 
 
 def test_who_is_passed_by_may_have_the_name_of_who_runs() -> None:

@@ -18,6 +18,7 @@ from opgraft.plan.proof import Proof
 from opgraft.ready import captures, warm_up
 from opgraft.ready.readiness import Kind, Readiness, State
 from opgraft.registry import Override
+from opgraft.router import saved_tensors
 from opgraft.router.randomness import depends_on_random_numbers
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ class Plans:
         if not self.table.gated or self.table.runs_all or _is_routed_by_itself(call):
             return False
         # Checkpointing runs it again, and expects as many tensors saved.
-        return not _is_saved_by_hooks()
+        return not saved_tensors.are_hooked()
 
     # Called by the router.
 
@@ -511,12 +512,6 @@ def _needs(call: Call) -> tuple[bool, ...]:
 def _is_routed_by_itself(call: Call) -> bool:
     """Whether what runs a call depends on the call alone, as the core has it."""
     return torch.are_deterministic_algorithms_enabled() or depends_on_random_numbers(call)
-
-
-def _is_saved_by_hooks() -> bool:
-    """Whether hooks get what this thread's calls save for their backward, as checkpointing's do."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
 
 
 def _counted(count: int, noun: str) -> str:

@@ -38,7 +38,7 @@ from opgraft.core import loader
 from opgraft.errors import OpgraftError, RegistrationError
 from opgraft.ops.schema import Call, Op
 from opgraft.registry import Chain, Override, registry
-from opgraft.router import composite, dispatcher, threads
+from opgraft.router import composite, dispatcher, saved_tensors, threads
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter
 from opgraft.router.composite import needs_grad
@@ -224,11 +224,11 @@ class DerivativeKernel:
     ) -> Override | None:
         """The first override with a derivative that takes a call; None if that is an "impl".
 
-        If none does, the first pair that is only quarantined for it, whose forward is native: a
-        checkpoint compares what the first forward saved, in which the impl failed, with what a
-        second one saves.
+        Where hooks get what is saved, one that is only quarantined keeps its place: a pair gives
+        its derivative, with a native forward. A checkpoint compares what a forward saved, in which
+        the impl ran or failed, with what a second one saves.
         """
-        quarantined = None
+        keeps_quarantined = saved_tensors.are_hooked()
         for override in self._chain.active:
             if override.autograd is None:
                 continue
@@ -238,24 +238,36 @@ class DerivativeKernel:
                     return None  # the router asks it, and those after it
                 if is_ready(override):
                     return override
-            elif obstacle == "quarantined" and not override.is_differentiated:
-                quarantined = quarantined or override
-        return quarantined
+            elif obstacle == "quarantined" and keeps_quarantined and _takes_call(override, call):
+                return None if override.is_differentiated else override
+        return None
 
     def _passing_by(self, override: Override, call: Call) -> ExitStack:
-        """Have the forward of a call run by `override`, though others come before it.
+        """Have the forward of a call run by `override`, though others may take it there.
 
-        The forward runs below autograd, where overrides without a derivative are asked, too.
+        The forward runs below autograd, where overrides without a derivative are asked, too. If
+        `override` is quarantined, it is native: another impl may draw other random numbers.
         """
         scopes = ExitStack()
-        if not self._asks_those_with_a_derivative(call):
-            return scopes
-        for before in self._chain.active:
-            if before is override:
-                break
-            if before.autograd is None and _obstacle_of(before, call) in (None, "raises"):
-                scopes.enter_context(threads.scope(threads.PassedBy(before)))
+        if self._asks_those_with_a_derivative(call):
+            for other, scope in self._others_in_forward(override, call):
+                if _obstacle_of(other, call) in (None, "raises"):
+                    scopes.enter_context(threads.scope(scope(other)))
         return scopes
+
+    def _others_in_forward(
+        self, override: Override, call: Call
+    ) -> Iterator[tuple[Override, type[threads.PassedBy]]]:
+        """The overrides that a forward may not be run by, and why."""
+        is_native = override.state.quarantined and _obstacle_of(override, call) == "quarantined"
+        is_before = True
+        for other in self._chain.active:
+            if other is override:
+                is_before = False
+            elif is_native:
+                yield other, threads.PassedByForNative
+            elif is_before and other.autograd is None:
+                yield other, threads.PassedBy
 
     def differentiate(self, override: Override, call: Call) -> Any:
         """Run the op with the derivative of `override`."""

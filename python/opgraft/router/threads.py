@@ -46,6 +46,15 @@ class PassedBy(Selector):
         super().__init__(**{key: value or "" for key, value in override.identity.items()})
 
 
+class PassedByForNative(PassedBy):
+    """The same, where native is to run the call."""
+
+    REASON = (
+        "not asked: the override that differentiates the call of a composite op is quarantined, "
+        "and native runs its forward"
+    )
+
+
 class Frame:
     """An impl that is running on this thread, and what the native kernel returned inside it."""
 
