@@ -394,10 +394,10 @@ std::unique_ptr<PendingCall> Router::pending_differentiated(const Argument* argu
   if (C10_UNLIKELY(Scope::any()) && !observed && Scope::is_observed())
     return with_action(PendingCall::Action::ObserveDifferentiated);
   const c10::ArrayRef<Argument> all(arguments, argument_count_);
+  if (has_tangents(all)) return nullptr;  // nobody is asked, so nobody misses
   c10::Device device(c10::DeviceType::CPU);
   bool device_found = false;
-  const bool may_run =
-      is_plain(all, device, device_found) && !is_recorded_by_torchscript() && !has_tangents(all);
+  const bool may_run = is_plain(all, device, device_found) && !is_recorded_by_torchscript();
   for (size_t index = 0; index < chain->size(); ++index) {
     const Override& override = (*chain)[index];
     if (!override.is_differentiated || Scope::is_off(override.identity)) continue;

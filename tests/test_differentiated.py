@@ -493,6 +493,20 @@ def test_a_tangent_of_any_argument_keeps_the_composite(kind: str, mode: Any) -> 
     assert mine.hits == 0
 
 
+def test_a_call_with_a_tangent_is_nobodys_miss() -> None:
+    """Nobody is asked, and both routers count that alike."""
+    found = in_order("none", "pair", "impl")
+    query, key, value = inputs()
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        dual = forward_ad.make_dual(value, torch.ones_like(value))
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode():
+                F.scaled_dot_product_attention(query, key, dual)
+    assert [(each.hits, each.misses) for each in found.values()] == [(0, 0)] * 3
+    gradients([query, key, value])
+    assert [found[kind].hits for kind in found] == [0, 1, 0]
+
+
 def test_in_inference_mode_a_tangent_is_nothing() -> None:
     mine = override()
     query, key, value = inputs(requires_grad=False)
