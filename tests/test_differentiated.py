@@ -768,6 +768,26 @@ def test_a_condition_that_fails_leaves_the_call_to_the_next_kind() -> None:
     assert (pair.hits, mine.hits) == (0, 1)
 
 
+@pytest.mark.parametrize("first", ["none", "pair"])
+def test_a_condition_on_grad_mode_is_the_same_in_the_forward(first: str) -> None:
+    """Autograd has switched it off there, where another override would run."""
+
+    def is_training(*args: Any, **kwargs: Any) -> bool:
+        return torch.is_grad_enabled()
+
+    def is_not(*args: Any, **kwargs: Any) -> bool:
+        return not torch.is_grad_enabled()
+
+    pair = override(autograd=KINDS["pair"], cond=is_training, name="pair")
+    none = override(autograd=None, cond=is_not, name="none", priority=1 if first == "none" else -1)
+    for _ in range(4):
+        assert all(bool((each == 1).all()) for each in gradients(inputs()))
+    assert (pair.hits, none.hits) == (4, 0)
+    with torch.no_grad():
+        F.scaled_dot_product_attention(*inputs())
+    assert (pair.hits, none.hits) == (4, 1)
+
+
 def test_who_comes_first_without_a_derivative_takes_the_next_call_without_one() -> None:
     """That it was passed by ends with the call."""
     found = in_order("none", "pair")

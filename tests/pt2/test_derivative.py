@@ -286,6 +286,33 @@ def test_what_a_condition_calls_of_the_op_itself_is_natives(derivative: Derivati
     assert len(asked) <= 2
 
 
+def test_a_condition_sees_the_callers_grad_mode_whenever_it_is_asked(
+    derivative: Derivative,
+) -> None:
+    modes = []
+
+    def cond(*args: Any) -> bool:
+        modes.append(torch.is_grad_enabled())
+        return modes[-1]
+
+    inside = []
+
+    def impl(*args: Any) -> torch.Tensor:
+        inside.append(torch.is_grad_enabled())
+        return ops.softmax(*args)
+
+    override = opgraft.register_op_override(
+        *("aten", "_softmax", "CPU", impl), cond=cond, autograd=derivative.functions()
+    )
+    x = an_input(3).requires_grad_()
+    scalar(softmax)(x).backward()
+    assert (override.hits, derivative.ran["backward"]) == (1, 1)
+    assert all(modes) and not any(inside)
+    with torch.no_grad():
+        softmax(x)
+    assert (override.hits, modes[-1]) == (1, False)
+
+
 def test_switched_off_it_is_the_derivative_of_the_op(
     derivative: Derivative, override: Override
 ) -> None:

@@ -97,10 +97,18 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
 
 
 def condition_holds(override: Override, call: Call) -> bool:
-    """Whether a condition holds. What one in Python calls of the op itself is native's."""
+    """Whether a condition holds. What one in Python calls of the op itself is native's.
+
+    One that is asked again, in the forward of a derivative, sees the grad mode of the first time:
+    it must decide the same.
+    """
     if isinstance(override.condition, Condition):
         return override.condition_holds(call)
-    with threads.bypassing(call.op), torch_function.hidden(call.values):
+    with (
+        threads.bypassing(call.op),
+        torch_function.hidden(call.values),
+        threads.callers_grad_mode(override),
+    ):
         return override.condition_holds(call)
 
 

@@ -541,7 +541,7 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
     once more always reaches an error: see :func:`_once_differentiable`.
     """
     assert override.derivative is not None
-    op = override.operator
+    op, dispatch_key = override.operator, override.dispatch_key
     setup_context, backward = override.derivative
     positional = len(op.positional)
     names = [argument.name for argument in op.keyword_only]
@@ -565,7 +565,7 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(*values: Any) -> Any:
             rest = dict(zip(names, values[positional:], strict=True))
-            with run_decided():
+            with run_decided(), threads.running_forward(op, dispatch_key):
                 result = op.overload(*values[:positional], **rest)
             outputs = result if isinstance(result, tuple) else (result,)
             return (*outputs, _empty_on_device_of(outputs))

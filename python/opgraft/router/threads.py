@@ -77,9 +77,28 @@ class Frame:
 class _Frames(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        #: The ops and dispatch keys of forwards that autograd functions of ours run.
+        self.forwards: list[tuple[Op, str]] = []
 
 
 _frames = _Frames()
+
+
+@contextmanager
+def running_forward(op: Op, dispatch_key: str) -> Iterator[None]:
+    """Call an op again for a derivative of one's own, where autograd has switched grad mode off."""
+    _frames.forwards.append((op, dispatch_key))
+    try:
+        yield
+    finally:
+        _frames.forwards.pop()
+
+
+def callers_grad_mode(override: Override) -> AbstractContextManager[object]:
+    """The grad mode of whoever made the call that this thread routes to an override's chain."""
+    if (override.operator, override.dispatch_key) in _frames.forwards:
+        return torch.enable_grad()  # else there would be no derivative
+    return nullcontext()
 
 
 @contextmanager
