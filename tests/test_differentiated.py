@@ -788,6 +788,40 @@ def test_a_condition_on_grad_mode_is_the_same_in_the_forward(first: str) -> None
     assert (pair.hits, none.hits) == (4, 1)
 
 
+def odd(*args: Any, **kwargs: Any) -> bool:
+    raise KeyError("an odd argument")
+
+
+@pytest.mark.parametrize("kind", ["pair", "impl"])
+def test_a_condition_that_raises_is_an_error(kind: str) -> None:
+    mine = override(autograd=KINDS[kind], cond=odd, name="mine", priority=1)
+    then = override(name="then")
+    tensors = inputs()
+    explained = opgraft.explain(f"aten::{OP}", *tensors)
+    assert explained.winner is then and "its condition raises KeyError" in str(explained)
+    with pytest.raises(KeyError, match="an odd argument"):
+        gradients(tensors)
+    mine.remove()
+    gradients(tensors)
+    assert (mine.hits, then.hits) == (0, 1)
+
+
+@pytest.mark.parametrize("run", [gradients, lambda tensors: checkpointed(tensors).sum().backward()])
+@pytest.mark.parametrize("kind", ["pair", "impl"])
+def test_a_condition_that_raises_may_fall_back(kind: str, run: Callable[..., Any]) -> None:
+    mine = override(autograd=KINDS[kind], cond=odd, on_error="fallback", name="mine", priority=1)
+    then = override(name="then")
+    with pytest.warns(opgraft.OverrideWarning, match="mine.*failed.*an odd argument"):
+        run(inputs())
+    hits = then.hits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        run(inputs())
+    assert mine.hits == 0 and then.hits == 2 * hits > 0
+    (verdict, _) = opgraft.explain(f"aten::{OP}", *inputs()).verdicts
+    assert verdict.status == "quarantined"
+
+
 def test_who_comes_first_without_a_derivative_takes_the_next_call_without_one() -> None:
     """That it was passed by ends with the call."""
     found = in_order("none", "pair")

@@ -37,18 +37,27 @@ def takes(override: Override, call: Call, *, capturing: bool) -> bool:
     Raises:
         Exception: what the condition raised, if the override may not fall back.
     """
-    try:
-        decline = why_not(override, call, capturing=capturing)
-    except Exception as error:  # a cond in Python, or an expression on an odd argument
-        if not failure.may_fall_back(override, error, call, capturing=False):
-            raise
-        failure.quarantine(override, kind_of(call), error)
-        return False
+    decline = decide(override, call, capturing=capturing)
     if decline is not None and decline.is_miss:
         override.state.misses.add()
     if decline is not None and decline.kind == "captured":
         warn_captured(override)
     return decline is None
+
+
+def decide(override: Override, call: Call, *, capturing: bool) -> Decline | None:
+    """As :func:`why_not`, for a call that runs: an override whose condition fails is quarantined.
+
+    Raises:
+        Exception: what the condition raised, if the override may not fall back.
+    """
+    try:
+        return why_not(override, call, capturing=capturing)
+    except Exception as error:  # a cond in Python, or an expression on an odd argument
+        if not failure.may_fall_back(override, error, call, capturing=False):
+            raise
+        failure.quarantine(override, kind_of(call), error)
+        return Decline(f"its condition raises {type(error).__name__}: {error}", "quarantined")
 
 
 def warn_captured(override: Override) -> None:

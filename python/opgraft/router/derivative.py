@@ -42,7 +42,7 @@ from opgraft.router import composite, dispatcher, saved_tensors, threads
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter
 from opgraft.router.composite import needs_grad
-from opgraft.router.decision import condition_holds, why_not
+from opgraft.router.decision import condition_holds, decide, why_not
 from opgraft.router.native import NativeKernel
 from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
@@ -171,7 +171,9 @@ def differentiating_override(chain: Chain, call: Call) -> Override | None:
     installed = _installed.get(chain)
     if installed is None:
         return None
-    return installed.differentiating_override(call, lambda each: _would_be_ready(each, call))
+    return installed.differentiating_override(
+        call, lambda each: _would_be_ready(each, call), runs=False
+    )
 
 
 def _would_be_ready(override: Override, call: Call) -> bool:
@@ -190,7 +192,11 @@ class DerivativeKernel:
         )
 
     def differentiating_override(
-        self, call: Call, is_ready: Callable[[Override], bool] = lambda override: True
+        self,
+        call: Call,
+        is_ready: Callable[[Override], bool] = lambda override: True,
+        *,
+        runs: bool = True,
     ) -> Override | None:
         """The override whose custom derivative a call gets; None if it gets another.
 
@@ -198,6 +204,11 @@ class DerivativeKernel:
             call: the call.
             is_ready: whether the kernels of a composite op's override are ready; else the next one
                 is asked.
+            runs: whether the call runs, so that what fails is quarantined, or raised.
+
+        Raises:
+            Exception: what the condition of a composite op's override raised, if the call runs and
+                the override may not fall back.
         """
         if not needs_grad(call) or _is_forward_mode(call) or threads.is_bypassed(self._chain):
             return None
@@ -206,7 +217,7 @@ class DerivativeKernel:
         if listener is not None:
             listener(self._chain)
         if self._asks_those_with_a_derivative(call):
-            return self._first_with_a_derivative(call, is_ready)
+            return self._first_with_a_derivative(call, is_ready, runs=runs)
         for override in self._chain.active:
             if not threads.is_disabled_here(override) and _takes_call(override, call):
                 return override if _differentiates(override, call) else None
@@ -220,7 +231,7 @@ class DerivativeKernel:
         return self._is_composite and not (composite.is_compiling() or symbolic.is_symbolic(call))
 
     def _first_with_a_derivative(
-        self, call: Call, is_ready: Callable[[Override], bool]
+        self, call: Call, is_ready: Callable[[Override], bool], *, runs: bool
     ) -> Override | None:
         """The first override with a derivative that takes a call; None if that is an "impl".
 
@@ -232,7 +243,7 @@ class DerivativeKernel:
         for override in self._chain.active:
             if override.autograd is None:
                 continue
-            obstacle = _obstacle_of(override, call)
+            obstacle = _obstacle_of(override, call, runs=runs)
             if obstacle is None:
                 if override.is_differentiated:
                     return None  # the router asks it, and those after it
@@ -382,13 +393,16 @@ def _takes_call(override: Override, call: Call) -> bool:
         return False
 
 
-def _obstacle_of(override: Override, call: Call) -> str | None:
+def _obstacle_of(override: Override, call: Call, *, runs: bool = False) -> str | None:
     """What keeps an override from a call that is no part of a graph: the kind of a `Decline`, or
-    that its condition "raises"; None if it takes the call."""
+    that its condition "raises"; None if it takes the call.
+
+    `runs`: `on_error` says what comes of a condition that raises. Nobody asks it again.
+    """
     try:
-        decline = why_not(override, call, capturing=False)
+        decline = (decide if runs else why_not)(override, call, capturing=False)
     except Exception as error:
-        if interrupts.is_interrupt(error):
+        if runs or interrupts.is_interrupt(error):
             raise
         return "raises"
     return None if decline is None else decline.kind
