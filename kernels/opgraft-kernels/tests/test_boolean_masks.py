@@ -347,6 +347,15 @@ def test_a_logsumexp_that_is_not_wanted_is_empty() -> None:
     assert out.equal(boolean_ops.attention(q, k, v, mask, 0.3, -math.inf, True)[0])
 
 
+def test_gradients_without_a_logsumexp_are_an_error() -> None:
+    q, k, v = (t.requires_grad_() for t in inputs(4, 2, 9, 7, 8, torch.float32))
+    mask = torch.rand(2, 1, 9, 7) < 0.7
+    forward = getattr(torch.ops.opgraft_kernels, boolean_ops.FORWARD)
+    out, _ = forward(q, k, v, mask, 0.3, -math.inf, False)
+    with pytest.raises(ValueError, match="compute_logsumexp=True"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 1, 500), (1, 1, 400, 500), (2, 4, 400, 500)])
 def test_a_broadcast_mask_stays_one(shape: tuple[int, ...]) -> None:
     """While nothing is compiled, memory is short."""

@@ -90,7 +90,12 @@ def attention_backward(
     scale: float,
     lowest: float,
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value, each laid out as it is."""
+    """The gradients of query, key and value, each laid out as it is.
+
+    Raises:
+        ValueError: the logsumexp was not wanted in the forward.
+    """
+    _check_logsumexp(query, logsumexp)
     bias, is_empty = _bias(mask, query, key, lowest)
     # What attends to nothing has no gradient, whatever a kernel makes of its scores.
     grad_out = grad_out.masked_fill(is_empty, 0.0)
@@ -181,6 +186,7 @@ def attention_backward_by(
     lowest: float,
 ) -> tuple[Tensor, ...]:
     """As `attention_backward`."""
+    _check_logsumexp(query, logsumexp)
     gradients = _gradients(query, key, value)
     inputs = map(aten.aligned, (grad_out, query, key, value, out))
     seen = _expanded(mask, query, key)
@@ -199,6 +205,14 @@ def _outputs(query: Tensor, value: Tensor, compute_logsumexp: bool) -> tuple[Ten
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     shape = query.shape[:-1] if compute_logsumexp else (0,)
     return aten.like(query, value.shape[-1]), query.new_empty(shape, dtype=dtype)
+
+
+def _check_logsumexp(query: Tensor, logsumexp: Tensor) -> None:
+    if logsumexp.shape != query.shape[:-1]:
+        raise ValueError(
+            f"the gradients of {NAMESPACE}::{FORWARD} need its logsumexp: call it with "
+            "compute_logsumexp=True"
+        )
 
 
 def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
