@@ -589,6 +589,19 @@ def _attention_kinds() -> Iterator[Any]:
     ):
         walked = ForwardTile(queries, keys, MULTIPROCESSORS, *stages)
         yield Kind(True, torch.bfloat16, dim, dim, group, causal, True, False, walked)
+    # Rows that are longer in shared memory than heads, and two programs that load for both.
+    for dim, group, causal, size, is_shared in (
+        (40, 1, False, (192, 144), False),
+        (72, 1, False, (128, 128), True),
+        (72, 1, True, (128, 128), False),
+        (80, 4, True, (128, 128), False),
+        (80, 1, False, (128, 160), False),
+        (104, 1, False, (128, 160), False),
+    ):
+        walked = ForwardTile(*size, MULTIPROCESSORS, is_wide=True, is_shared=is_shared)
+        yield Kind(True, torch.bfloat16, dim, dim, group, causal, True, False, walked)
+    shared = ForwardTile(192, 96, MULTIPROCESSORS, is_shared=True)
+    yield Kind(True, torch.float16, 88, 88, 1, False, True, False, shared)
     for is_forward in (True, False):
         yield Kind(is_forward, torch.bfloat16, 128, 128, 4, True, True, True)
     for dim, group, bias, of_bias in (

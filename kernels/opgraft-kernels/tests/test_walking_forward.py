@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from opgraft_kernels.attention import cutedsl_kernels, overrides
-from opgraft_kernels.attention.cutedsl_tiles import ForwardTile, forward_tile, forward_tiles
+from opgraft_kernels.attention.cutedsl_tiles import (
+    ForwardTile,
+    forward_dim,
+    forward_tile,
+    forward_tiles,
+    product_dim,
+    wide_dim,
+)
 
 MULTIPROCESSORS = 132
 #: What a program of an H100 or H200 may have, in bytes.
@@ -44,10 +51,11 @@ def test_every_tile_fits_into_shared_memory_and_a_warp_group() -> None:
     tiles = {(call[0], tile) for call, tile in found if tile is not None}
     assert len(tiles) > 40
     for head_dim, tile in tiles:
-        dim = -(-head_dim // 16) * 16
+        columns = wide_dim(head_dim) if tile.is_wide else forward_dim(head_dim)
+        made = product_dim(head_dim) if tile.is_wide else columns
         # A tile of queries, one of the output, and of keys and values in each stage.
-        held = 2 * tile.queries + 2 * tile.stages * tile.keys
-        assert 2 * dim * held + 1024 <= SHARED_MEMORY
+        held = tile.queries * (columns + made) + 2 * tile.stages * tile.keys * columns
+        assert 2 * held + 1024 <= SHARED_MEMORY
         assert tile.queries % 64 == 0 and tile.keys % 16 == 0
 
 
@@ -65,7 +73,8 @@ def test_every_tile_fits_into_shared_memory_and_a_warp_group() -> None:
         ((64, 1, False, 2048, 176, 176), (192, 96)),
         ((64, 1, False, 768, 577, 577), (128, 208)),
         ((40, 1, False, 128, 4096, 77), (192, 80)),
-        ((72, 1, False, 128, 1024, 1024), (192, 96)),
+        ((72, 1, False, 128, 1024, 1024), (128, 128)),
+        ((72, 1, True, 128, 1024, 1024), (128, 128)),
         ((80, 1, False, 128, 1025, 1025), (192, 96)),
         ((128, 1, False, 512, 160, 160), (128, 160)),
         ((128, 4, True, 64, 2048, 2048), (128, 128)),
@@ -73,9 +82,8 @@ def test_every_tile_fits_into_shared_memory_and_a_warp_group() -> None:
         ((64, 1, False, 32, 577, 2048), None),
         ((80, 1, False, 16, 1025, 1025), None),
         ((64, 1, True, 1024, 128, 128), (128, 128)),
-        # Parts of groups, causal rows of 72, queries that see no key: the library's.
+        # Parts of groups of rows of 72, queries that see no key: the library's.
         ((72, 5, False, 200, 1024, 1024), None),
-        ((72, 1, True, 128, 1024, 1024), None),
         ((64, 1, True, 1000, 456, 100), None),
         # Too long, too few, too wide.
         ((128, 1, False, 16, 16384, 16384), None),
@@ -88,14 +96,58 @@ def test_every_tile_fits_into_shared_memory_and_a_warp_group() -> None:
 def test_tiles_of_a_call(
     call: tuple[int, int, bool, int, int, int], tile: tuple[int, int] | None
 ) -> None:
-    expected = tile and ForwardTile(*tile, MULTIPROCESSORS)
-    assert forward_tile(*call, MULTIPROCESSORS) == expected
+    found = forward_tile(*call, MULTIPROCESSORS)
+    assert (found and found[:3]) == (tile and (*tile, MULTIPROCESSORS))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "columns"),
+    [(40, 64), (48, 64), (64, 64), (72, 128), (80, 128), (88, 96), (96, 96), (104, 128)],
+)
+def test_rows_are_as_long_in_shared_memory_as_is_loaded_fast(head_dim: int, columns: int) -> None:
+    assert wide_dim(head_dim) == columns
+    tile = forward_tile(head_dim, 1, False, 512, 1024, 1024, MULTIPROCESSORS)
+    assert tile is not None and tile.is_wide == (columns > forward_dim(head_dim))
+
+
+@pytest.mark.parametrize(("keys", "is_wide"), [(160, True), (208, False)])
+def test_rows_are_no_longer_where_two_blocks_would_not_fit(keys: int, is_wide: bool) -> None:
+    (tile,) = (t for t in forward_tiles(80, keys, MULTIPROCESSORS) if t[:2] == (128, keys))
+    assert (tile.stages, tile.is_wide) == (2, is_wide)
+
+
+@pytest.mark.parametrize(
+    ("call", "is_shared"),
+    [
+        ((72, 1, False, 128, 1024, 1024), True),
+        ((88, 1, False, 128, 1024, 1024), True),
+        # An odd number of tiles, tiles that see other keys, and rows that are loaded as fast.
+        ((72, 1, False, 512, 513, 513), False),
+        ((72, 1, True, 128, 1024, 1024), False),
+        ((72, 2, False, 128, 1024, 1024), False),
+        *(((dim, 1, False, 128, 1024, 1024), False) for dim in (40, 56, 64, 80, 96, 104, 128)),
+    ],
+)
+def test_programs_load_for_two_where_loads_are_waited_for(
+    call: tuple[int, int, bool, int, int, int], is_shared: bool
+) -> None:
+    tile = forward_tile(*call, MULTIPROCESSORS)
+    assert tile is not None and tile.is_shared == is_shared
+
+
+@pytest.mark.parametrize(("group", "is_wide"), [(1, True), (4, True), (5, False)])
+def test_queries_that_the_copy_engine_does_not_load_have_no_longer_rows(
+    group: int, is_wide: bool
+) -> None:
+    """Threads that load would read beyond the head."""
+    tile = forward_tile(80, group, True, 512, 1024, 1024, MULTIPROCESSORS)
+    assert tile is not None and tile.is_wide == is_wide
 
 
 @pytest.mark.parametrize(
     ("head_dim", "low", "high"),
     [
-        *((8, 240, 160), (40, 240, 144), (64, 240, 128), (72, None, 96), (80, 208, 96)),
+        *((8, 240, 160), (40, 240, 144), (64, 240, 128), (72, 160, 96), (80, 208, 96)),
         *((96, 208, 96), (104, 176, None), (112, 176, None), (128, 160, None)),
     ],
 )
@@ -219,6 +271,9 @@ CALLS = [
     (10, 16, 16, 176, 176, 128),
     (9, 16, 8, 200, 208, 128),
     (9, 16, 16, 144, 144, 40),
+    (9, 16, 16, 300, 144, 48),
+    (9, 15, 5, 300, 330, 72),
+    (9, 16, 16, 130, 200, 104),
     (20, 16, 16, 225, 225, 64),
     (12, 40, 8, 208, 208, 64),
     (14, 16, 16, 257, 257, 80),
@@ -328,6 +383,34 @@ def test_any_number_of_programs_has_the_same_bits(
     _as_if(monkeypatch, ForwardTile(128, 128, programs))
     for _ in range(3):
         for one, other in zip(_forward(q, k, v, causal), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@gpu
+@needs_flash_attn_4
+@pytest.mark.parametrize("tile", [(192, 96), (128, 128)], ids=str)
+@pytest.mark.parametrize("is_wide", [False, True], ids=["", "wide"])
+@pytest.mark.parametrize("programs", [1, 6, MULTIPROCESSORS])
+@pytest.mark.parametrize(
+    "call",
+    # Of a head many tiles, an odd number of them, one.
+    [(4, 12, 12, 1000, 1000, 72), (2, 5, 5, 577, 333, 72), (7, 3, 3, 100, 77, 72)],
+    ids=str,
+)
+def test_programs_that_load_for_two_have_the_same_bits(
+    call: tuple[int, int, int, int, int, int],
+    programs: int,
+    is_wide: bool,
+    tile: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = _tensors(*call, True)
+    alone = ForwardTile(*tile, MULTIPROCESSORS, is_wide=is_wide)
+    _as_if(monkeypatch, alone)
+    expected = _forward(q, k, v, causal=False)
+    _as_if(monkeypatch, alone._replace(programs=programs, is_shared=True))
+    for _ in range(5):
+        for one, other in zip(_forward(q, k, v, causal=False), expected, strict=True):
             assert torch.equal(one, other)
 
 

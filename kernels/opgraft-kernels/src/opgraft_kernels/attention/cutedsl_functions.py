@@ -28,9 +28,15 @@ from opgraft_kernels.attention.cutedsl_biased import BiasedBackward, biased_forw
 from opgraft_kernels.attention.cutedsl_dense import dense_forward
 from opgraft_kernels.attention.cutedsl_dense_backward import DenseBackward, NaturalPreprocess
 from opgraft_kernels.attention.cutedsl_kernels import BackwardTile, Kind
+from opgraft_kernels.attention.cutedsl_multicast import multicast_forward
 from opgraft_kernels.attention.cutedsl_products import NarrowBackward, steps_of
 from opgraft_kernels.attention.cutedsl_short_backward import ShortBackward
-from opgraft_kernels.attention.cutedsl_tiles import forward_dim, listed_backward_tile
+from opgraft_kernels.attention.cutedsl_tiles import (
+    forward_dim,
+    listed_backward_tile,
+    product_dim,
+    wide_dim,
+)
 from opgraft_kernels.attention.cutedsl_walking import walking_forward
 from opgraft_kernels.cutedsl import CUTLASS_DTYPES, compile_function, fake_tensor
 from opgraft_kernels.integers import round_up
@@ -289,7 +295,8 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
     else:
         # Probabilities stay in registers, and the next product of queries and keys overlaps.
         config = library.FwdConfig(kind.tile.queries, kind.tile.keys, True, True)
-        kernel_class = walking_forward(kind.tile.programs)
+        of_programs = multicast_forward if kind.tile.is_shared else walking_forward
+        kernel_class = of_programs(kind.tile.programs)
     if kind.bias is not None:
         assert kind.tile is not None
         kernel_class = (
@@ -317,6 +324,10 @@ def _forward_kernel(dtype: Any, kind: Kind) -> FlashAttentionForwardSm90:
     )
     kernel.tile_hdim, kernel.tile_hdimv = dims
     kernel.steps = steps_of(kind.head_dim)
+    kernel.value_columns = kernel.tile_hdimv
+    if kind.tile is not None and kind.tile.is_wide:
+        kernel.tile_hdim = kernel.value_columns = wide_dim(kind.head_dim)
+        kernel.tile_hdimv = product_dim(kind.head_dim)
     return kernel
 
 

@@ -19,7 +19,7 @@ from quack import sm90_utils
 from opgraft_kernels.attention.cutedsl_renamed import renamed
 from opgraft_kernels.integers import ceil_div
 
-__all__ = ["NarrowBackward", "first_products", "steps_of"]
+__all__ = ["NarrowBackward", "first_products", "fragments_of_wide_values", "steps_of"]
 
 # Columns that one operation multiplies.
 _STEP = 16
@@ -61,6 +61,34 @@ def first_products(steps: int) -> Any:
         return total
 
     return gemm_zero_init
+
+
+def fragments_of_wide_values(wide: cute.TiledMma) -> Any:
+    """The library's function of a product's operands, for values of more columns than it makes.
+
+    Args:
+        wide: the product as it would be with all columns. A layout of pieces of 128 bytes is
+            divided by whole ones alone. What it makes of the values says where they begin, and how
+            far pieces are apart, and not how many columns there are: an operation of fewer reads
+            fewer.
+    """
+
+    def partition_fragment_ABC(
+        thr_mma: cute.core.ThrMma,
+        shape: tuple[int, int, int],
+        left: cute.Tensor | None,
+        right: cute.Tensor,
+    ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        if thr_mma.op.a_src is not warpgroup.OperandSource.RMEM:
+            return sm90_utils.partition_fragment_ABC(thr_mma, shape, left, right)
+        queries, columns, keys = shape
+        total = cute.make_rmem_tensor(thr_mma.partition_shape_C((queries, columns)), Float32)
+        weights = thr_mma.make_fragment_A(thr_mma.partition_shape_A((queries, keys)))
+        # Of the values all warp groups have the same part.
+        of_values = wide.get_slice(0)
+        return total, weights, of_values.make_fragment_B(of_values.partition_B(right))
+
+    return partition_fragment_ABC
 
 
 class NarrowBackward(FlashAttentionBackwardSm90):  # type: ignore[misc]

@@ -30,8 +30,10 @@ __all__ = [
     "forward_tile",
     "forward_tiles",
     "listed_backward_tile",
+    "product_dim",
     "short_backward_fits",
     "short_backward_tile",
+    "wide_dim",
 ]
 
 
@@ -43,6 +45,10 @@ class ForwardTile(NamedTuple):
     programs: int
     #: Of how many blocks keys, and values, are in shared memory at a time.
     stages: int = 2
+    #: Whether rows are as long in shared memory as `wide_dim` says.
+    is_wide: bool = False
+    #: Whether two programs side by side load keys and values for both.
+    is_shared: bool = False
 
 
 class ShortTile(NamedTuple):
@@ -99,6 +105,8 @@ _KEYS = 128
 # more to compile: so these are not all there could be, and it has to be worth it.
 _WIDTHS = (80, 96, 112, 128, 144, 160, 176, 208, 240)
 _ANOTHER_KERNEL = 1.01
+# Rows that are longer in shared memory, in the time of others.
+_WIDE_ROWS = 0.97
 # With a bias, above `_MOST_DIMS`: as many keys as registers and shared memory have room for, of
 # those that marks of a bias divide.
 _LISTED_FEWER_KEYS = 64
@@ -153,7 +161,7 @@ def forward_tile(
     # Where each program would have one unit of work, none would load ahead.
     if units <= multiprocessors or _walking_time(call, best) >= _library_time(call):
         return None
-    return best
+    return best._replace(is_shared=_should_share(call, best))
 
 
 def forward_tiles(head_dim: int, keys: int, multiprocessors: int) -> list[ForwardTile]:
@@ -263,23 +271,43 @@ def forward_dim(head_dim: int) -> int:
     Rows of 72 are no multiple of 32 bytes. Tiles of 80 columns are loaded in pieces of 32 bytes, of
     which the device would read 64; those of 96 in pieces of 64, of which it reads 96.
     """
-    return 96 if head_dim == 72 else round_up(head_dim, 16)
+    return 96 if head_dim == 72 else product_dim(head_dim)
+
+
+def product_dim(head_dim: int) -> int:
+    """The columns that operations multiply, or make, of a head's."""
+    return round_up(head_dim, 16)
+
+
+def wide_dim(head_dim: int) -> int:
+    """The columns of queries, keys and values in shared memory where a tile is wide.
+
+    The copy engine loads a row in as long pieces of 128, 64 or 32 bytes as divide it: those of 32
+    take it longest, of 128 it is fastest even if most of the last one is not there. Three of 64, as
+    of 88 and 96, are about as fast as two of 128.
+    """
+    dim = product_dim(head_dim)
+    return dim if dim % 32 == 0 or dim < 32 else round_up(head_dim, 64)
 
 
 def _tiles(call: _Call) -> Iterator[ForwardTile]:
     """Those of which `call` has one, if it is not the library's."""
     if call.head_dim > _MOST_DIMS:
         return
-    # Rows of 72 are no multiple of 32 bytes, and reading keys takes the longest: so more queries
-    # share them.
-    for height in (_HIGH,) if _WIDE_DIMS < call.head_dim < 80 else (_LOW, _HIGH):
+    for height in (_LOW, _HIGH):
         # Tiles of 192 are of whole groups: the copy engine loads no part of one.
         if height == _HIGH and _HIGH % call.group != 0:
             continue
         for width in _widths(call, height):
-            stages = _stages(call, height, width)
-            if stages > 0:
-                yield ForwardTile(height, width, call.multiprocessors, stages)
+            tile = ForwardTile(height, width, call.multiprocessors)
+            if _has_room_to_be_wide(call, tile):
+                yield tile._replace(is_wide=True)
+            # Where tiles are not wide reading keys of 72 takes the longest, as their rows are no
+            # multiple of 32 bytes: so more queries share them.
+            elif height == _HIGH or not _WIDE_DIMS < call.head_dim < 80:
+                stages = _stages(call, tile)
+                if stages > 0:
+                    yield tile._replace(stages=stages)
 
 
 def _widths(call: _Call, height: int) -> Iterator[int]:
@@ -298,13 +326,36 @@ def _widths(call: _Call, height: int) -> Iterator[int]:
             yield width
 
 
-def _stages(call: _Call, height: int, width: int) -> int:
+def _has_room_to_be_wide(call: _Call, tile: ForwardTile) -> bool:
+    """Whether rows can be longer in shared memory than `forward_dim`, with two blocks there."""
+    columns = wide_dim(call.head_dim)
+    if columns <= forward_dim(call.head_dim) or tile.queries % call.group != 0:
+        return False  # no longer; or no copy engine loads queries
+    blocks = 2 * tile.stages * tile.keys * columns
+    of_queries = tile.queries * (columns + product_dim(call.head_dim))
+    return 2 * (blocks + of_queries) <= _SHARED_MEMORY
+
+
+def _should_share(call: _Call, tile: ForwardTile) -> bool:
+    """Whether two programs load keys and values for both.
+
+    It is worth it where programs wait for what they load: rows of 72 and 88 begin in the middle of
+    the 32 bytes that the device reads at once. Shorter ones are waited for less; longer ones were
+    not compared.
+    """
+    is_waited_for = call.head_dim % 16 != 0 and _WIDE_DIMS < call.head_dim <= _LIBRARY_WIDE_DIMS
+    # Else the two would see different keys, or one of a head's last two would have no query.
+    is_even = call.group == 1 and not call.causal and ceil_div(call.queries, tile.queries) % 2 == 0
+    return is_waited_for and is_even
+
+
+def _stages(call: _Call, tile: ForwardTile) -> int:
     """How many blocks are loaded ahead; 0 where shared memory has no room for them."""
     row = forward_dim(call.head_dim) * 2
-    left = _SHARED_MEMORY - 2 * height * row
+    left = _SHARED_MEMORY - 2 * tile.queries * row
     # A tile of one block has the next tile's to load alone.
-    least = 1 if call.keys <= width else 2
-    stages = min(2, left // (2 * width * row))
+    least = 1 if call.keys <= tile.keys else 2
+    stages = min(2, left // (2 * tile.keys * row))
     return stages if stages >= least else 0
 
 
@@ -334,7 +385,8 @@ def _walking_time(call: _Call, tile: ForwardTile) -> float:
     costs = _costs(call)
     high = costs.high if height == _HIGH else 1.0
     worth = 1.0 if width == _KEYS else _ANOTHER_KERNEL
-    return computed * (1 + costs.fixed * call.head_dim) * high * worth
+    rows = _WIDE_ROWS if tile.is_wide else 1.0
+    return computed * (1 + costs.fixed * call.head_dim) * high * worth * rows
 
 
 def _library_time(call: _Call) -> float:

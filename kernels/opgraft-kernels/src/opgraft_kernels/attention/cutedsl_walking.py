@@ -9,8 +9,10 @@ Importing this imports CuteDSL and the library.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute import FastDivmodDivisorV2
+from cutlass.cute.nvgpu import cpasync
 from flash_attn.cute import flash_fwd, flash_fwd_sm90
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.mask import AttentionMask, sm90_col_to_r2p_idx
@@ -28,7 +31,11 @@ from flash_attn.cute.tile_scheduler import SingleTileScheduler, WorkTileInfo
 from quack import layout_utils, sm90_utils
 from quack.cute_dsl_utils import ParamsBase
 
-from opgraft_kernels.attention.cutedsl_products import first_products, steps_of
+from opgraft_kernels.attention.cutedsl_products import (
+    first_products,
+    fragments_of_wide_values,
+    steps_of,
+)
 from opgraft_kernels.attention.cutedsl_renamed import renamed
 
 __all__ = ["LastKeysMask", "LongestFirst", "walking_forward"]
@@ -197,21 +204,82 @@ class LastKeysMask(AttentionMask):  # type: ignore[misc]
 class WalkingForward(FlashAttentionForwardSm90):
     """The library's kernel with an output that shares no memory with the queries."""
 
+    #: The tiles that a program has.
+    walk: type[Walk]
     #: How many operations multiply the columns of a head.
     steps: int
+    #: Columns of values in shared memory; the product with them, and the output, have `tile_hdimv`.
+    value_columns: int
     tile_hdim: int
+    tile_hdimv: int
+    tile_n: int
+
+    library_load = FlashAttentionForwardSm90.load
+
+    def __call__(self, *args: Any, **keywords: Any) -> None:
+        # To replace names in the library's module would change the kernels that others compile
+        # meanwhile.
+        call = renamed(FlashAttentionForwardSm90.__call__, self.names_in_call())
+        call(self, *args, **keywords)
+
+    def names_in_call(self) -> dict[str, Any]:
+        """What names mean in the library's `__call__`."""
+        return {
+            "SingleTileScheduler": self.walk,
+            "SingleTileLPTScheduler": self.walk,
+            "sm90_utils": SimpleNamespace(make_smem_layout=self._make_smem_layout),
+            "cpasync": SimpleNamespace(
+                CopyBulkTensorTileG2SOp=cpasync.CopyBulkTensorTileG2SOp,
+                CopyBulkTensorTileS2GOp=cpasync.CopyBulkTensorTileS2GOp,
+                make_tiled_tma_atom=self.make_tiled_tma_atom,
+            ),
+        }
+
+    def _make_smem_layout(
+        self, dtype: Any, layout: Any, shape: tuple[int, int], stages: int | None = None
+    ) -> Any:
+        # The output's tile, which may be of the same shape, has no stages.
+        shape = shape if stages is None else self._shape_in_memory(shape)
+        return sm90_utils.make_smem_layout(dtype, layout, shape, stages)
+
+    def make_tiled_tma_atom(
+        self, copy: Any, tensor: cute.Tensor, layout: Any, shape: tuple[int, int], *more: int
+    ) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """A copy of a tile, as the library asks for it."""
+        loads = not isinstance(copy, cpasync.CopyBulkTensorTileS2GOp)
+        shape = self._shape_in_memory(shape) if loads else shape
+        return cpasync.make_tiled_tma_atom(copy, tensor, layout, shape, *more)
+
+    def _shape_in_memory(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """That of a block of values, if `shape` is that of what is multiplied of one."""
+        is_of_values = shape == (self.tile_n, self.tile_hdimv)
+        return (self.tile_n, self.value_columns) if is_of_values else shape
+
+    @contextlib.contextmanager
+    def _as_wide_as_values(self) -> Iterator[None]:
+        narrow, self.tile_hdimv = self.tile_hdimv, self.value_columns
+        try:
+            yield
+        finally:
+            self.tile_hdimv = narrow
+
+    def load(self, *args: Any) -> None:
+        with self._as_wide_as_values():
+            self.library_load(*args)
 
     def mma(self, *args: Any) -> None:
         known = args[20]
         assert known.func is AttentionMask
         mask_class = functools.partial(LastKeysMask, *known.args, **known.keywords)
+        with self._as_wide_as_values():
+            _, wide = self._get_tiled_mma()
+        products = SimpleNamespace(
+            partition_fragment_ABC=fragments_of_wide_values(wide),
+            gemm_w_idx=sm90_utils.gemm_w_idx,
+            gemm_zero_init=first_products(self.steps),
+        )
         mma = FlashAttentionForwardSm90.mma
         if self.steps < steps_of(self.tile_hdim):
-            products = SimpleNamespace(
-                partition_fragment_ABC=sm90_utils.partition_fragment_ABC,
-                gemm_w_idx=sm90_utils.gemm_w_idx,
-                gemm_zero_init=first_products(self.steps),
-            )
             mma = renamed(mma, {"sm90_utils": products})
         mma(self, *args[:20], mask_class, *args[21:])
 
@@ -298,9 +366,7 @@ def walking_forward(programs: int, is_like_causal: bool = False) -> type[Walking
     """
     _check_barrier()
     walk = type("Walk", (Walk,), {"programs": programs, "is_like_causal": is_like_causal})
-    names = {"SingleTileScheduler": walk, "SingleTileLPTScheduler": walk}
-    call = renamed(FlashAttentionForwardSm90.__call__, names)
-    return type("WalkingForward", (WalkingForward,), {"__call__": call})
+    return type("WalkingForward", (WalkingForward,), {"walk": walk})
 
 
 class LongestFirst(FlashAttentionForwardSm90):  # type: ignore[misc]

@@ -294,7 +294,7 @@ class _Kind(NamedTuple):
 MAX_DIM = 256
 # Of a kind's forwards and backwards: raised when they become faster or slower.
 VERSIONS = {
-    "cutedsl": (4, 3),
+    "cutedsl": (5, 3),
     "cutedsl_masked": (5, 3),
     "cutedsl_boolean": (2,),
     "triton": (3, 3),
