@@ -38,6 +38,7 @@ class Epochs {
   // With this TLS model a plain pointer is read without a call into the dynamic linker, which takes
   // as long as a condition. The linker always reserves room for a few of them.
   static inline thread_local Slot* current_ __attribute__((tls_model("initial-exec"))) = nullptr;
+  static inline thread_local bool is_over_ = false;  // whether this thread has released its slot
 
  public:
   static Epochs& instance() {
@@ -200,9 +201,12 @@ inline Epochs::Slot& Epochs::slot() {
     Slot& slot = instance().claim();
     ~Claim() {
       current_ = nullptr;
+      is_over_ = true;
       slot.claimed.store(false, std::memory_order_release);
     }
   };
+  // A destructor of the thread's that runs after that may still read. Its slot stays claimed.
+  if (C10_UNLIKELY(is_over_)) return *(current_ = &instance().claim());
   static thread_local Claim claim;
   current_ = &claim.slot;
   return claim.slot;

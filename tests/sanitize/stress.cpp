@@ -77,10 +77,22 @@ void read_for_long(void (&read)()) {
   while (!stop.load(std::memory_order_relaxed)) read();
 }
 
+// Reads when its thread has released what it had.
+struct LateReader {
+  ~LateReader() {
+    for (int i = 0; i < 20; ++i) read_quickly();
+  }
+};
+
 // Threads that come and go: slots and shards are taken over.
 void read_on_short_threads() {
-  while (!stop.load(std::memory_order_relaxed)) {
-    std::thread([] {
+  // A slot that such a thread claims late stays its own: so few.
+  for (int thread = 0; !stop.load(std::memory_order_relaxed); ++thread) {
+    std::thread([reads_late = thread % 64 == 0] {
+      if (reads_late) {
+        static thread_local const LateReader late;
+        (void)late;
+      }
       for (int i = 0; i < 20; ++i) read();
     }).join();
   }
