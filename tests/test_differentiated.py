@@ -697,6 +697,22 @@ def test_a_pair_that_fails_in_a_checkpoint_leaves_its_derivative(behind: str | N
     assert then is None or then.hits == 0, "the second forward is native, as the first one was"
 
 
+@pytest.mark.parametrize("behind", ["impl", "pair"])
+def test_explain_says_that_native_runs_the_forward_of_a_quarantined_pair(behind: str) -> None:
+    override(FailsAt(5), autograd=SAVING["pair"], on_error="fallback", name="mine", priority=1)
+    then = override(autograd=SAVING[behind], name="then")
+    tensors = inputs()
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        F.scaled_dot_product_attention(*tensors)
+    hits = then.hits
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        explained = opgraft.explain("aten::scaled_dot_product_attention", *tensors)
+        F.scaled_dot_product_attention(*tensors)
+    assert explained.winner is None and then.hits == hits
+    (verdict,) = (each for each in explained.verdicts if each.override is then)
+    assert verdict.status == "not asked" and "native runs its forward" in verdict.reason
+
+
 @pytest.mark.parametrize("behind", [None, "impl", "pair"])
 def test_a_pair_that_fails_after_a_checkpoint_leaves_its_derivative(behind: str | None) -> None:
     """Kinds of calls have no sizes: another call puts this one into quarantine."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override
-from opgraft.router import composite, device
+from opgraft.router import composite, device, threads
 from opgraft.router.decision import Decline, why_not
 from opgraft.when import Failure
 
@@ -76,11 +76,18 @@ def judge_overrides(
         differentiating: the override whose two functions differentiate it, if one's do.
     """
     verdicts: list[Verdict] = []
+    forward_is_native = (
+        keeps_derivative
+        and differentiating is not None
+        and _judge_override(differentiating, call, True, True).status == "quarantined"
+    )
     for override in chain.members:
         is_taken = any(other.takes for other in verdicts)
         may_differentiate = is_taken or override is differentiating
         verdict = _judge_override(override, call, keeps_derivative, may_differentiate)
-        if verdict.takes and is_taken:
+        if forward_is_native and verdict.status in ("takes", "not asked"):
+            verdict = Verdict(override, "not asked", threads.PassedByForNative.REASON)
+        elif verdict.takes and is_taken:
             verdict = Verdict(override, "behind", "would take it, but one before it does")
         verdicts.append(verdict)
     return tuple(verdicts)
