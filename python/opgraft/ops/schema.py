@@ -208,11 +208,13 @@ class Op:
 class Call:
     """A call of an op: every argument's value, in the schema's order."""
 
-    __slots__ = ("op", "values")
+    __slots__ = ("_found", "op", "values")
 
     def __init__(self, op: Op, values: tuple[Any, ...]) -> None:
         self.op = op
         self.values = values
+        # The tensors among them, which routing one call asks for a dozen times.
+        self._found: tuple[torch.Tensor, ...] | None = None
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -246,8 +248,9 @@ class Call:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor among the arguments, also those in lists."""
-        for value in self.values:
-            yield from _tensors(value)
+        if self._found is None:
+            self._found = tuple(tensor for value in self.values for tensor in _tensors(value))
+        return iter(self._found)
 
     def changed(self, change: Callable[[Any], Any]) -> Call:
         """The call with each of its arguments changed, and in a list each of its elements.

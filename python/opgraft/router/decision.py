@@ -111,7 +111,8 @@ def condition_holds(override: Override, call: Call) -> bool:
     One that is asked again, in the forward of a derivative, sees the grad mode of the first time:
     it must decide the same.
     """
-    if isinstance(override.condition, Condition):
+    condition = override.condition
+    if condition is None or isinstance(condition, Condition):
         return override.condition_holds(call)
     with (
         threads.bypassing(call.op),

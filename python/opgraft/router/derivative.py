@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import DispatchKey
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from opgraft.base import interrupts
@@ -290,7 +291,10 @@ class DerivativeKernel:
 
     def _apply(self, function: type[torch.autograd.Function], call: Call) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is None:
-            result = function.apply(*call.values)
+            # `Function.apply` would bind the values to the forward's signature first, which takes
+            # as long as all of the routing; they are all of its arguments already.
+            values = unwrap_dead_wrappers(call.values)
+            result = super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
         else:
             from torch._functorch.autograd_function import custom_function_call
 

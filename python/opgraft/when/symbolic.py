@@ -113,15 +113,21 @@ def first_failing_part(condition: Condition, arguments: Arguments) -> str:
     return repr(condition)
 
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def is_symbol(value: object) -> bool:
     """Whether a number is symbolic."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(value, _SYMBOLS)
 
 
 def is_symbolic(call: Call) -> bool:
     """Whether a call's numbers, or its tensors' sizes, strides or offsets, are symbolic."""
     for value in call.values:
-        if any(map(is_symbol, value if isinstance(value, (list, tuple)) else (value,))):
+        if isinstance(value, (list, tuple)):
+            if any(map(is_symbol, value)):
+                return True
+        elif isinstance(value, _SYMBOLS):
             return True
     return any(tensor._has_symbolic_sizes_strides for tensor in call.tensors())
 
