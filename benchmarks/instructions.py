@@ -38,10 +38,10 @@ class Case(NamedTuple):
     """Overrides, and a call of their op."""
 
     overrides: int
-    hits: bool = False  #: whether one of them takes the call
-    between: bool = (
-        False  #: whether half of them ask for less than the call's size, and half for more
-    )
+    #: Whether one of them takes the call.
+    hits: bool = False
+    #: Whether half of them ask for less than the call's size, and half for more.
+    between: bool = False
     from_python: bool = False
 
     @property

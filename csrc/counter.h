@@ -69,7 +69,7 @@ class Counter {
     if (C10_UNLIKELY(current_ == nullptr)) return false;
     Chunk* chunk = current_->chunks_[place.chunk].load(std::memory_order_relaxed);
     if (C10_UNLIKELY(chunk == nullptr)) return false;
-    add_to(*chunk, place.in_chunk);
+    add_to(*chunk, place);
     return true;
   }
 
@@ -78,7 +78,7 @@ class Counter {
   uint64_t add(Shard& shard) noexcept {
     Chunk* chunk = shard.chunks_[index_ / kChunk].load(std::memory_order_relaxed);
     if (C10_UNLIKELY(chunk == nullptr)) return add_first(shard);
-    return add_to(*chunk, index_);
+    return add_to(*chunk, place());
   }
 
   // The calling thread's shard.
@@ -185,8 +185,8 @@ class Counter {
   }
 
   // No other thread writes to it.
-  static uint64_t add_to(Chunk& chunk, uint32_t index) noexcept {
-    std::atomic<uint64_t>& count = chunk.counts[index % kChunk];
+  static uint64_t add_to(Chunk& chunk, Place place) noexcept {
+    std::atomic<uint64_t>& count = chunk.counts[place.in_chunk];
     const uint64_t now = count.load(std::memory_order_relaxed) + 1;
     count.store(now, std::memory_order_relaxed);
     return now;
@@ -196,7 +196,7 @@ class Counter {
     if (index_ < kMaxCounters && &shard != &empty_shard()) {
       if (auto* chunk = new (std::nothrow) Chunk()) {
         shard.chunks_[index_ / kChunk].store(chunk, std::memory_order_release);
-        return add_to(*chunk, index_);
+        return add_to(*chunk, place());
       }
     }
     return shared_.fetch_add(1, std::memory_order_relaxed) + 1;

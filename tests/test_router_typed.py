@@ -141,37 +141,12 @@ def test_a_miss_is_native_and_counted(case: Case) -> None:
         assert (mine.hits, mine.misses, other.misses) == (0, misses, misses)
 
 
-class Asked(NamedTuple):
-    """A condition of an argument of `addmm`, and calls that it holds for, and does not."""
-
-    condition: when.Condition
-    hit: Callable[[], torch.Tensor]
-    miss: Callable[[], torch.Tensor]
-
-
-def nested(*sizes: tuple[int, int]) -> torch.Tensor:
-    return torch.nested.nested_tensor([x(*size) for size in sizes])
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(
-            Asked(
-                when.size(argument, 0) == 5,
-                lambda: torch.addmm(x(5), x(5, 5), x(5, 5)),
-                lambda: torch.addmm(x(4), x(4, 4), x(4, 4)),
-            ),
-            id=argument,
-        )
-        for argument in ("self", "mat1", "mat2")
-    ],
-)
-def test_a_miss_is_counted_whichever_argument_a_condition_asks_for(asked: Asked) -> None:
-    added = override("aten::addmm", cond=asked.condition)
-    asked.hit()
+@pytest.mark.parametrize("argument", ["self", "mat1", "mat2"])
+def test_a_miss_is_counted_whichever_argument_a_condition_asks_for(argument: str) -> None:
+    added = override("aten::addmm", cond=when.size(argument, 0) == 5)
+    torch.addmm(x(5), x(5, 5), x(5, 5))
     for _ in range(3):
-        asked.miss()
+        torch.addmm(x(4), x(4, 4), x(4, 4))
     assert (added.hits, added.misses) == (1, 3)
 
 
@@ -200,7 +175,8 @@ def test_a_condition_of_strides_alone_decides(made: Callable[[], torch.Tensor]) 
 
 def test_a_tensor_whose_sizes_are_its_own_to_say_is_no_hit_and_no_error() -> None:
     added = override("aten::silu", cond=when.size("self", 0) == 5)
-    assert [each.shape for each in F.silu(nested((2, 3), (4, 3))).unbind()] == [(2, 3), (4, 3)]
+    nested = torch.nested.nested_tensor([x(2, 3), x(4, 3)])
+    assert [each.shape for each in F.silu(nested).unbind()] == [(2, 3), (4, 3)]
     assert added.hits == 0
 
 

@@ -291,8 +291,8 @@ class DerivativeKernel:
 
     def _apply(self, function: type[torch.autograd.Function], call: Call) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is None:
-            # `Function.apply` would bind the values to the forward's signature first, which takes
-            # as long as all of the routing; they are all of its arguments already.
+            # `Function.apply` would bind the values to the forward's signature first. They are all
+            # of its arguments already, and each call would inspect the signature anew.
             values = unwrap_dead_wrappers(call.values)
             result = super(torch.autograd.Function, function).apply(*values)  # type: ignore[misc]
         else:

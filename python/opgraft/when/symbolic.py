@@ -113,12 +113,9 @@ def first_failing_part(condition: Condition, arguments: Arguments) -> str:
     return repr(condition)
 
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
 def is_symbol(value: object) -> bool:
     """Whether a number is symbolic."""
-    return isinstance(value, _SYMBOLS)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def is_symbolic(call: Call) -> bool:
@@ -127,7 +124,7 @@ def is_symbolic(call: Call) -> bool:
         if isinstance(value, (list, tuple)):
             if any(map(is_symbol, value)):
                 return True
-        elif isinstance(value, _SYMBOLS):
+        elif is_symbol(value):
             return True
     return any(tensor._has_symbolic_sizes_strides for tensor in call.tensors())
 

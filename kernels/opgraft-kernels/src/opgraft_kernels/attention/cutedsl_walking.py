@@ -214,6 +214,7 @@ class WalkingForward(FlashAttentionForwardSm90):
     tile_hdimv: int
     tile_n: int
 
+    #: What loads the tiles of a program.
     library_load = FlashAttentionForwardSm90.load
 
     def __call__(self, *args: Any, **keywords: Any) -> None:
