@@ -35,6 +35,15 @@ WIDTHS = [
     *((8192, 6144), (8192, 7168), (4096, 12288)),
     *((32768, 1152), (16384, 2688), (8192, 4480), (4096, 11008), (4096, 13824)),
 ]
+#: Rows as narrow as vision models' channels and attention's heads are.
+NARROW = [(200704, 128), (1048576, 32), (524288, 64), (262144, 96), (131072, 256), (65536, 512)]
+#: What takes rows that are no matrix's: peers read and write wrong memory, and end the process.
+_OF_IMAGES = ("native", "opgraft", "triton")
+#: The side of images whose channels are normalised where they lie, how many, and the channels.
+IMAGES = [
+    *((56, 64, 128), (56, 128, 64), (56, 64, 96), (28, 64, 256), (14, 256, 512), (14, 64, 768)),
+    *((112, 64, 32), (112, 64, 16)),
+]
 EPS = 1e-6
 INPUT_SETS = 3
 
@@ -85,17 +94,43 @@ def _hits(op: str) -> int:
     return sum(override.hits for override in opgraft.overrides(op=op))
 
 
-def bandwidth(norm: Norm, sizes: Sequence[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
-    """A record for every size, direction and contestant."""
+def _of_images(inputs: Any, side: int) -> Any:
+    """The same inputs, of images whose channels are as far apart as a convolution leaves them."""
+    pixels = side * side
+    fields = inputs._asdict().items()
+    matrices = {
+        name: each.view(-1, pixels, each.shape[-1]) for name, each in fields if each.dim() == 2
+    }
+    matrices["x"] = matrices["x"].mT.contiguous().mT
+    return inputs._replace(**matrices)
+
+
+def narrow(norm: Norm, rounds: int) -> list[dict[str, Any]]:
+    """`bandwidth` of narrow rows, and of images' channels."""
     norm.register("CUDA")
+    records = bandwidth(norm, NARROW, rounds)
+    for side, count, channels in IMAGES:
+        found = bandwidth(norm, [(count * side * side, channels)], rounds, side)
+        records += [{**each, "side": side} for each in found]
+    return records
+
+
+def bandwidth(
+    norm: Norm, sizes: Sequence[tuple[int, int]], rounds: int, side: int = 0
+) -> list[dict[str, Any]]:
+    """A record for every size, direction and contestant, of what is registered."""
     records: list[dict[str, Any]] = []
     for rows, hidden in sizes:
         first = len(records)
         inputs = [norm.make_inputs(rows, hidden, torch.bfloat16, "cuda") for _ in range(INPUT_SETS)]
+        if side:
+            inputs = [_of_images(each, side) for each in inputs]
         for direction, (op, passes) in enumerate(zip(norm.ops, (2, 3), strict=True)):
             elements = passes * rows * hidden
             contenders: dict[str, Sequence[Call]] = {"copy": _copies(elements, torch.bfloat16)}
             for name, functions in _contestants(norm).items():
+                if side and name not in _OF_IMAGES:
+                    continue
                 function = functions[direction]
                 calls = [lambda i=i, f=function: f(i) for i in inputs]  # type: ignore[misc]
                 if _runs(name, calls[0]):
@@ -366,8 +401,9 @@ def smoke(norm: Norm) -> None:
     overrides = norm.register("CPU")
     for rows, hidden in ((64, 32), (128, 48)):
         i = norm.make_inputs(rows, hidden, torch.float32, "cpu")
-        torch.testing.assert_close(norm.through_op[0](i), norm.native[0](i))
-    assert overrides[0].hits == 2
+        for each in (i, _of_images(i, 4)):
+            torch.testing.assert_close(norm.through_op[0](each), norm.native[0](each))
+    assert sum(override.hits for override in overrides) == 4
     print("the override was hit and agrees with native; nothing was measured")
 
 
@@ -377,14 +413,16 @@ def main(norm: Norm, doc: str | None, arguments: Sequence[str] | None = None) ->
     parser.add_argument("--crossover", action="store_true", help="measure sizes around it")
     parser.add_argument("--clusters", action="store_true", help="Triton against CuteDSL")
     parser.add_argument("--tiles", action="store_true", help="CuteDSL by tile")
+    parser.add_argument("--narrow", action="store_true", help="narrow rows, and images' channels")
     parser.add_argument("--widths", action="store_true", help="sizes that are no powers of two")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args(arguments)
     if options.smoke:
         smoke(norm)
-    elif not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_available():
         parser.error("there is no CUDA device; --smoke runs without one")
-    elif options.crossover:
+    if options.crossover:
         records = crossover(norm, min(options.rounds, 7))
         print("written to", save(f"{norm.name}_crossover", records))
     elif options.clusters:
@@ -393,9 +431,13 @@ def main(norm: Norm, doc: str | None, arguments: Sequence[str] | None = None) ->
     elif options.tiles:
         records = tiles(norm, options.rounds)
         print("written to", save(f"{norm.name}_tiles", records))
+    elif options.narrow:
+        print("written to", save(f"{norm.name}_narrow", narrow(norm, options.rounds)))
     elif options.widths:
+        norm.register("CUDA")
         print("written to", save(f"{norm.name}_widths", bandwidth(norm, WIDTHS, options.rounds)))
     else:
+        norm.register("CUDA")
         records = bandwidth(norm, SIZES, options.rounds)
         path = save(norm.name, records)
         plot(norm, records, path.with_suffix(".png"))

@@ -4,6 +4,7 @@
     python benchmarks/layer_norm.py --crossover  # from which size the override pays, host included
     python benchmarks/layer_norm.py --clusters   # rows that clusters share: CuteDSL against Triton
     python benchmarks/layer_norm.py --tiles      # the same, CuteDSL by tile: what to choose
+    python benchmarks/layer_norm.py --narrow     # narrow rows, and images' channels where they lie
     python benchmarks/layer_norm.py --smoke      # tiny, without a GPU: does this script work?
 
 benchmarks/_norms.py says what is measured, and how.

@@ -199,6 +199,21 @@ def test_permuted_norms_fit() -> None:
         _check(found, NORM_SPILL if is_widest else 0)
 
 
+def test_permuted_norms_load_their_input_by_16_bytes() -> None:
+    """Though several rows' elements are what is there at once, and the last ones are masked."""
+    aligned = 0
+    for found in compiled_launches("permuted"):
+        if found["kernel"] == "sum_partials_kernel":
+            continue
+        constexprs, itemsize = found["constexprs"], getattr(torch, _dtypes(found)[0]).itemsize
+        if constexprs["UNIT"] * itemsize == 16:
+            elements = constexprs["ROWS"] * constexprs["BLOCK"] // (found["num_warps"] * 32)
+            tensors = 2 if found["kernel"] == "_backward_kernel" else 1
+            assert found["loads"].get("16", 0) >= tensors * elements * itemsize // 16, found
+            aligned += 1
+    assert aligned
+
+
 def test_copies_fit() -> None:
     compiled = compiled_launches("copies")
     assert {found["kernel"] for found in compiled} == {"_copy_kernel"}

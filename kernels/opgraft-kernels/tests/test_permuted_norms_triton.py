@@ -117,6 +117,24 @@ def test_layouts(
     _check(hits, x, _random(tuple(x.shape), x.dtype, device))
 
 
+@pytest.mark.parametrize("layout", ["images", "odd images", "narrow", "wide"])
+@pytest.mark.parametrize("programs", [1, 2])
+def test_programs_walk_over_all_tiles(
+    hits: Callable[[], int],
+    layout: str,
+    programs: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the last tile has fewer rows, and where some programs have a tile more."""
+    walk = triton_permuted.Walk(elements=32, per_sm=programs, by_rows=True)
+    monkeypatch.setattr(triton_permuted, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(triton_permuted, "_forward_walk", lambda block: walk)
+    monkeypatch.setattr(triton_permuted, "_backward_walk", lambda block: walk)
+    x = IMAGES[layout](torch.float32, device)
+    _check(hits, x, _random(tuple(x.shape), x.dtype, device))
+
+
 @pytest.mark.parametrize(
     "gradient",
     [

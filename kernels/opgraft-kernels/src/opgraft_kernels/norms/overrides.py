@@ -230,7 +230,7 @@ _PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
     "backward": {**_TRITON_RANGES, "hidden": (2**4, 2**9), "elements": (2**12, 2**29)},
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
-PERMUTED_VERSION = 6
+PERMUTED_VERSION = 7
 # What no bucket of sizes stands for.
 _EXACT = ("itemsize", "misalignment")
 # Their condition asks for 16 bits and whole vectors. Backwards gain beyond 2**27 elements what they

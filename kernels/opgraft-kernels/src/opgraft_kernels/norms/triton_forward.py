@@ -29,6 +29,7 @@ __all__ = [
     "forward_chunks_kernel",
     "forward_rows_kernel",
     "forward_split_kernel",
+    "is_far_from_zero",
     "statistics",
 ]
 
@@ -139,7 +140,7 @@ def statistics(
     mean, variance = _mean_and_variance(sums, squares, hidden)
     rest = tl.zeros_like(mean)
     left = mean
-    is_far = _is_far(mean, variance)
+    is_far = is_far_from_zero(mean, variance)
     if tl.max(is_far.to(tl.int32), axis=0) > 0:
         differences = ()
         for i in tl.static_range(LAST + 1):
@@ -175,7 +176,7 @@ def _mean_and_variance(sums, squares, hidden):
 
 
 @triton.jit
-def _is_far(mean, variance):
+def is_far_from_zero(mean, variance):
     """Whether a mean is further from zero than a standard deviation: its square, taken off the mean
     of squares, took digits of the variance with it. So it is where one overflowed, or is NaN; and
     where squares are too small for float32, since without an eps rows are divided by 0 then."""
@@ -269,7 +270,7 @@ def forward_chunks_kernel(
         sums, squares = _sums_of_chunks(x_row, 0.0, hidden, BLOCK, CHUNKS)
         mean, variance = _mean_and_variance(sums, squares, hidden)
         rest = 0.0
-        if _is_far(mean, variance):
+        if is_far_from_zero(mean, variance):
             differences, squares = _sums_of_chunks(x_row, mean, hidden, BLOCK, CHUNKS)
             variance, rest = _variance_and_rest(squares, differences, hidden, mean)
         tl.store(mean_ptr + row, mean + rest)

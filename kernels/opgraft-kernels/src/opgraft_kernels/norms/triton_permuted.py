@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,14 +22,15 @@ from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.integers import ceil_div, power_of_2, unit_of
 from opgraft_kernels.launches import Launch, contiguous, plan_sum
 from opgraft_kernels.norms import ops, triton_kernels
-from opgraft_kernels.norms.triton_forward import statistics
+from opgraft_kernels.norms.triton_forward import is_far_from_zero
 from opgraft_kernels.norms.triton_tiles import (
+    add_pairs,
     load_parameters,
     load_statistics,
     scale_and_shift,
     standardize,
 )
-from opgraft_kernels.rows import begin_program, multiple_of
+from opgraft_kernels.rows import begin_program, load_if, multiple_of, store_if
 
 __all__ = [
     "MAX_HIDDEN",
@@ -53,19 +54,12 @@ MIN_HIDDEN, MAX_HIDDEN, MAX_HIDDEN_BACKWARD = 16, 2048, 1024
 
 
 @triton.jit
-def _offsets(
-    row,
-    col,
-    inner,
-    outer_stride,
-    inner_stride,
-    col_stride,
-    UNIT: tl.constexpr,
-    ACROSS: tl.constexpr,
-):
-    """Where the elements of a tile are. `inner` rows, each `inner_stride` from the next, are an
-    `outer_stride` from the next as many. UNIT elements are loaded at once: if ACROSS of as many
-    rows, otherwise of a row."""
+def _offsets(row, col, inner, strides, UNIT: tl.constexpr, ACROSS: tl.constexpr):
+    """Where the elements of a tile are, by `Rows.strides`.
+
+    UNIT elements are loaded at once: if ACROSS of as many rows, otherwise of a row.
+    """
+    outer_stride, inner_stride, col_stride = strides
     outer_stride = multiple_of(outer_stride, UNIT)
     if ACROSS:
         inner = multiple_of(inner, UNIT)
@@ -76,7 +70,37 @@ def _offsets(
     return rows[:, None] + col.to(tl.int64)[None, :] * col_stride
 
 
-@triton.jit(do_not_specialize=["rows", "hidden", "inner", "x_outer"])
+@triton.jit
+def _offsets_of_gradient(
+    row, col, inner, strides, UNIT: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr
+):
+    """`_offsets`; if EVEN of contiguous rows, all as far apart, which takes no division."""
+    if EVEN:
+        rows = row.to(tl.int64) * multiple_of(strides[1], UNIT)
+        return rows[:, None] + col[None, :]
+    else:
+        return _offsets(row, col, inner, strides, UNIT, ACROSS)
+
+
+@triton.jit
+def _mask(row, rows, in_row, MASK_ROWS: tl.constexpr):
+    mask = in_row[None, :]
+    if MASK_ROWS:
+        mask = mask & (row < rows)[:, None]
+    return mask
+
+
+@triton.jit
+def _held_as(x, other, rows):
+    """The tile `x`, in the threads that hold another one.
+
+    Triton computes in the threads that loaded. Those of `x` hold a column of several rows, so that
+    each row is spread over many warps: its sums take three times the instructions, and barriers.
+    """
+    return tl.where(rows < 0, other.to(x.dtype), x)  # never the other one, which Triton cannot know
+
+
+@triton.jit(do_not_specialize=["rows", "hidden", "inner", "x_outer", "tiles"])
 def _forward_kernel(
     x_ptr,
     w_ptr,
@@ -91,36 +115,102 @@ def _forward_kernel(
     x_inner,
     x_col,
     eps,
+    tiles,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
     MASK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_HIDDEN: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program normalises ROWS rows of up to BLOCK columns."""
+    """A program normalises tiles of ROWS rows of up to BLOCK columns, a grid apart.
+
+    AHEAD: it loads the next tile before it computes.
+    """
     begin_program(EARLY)
+    MASKED: tl.constexpr = MASK_ROWS or MASK_COLS
     hidden = multiple_of(hidden, UNIT_HIDDEN)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Else Triton takes masks to end anywhere, and loads element by element.
+    rows = multiple_of(rows, UNIT)
+    share = 1.0 / hidden.to(tl.float32)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
     in_row = col < hidden
-    mask = (row < rows)[:, None] & in_row[None, :]
-    offsets = _offsets(row, col, inner, x_outer, x_inner, x_col, UNIT, True)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    if mean_ptr is not None:
-        mean, rest, variance, _, _ = statistics((x,), hidden, BLOCK, 1, 0, MASK_COLS, False, False)
-        x = x - mean[:, None] - rest[:, None]
-        tl.store(mean_ptr + row, mean + rest, mask=row < rows)
-    else:
-        variance = tl.sum(x * x, axis=1) / hidden
-    rstd = tl.rsqrt(variance + eps)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
     w, b = load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
-    y = scale_and_shift(x * rstd[:, None], w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (row.to(tl.int64) * hidden)[:, None] + col[None, :], y, mask=mask)
+    x_strides = (x_outer, x_inner, x_col)
+    row = program * ROWS + tl.arange(0, ROWS)
+    offsets = _offsets(row, col, inner, x_strides, UNIT, True)
+    next_x = load_if(x_ptr + offsets, _mask(row, rows, in_row, MASK_ROWS), MASKED)
+    for tile in range(program, tiles, programs):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        x = next_x
+        if AHEAD:  # of the last tile once more, where there is no next one
+            next_row = tl.minimum(tile + programs, tiles - 1) * ROWS + tl.arange(0, ROWS)
+            offsets = _offsets(next_row, col, inner, x_strides, UNIT, True)
+            next_x = load_if(x_ptr + offsets, _mask(next_row, rows, in_row, MASK_ROWS), MASKED)
+        y_ptrs = y_ptr + (row.to(tl.int64) * hidden)[:, None] + col[None, :]
+        if BY_ROWS:
+            nothing = tl.load(y_ptrs, mask=(row < 0)[:, None] & in_row[None, :], other=0.0)
+            x = _held_as(x, nothing, rows)
+        x = x.to(tl.float32)
+        if mean_ptr is not None:
+            mean = tl.sum(x, axis=1) * share
+            x = x - mean[:, None]
+            if MASK_COLS:
+                x = tl.where(in_row[None, :], x, 0.0)
+            squares, rest = tl.reduce((x * x, x), axis=1, combine_fn=add_pairs)
+            # What rounding took off the mean is in the sum of differences from it. Where the mean
+            # is near zero, that sum's own rounding is as large.
+            rest = tl.where(is_far_from_zero(mean, squares * share), rest * share, 0.0)
+            rstd = tl.rsqrt(squares * share - rest * rest + eps)
+            store_if(mean_ptr + row, mean + rest, row < rows, MASK_ROWS)
+            y = x * rstd[:, None] - (rest * rstd)[:, None]
+        else:
+            rstd = tl.rsqrt(tl.sum(x * x, axis=1) * share + eps)
+            y = x * rstd[:, None]
+        store_if(rstd_ptr + row, rstd, row < rows, MASK_ROWS)
+        y = scale_and_shift(y, w_ptr, w, b_ptr, b).to(y_ptr.dtype.element_ty)
+        store_if(y_ptrs, y, _mask(row, rows, in_row, MASK_ROWS), MASKED)
 
 
-@triton.jit(do_not_specialize=["rows", "hidden", "inner", "g_outer", "x_outer", "steps"])
+@triton.jit
+def _load_both(
+    tile,
+    g_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    in_row,
+    col,
+    inner,
+    g_strides,
+    x_strides,
+    ROWS: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT_G: tl.constexpr,
+    ACROSS_G: tl.constexpr,
+    EVEN_G: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A tile of the gradient and of the input, and its rows' statistics."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    mask = _mask(row, rows, in_row, MASK_ROWS)
+    x_offsets = _offsets(row, col, inner, x_strides, UNIT, True)
+    g_offsets = _offsets_of_gradient(row, col, inner, g_strides, UNIT_G, ACROSS_G, EVEN_G)
+    # In this order: it is in the threads of the last load that Triton computes.
+    x = load_if(x_ptr + x_offsets, mask, MASKED)
+    g = load_if(g_ptr + g_offsets, mask, MASKED)
+    mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, row < rows)
+    return x, g, mean, rstd
+
+
+@triton.jit(do_not_specialize=["rows", "hidden", "inner", "g_outer", "x_outer", "tiles"])
 def _backward_kernel(
     g_ptr,
     x_ptr,
@@ -138,67 +228,134 @@ def _backward_kernel(
     x_outer,
     x_inner,
     x_col,
-    steps,
+    tiles,
     NEED_DW: tl.constexpr,
     NEED_DB: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_COLS: tl.constexpr,
     UNIT_G: tl.constexpr,
     ACROSS_G: tl.constexpr,
+    EVEN_G: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_HIDDEN: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program walks over tiles of ROWS rows, a grid apart, and adds up its part of dw and db."""
+    """A program walks over tiles of ROWS rows, a grid apart, and adds up its part of dw and db.
+
+    Its threads hold AT_ONCE rows at a time. Each adds up its own elements of them, and only at the
+    end what all have is added. AHEAD: the next tile is loaded before one is computed.
+    """
     begin_program(EARLY)
+    MASKED: tl.constexpr = MASK_ROWS or MASK_COLS
     hidden = multiple_of(hidden, UNIT_HIDDEN)
+    # Else Triton takes masks to end anywhere, and loads element by element.
+    rows = multiple_of(rows, UNIT)
+    share = 1.0 / hidden.to(tl.float32)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     col = tl.arange(0, BLOCK)
     in_row = col < hidden
-    w, _ = load_parameters(w_ptr, None, col, in_row, True)
-    dw = tl.zeros([BLOCK], tl.float32)
-    db = tl.zeros([BLOCK], tl.float32)
-    for step in range(steps):
-        row = (program + step * programs) * ROWS + tl.arange(0, ROWS)
-        in_rows = row < rows
-        mask = in_rows[:, None] & in_row[None, :]
-        x_offsets = _offsets(row, col, inner, x_outer, x_inner, x_col, UNIT, True)
-        g_offsets = _offsets(row, col, inner, g_outer, g_inner, g_col, UNIT_G, ACROSS_G)
-        x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
-        g = tl.load(g_ptr + g_offsets, mask=mask, other=0.0).to(tl.float32)
-        mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, in_rows)
+    w, _ = load_parameters(w_ptr, None, col, in_row, MASK_COLS)
+    dw = tl.zeros([AT_ONCE, BLOCK], tl.float32)
+    db = tl.zeros([AT_ONCE, BLOCK], tl.float32)
+    g_strides = (g_outer, g_inner, g_col)
+    x_strides = (x_outer, x_inner, x_col)
+    # fmt: off
+    loaded = _load_both(
+        program, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides, x_strides,
+        ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
+    )
+    # fmt: on
+    for tile in range(program, tiles, programs):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        x, g, mean, rstd = loaded
+        # Of the last tile once more, where there is no next one.
+        next_tile = tl.minimum(tile + programs, tiles - 1)
+        if AHEAD:
+            # fmt: off
+            loaded = _load_both(
+                next_tile, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides,
+                x_strides, ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
+            )
+            # fmt: on
+        g = g.to(tl.float32)
         xhat = standardize(x, mean_ptr, mean, rstd)
         if NEED_DB:
-            db += tl.sum(g, axis=0)
+            db += tl.sum(tl.reshape(g, [ROWS // AT_ONCE, AT_ONCE, BLOCK]), axis=0)
         if NEED_DW:
-            dw += tl.sum(g * xhat, axis=0)
+            dw += tl.sum(tl.reshape(g * xhat, [ROWS // AT_ONCE, AT_ONCE, BLOCK]), axis=0)
         if dx_ptr is not None:
             if w_ptr is not None:
                 g = g * w.to(tl.float32)[None, :]
-            mean_gx = tl.sum(g * xhat, axis=1) / hidden
             if mean_ptr is not None:
-                g = g - (tl.sum(g, axis=1) / hidden)[:, None]
-            dx = (g - xhat * mean_gx[:, None]) * rstd[:, None]
+                sum_gx, sum_g = tl.reduce((g * xhat, g), axis=1, combine_fn=add_pairs)
+                dx = g * rstd[:, None] - (sum_g * share * rstd)[:, None]
+            else:
+                sum_gx = tl.sum(g * xhat, axis=1)
+                dx = g * rstd[:, None]
+            dx = dx - xhat * (sum_gx * share * rstd)[:, None]
             ptrs = dx_ptr + (row.to(tl.int64) * hidden)[:, None] + col[None, :]
-            tl.store(ptrs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dx = dx.to(dx_ptr.dtype.element_ty)
+            store_if(ptrs, dx, _mask(row, rows, in_row, MASK_ROWS), MASKED)
+        if not AHEAD:
+            # fmt: off
+            loaded = _load_both(
+                next_tile, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides,
+                x_strides, ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
+            )
+            # fmt: on
     if NEED_DW:
-        tl.store(partial_ptr + program * hidden + col, dw, mask=in_row)
+        tl.store(partial_ptr + program * hidden + col, tl.sum(dw, axis=0), mask=in_row)
     if NEED_DB:
         matrix = programs if NEED_DW else 0
-        tl.store(partial_ptr + (program + matrix) * hidden + col, db, mask=in_row)
+        tl.store(partial_ptr + (program + matrix) * hidden + col, tl.sum(db, axis=0), mask=in_row)
 
 
 # --------------------------------------------------------------------------------------------------
 # Launches
 # --------------------------------------------------------------------------------------------------
 
-# Elements of a tile, and of a thread: the fastest of those tried on an H200. Rows of a tile are
-# neighbours in memory: several are loaded at once, up to a cache line's worth.
-_ELEMENTS = 4096
-_A_THREAD = 32
+# Rows of a tile are neighbours in memory: several are loaded at once, up to a cache line's worth.
 _MIN_ROWS, _MAX_ROWS = 16, 64
-_PER_SM = 2  # programs of a backward
+_ELEMENTS = 4096  # of a tile, unless that are fewer rows
+
+
+class Walk(NamedTuple):
+    """How programs go over tiles, by what was fastest of those tried on an H200.
+
+    Attributes:
+        elements: of a tile that a thread has.
+        per_sm: programs of a multiprocessor; 0: a program for each tile.
+        by_rows: whether a forward's rows are each in few threads, see `_held_by_rows`.
+        is_ahead: whether the next tile is loaded before one is computed.
+    """
+
+    elements: int
+    per_sm: int
+    by_rows: bool = False
+    is_ahead: bool = True
+
+
+def _forward_walk(block: int) -> Walk:
+    if block == 32:
+        return Walk(16, 6, by_rows=True)
+    if 32 < block <= 256:
+        return Walk(32, 4, by_rows=True)
+    # So narrow a row is in few threads in any case, and so wide a one in several warps'.
+    return Walk(32, 0, is_ahead=False)
+
+
+def _backward_walk(block: int) -> Walk:
+    if block <= 32:
+        return Walk(32, 6)
+    if block == 128:
+        return Walk(16, 2)
+    # Two tiles of the widest rows do not fit a program's registers.
+    return Walk(32, 2) if block <= 512 else Walk(16, 2, is_ahead=False)
 
 
 class Rows(NamedTuple):
@@ -251,12 +408,29 @@ def split_of(t: Tensor) -> int | None:
     return None
 
 
-def _tile(hidden: int) -> tuple[dict[str, int], int]:
-    """Rows and block, and how many warps."""
+class _Tiles(NamedTuple):
+    """What either launch has of its tiles: warps, programs, how many tiles, and constexprs."""
+
+    num_warps: int
+    programs: int
+    number: int
+    constexprs: dict[str, Any]
+
+
+def _tiles(rows: int, hidden: int, walk: Walk, device: torch.device) -> _Tiles:
     block = power_of_2(hidden)
-    rows = min(max(_ELEMENTS // block, _MIN_ROWS), _MAX_ROWS)
-    warps = min(max(rows * block // (_A_THREAD * 32), 1), 16)
-    return {"ROWS": rows, "BLOCK": block}, warps
+    in_tile = min(max(_ELEMENTS // block, _MIN_ROWS), _MAX_ROWS)
+    count = ceil_div(rows, in_tile)
+    programs = min(count, multiprocessors(device) * walk.per_sm) if walk.per_sm else count
+    constexprs = {
+        "ROWS": in_tile,
+        "BLOCK": block,
+        "MASK_ROWS": rows % in_tile != 0,
+        "MASK_COLS": hidden != block,
+        "AHEAD": walk.is_ahead and programs < count,
+    }
+    num_warps = min(max(in_tile * block // (walk.elements * 32), 1), 16)
+    return _Tiles(num_warps, programs, count, constexprs)
 
 
 def plan_forward(call: ops.Forward, split: int) -> Launch:
@@ -264,22 +438,23 @@ def plan_forward(call: ops.Forward, split: int) -> Launch:
     x, rows, hidden = rows_of(call.input, split), call.rows, call.hidden
     assert x is not None
     itemsize = call.input.element_size()
-    tile, warps = _tile(hidden)
+    walk = _forward_walk(power_of_2(hidden))
+    tiles = _tiles(rows, hidden, walk, call.input.device)
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     return Launch(
         _forward_kernel,
-        ceil_div(rows, tile["ROWS"]),
+        tiles.programs,
         (
             *(call.input, weight, bias, call.output, call.mean, call.rstd),
-            *(rows, hidden, *x, call.eps),
+            *(rows, hidden, *x, call.eps, tiles.number),
         ),
         {
-            **tile,
-            "MASK_COLS": hidden != tile["BLOCK"],
+            **tiles.constexprs,
             "UNIT": x.unit(itemsize),
             "UNIT_HIDDEN": unit_of(itemsize, hidden),
+            "BY_ROWS": walk.by_rows,
         },
-        warps,
+        tiles.num_warps,
     )
 
 
@@ -294,9 +469,8 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
         g = rows_of(grad_out, split)
         assert g is not None
     itemsize = call.input.element_size()
-    tile, warps = _tile(hidden)
-    tiles = ceil_div(rows, tile["ROWS"])
-    programs = min(tiles, multiprocessors(call.input.device) * _PER_SM)
+    tiles = _tiles(rows, hidden, _backward_walk(power_of_2(hidden)), call.input.device)
+    programs, unit_hidden = tiles.programs, unit_of(itemsize, hidden)
     sums = [each for each in (call.dw, call.db) if each is not None]
     partial = None
     if sums:
@@ -308,20 +482,28 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
         programs,
         (
             *(grad_out, call.input, *statistics, call.dx, partial),
-            *(rows, hidden, x.inner, *g.strides, *x.strides, ceil_div(tiles, programs)),
+            *(rows, hidden, x.inner, *g.strides, *x.strides, tiles.number),
         ),
         {
             "NEED_DW": call.dw is not None,
             "NEED_DB": call.db is not None,
-            **tile,
+            **tiles.constexprs,
+            "AT_ONCE": _rows_at_once(tiles, unit_hidden),
             "UNIT_G": g.unit(itemsize),
             "ACROSS_G": g.inner_stride == 1,
+            "EVEN_G": g.col_stride == 1 and g.outer_stride == g.inner * g.inner_stride,
             "UNIT": x.unit(itemsize),
-            "UNIT_HIDDEN": unit_of(itemsize, hidden),
+            "UNIT_HIDDEN": unit_hidden,
         },
-        warps,
+        tiles.num_warps,
     )
     return [launch, *([] if partial is None else [plan_sum(partial, *sums)])]
+
+
+def _rows_at_once(tiles: _Tiles, unit: int) -> int:
+    """The rows that a program's threads store at a time, `unit` elements each."""
+    block, rows = tiles.constexprs["BLOCK"], tiles.constexprs["ROWS"]
+    return int(min(max(tiles.num_warps * 32 * unit // block, 1), rows))
 
 
 # --------------------------------------------------------------------------------------------------
