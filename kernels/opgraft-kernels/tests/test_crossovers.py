@@ -65,10 +65,14 @@ def octaves(low: int, high: int) -> list[int]:
 def test_samples_of_norms_fall_into_their_cells(
     norm: norms.Norm, direction: norms.Direction, is_permuted: bool
 ) -> None:
-    ranges = norms._PERMUTED_RANGES[direction] if is_permuted else norms._TRITON_RANGES
-    crossover = norms._crossover(norm, direction, ranges, list(EXACT), is_permuted=is_permuted)
+    kernels: norms.Kernels = "triton_permuted" if is_permuted else "triton_kernels"
+    crossover = norms._crossover(norm, direction, kernels)
+    assert crossover is not None
     # As many rows as the interpreter takes, at the least.
-    cells = {"elements": octaves(2**17, 2**29)[::3], "hidden": octaves(*ranges["hidden"])[::2]}
+    cells = {
+        "elements": octaves(2**17, 2**29)[::3],
+        "hidden": octaves(*crossover.ranges["hidden"])[::2],
+    }
     condition = norms.permuted_condition(norm, direction, "CPU") if is_permuted else None
     assert made_in_cells(crossover, cells, condition=condition) > 60
 

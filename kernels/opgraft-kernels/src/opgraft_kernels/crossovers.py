@@ -1,15 +1,58 @@
-"""What crossovers of row-wise kernels share: features of rows, and where the pack's tables are."""
+"""What crossovers of row-wise kernels share: how they are declared, and features of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TABLES", "aligned_widths", "misalignment"]
+from opgraft import Crossover, when
+
+__all__ = ["TABLES", "aligned_widths", "crossover_of", "features_of_rows", "misalignment"]
 
 #: The tables that the pack ships.
 TABLES = Path(__file__).parent / "tables"
+
+
+def crossover_of(
+    calls: Callable[..., Iterable[Any]],
+    version: int,
+    sizes: Mapping[str, tuple[Any, int, int]],
+    exact: Mapping[str, tuple[Any, ...]],
+    *,
+    bounded: Collection[str] = (),
+) -> Crossover:
+    """On what it depends whether kernels are faster than ATen's, as the pack's tables say.
+
+    Args:
+        calls: as in `opgraft.Crossover`: makes calls to measure of a device and the features.
+        version: of the kernels: raised when they become faster or slower.
+        sizes: features that fall into buckets: an expression of `opgraft.when`, and the smallest
+            and the largest number that is measured. They decide for what lies beyond, too, where
+            nothing changes any more: at one end native and kernel take as long as a launch does,
+            at the other what the memory needs.
+        exact: the others: an expression, and all of its values that are measured.
+        bounded: the sizes of which beyond their ends nothing is known.
+
+    >>> crossover_of(lambda device, *, rows: (), 1, {"rows": (when.size("self", 0), 2, 64)}, {})
+    Crossover(rows=when.size('self', 0))
+    """
+    features = {**sizes, **exact}
+    return Crossover(
+        calls=calls,
+        ranges={name: ends for name, (_, *ends) in features.items()},
+        exact=exact,
+        open_ended=sizes.keys() - set(bounded),
+        version=version,
+        tables=TABLES,
+        **{name: expression for name, (expression, *_) in features.items()},
+    )
+
+
+def features_of_rows(tensor: str, row: Any) -> dict[str, tuple[Any, ...]]:
+    """The exact features of a tensor's rows of so many elements: their bytes, and alignment."""
+    itemsize = when.itemsize(tensor)
+    return {"itemsize": (itemsize, 2, 4), "misalignment": (misalignment(row * itemsize), 0, 1, 2)}
 
 
 def misalignment(row: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
-from opgraft_kernels.crossovers import TABLES
+from opgraft_kernels.crossovers import crossover_of
 from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["VERSION", "condition", "register"]
@@ -54,16 +54,11 @@ VERSION = 2
 
 def _crossover() -> Crossover | None:
     """On what it depends whether the kernel is faster than ATen's."""
-    return Crossover(
-        elements=when.numel("self"),
-        source=when.itemsize("src"),
-        target=when.itemsize("self"),
-        calls=lazy("opgraft_kernels.copies.samples:calls"),
-        ranges={"elements": (2**12, 2**30), "source": (2, 4), "target": (2, 4)},
-        exact=["source", "target"],
-        open_ended=["elements"],
-        version=VERSION,
-        tables=TABLES,
+    return crossover_of(
+        lazy("opgraft_kernels.copies.samples:calls"),
+        VERSION,
+        sizes={"elements": (when.numel("self"), 2**12, 2**30)},
+        exact={"source": (when.itemsize("src"), 2, 4), "target": (when.itemsize("self"), 2, 4)},
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from opgraft import Crossover, Override, lazy, triton_utils, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.cross_entropy import loss, ops
-from opgraft_kernels.crossovers import TABLES, misalignment
+from opgraft_kernels.crossovers import crossover_of, features_of_rows
 
 __all__ = [
     "VERSION",
@@ -109,28 +109,16 @@ def backward_condition(dispatch_key: str) -> Any:
 #: Of the kernels: raised when they become faster or slower. A test says when they change.
 VERSION = 8
 
-_CROSSOVER = Crossover(
-    # On what it depends whether the kernel is faster than ATen's.
-    elements=when.numel("self"),
-    classes=when.size("self", -1),
-    itemsize=when.itemsize("self"),
-    misalignment=misalignment(when.size("self", -1) * when.itemsize("self")),
-    calls=lazy("opgraft_kernels.cross_entropy.samples:calls"),
-    ranges={
-        "elements": (2**14, 2**27),
-        "classes": (2**4, 2**18),
-        "itemsize": (2, 4),
-        "misalignment": (0, 1, 2),
-    },
-    exact=["itemsize", "misalignment"],
-    open_ended=["elements", "classes"],
-    version=VERSION,
-    tables=TABLES,
-)
-
 
 def _crossover() -> Crossover | None:
-    return _CROSSOVER
+    """On what it depends whether the kernels are faster than ATen's."""
+    classes = when.size("self", -1)
+    return crossover_of(
+        lazy("opgraft_kernels.cross_entropy.samples:calls"),
+        VERSION,
+        sizes={"elements": (when.numel("self"), 2**14, 2**27), "classes": (classes, 2**4, 2**18)},
+        exact=features_of_rows("self", classes),
+    )
 
 
 def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:

@@ -11,7 +11,7 @@ import torch
 
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
-from opgraft_kernels.crossovers import TABLES, misalignment
+from opgraft_kernels.crossovers import crossover_of, misalignment
 from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["VERSION", "condition", "register"]
@@ -38,32 +38,23 @@ def condition(dispatch_key: str) -> Any:
 #: Of the kernels: raised when they become faster or slower. A test says when they change.
 VERSION = 2
 
-_CROSSOVER = Crossover(
-    # On what it depends whether the kernels are faster than ATen's.
-    tokens=when.numel("indices"),
-    width=when.size("grad_output", -1),
-    num_weights=when.value("num_weights"),
-    itemsize=when.itemsize("grad_output"),
-    misalignment=misalignment(when.size("grad_output", -1) * when.itemsize("grad_output")),
-    calls=lazy("opgraft_kernels.embedding.samples:calls"),
-    ranges={
-        "tokens": (2**8, 2**18),
-        "width": (2**6, 2**13),
-        "num_weights": (2**9, 2**18),
-        "itemsize": (2, 4),
-        # Hardly an embedding has another width: native computes those.
-        "misalignment": (0,),
-    },
-    exact=["itemsize", "misalignment"],
-    # More tokens are sorted in more than linear time.
-    open_ended=["width", "num_weights"],
-    version=VERSION,
-    tables=TABLES,
-)
-
 
 def _crossover() -> Crossover | None:
-    return _CROSSOVER
+    """On what it depends whether the kernels are faster than ATen's."""
+    width, itemsize = when.size("grad_output", -1), when.itemsize("grad_output")
+    return crossover_of(
+        lazy("opgraft_kernels.embedding.samples:calls"),
+        VERSION,
+        sizes={
+            "tokens": (when.numel("indices"), 2**8, 2**18),
+            "width": (width, 2**6, 2**13),
+            "num_weights": (when.value("num_weights"), 2**9, 2**18),
+        },
+        # Hardly an embedding has a width of another alignment: native computes those.
+        exact={"itemsize": (itemsize, 2, 4), "misalignment": (misalignment(width * itemsize), 0)},
+        # More are sorted in more than linear time.
+        bounded=["tokens"],
+    )
 
 
 def register(dispatch_key: str) -> list[Override]:

@@ -17,7 +17,7 @@ from opgraft_kernels.cross_entropy.overrides import (
     dense_rows,
     is_matrix,
 )
-from opgraft_kernels.crossovers import TABLES
+from opgraft_kernels.crossovers import crossover_of
 from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["DIRECTIONS", "VERSIONS", "Direction", "condition", "register"]
@@ -60,24 +60,19 @@ VERSIONS: dict[Direction, int] = {"forward": 3, "backward": 4}
 
 def _crossover(direction: Direction) -> Crossover | None:
     """On what it depends whether the kernels are faster than ATen's."""
-    return Crossover(
-        # The forward reads an element a row, the backward writes all.
-        rows=when.numel("target"),
-        classes=when.size("self", -1),
-        itemsize=when.itemsize("self"),
-        # Native has as many threads as rows where it adds nothing up.
-        is_summed=(when.value("reduction") + 1) // 2,
-        calls=functools.partial(lazy("opgraft_kernels.nll_loss.samples:calls"), direction),
-        ranges={
-            "rows": (2**4, 2**22),
-            "classes": (2**1, 2**17),
-            "itemsize": (2, 4),
-            "is_summed": (0, 1),
+    return crossover_of(
+        functools.partial(lazy("opgraft_kernels.nll_loss.samples:calls"), direction),
+        VERSIONS[direction],
+        sizes={
+            # The forward reads an element a row, the backward writes all.
+            "rows": (when.numel("target"), 2**4, 2**22),
+            "classes": (when.size("self", -1), 2**1, 2**17),
         },
-        exact=["itemsize", "is_summed"],
-        open_ended=["rows", "classes"],
-        version=VERSIONS[direction],
-        tables=TABLES,
+        exact={
+            "itemsize": (when.itemsize("self"), 2, 4),
+            # Native has as many threads as rows where it adds nothing up.
+            "is_summed": ((when.value("reduction") + 1) // 2, 0, 1),
+        },
     )
 
 

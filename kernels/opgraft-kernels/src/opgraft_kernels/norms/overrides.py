@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from opgraft import Crossover, Override, cutedsl_utils, lazy, when
 from opgraft_kernels.conditions import triton_computes
-from opgraft_kernels.crossovers import TABLES, misalignment
+from opgraft_kernels.crossovers import crossover_of, features_of_rows
 from opgraft_kernels.registration import register_triton_op
 
 __all__ = [
@@ -34,6 +33,8 @@ __all__ = [
 Direction: TypeAlias = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Kernels: TypeAlias = Literal["triton_kernels", "triton_permuted", "cutedsl_kernels"]
+#: What is measured of features: the smallest and the largest number.
+_Sizes: TypeAlias = dict[str, tuple[int, int]]
 
 
 class Op(NamedTuple):
@@ -216,63 +217,40 @@ def _loads_by_16_bytes(name: str) -> Any:
 # In compiled graphs Inductor fuses a norm with the addition of the residual before it, as norms
 # stand in models, and the backward with the addition of the two gradients; an opaque op cannot be
 # fused. So a norm is opaque only where it is faster beside such an addition.
-_TRITON_RANGES: dict[str, tuple[int, ...]] = {
-    "elements": (2**12, 2**27),
-    "hidden": (2**4, 2**17),
-    "itemsize": (2, 4),
-    "misalignment": (0, 1, 2),
-}
-# How rows whose elements are far apart are aligned matters to native, which copies them first.
-_PERMUTED_RANGES: dict[Direction, dict[str, tuple[int, ...]]] = {
-    # A cell is measured between its power of two and the next: there a backward's widths end.
-    "forward": {**_TRITON_RANGES, "hidden": (2**4, 2**10)},
-    # What the backward gains goes on changing with the number of rows.
-    "backward": {**_TRITON_RANGES, "hidden": (2**4, 2**9), "elements": (2**12, 2**29)},
+_SIZES: dict[Direction, dict[Kernels, _Sizes]] = {
+    "forward": {
+        "triton_kernels": {"elements": (2**12, 2**27), "hidden": (2**4, 2**17)},
+        # A cell is measured between its power of two and the next: there widths end.
+        "triton_permuted": {"elements": (2**12, 2**27), "hidden": (2**4, 2**10)},
+        "cutedsl_kernels": {"elements": (2**14, 2**27)},
+    },
+    "backward": {
+        "triton_kernels": {"elements": (2**12, 2**27), "hidden": (2**4, 2**17)},
+        # What it gains goes on changing with the number of rows.
+        "triton_permuted": {"elements": (2**12, 2**29), "hidden": (2**4, 2**9)},
+        # It gains beyond 2**27 elements what it does not up to there.
+        "cutedsl_kernels": {"elements": (2**14, 2**29)},
+    },
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
 PERMUTED_VERSION = 7
-# What no bucket of sizes stands for.
-_EXACT = ("itemsize", "misalignment")
-# Their condition asks for 16 bits and whole vectors. Backwards gain beyond 2**27 elements what they
-# do not up to there.
-_CLUSTER_ELEMENTS: dict[Direction, tuple[int, ...]] = {
-    "forward": (2**14, 2**27),
-    "backward": (2**14, 2**29),
-}
 
 
-def _features() -> dict[str, Any]:
-    hidden, itemsize = when.size("input", -1), when.itemsize("input")
-    row = hidden * itemsize
-    return {
-        "elements": when.numel("input"),
-        "hidden": hidden,
-        "itemsize": itemsize,
-        "misalignment": misalignment(row),
-    }
-
-
-def _crossover(
-    norm: Norm,
-    direction: Direction,
-    ranges: Mapping[str, tuple[int, ...]],
-    exact: Sequence[str],
-    is_permuted: bool = False,
-) -> Crossover:
+def _crossover(norm: Norm, direction: Direction, kernels: Kernels) -> Crossover | None:
     """On what it depends whether a norm's kernels are faster than ATen's."""
+    op, hidden = norm.op(direction), when.size("input", -1)
+    is_permuted, is_by_cluster = kernels == "triton_permuted", kernels == "cutedsl_kernels"
+    features = {"elements": when.numel("input"), "hidden": hidden}
     calls = lazy("opgraft_kernels.norms.samples:calls")
-    return Crossover(
-        calls=functools.partial(
+    # How rows whose elements are far apart are aligned matters to native, which copies them first.
+    # The condition of the kernels over clusters asks for 16 bits and whole vectors.
+    return crossover_of(
+        functools.partial(
             calls, norm.parameters, norm.statistics, direction, is_permuted=is_permuted
         ),
-        ranges=ranges,
-        exact=exact,
-        # Beyond these ranges nothing changes any more: at one end native and kernel take as long as
-        # a launch does, at the other what the memory needs.
-        open_ended={"elements", "hidden"} & ranges.keys() - set(exact),
-        version=PERMUTED_VERSION if is_permuted else norm.op(direction).version,
-        tables=TABLES,
-        **{name: feature for name, feature in _features().items() if name in ranges},
+        PERMUTED_VERSION if is_permuted else op.version,
+        {name: (features[name], *ends) for name, ends in _SIZES[direction][kernels].items()},
+        {"hidden": (hidden, *op.clusters)} if is_by_cluster else features_of_rows("input", hidden),
     )
 
 
@@ -310,20 +288,19 @@ def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Ove
         impl(norm, direction, "triton_kernels"),
         name=f"{norm.name}.{direction}",
         cond=condition(norm, direction, dispatch_key),
-        crossover=lambda: _crossover(norm, direction, _TRITON_RANGES, _EXACT),
+        crossover=lambda: _crossover(norm, direction, "triton_kernels"),
     )
 
 
 def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
     samples = lazy("opgraft_kernels.norms.samples:permuted_samples")
-    ranges = _PERMUTED_RANGES[direction]
     return register_triton_op(
         norm.op(direction).name,
         dispatch_key,
         impl(norm, direction, "triton_permuted"),
         name=f"{norm.name}.{direction}_permuted",
         cond=permuted_condition(norm, direction, dispatch_key),
-        crossover=lambda: _crossover(norm, direction, ranges, _EXACT, is_permuted=True),
+        crossover=lambda: _crossover(norm, direction, "triton_permuted"),
         priority=2,  # before those that copy such an input
         samples=functools.partial(samples, norm.parameters, norm.statistics, direction),
     )
@@ -332,14 +309,13 @@ def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> O
 def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
     op = norm.op(direction)
     samples = functools.partial(lazy("opgraft_kernels.norms.samples:samples"), norm.parameters)
-    ranges = {"elements": _CLUSTER_ELEMENTS[direction], "hidden": op.clusters}
     return cutedsl_utils.register_op_override(
         "aten",
         op.name,
         "CUDA",
         impl(norm, direction, "cutedsl_kernels"),
         cond=cluster_condition(norm, direction),
-        crossover=_crossover(norm, direction, ranges, ["hidden"]),
+        crossover=_crossover(norm, direction, "cutedsl_kernels"),
         name=f"opgraft_kernels.{norm.name}.{direction}_by_cluster",
         priority=1,  # before Triton's
         launch_plan=True,

@@ -13,7 +13,7 @@ import torch
 
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
-from opgraft_kernels.crossovers import TABLES, misalignment
+from opgraft_kernels.crossovers import crossover_of, features_of_rows
 from opgraft_kernels.registration import register_triton_op
 
 __all__ = ["OPS", "Op", "condition", "register"]
@@ -97,14 +97,6 @@ def _input_dtype(dispatch_key: str) -> Any:
 # Registration
 # --------------------------------------------------------------------------------------------------
 
-_RANGES: dict[str, tuple[int, ...]] = {
-    "elements": (2**14, 2**27),
-    "size": (2**4, 2**17),
-    "inner": (1, 2**8),
-    "itemsize": (2, 4),
-    "misalignment": (0, 1, 2),
-}
-
 
 def _crossover(op: Op) -> Crossover:
     """On what it depends whether a kernel is faster than ATen's."""
@@ -112,18 +104,15 @@ def _crossover(op: Op) -> Crossover:
     size, inner = when.size(t, when.value("dim")), when.stride(t, when.value("dim"))
     # What is contiguous and begins anywhere: a row, or the elements of other lines beside one.
     segment = inner + 1 // inner * (size - 1)
-    return Crossover(
-        elements=when.numel(t),
-        size=size,
-        inner=inner,
-        itemsize=when.itemsize(t),
-        misalignment=misalignment(segment * when.itemsize(t)),
-        calls=_made("calls", op),
-        ranges=_RANGES,
-        exact=["itemsize", "misalignment"],
-        open_ended=["elements", "size", "inner"],
-        version=op.version,
-        tables=TABLES,
+    return crossover_of(
+        _made("calls", op),
+        op.version,
+        sizes={
+            "elements": (when.numel(t), 2**14, 2**27),
+            "size": (size, 2**4, 2**17),
+            "inner": (inner, 1, 2**8),
+        },
+        exact=features_of_rows(t, segment),
     )
 
 
