@@ -49,10 +49,13 @@ def crossover_of(
     )
 
 
-def features_of_rows(tensor: str, row: Any) -> dict[str, tuple[Any, ...]]:
+def features_of_rows(
+    tensor: str, row: Any, misalignments: tuple[int, ...] = (0, 1, 2)
+) -> dict[str, tuple[Any, ...]]:
     """The exact features of a tensor's rows of so many elements: their bytes, and alignment."""
     itemsize = when.itemsize(tensor)
-    return {"itemsize": (itemsize, 2, 4), "misalignment": (misalignment(row * itemsize), 0, 1, 2)}
+    misaligned = misalignment(row * itemsize)
+    return {"itemsize": (itemsize, 2, 4), "misalignment": (misaligned, *misalignments)}
 
 
 def misalignment(row: Any) -> Any:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
 import torch
 
-__all__ = ["MEASURED", "dtypes_and_float64_on", "dtypes_on", "tensor_of"]
+__all__ = ["MEASURED", "Calls", "dtypes_and_float64_on", "dtypes_on", "tensor_of"]
+
+#: Calls of an op, each as its arguments by name.
+Calls: TypeAlias = Iterator[dict[str, Any]]
 
 #: The dtype of calls that are measured, by the bytes of an element.
 MEASURED = {2: torch.bfloat16, 4: torch.float32}
@@ -29,8 +35,9 @@ def tensor_of(
 
     Args:
         shape: of two dimensions for ``"transposed"`` and ``"NaN"``.
-        particular: ``"transposed"``, ``"sliced"`` or ``"expanded"`` in memory; ``"masked"`` or
-            ``"NaN"`` in its values; anything else: neither.
+        particular: ``"transposed"``, ``"sliced"``, ``"expanded"`` or ``"channels last"`` in memory;
+            ``"masked"``, ``"NaN"`` or ``"beyond"`` (float16) in its values; ``"broadcast"``: the
+            first row alone; anything else: neither.
         dtype: of the tensor.
         device: where it is to live.
     """
@@ -46,4 +53,8 @@ def tensor_of(
         tensor[0] = -torch.inf
     if particular == "NaN":
         tensor[0, 0], tensor[1, 1] = torch.nan, torch.inf
-    return tensor
+    if particular == "beyond":
+        tensor *= 2.0**15
+    if particular == "channels last":
+        tensor = tensor.to(memory_format=torch.channels_last)
+    return tensor[:1] if particular == "broadcast" else tensor

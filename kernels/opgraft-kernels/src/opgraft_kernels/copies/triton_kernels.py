@@ -44,14 +44,9 @@ def _convert(x, dst_ptr):
 
 def plan(target: Tensor, source: Tensor) -> Launch:
     """The launch that fills `target` with `source`, in the order of their memory."""
-    elements = target.numel()
-    return Launch(
-        _copy_kernel,
-        ceil_div(elements, _BLOCK),
-        (source, target, elements),
-        {"BLOCK": _BLOCK},
-        _BLOCK // _A_THREAD // 32,
-    )
+    elements, warps = target.numel(), _BLOCK // _A_THREAD // 32
+    programs = ceil_div(elements, _BLOCK)
+    return Launch(_copy_kernel, programs, (source, target, elements), {"BLOCK": _BLOCK}, warps)
 
 
 def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
@@ -65,11 +60,9 @@ def copy_(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two dense tensors share memory: programs would read what others have written."""
-    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
-        return False
-    begin, end = _span(a)
-    other_begin, other_end = _span(b)
-    return begin < other_end and other_begin < end
+    is_one_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    (begin, end), (other_begin, other_end) = _span(a), _span(b)
+    return is_one_storage and begin < other_end and other_begin < end
 
 
 def _span(t: Tensor) -> tuple[int, int]:

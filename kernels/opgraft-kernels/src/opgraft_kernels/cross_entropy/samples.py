@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 
 from opgraft_kernels.cross_entropy import ops
 from opgraft_kernels.crossovers import aligned_widths
-from opgraft_kernels.samples import MEASURED, dtypes_and_float64_on, tensor_of
+from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on, tensor_of
 
 __all__ = [
     "IGNORED",
@@ -76,7 +75,7 @@ KINDS: tuple[Kind, ...] = ((0, 0.0, False), (1, 0.0, True), (1, 0.1, False), (2,
 IGNORED = -100
 
 
-def samples(device: torch.device) -> Iterator[dict[str, Any]]:
+def samples(device: torch.device) -> Calls:
     """Calls of ATen's op, as arguments by name.
 
     Args:
@@ -86,7 +85,7 @@ def samples(device: torch.device) -> Iterator[dict[str, Any]]:
         yield sample_of(case, dtype, kind, device)
 
 
-def forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
+def forward_samples(device: torch.device) -> Calls:
     """Calls of the op of the forward.
 
     Args:
@@ -95,7 +94,7 @@ def forward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
     yield from _samples_of_parts(device)
 
 
-def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
+def backward_samples(device: torch.device) -> Calls:
     """Calls of the op of the backward, of what native's forward returned.
 
     Args:
@@ -108,7 +107,7 @@ def backward_samples(device: torch.device) -> Iterator[dict[str, Any]]:
         yield {"grad_loss": grad, **sample, "statistics": statistics, "mass": mass}
 
 
-def _samples_of_parts(device: torch.device) -> Iterator[dict[str, Any]]:
+def _samples_of_parts(device: torch.device) -> Calls:
     for kind, case, dtype in itertools.product(
         KINDS, _CASES_OF_PARTS, dtypes_and_float64_on(device)
     ):
@@ -131,7 +130,7 @@ def sample_of(case: Case, dtype: torch.dtype, kind: Kind, device: torch.device) 
 
 def calls(
     device: torch.device, *, elements: int, classes: int, itemsize: int, misalignment: int
-) -> Iterator[dict[str, Any]]:
+) -> Calls:
     """Calls to measure, as arguments by name; none if there is no such call.
 
     Args:

@@ -6,7 +6,10 @@ Nothing here imports Triton: the first call that a condition wants does.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, Literal, TypeAlias
+
+import torch
 
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
@@ -17,8 +20,16 @@ from opgraft_kernels.cross_entropy.overrides import (
     dense_rows,
     is_matrix,
 )
-from opgraft_kernels.crossovers import crossover_of
+from opgraft_kernels.cross_entropy.samples import (
+    IGNORED,
+    KINDS,
+    Case,
+    sample_of,
+    target_of,
+)
+from opgraft_kernels.crossovers import aligned_widths, crossover_of
 from opgraft_kernels.registration import register_triton_op
+from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on
 
 __all__ = ["DIRECTIONS", "VERSIONS", "Direction", "condition", "register"]
 
@@ -54,6 +65,77 @@ def condition(direction: Direction, dispatch_key: str) -> Any:
     )
 
 
+_CASES: tuple[Case, ...] = (
+    # Blocks that hold rows, and rows that hold blocks; more rows than a program adds up.
+    ((15, 100), ""),
+    ((5, 1), ""),
+    ((2, 40000), ""),
+    ((3000, 7), ""),
+    ((40, 200), "ignored"),
+    ((4, 100), "all ignored"),
+    ((64, 200), "masked"),
+    ((64, 200), "NaN"),
+    ((32, 200), "sliced"),
+    # Native's.
+    ((100,), ""),
+    ((8, 20), "transposed"),
+    ((0, 16), ""),
+)
+#: No more elements are measured: there are several calls at once.
+_LARGEST = 2**30
+
+
+def samples(direction: str, device: torch.device) -> Calls:
+    """Calls of the ops of the negative log-likelihood.
+
+    Args:
+        direction: ``"forward"`` or ``"backward"``.
+        device: where the tensors are to live.
+    """
+    for case, dtype, kind in itertools.product(_CASES, dtypes_and_float64_on(device), KINDS):
+        sample = sample_of(case, dtype, kind, device)
+        del sample["label_smoothing"]
+        yield _call(direction, sample)
+
+
+def _call(direction: str, sample: dict[str, Any]) -> dict[str, Any]:
+    """A call of the forward, or of the backward of what it returns."""
+    if direction == "forward":
+        return sample
+    loss, total_weight = torch.ops.aten.nll_loss_forward(*sample.values())
+    grad = torch.linspace(1, 2, loss.numel(), device=loss.device).to(loss.dtype).view(loss.shape)
+    return {"grad_output": grad, **sample, "total_weight": total_weight}
+
+
+def calls(
+    direction: str, device: torch.device, *, rows: int, classes: int, itemsize: int, is_summed: int
+) -> Calls:
+    """A call to measure, as arguments by name; none if there is no such call, or it is too large.
+
+    Args:
+        direction: ``"forward"`` or ``"backward"``.
+        device: where the tensors are to live.
+        rows: of the log-probabilities.
+        classes: at least; less than twice as many.
+        itemsize: bytes of an element.
+        is_summed: whether the rows' losses are added up.
+    """
+    width = next(aligned_widths(classes, itemsize, 0), classes)
+    if rows * width <= _LARGEST:
+        dtype = MEASURED[itemsize]
+        logits = torch.randn(rows, width, dtype=dtype, device=device)
+        yield _call(
+            direction,
+            {
+                "self": logits,
+                "target": target_of(logits, ""),
+                "weight": None,
+                "reduction": is_summed,
+                "ignore_index": IGNORED,
+            },
+        )
+
+
 #: Of the kernels: raised when they become faster or slower. A test says when they change.
 VERSIONS: dict[Direction, int] = {"forward": 3, "backward": 4}
 
@@ -61,7 +143,7 @@ VERSIONS: dict[Direction, int] = {"forward": 3, "backward": 4}
 def _crossover(direction: Direction) -> Crossover | None:
     """On what it depends whether the kernels are faster than ATen's."""
     return crossover_of(
-        functools.partial(lazy("opgraft_kernels.nll_loss.samples:calls"), direction),
+        functools.partial(calls, direction),
         VERSIONS[direction],
         sizes={
             # The forward reads an element a row, the backward writes all.
@@ -88,7 +170,6 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
 
 
 def _register(direction: Direction, dispatch_key: str, by_table: bool) -> Override:
-    samples = lazy("opgraft_kernels.nll_loss.samples:samples")
     return register_triton_op(
         f"nll_loss_{direction}",
         dispatch_key,

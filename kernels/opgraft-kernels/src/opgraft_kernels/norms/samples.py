@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.integers import ceil_div
-from opgraft_kernels.samples import MEASURED, dtypes_on
+from opgraft_kernels.samples import MEASURED, Calls, dtypes_on
 
 __all__ = ["calls", "permuted_samples", "samples"]
 
@@ -46,7 +46,7 @@ _CASES: tuple[tuple[tuple[int, ...], torch.dtype, str], ...] = (
 )
 
 
-def samples(parameters: Sequence[str], device: torch.device) -> Iterator[dict[str, Any]]:
+def samples(parameters: Sequence[str], device: torch.device) -> Calls:
     """Calls of a forward op, as arguments by name.
 
     Args:
@@ -86,7 +86,7 @@ _PERMUTED_CASES: tuple[tuple[tuple[int, ...], str], ...] = (
 
 def permuted_samples(
     parameters: Sequence[str], statistics: Sequence[str], direction: str, device: torch.device
-) -> Iterator[dict[str, Any]]:
+) -> Calls:
     """Calls of an op with rows whose elements are far apart, as arguments by name.
 
     Args:
@@ -115,7 +115,7 @@ def calls(
     itemsize: int = 2,
     misalignment: int | None = None,
     is_permuted: bool = False,
-) -> Iterator[dict[str, Any]]:
+) -> Calls:
     """Calls of a norm's op to measure, as arguments by name; none if there is no such call.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 
 from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.integers import ceil_div
-from opgraft_kernels.samples import MEASURED, dtypes_and_float64_on, tensor_of
+from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on, tensor_of
 
 __all__ = ["calls", "samples"]
 
@@ -47,7 +47,7 @@ _CASES: tuple[tuple[tuple[int, ...], int, str], ...] = (
 )
 
 
-def samples(function: str, direction: str, device: torch.device) -> Iterator[dict[str, Any]]:
+def samples(function: str, direction: str, device: torch.device) -> Calls:
     """Calls of an op, as arguments by name.
 
     Args:
@@ -75,7 +75,7 @@ def calls(
     inner: int,
     itemsize: int,
     misalignment: int,
-) -> Iterator[dict[str, Any]]:
+) -> Calls:
     """Calls of a softmax op to measure, as arguments by name; none if there is no such call.
 
     Args:
