@@ -17,10 +17,12 @@ def register_triton_op(
     *,
     name: str,
     cond: Any,
-    crossover: Callable[[], Crossover | None],
+    crossover: Callable[[], Crossover | None] | None = None,
+    by_table: bool = True,
+    namespace: str = "aten",
     **options: Any,
 ) -> Override:
-    """Register an override of an op of ATen, in Triton.
+    """Register an override of an op of ATen, or of one that the pack defines, in Triton.
 
     Args:
         op: the op's name.
@@ -30,12 +32,16 @@ def register_triton_op(
         cond: the calls that the impl is right for.
         crossover: returns on what it depends whether it is faster than native's. It is not called
             for the interpreter, which launches nothing that could be recorded or measured.
+        by_table: whether measured tables say which calls are taken on CUDA; else all that the impl
+            is right for, as a benchmark wants them.
+        namespace: of the op.
         options: as `opgraft.triton_utils.register_op_override` has them.
     """
     if dispatch_key == "CUDA":
-        options |= {"launch_plan": True, "crossover": crossover()}
+        measured = crossover() if crossover is not None and by_table else None
+        options = {"launch_plan": True, "crossover": measured, **options}
     return triton_utils.register_op_override(
-        "aten",
+        namespace,
         op,
         dispatch_key,
         impl,

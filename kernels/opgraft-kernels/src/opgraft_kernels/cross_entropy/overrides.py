@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from opgraft import Crossover, Override, lazy, triton_utils, when
+from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.cross_entropy import loss, ops
 from opgraft_kernels.crossovers import crossover_of, features_of_rows
+from opgraft_kernels.registration import register_triton_op
 
 __all__ = [
     "VERSION",
@@ -126,46 +127,38 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
 
     Args:
         dispatch_key: where.
-        by_table: whether measured tables say which calls of the loss are taken on CUDA; else all
-            that the kernels are right for, as a benchmark wants them.
+        by_table: as `register_triton_op` has it, of the loss.
     """
-    crossover = _crossover() if by_table and dispatch_key == "CUDA" else None
-    return [_register_loss(dispatch_key, crossover), *_register_parts(dispatch_key)]
-
-
-def _register_loss(dispatch_key: str, crossover: Crossover | None) -> Override:
-    return triton_utils.register_op_override(
-        "aten",
+    samples = "opgraft_kernels.cross_entropy.samples"
+    of_loss = register_triton_op(
         "cross_entropy_loss",
         dispatch_key,
         loss.cross_entropy,
+        name="cross_entropy",
         cond=condition(dispatch_key),
-        name="opgraft_kernels.cross_entropy",
+        crossover=_crossover,
+        by_table=by_table,
+        samples=lazy(f"{samples}:samples"),
         autograd="impl",
         # Inductor fuses the logits' last operation with both passes over them.
         compile="inductor",
-        samples=lazy("opgraft_kernels.cross_entropy.samples:samples"),
-        crossover=crossover,
+        # The ops that it calls have plans of their own.
+        launch_plan=False,
     )
-
-
-def _register_parts(dispatch_key: str) -> list[Override]:
-    """Register the two ops that the loss and its gradient are computed by, at `dispatch_key`."""
     parts = (
         (ops.FORWARD, "forward", condition),
         (ops.BACKWARD, "backward", backward_condition),
     )
-    return [
-        triton_utils.register_op_override(
-            ops.NAMESPACE,
+    of_parts = [
+        register_triton_op(
             op,
             dispatch_key,
             lazy(f"opgraft_kernels.cross_entropy.triton_kernels:{direction}"),
+            name=f"cross_entropy.{direction}",
             cond=wanted(dispatch_key),
-            name=f"opgraft_kernels.cross_entropy.{direction}",
-            samples=lazy(f"opgraft_kernels.cross_entropy.samples:{direction}_samples"),
-            # The interpreter launches nothing that could be recorded.
-            launch_plan=dispatch_key == "CUDA",
+            namespace=ops.NAMESPACE,
+            samples=lazy(f"{samples}:{direction}_samples"),
         )
         for op, direction, wanted in parts
     ]
+    return [of_loss, *of_parts]

@@ -12,16 +12,15 @@ from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on, tensor_of
 
 __all__ = [
-    "IGNORED",
     "KINDS",
     "Case",
     "Kind",
     "backward_samples",
     "calls",
     "forward_samples",
+    "gradient_of",
     "sample_of",
     "samples",
-    "target_of",
 ]
 
 #: The logits' shape, and what is particular.
@@ -72,7 +71,7 @@ _CASES_OF_PARTS: tuple[Case, ...] = (
 )
 #: Of each case.
 KINDS: tuple[Kind, ...] = ((0, 0.0, False), (1, 0.0, True), (1, 0.1, False), (2, 0.2, True))
-IGNORED = -100
+_IGNORED = -100
 
 
 def samples(device: torch.device) -> Calls:
@@ -103,8 +102,7 @@ def backward_samples(device: torch.device) -> Calls:
     for sample in _samples_of_parts(device):
         loss, statistics, mass = ops.cross_entropy(**sample)
         del sample["dtype"]
-        grad = torch.linspace(1, 2, loss.numel(), device=device).to(loss.dtype).view(loss.shape)
-        yield {"grad_loss": grad, **sample, "statistics": statistics, "mass": mass}
+        yield {"grad_loss": gradient_of(loss), **sample, "statistics": statistics, "mass": mass}
 
 
 def _samples_of_parts(device: torch.device) -> Calls:
@@ -120,10 +118,10 @@ def sample_of(case: Case, dtype: torch.dtype, kind: Kind, device: torch.device) 
     logits = tensor_of(shape, particular, dtype, device)
     return {
         "self": logits,
-        "target": target_of(logits, particular),
+        "target": _target(logits, particular),
         "weight": _weight(logits) if is_weighted else None,
         "reduction": reduction,
-        "ignore_index": IGNORED,
+        "ignore_index": _IGNORED,
         "label_smoothing": smoothing,
     }
 
@@ -143,18 +141,15 @@ def calls(
     rows = elements // classes
     dtype = MEASURED[itemsize]
     for width in aligned_widths(classes, itemsize, misalignment) if rows else ():
-        logits = torch.randn(rows, width, dtype=dtype, device=device)
-        yield {
-            "self": logits,
-            "target": target_of(logits, ""),
-            "weight": None,
-            "reduction": 1,
-            "ignore_index": IGNORED,
-            "label_smoothing": 0.0,
-        }
+        yield sample_of(((rows, width), ""), dtype, (1, 0.0, False), device)
 
 
-def target_of(logits: torch.Tensor, particular: str) -> torch.Tensor:
+def gradient_of(loss: torch.Tensor) -> torch.Tensor:
+    """A gradient, of which no two elements are alike."""
+    return torch.linspace(1, 2, loss.numel(), device=loss.device).to(loss.dtype).view(loss.shape)
+
+
+def _target(logits: torch.Tensor, particular: str) -> torch.Tensor:
     """Random classes; or ``"probabilities"``, or some or all of them ``"ignored"``."""
     if particular == "probabilities":
         return torch.randn_like(logits).softmax(-1)
@@ -162,9 +157,9 @@ def target_of(logits: torch.Tensor, particular: str) -> torch.Tensor:
     shape = [size for dim, size in enumerate(logits.shape) if dim != class_dim]
     target = torch.randint(0, logits.shape[class_dim], shape, device=logits.device)
     if particular == "ignored":
-        target[::2] = IGNORED
+        target[::2] = _IGNORED
     if particular == "all ignored":
-        target.fill_(IGNORED)
+        target.fill_(_IGNORED)
     return target
 
 

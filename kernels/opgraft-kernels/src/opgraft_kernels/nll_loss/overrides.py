@@ -20,13 +20,7 @@ from opgraft_kernels.cross_entropy.overrides import (
     dense_rows,
     is_matrix,
 )
-from opgraft_kernels.cross_entropy.samples import (
-    IGNORED,
-    KINDS,
-    Case,
-    sample_of,
-    target_of,
-)
+from opgraft_kernels.cross_entropy.samples import KINDS, Case, gradient_of, sample_of
 from opgraft_kernels.crossovers import aligned_widths, crossover_of
 from opgraft_kernels.registration import register_triton_op
 from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on
@@ -93,18 +87,16 @@ def samples(direction: str, device: torch.device) -> Calls:
         device: where the tensors are to live.
     """
     for case, dtype, kind in itertools.product(_CASES, dtypes_and_float64_on(device), KINDS):
-        sample = sample_of(case, dtype, kind, device)
-        del sample["label_smoothing"]
-        yield _call(direction, sample)
+        yield _call(direction, sample_of(case, dtype, kind, device))
 
 
 def _call(direction: str, sample: dict[str, Any]) -> dict[str, Any]:
-    """A call of the forward, or of the backward of what it returns."""
+    """A call of the forward like one of cross-entropy, or of the backward of what it returns."""
+    del sample["label_smoothing"]
     if direction == "forward":
         return sample
     loss, total_weight = torch.ops.aten.nll_loss_forward(*sample.values())
-    grad = torch.linspace(1, 2, loss.numel(), device=loss.device).to(loss.dtype).view(loss.shape)
-    return {"grad_output": grad, **sample, "total_weight": total_weight}
+    return {"grad_output": gradient_of(loss), **sample, "total_weight": total_weight}
 
 
 def calls(
@@ -122,18 +114,8 @@ def calls(
     """
     width = next(aligned_widths(classes, itemsize, 0), classes)
     if rows * width <= _LARGEST:
-        dtype = MEASURED[itemsize]
-        logits = torch.randn(rows, width, dtype=dtype, device=device)
-        yield _call(
-            direction,
-            {
-                "self": logits,
-                "target": target_of(logits, ""),
-                "weight": None,
-                "reduction": is_summed,
-                "ignore_index": IGNORED,
-            },
-        )
+        case, kind = ((rows, width), ""), (is_summed, 0.0, False)
+        yield _call(direction, sample_of(case, MEASURED[itemsize], kind, device))
 
 
 #: Of the kernels: raised when they become faster or slower. A test says when they change.
@@ -163,19 +145,18 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
 
     Args:
         dispatch_key: where.
-        by_table: whether measured tables say which calls are taken on CUDA; else all that the
-            kernels are right for, as a benchmark wants them.
+        by_table: as `register_triton_op` has it.
     """
-    return [_register(direction, dispatch_key, by_table) for direction in DIRECTIONS]
-
-
-def _register(direction: Direction, dispatch_key: str, by_table: bool) -> Override:
-    return register_triton_op(
-        f"nll_loss_{direction}",
-        dispatch_key,
-        lazy(f"opgraft_kernels.nll_loss.triton_kernels:{direction}"),
-        name=f"nll_loss.{direction}",
-        cond=condition(direction, dispatch_key),
-        crossover=lambda: _crossover(direction) if by_table else None,
-        samples=functools.partial(samples, direction),
-    )
+    return [
+        register_triton_op(
+            f"nll_loss_{direction}",
+            dispatch_key,
+            lazy(f"opgraft_kernels.nll_loss.triton_kernels:{direction}"),
+            name=f"nll_loss.{direction}",
+            cond=condition(direction, dispatch_key),
+            crossover=functools.partial(_crossover, direction),
+            by_table=by_table,
+            samples=functools.partial(samples, direction),
+        )
+        for direction in DIRECTIONS
+    ]
