@@ -293,18 +293,10 @@ def cross_entropy_launches(
     make = functools.partial(torch.empty, device="meta")
     x, target = make((rows, classes), dtype=dtype), make(rows, dtype=torch.int64)
     weight = make(classes, dtype=dtype) if is_weighted else None
-    losses, statistics, loss = make(rows), make((2, rows)), make((), dtype=dtype)
-    masses, mass = (make(rows), make(())) if is_mean else (None, None)
-    all_weights = make(()) if is_weighted and smoothing > 0 else None
-    sums = [] if all_weights is None else kernels.plan_sums(weight, None, all_weights, None)
-    return [
-        kernels.plan_forward(x, target, weight, losses, masses, statistics, -100, smoothing),
-        *kernels.plan_sums(losses, masses, loss, mass, smoothing),
-        *sums,
-        kernels.plan_backward(
-            *(loss, x, target, weight, all_weights, statistics, mass, x, -100, smoothing)
-        ),
-    ]
+    kind = 1 if is_mean else 2, -100, smoothing
+    (loss, statistics, mass), forward = kernels.plan_forward(x, target, weight, *kind, dtype=dtype)
+    _, backward = kernels.plan_backward(loss, x, target, weight, statistics, mass, *kind)
+    return [*forward, *backward]
 
 
 # ------------------------------------------------------------------ negative log-likelihood
@@ -328,12 +320,11 @@ def nll_loss_launches(
     from opgraft_kernels.nll_loss import triton_kernels
 
     make = functools.partial(torch.empty, device="meta", dtype=dtype)
-    x, target, mass = make((rows, classes)), make(rows, dtype=torch.int64), make(())
     weight = make(classes) if is_weighted else None
-    loss = make(()) if reduction else make(rows)
-    given = target, weight, reduction, -100
-    backward = triton_kernels.plan_backward(loss, *given, mass, x)
-    return [*triton_kernels.plan_forward(x, *given, loss, mass), backward]
+    given = make((rows, classes)), make(rows, dtype=torch.int64), weight, reduction, -100
+    (loss, mass), forward = triton_kernels.plan_forward(*given)
+    _, backward = triton_kernels.plan_backward(loss, *given, mass)
+    return [*forward, *backward]
 
 
 # ------------------------------------------------------------------ embedding
@@ -360,8 +351,8 @@ def embedding_launches(
     from opgraft_kernels.embedding import triton_kernels
 
     make = functools.partial(torch.empty, device="meta")
-    g, dw = make((tokens, width), dtype=dtype), make((num_weights, width), dtype=dtype)
-    return triton_kernels.plan(g, make(tokens, dtype=indices), dw, -1, scaled)
+    g = make((tokens, width), dtype=dtype)
+    return triton_kernels.plan(g, make(tokens, dtype=indices), num_weights, -1, scaled)[1]
 
 
 # ------------------------------------------------------------------ norms of permuted inputs

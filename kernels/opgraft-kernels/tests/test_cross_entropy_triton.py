@@ -675,10 +675,10 @@ def test_compiled(override: Override, backend: str, device: torch.device) -> Non
 def test_where_the_kernel_fails_native_answers_and_differentiates(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(triton_kernels, "plan_forward", fail)
+    monkeypatch.setattr(triton_kernels, "forward", fail)
     with opgraft.packs.owning("a-pack"):
         override, forward, _ = register(device.type.upper())
     x = _logits((3, 7), torch.float32, device)

@@ -73,6 +73,12 @@ def _is_shifted(launch: Launch) -> bool:
     return launch.constexprs["ENDS"] > 0
 
 
+def _into(written: torch.Tensor, planned: torch.Tensor, launch: Launch) -> Launch:
+    """A launch that writes somewhere else than planned."""
+    arguments = (written if each is planned else each for each in launch.arguments)
+    return launch._replace(arguments=tuple(arguments))
+
+
 def _forward(x: torch.Tensor, log: bool) -> torch.Tensor:
     return aten._log_softmax(x, 1, False) if log else aten._softmax(x, 1, False)
 
@@ -228,9 +234,9 @@ def _check_cross_entropy(
     target[0], target[-1] = 0, classes - 1
     target[rows // 2 : rows // 2 + 1] = -100
     weight = _weight(classes, device) if weighted else None
-    losses, statistics = torch.empty(rows, device=device), torch.empty(2, rows, device=device)
-    launch = cross_entropy.plan_forward(
-        x.matrix, target, weight, losses, None, statistics, -100, smoothing
+    kind = 0, -100, smoothing
+    (losses, statistics, mass), (launch,) = cross_entropy.plan_forward(
+        x.matrix, target, weight, *kind, dtype=torch.float32
     )
     assert _is_shifted(launch) == (is_shifted and smoothing == 0)
     launch()
@@ -246,12 +252,12 @@ def _check_cross_entropy(
     g = torch.randn(rows, device=device)
     (right_dx,) = torch.autograd.grad(right, exact, g.double())
     dx = Buffer(torch.zeros_like(x.matrix).contiguous(), 7.0)
-    all_weights = None if weight is None or not smoothing else weight.sum()
-    launch = cross_entropy.plan_backward(
-        *(g, x.matrix, target, weight, all_weights, statistics, None, dx.matrix, -100, smoothing)
+    planned, (*sums, launch) = cross_entropy.plan_backward(
+        g, x.matrix, target, weight, statistics, mass, *kind
     )
     assert _is_shifted(launch) == is_shifted
-    launch()
+    for each in (*sums, _into(dx.matrix, planned, launch)):
+        each()
     _assert_close(dx.matrix, right_dx)
     assert not dx.has_changed_beside()
 
@@ -334,7 +340,10 @@ def test_a_program_writes_its_own_part_of_the_gradient(
     target = torch.zeros(rows, dtype=torch.int64, device=device)
     statistics = torch.zeros(2, rows, device=device)
     g, dx = torch.ones(rows, device=device), torch.full_like(x, 7.0)
-    launch = cross_entropy.plan_backward(g, x, target, None, None, statistics, None, dx, -100, 0.0)
+    planned, (launch,) = cross_entropy.plan_backward(
+        g, x, target, None, statistics, torch.empty(0), 0, -100, 0.0
+    )
+    launch = _into(dx, planned, launch)
     assert _is_shifted(launch) and launch.grid > 1
     launch._replace(grid=1)()
     block = classes if launch.grid == rows else launch.constexprs["BLOCK"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -30,6 +31,7 @@ __all__ = [
     "device_of",
     "ends_columns",
     "even_programs",
+    "launched",
     "launches_are_early",
     "plan_sum",
     "split_rows",
@@ -37,6 +39,9 @@ __all__ = [
     "sums_in_one_launch",
     "tiles_ahead",
 ]
+
+_Arguments = ParamSpec("_Arguments")
+_Outputs = TypeVar("_Outputs")
 
 
 class Launch(NamedTuple):
@@ -46,7 +51,7 @@ class Launch(NamedTuple):
     grid: int
     arguments: tuple[Any, ...]
     constexprs: dict[str, Any]
-    num_warps: int
+    num_warps: int = 4
     options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
 
     @property
@@ -73,6 +78,26 @@ class Launch(NamedTuple):
 
     def __call__(self) -> None:
         self.kernel[(self.grid,)](*self.arguments, **self.keywords)
+
+
+def launched(
+    plan: Callable[_Arguments, tuple[_Outputs, Sequence[Launch]]],
+) -> Callable[_Arguments, _Outputs]:
+    """An op: what a plan of it returns, once its launches are made.
+
+    Args:
+        plan: takes the op's arguments, and allocates what the op returns. It returns that, and the
+            launches that fill it, in the stream's order.
+    """
+
+    @functools.wraps(plan)
+    def op(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Outputs:
+        outputs, launches = plan(*args, **kwargs)
+        for launch in launches:
+            launch()
+        return outputs
+
+    return op
 
 
 def launches_are_early(device: torch.device) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.integers import ceil_div, unit_of
-from opgraft_kernels.launches import Launch, as_rows, contiguous, ends_columns
+from opgraft_kernels.launches import Launch, as_rows, contiguous, ends_columns, launched
 from opgraft_kernels.rows import (
     LOWEST,
     begin_program,
@@ -451,44 +451,6 @@ def asserting(device: torch.device) -> dict[str, Any]:
     return {} if device.type == "cpu" else {"debug": True, "sanitize_overflow": False}
 
 
-def plan_forward(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    losses: Tensor,
-    masses: Tensor | None,
-    statistics: Tensor,
-    ignore_index: int,
-    smoothing: float,
-) -> Launch:
-    """The launch that fills `losses` and `statistics`, and `masses` where there is a mean."""
-    rows, classes = target.numel(), x.shape[-1]
-    x, x_stride = as_rows(x, rows, classes)
-    itemsize = x.element_size()
-    tile, ends = _tile(classes, FORWARD_TILE, itemsize), 0
-    # With smoothing there is much to keep for each logit, and the ends' would be spilled.
-    if smoothing == 0:
-        ends = ends_columns(tile.lines, classes, (x_stride,), (x,))
-        is_wide = ends > 0 or unit_of(itemsize, classes, x_stride) == unit_of(itemsize)
-        if is_wide and classes * itemsize >= _LONG_ROW and _are_many(rows, x.device):
-            tile = _block(_FORWARD_BLOCK, itemsize)
-    return Launch(
-        _forward_kernel,
-        ceil_div(rows, tile.lines),
-        (
-            *(x, contiguous(target), weight, losses, masses, statistics),
-            *(rows, classes, x_stride, ignore_index, smoothing),
-        ),
-        {
-            "SMOOTH": smoothing > 0,
-            "WHOLE": tile.whole,
-            **_constexprs(tile, classes, x_stride, ends, itemsize),
-        },
-        tile.num_warps,
-        asserting(x.device),
-    )
-
-
 def plan_sums(
     losses: Tensor,
     masses: Tensor | None,
@@ -514,7 +476,6 @@ def plan_sums(
                 programs,
                 (losses, masses, partial, partial_mass, rows, ceil_div(blocks, programs)),
                 {"DIVIDE": divide and is_last, "SMOOTH": smoothing > 0, "BLOCK": _SUM_BLOCK},
-                4,
             )
         )
         if is_last:
@@ -522,52 +483,7 @@ def plan_sums(
         losses, masses = partial, partial_mass
 
 
-def plan_backward(
-    g: Tensor,
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    all_weights: Tensor | None,
-    statistics: Tensor,
-    mass: Tensor | None,
-    dx: Tensor,
-    ignore_index: int,
-    smoothing: float,
-) -> Launch:
-    """The launch that fills `dx`, contiguous. `all_weights` is the sum of the classes' weights,
-    where there is smoothing."""
-    rows, classes = target.numel(), x.shape[-1]
-    x, x_stride = as_rows(x, rows, classes)
-    itemsize, stages = x.element_size(), 0
-    tile = _tile(classes, BACKWARD_TILE, itemsize)
-    ends = ends_columns(tile.lines, classes, (x_stride,), (x, dx))
-    if ends and not tile.whole:
-        tile = _block(_SHIFTED_BLOCK, itemsize)
-        if itemsize == 2 and _are_many(rows, x.device):
-            tile, stages = _block(_WALKED_BLOCK, itemsize), _WALKED_STAGES
-    blocks = 1 if stages else ceil_div(classes, tile.block)
-    return Launch(
-        _backward_kernel,
-        ceil_div(rows, tile.lines) * blocks,
-        (
-            *(g, x, contiguous(target), weight, all_weights, statistics, mass, dx),
-            *(rows, classes, x_stride, g.stride(0) if g.dim() else 0, ignore_index, smoothing),
-        ),
-        {
-            "SMOOTH": smoothing > 0,
-            **_constexprs(tile, classes, x_stride, ends, itemsize),
-            "STAGES": stages,
-        },
-        tile.num_warps,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The ops
-# --------------------------------------------------------------------------------------------------
-
-
-def forward(
+def plan_forward(
     self: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -576,29 +492,51 @@ def forward(
     label_smoothing: float,
     *,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The op of the forward, see `ops.py`.
+) -> tuple[tuple[Tensor, Tensor, Tensor], list[Launch]]:
+    """The op of the forward, see `ops.py`: what it returns, and what fills that.
 
     Raises:
         IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
     """
-    check_targets(target, self.shape[-1], ignore_index)
-    new = self.new_empty
-    is_mean = reduction == MEAN
-    statistics = new((2, target.numel()), dtype=torch.float32)
+    rows, classes = target.numel(), self.shape[-1]
+    check_targets(target, classes, ignore_index)
+    new, is_mean, has_sum = self.new_empty, reduction == MEAN, reduction != NONE
+    statistics = new((2, rows), dtype=torch.float32)
     masses = new(target.shape, dtype=torch.float32) if is_mean else None
-    losses = new(target.shape, dtype=dtype if reduction == NONE else torch.float32)
+    losses = new(target.shape, dtype=torch.float32 if has_sum else dtype)
     mass = new(() if is_mean else (0,), dtype=torch.float32)
-    plan_forward(self, target, weight, losses, masses, statistics, ignore_index, label_smoothing)()
-    if reduction == NONE:
-        return losses, statistics, mass
+    x, x_stride = as_rows(self, rows, classes)
+    itemsize = x.element_size()
+    tile, ends = _tile(classes, FORWARD_TILE, itemsize), 0
+    # With smoothing there is much to keep for each logit, and the ends' would be spilled.
+    if label_smoothing == 0:
+        ends = ends_columns(tile.lines, classes, (x_stride,), (x,))
+        is_wide = ends > 0 or unit_of(itemsize, classes, x_stride) == unit_of(itemsize)
+        if is_wide and classes * itemsize >= _LONG_ROW and _are_many(rows, x.device):
+            tile = _block(_FORWARD_BLOCK, itemsize)
+    launch = Launch(
+        _forward_kernel,
+        ceil_div(rows, tile.lines),
+        (
+            *(x, contiguous(target), weight, losses, masses, statistics),
+            *(rows, classes, x_stride, ignore_index, label_smoothing),
+        ),
+        {
+            "SMOOTH": label_smoothing > 0,
+            "WHOLE": tile.whole,
+            **_constexprs(tile, classes, x_stride, ends, itemsize),
+        },
+        tile.num_warps,
+        asserting(x.device),
+    )
+    if not has_sum:
+        return (losses, statistics, mass), [launch]
     loss = new((), dtype=dtype)
-    for launch in plan_sums(losses, masses, loss, mass if is_mean else None, label_smoothing):
-        launch()
-    return loss, statistics, mass
+    sums = plan_sums(losses, masses, loss, mass if is_mean else None, label_smoothing)
+    return (loss, statistics, mass), [launch, *sums]
 
 
-def backward(
+def plan_backward(
     grad_loss: Tensor,
     self: Tensor,
     target: Tensor,
@@ -608,21 +546,45 @@ def backward(
     reduction: int,
     ignore_index: int,
     label_smoothing: float,
-) -> Tensor:
-    """The op of the backward, see `ops.py`.
+) -> tuple[Tensor, list[Launch]]:
+    """The op of the backward, see `ops.py`: the gradient, contiguous, and what fills it.
 
     Raises:
         IndexError: on the CPU, a target is no class.
     """
-    check_targets(target, self.shape[-1], ignore_index)
+    rows, classes = target.numel(), self.shape[-1]
+    check_targets(target, classes, ignore_index)
     dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-    all_weights = None
+    sums, all_weights = [], None
     if weight is not None and label_smoothing > 0:
         all_weights = weight.new_empty((), dtype=torch.float32)
-        for launch in plan_sums(weight, None, all_weights, None):
-            launch()
-    plan_backward(
-        *(grad_loss, self, target, weight, all_weights, statistics),
-        *(mass if reduction == MEAN else None, dx, ignore_index, label_smoothing),
-    )()
-    return dx
+        sums = plan_sums(weight, None, all_weights, None)
+    x, x_stride = as_rows(self, rows, classes)
+    itemsize, stages = x.element_size(), 0
+    tile = _tile(classes, BACKWARD_TILE, itemsize)
+    ends = ends_columns(tile.lines, classes, (x_stride,), (x, dx))
+    if ends and not tile.whole:
+        tile = _block(_SHIFTED_BLOCK, itemsize)
+        if itemsize == 2 and _are_many(rows, x.device):
+            tile, stages = _block(_WALKED_BLOCK, itemsize), _WALKED_STAGES
+    blocks = 1 if stages else ceil_div(classes, tile.block)
+    of_mean = mass if reduction == MEAN else None
+    g_stride = grad_loss.stride(0) if grad_loss.dim() else 0
+    launch = Launch(
+        _backward_kernel,
+        ceil_div(rows, tile.lines) * blocks,
+        (
+            *(grad_loss, x, contiguous(target), weight, all_weights, statistics, of_mean, dx),
+            *(rows, classes, x_stride, g_stride, ignore_index, label_smoothing),
+        ),
+        {
+            "SMOOTH": label_smoothing > 0,
+            **_constexprs(tile, classes, x_stride, ends, itemsize),
+            "STAGES": stages,
+        },
+        tile.num_warps,
+    )
+    return dx, [*sums, launch]
+
+
+forward, backward = launched(plan_forward), launched(plan_backward)

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opgraft_kernels.integers import ceil_div, power_of_2, unit_of
-from opgraft_kernels.launches import Launch, as_rows
+from opgraft_kernels.launches import Launch, as_rows, launched
 from opgraft_kernels.rows import begin_program, load_if, multiple_of
 
 __all__ = ["embedding_dense_backward", "plan"]
@@ -278,13 +278,19 @@ _TILE_BYTES, _MAX_ROWS, _AT_ONCE = 4096, 16, 4
 
 
 def plan(
-    g: Tensor, indices: Tensor, dw: Tensor, padding_idx: int, scale_grad_by_freq: bool
-) -> list[Launch]:
-    """The launches that fill `dw`, contiguous."""
-    tokens, (num_weights, width) = indices.numel(), dw.shape
-    sizes = sizes_of(tokens)
-    g, g_stride = as_rows(g, tokens, width)
+    grad_output: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> tuple[Tensor, list[Launch]]:
+    """``aten::embedding_dense_backward``, of at least one token: the gradient, contiguous, and what
+    fills it."""
+    tokens, width = indices.numel(), grad_output.shape[-1]
     new = torch.empty
+    dw = new((num_weights, width), dtype=grad_output.dtype, device=grad_output.device)
+    sizes = sizes_of(tokens)
+    g, g_stride = as_rows(grad_output, tokens, width)
     rows, order = new((2, sizes.places), dtype=torch.int32, device=g.device).unbind()
     chunk_log2, log2 = (power_of_2(each).bit_length() - 1 for each in (sizes.chunk, sizes.places))
     launches = [
@@ -293,7 +299,6 @@ def plan(
             sizes.places // _SORTED,
             (indices.contiguous(), rows, order, tokens, num_weights, padding_idx, sizes.chunk),
             {"BLOCK": _SORTED},
-            4,
         )
     ]
     if sizes.chunks > 1:
@@ -305,7 +310,6 @@ def plan(
                 sizes.places // _MERGED,
                 (*chunked, rows, order, sizes.chunks, sizes.chunk, chunk_log2),
                 {"BLOCK": _MERGED, "CHUNKS": _CHUNKS},
-                4,
             )
         )
     starts = new(num_weights + 1, dtype=torch.int32, device=g.device)
@@ -316,14 +320,13 @@ def plan(
     block = min(padded, _TILE_BYTES // itemsize)
     tile_rows = min(_TILE_BYTES // itemsize // block, _MAX_ROWS)
     sizes_of_rows = (num_weights, width, g_stride, sizes.span)
-    return [
+    return dw, [
         *launches,
         Launch(
             _starts_kernel,
             ceil_div(num_weights + 1, _STARTS),
             (rows, starts, num_weights, sizes.places, log2),
             {"BLOCK": _STARTS},
-            4,
         ),
         Launch(
             _spans_kernel,
@@ -335,7 +338,6 @@ def plan(
                 "MASK_COLS": width % span_block != 0,
                 "UNIT": unit,
             },
-            4,
         ),
         Launch(
             _gradient_kernel,
@@ -354,21 +356,4 @@ def plan(
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# The op
-# --------------------------------------------------------------------------------------------------
-
-
-def embedding_dense_backward(
-    grad_output: Tensor,
-    indices: Tensor,
-    num_weights: int,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-) -> Tensor:
-    """``aten::embedding_dense_backward``, of at least one token."""
-    shape = (num_weights, grad_output.shape[-1])
-    dw = torch.empty(shape, dtype=grad_output.dtype, device=grad_output.device)
-    for launch in plan(grad_output, indices, dw, padding_idx, scale_grad_by_freq):
-        launch()
-    return dw
+embedding_dense_backward = launched(plan)

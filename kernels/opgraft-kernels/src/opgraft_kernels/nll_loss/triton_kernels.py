@@ -19,7 +19,7 @@ from torch import Tensor
 from opgraft_kernels.cross_entropy.ops import MEAN, NONE, check_targets
 from opgraft_kernels.cross_entropy.triton_kernels import asserting, plan_sums, targets_of
 from opgraft_kernels.integers import ceil_div, power_of_2_within
-from opgraft_kernels.launches import Launch, as_rows, contiguous
+from opgraft_kernels.launches import Launch, as_rows, contiguous, launched
 from opgraft_kernels.rows import begin_program
 
 __all__ = ["backward", "forward", "plan_backward", "plan_forward"]
@@ -139,22 +139,22 @@ def _backward_kernel(
 _BLOCK, _STEPS = 1024, 2
 # A program of the backward writes so many bytes, 128 a thread.
 _BACKWARD_BYTES = 16 * 1024
-# It sees so many rows at a time, by how many it has: each step waits for a class.
+# It sees so many rows at a time, by how many its block has: each step waits for a class.
 _FEWEST_ROWS, _MOST_ROWS = 128, 1024
 
 
 def plan_forward(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    loss: Tensor,
-    mass: Tensor,
-) -> list[Launch]:
-    """The launches that fill `loss` and `mass`."""
-    rows, classes = x.shape
-    x, x_stride = as_rows(x, rows, classes)
+    self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[tuple[Tensor, Tensor], list[Launch]]:
+    """``aten::nll_loss_forward``, of a matrix: the loss and the mass, and what fills them.
+
+    Raises:
+        IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
+    """
+    rows, classes = self.shape
+    check_targets(target, classes, ignore_index)
+    x, x_stride = as_rows(self, rows, classes)
+    loss, mass = self.new_empty(target.shape if reduction == NONE else ()), self.new_empty(())
     blocks = ceil_div(rows, _BLOCK)
     has_sum, is_mean = reduction != NONE, reduction == MEAN
     is_last = not has_sum or blocks <= _STEPS
@@ -170,67 +170,13 @@ def plan_forward(
             *(rows, ceil_div(blocks, programs), classes, x_stride, ignore_index),
         ),
         {"SUM": has_sum, "DIVIDE": is_mean and is_last, "BLOCK": _BLOCK},
-        4,
-        asserting(x.device),
+        options=asserting(x.device),
     )
-    if is_last:
-        return [launch]
-    return [launch, *plan_sums(losses, masses, loss, mass, divide=is_mean)]
-
-
-def _rows_at_a_time(block: int, classes: int) -> int:
-    """The rows that a program of the backward sees in a step, of a block of so many elements."""
-    rows = block // classes
-    return power_of_2_within(min(max(rows, _FEWEST_ROWS), _MOST_ROWS))
+    sums = [] if is_last else plan_sums(losses, masses, loss, mass, divide=is_mean)
+    return (loss, mass), [launch, *sums]
 
 
 def plan_backward(
-    g: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    mass: Tensor,
-    dx: Tensor,
-) -> Launch:
-    """The launch that fills `dx`, contiguous."""
-    rows, classes = dx.shape
-    block = _BACKWARD_BYTES // dx.element_size()
-    return Launch(
-        _backward_kernel,
-        ceil_div(rows * classes, block),
-        (
-            *(g, contiguous(target), weight, mass if reduction == MEAN else None, dx),
-            *(rows, classes, g.stride(0) if reduction == NONE else 0, ignore_index),
-        ),
-        {"BLOCK": block, "ROWS": _rows_at_a_time(block, classes)},
-        4,
-        asserting(dx.device),
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# The ops
-# --------------------------------------------------------------------------------------------------
-
-
-def forward(
-    self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """``aten::nll_loss_forward``, of a matrix.
-
-    Raises:
-        IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
-    """
-    check_targets(target, self.shape[1], ignore_index)
-    loss = self.new_empty(target.shape if reduction == NONE else ())
-    mass = self.new_empty(())
-    for launch in plan_forward(self, target, weight, reduction, ignore_index, loss, mass):
-        launch()
-    return loss, mass
-
-
-def backward(
     grad_output: Tensor,
     self: Tensor,
     target: Tensor,
@@ -238,13 +184,30 @@ def backward(
     reduction: int,
     ignore_index: int,
     total_weight: Tensor,
-) -> Tensor:
-    """``aten::nll_loss_backward``, of a matrix.
+) -> tuple[Tensor, list[Launch]]:
+    """``aten::nll_loss_backward``, of a matrix: the gradient, contiguous, and what fills it.
 
     Raises:
         IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
     """
-    check_targets(target, self.shape[1], ignore_index)
+    rows, classes = self.shape
+    check_targets(target, classes, ignore_index)
     dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-    plan_backward(grad_output, target, weight, reduction, ignore_index, total_weight, dx)()
-    return dx
+    block = _BACKWARD_BYTES // dx.element_size()
+    mass = total_weight if reduction == MEAN else None
+    g_stride = grad_output.stride(0) if reduction == NONE else 0
+    rows_at_a_time = min(max(block // classes, _FEWEST_ROWS), _MOST_ROWS)
+    launch = Launch(
+        _backward_kernel,
+        ceil_div(rows * classes, block),
+        (
+            *(grad_output, contiguous(target), weight, mass, dx),
+            *(rows, classes, g_stride, ignore_index),
+        ),
+        {"BLOCK": block, "ROWS": power_of_2_within(rows_at_a_time)},
+        options=asserting(dx.device),
+    )
+    return dx, [launch]
+
+
+forward, backward = launched(plan_forward), launched(plan_backward)
