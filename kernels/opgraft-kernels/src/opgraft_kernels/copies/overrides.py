@@ -115,14 +115,13 @@ def _crossover() -> Crossover | None:
 
 def register(dispatch_key: str) -> list[Override]:
     """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    return [
-        register_triton_op(
-            "copy_",
-            dispatch_key,
-            lazy("opgraft_kernels.copies.triton_kernels:copy_"),
-            name="copy",
-            cond=condition(dispatch_key),
-            crossover=_crossover,
-            samples=samples,
-        )
-    ]
+    override = register_triton_op(
+        "copy_",
+        dispatch_key,
+        lazy("opgraft_kernels.copies.triton_kernels:copy_"),
+        name="copy",
+        cond=condition(dispatch_key),
+        crossover=_crossover,
+        samples=samples,
+    )
+    return [override]

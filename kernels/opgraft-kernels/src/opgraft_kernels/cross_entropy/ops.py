@@ -177,14 +177,7 @@ def _chunks(x: Tensor) -> Iterator[slice]:
 
 
 def _forward_metadata(
-    self: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    *,
-    dtype: torch.dtype,
+    self: Tensor, target: Tensor, _weight: object, reduction: int, *_: object, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _allocated(self, target, reduction, dtype)
 

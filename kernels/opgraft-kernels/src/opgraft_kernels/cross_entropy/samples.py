@@ -90,7 +90,9 @@ def forward_samples(device: torch.device) -> Calls:
     Args:
         device: where the tensors are to live.
     """
-    yield from _samples_of_parts(device)
+    dtypes = dtypes_and_float64_on(device)
+    for kind, case, dtype in itertools.product(KINDS, _CASES_OF_PARTS, dtypes):
+        yield {**sample_of(case, dtype, kind, device), "dtype": dtype}
 
 
 def backward_samples(device: torch.device) -> Calls:
@@ -99,17 +101,10 @@ def backward_samples(device: torch.device) -> Calls:
     Args:
         device: where the tensors are to live.
     """
-    for sample in _samples_of_parts(device):
+    for sample in forward_samples(device):
         loss, statistics, mass = ops.cross_entropy(**sample)
         del sample["dtype"]
         yield {"grad_loss": gradient_of(loss), **sample, "statistics": statistics, "mass": mass}
-
-
-def _samples_of_parts(device: torch.device) -> Calls:
-    for kind, case, dtype in itertools.product(
-        KINDS, _CASES_OF_PARTS, dtypes_and_float64_on(device)
-    ):
-        yield {**sample_of(case, dtype, kind, device), "dtype": dtype}
 
 
 def sample_of(case: Case, dtype: torch.dtype, kind: Kind, device: torch.device) -> dict[str, Any]:

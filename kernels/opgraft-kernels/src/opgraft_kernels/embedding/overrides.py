@@ -149,14 +149,13 @@ def _crossover() -> Crossover | None:
 
 def register(dispatch_key: str) -> list[Override]:
     """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    return [
-        register_triton_op(
-            "embedding_dense_backward",
-            dispatch_key,
-            lazy("opgraft_kernels.embedding.triton_kernels:embedding_dense_backward"),
-            name="embedding.backward",
-            cond=condition(dispatch_key),
-            crossover=_crossover,
-            samples=samples,
-        )
-    ]
+    override = register_triton_op(
+        "embedding_dense_backward",
+        dispatch_key,
+        lazy("opgraft_kernels.embedding.triton_kernels:embedding_dense_backward"),
+        name="embedding.backward",
+        cond=condition(dispatch_key),
+        crossover=_crossover,
+        samples=samples,
+    )
+    return [override]

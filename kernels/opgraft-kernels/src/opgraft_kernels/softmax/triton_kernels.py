@@ -881,21 +881,7 @@ def _backward(
     return grad_input
 
 
-def softmax_forward(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _forward(False, self, dim, half_to_float)
-
-
-def log_softmax_forward(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _forward(True, self, dim, half_to_float)
-
-
-def softmax_backward(
-    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> Tensor:
-    return _backward(False, grad_output, output, dim, input_dtype)
-
-
-def log_softmax_backward(
-    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> Tensor:
-    return _backward(True, grad_output, output, dim, input_dtype)
+softmax_forward, log_softmax_forward = (functools.partial(_forward, log) for log in (False, True))
+softmax_backward, log_softmax_backward = (
+    functools.partial(_backward, log) for log in (False, True)
+)
