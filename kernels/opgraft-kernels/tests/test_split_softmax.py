@@ -155,8 +155,9 @@ def test_ends_of_several_steps(steps: int, log: bool, device: torch.device) -> N
         (kernels._forward_split_kernel, 2, (x, y)),
         (kernels._backward_split_kernel, 1, (g, y, dx)),
     ):
-        lines, strides = kernels.Lines.of(x, 1), (size,) * (len(tensors) - 1)
-        launch = kernels._launch_split(kernel, part, values, 0, tensors, strides, lines, log, alone)
+        strides = (size,) * (len(tensors) - 1)
+        call = kernels._Call(tensors, strides, kernels.Lines.of(x, 1), log)
+        launch = kernels._launch_split(kernel, call, part, values, 0, alone)
         assert launch is not None and launch.grid == 3 and launch.constexprs["ENDS"] > 0
         _run(launch, device)
     _assert_close(y, _op(log)(x.double(), 1, False))

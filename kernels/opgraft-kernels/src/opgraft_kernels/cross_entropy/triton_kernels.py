@@ -436,14 +436,8 @@ def _block(bytes_and_warps: tuple[int, int], itemsize: int) -> Tile:
 
 
 def _constexprs(tile: Tile, classes: int, stride: int, ends: int, itemsize: int) -> dict[str, Any]:
-    return {
-        "LINES": tile.lines,
-        "BLOCK": tile.block,
-        "MASK_LINES": tile.lines > 1,
-        "MASK_COLS": ends > 0 or classes % tile.block != 0,
-        "UNIT": unit_of(itemsize) if ends else unit_of(itemsize, classes, stride),
-        "ENDS": ends,
-    }
+    unit = unit_of(itemsize) if ends else unit_of(itemsize, classes, stride)
+    return tile.constexprs(classes, unit, ends)
 
 
 def asserting(device: torch.device) -> dict[str, Any]:

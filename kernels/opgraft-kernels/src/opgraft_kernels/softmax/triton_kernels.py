@@ -619,6 +619,18 @@ class Tile(NamedTuple):
     whole: bool
     num_warps: int
 
+    def constexprs(self, size: int, unit: int, ends: int) -> dict[str, Any]:
+        """What kernels are told of it, for lines of `size` that are read in units and have such
+        ends."""
+        return {
+            "LINES": self.lines,
+            "BLOCK": self.block,
+            "MASK_LINES": self.lines > 1,
+            "MASK_COLS": ends > 0 or size % self.block != 0,
+            "UNIT": unit,
+            "ENDS": ends,
+        }
+
 
 class Strided(NamedTuple):
     """How strided lines are read, in bytes of one tensor.
@@ -718,55 +730,51 @@ def _has_threads_of_lines(size: int, inner: int, itemsize: int, unit: int) -> bo
     return size <= _LONGEST_OF_A_THREAD and unit * itemsize == 4 and inner >= threads * unit
 
 
-def _launch_strided(
-    kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    reading: Callable[[int, int], Strided],
-) -> Launch:  # fmt: skip
-    narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
-    unit, word = unit_of(narrowest, lines.inner, *strides), 4 // widest
-    if unit >= word and _has_threads_of_lines(*lines[1:], widest, word):
-        unit = word
-    tile = strided_tile_of(*lines[1:], widest, unit, reading(widest, unit))
-    programs = lines.outer * ceil_div(lines.inner, tile.lines)
-    return _launch_tiles(kernel, programs, tensors, strides, lines, log, tile, unit)
+class _Call(NamedTuple):
+    """What a kernel reads and writes: tensors, and how far lines of those that it reads are
+    apart."""
 
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    lines: Lines
+    log: bool
 
-def _launch_rows(
-    kernel: Any, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines, log: bool,
-    largest: int, longer: int = _BLOCK,
-) -> Launch:  # fmt: skip
-    narrowest, widest = (pick(t.element_size() for t in tensors) for pick in (min, max))
-    unit = unit_of(narrowest)
-    tile = tile_of(lines.size, widest, largest, unit, log, longer)
-    ends = ends_columns(tile.lines, lines.size, strides, tensors)
-    if not ends:
-        unit = unit_of(narrowest, lines.size, *strides)
-        tile = tile_of(lines.size, widest, largest, unit, log, longer)
-    programs = ceil_div(lines.outer, tile.lines)
-    return _launch_tiles(kernel, programs, tensors, strides, lines, log, tile, unit, ends)
+    @property
+    def itemsizes(self) -> tuple[int, int]:
+        """The narrowest and the widest."""
+        sizes = [t.element_size() for t in self.tensors]
+        return min(sizes), max(sizes)
 
-
-def _launch_tiles(
-    kernel: Any, programs: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], lines: Lines,
-    log: bool, tile: Tile, unit: int, ends: int = 0,
-) -> Launch:  # fmt: skip
-    return Launch(
-        kernel,
-        programs,
-        (*tensors, lines.outer, lines.size, lines.inner, *strides),
-        {
-            "LOG": log,
+    def launch(self, kernel: Any, programs: int, tile: Tile, unit: int, ends: int = 0) -> Launch:
+        lines = self.lines
+        constexprs = {
+            "LOG": self.log,
             "STRIDED": lines.inner != 1,
-            "LINES": tile.lines,
-            "BLOCK": tile.block,
             "WHOLE": tile.whole,
-            "MASK_LINES": tile.lines > 1,
-            "MASK_COLS": ends > 0 or lines.size % tile.block != 0,
-            "UNIT": unit,
-            "ENDS": ends,
-        },
-        tile.num_warps,
-    )
+            **tile.constexprs(lines.size, unit, ends),
+        }
+        arguments = (*self.tensors, *lines, *self.strides)
+        return Launch(kernel, programs, arguments, constexprs, tile.num_warps)
+
+
+def _launch_strided(kernel: Any, call: _Call, reading: Callable[[int, int], Strided]) -> Launch:
+    (narrowest, widest), (outer, size, inner) = call.itemsizes, call.lines
+    unit, word = unit_of(narrowest, inner, *call.strides), 4 // widest
+    if unit >= word and _has_threads_of_lines(size, inner, widest, word):
+        unit = word
+    tile = strided_tile_of(size, inner, widest, unit, reading(widest, unit))
+    return call.launch(kernel, outer * ceil_div(inner, tile.lines), tile, unit)
+
+
+def _launch_rows(kernel: Any, call: _Call, largest: int, longer: int = _BLOCK) -> Launch:
+    (narrowest, widest), size = call.itemsizes, call.lines.size
+    unit = unit_of(narrowest)
+    tile = tile_of(size, widest, largest, unit, call.log, longer)
+    ends = ends_columns(tile.lines, size, call.strides, call.tensors)
+    if not ends:
+        unit = unit_of(narrowest, size, *call.strides)
+        tile = tile_of(size, widest, largest, unit, call.log, longer)
+    return call.launch(kernel, ceil_div(call.lines.outer, tile.lines), tile, unit, ends)
 
 
 def _are_many(lines: Lines, device: Device) -> bool:
@@ -774,17 +782,17 @@ def _are_many(lines: Lines, device: Device) -> bool:
 
 
 def _launch_split(
-    kernel: Any, part: RowTile, values: int, longest: int, tensors: tuple[Tensor, ...],
-    strides: tuple[int, ...], lines: Lines, log: bool, device: Device,
-) -> Launch | None:  # fmt: skip
+    kernel: Any, call: _Call, part: RowTile, values: int, longest: int, device: Device
+) -> Launch | None:
     """The launch of programs that have a part of a row each and exchange so many values; None of
     rows that are not split, as they have no more than `longest` bytes, or for another reason."""
+    tensors, strides, (outer, size, inner), log = call
     itemsize = tensors[0].element_size()
-    if not device.can_wait or lines.inner != 1 or lines.size * itemsize <= longest:
+    if not device.can_wait or inner != 1 or size * itemsize <= longest:
         return None
     unit = unit_of(itemsize)
-    ends = ends_columns(1, lines.size, strides, tensors)
-    is_aligned = ends > 0 or unit_of(itemsize, lines.size, *strides) == unit
+    ends = ends_columns(1, size, strides, tensors)
+    is_aligned = ends > 0 or unit_of(itemsize, size, *strides) == unit
     # Pairs are read as one, and of a plan addresses are the same modulo 16.
     is_alike = all(t.data_ptr() % 16 == 0 and t.element_size() == itemsize for t in tensors)
     ahead = len(strides) * part.block * part.stages
@@ -792,15 +800,15 @@ def _launch_split(
     if not (is_aligned and is_alike and fits):
         return None
     tile = part._replace(block=part.block // itemsize)
-    split = split_rows(tile, lines.outer, lines.size, device.multiprocessors)
+    split = split_rows(tile, outer, size, device.multiprocessors)
     if split is None:
         return None
     slots = split.zeroed_slots(tensors[0].device, values)
-    steps = ceil_div(lines.outer, split.groups)
+    steps = ceil_div(outer, split.groups)
     return Launch(
         kernel,
         split.programs,
-        (*tensors, slots, lines.outer, lines.size, *strides, split.splits, steps),
+        (*tensors, slots, outer, size, *strides, split.splits, steps),
         {"LOG": log, **split.constexprs, "UNIT": unit, "ENDS": ends},
         split.tile.num_warps,
         split.options,
@@ -812,21 +820,17 @@ def plan_forward(x: Tensor, y: Tensor, dim: int, log: bool, device: Device | Non
     device = device or device_of(x.device)
     lines = Lines.of(x, dim)
     x, x_stride = lines.matrix(x)
-    tensors, strides = (x, y), (x_stride,)
-    are_many = _are_many(lines, device)
+    call, are_many = _Call((x, y), (x_stride,), lines, log), _are_many(lines, device)
     longest = _TILE_OF_MANY if are_many and x.element_size() == 4 else _SPLIT_ROW
-    split = _launch_split(
-        _forward_split_kernel, _FORWARD_PART, 2, longest, tensors, strides, lines, log, device
-    )
+    split = _launch_split(_forward_split_kernel, call, _FORWARD_PART, 2, longest, device)
     if split is not None:
         return split
     if lines.inner != 1:
-        launch = _launch_strided(_forward_kernel, tensors, strides, lines, log, strided_forward)
-        return _with_prefetch(launch, 0)
+        return _with_prefetch(_launch_strided(_forward_kernel, call, strided_forward), 0)
     largest = _TILE_OF_MANY if are_many else FORWARD_TILE
     is_wide = are_many and x.element_size() == 2 and 2 * lines.size > _WIDE_ROW
     longer = _WIDE_BLOCK if is_wide else _BLOCK
-    launch = _launch_rows(_forward_kernel, tensors, strides, lines, log, largest, longer)
+    launch = _launch_rows(_forward_kernel, call, largest, longer)
     # Of a row that is read in blocks that is the row itself, however large the tensor.
     together = launch.constexprs["LINES"]
     are_next = together == 1 or x.is_contiguous()
@@ -847,16 +851,14 @@ def plan_backward(
     device = device or device_of(y.device)
     lines = Lines.of(y, dim)
     (g, g_stride), (y, y_stride) = lines.matrix(g), lines.matrix(y)
-    tensors, strides = (g, y, dx), (g_stride, y_stride)
+    call = _Call((g, y, dx), (g_stride, y_stride), lines, log)
     longest = BACKWARD_TILE if _are_many(lines, device) else _SPLIT_ROW
-    split = _launch_split(
-        _backward_split_kernel, _BACKWARD_PART, 1, longest, tensors, strides, lines, log, device
-    )
+    split = _launch_split(_backward_split_kernel, call, _BACKWARD_PART, 1, longest, device)
     if split is not None:
         return split
     if lines.inner != 1:
-        return _launch_strided(_backward_kernel, tensors, strides, lines, log, strided_backward)
-    return _launch_rows(_backward_kernel, tensors, strides, lines, log, BACKWARD_TILE)
+        return _launch_strided(_backward_kernel, call, strided_backward)
+    return _launch_rows(_backward_kernel, call, BACKWARD_TILE)
 
 
 # --------------------------------------------------------------------------------------------------
