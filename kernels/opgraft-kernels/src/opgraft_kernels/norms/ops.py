@@ -74,6 +74,19 @@ class Backward(NamedTuple):
     def rows(self) -> int:
         return self.input.numel() // self.hidden
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """Those gradients that are sums over rows."""
+        return [each for each in (self.dw, self.db) if each is not None]
+
+    def partial_sums(self, partials: int) -> Tensor | None:
+        """Memory for so many rows of partial sums of each, one after the other, in float32."""
+        if not self.sums:
+            return None
+        matrices = (2,) if len(self.sums) == 2 else ()
+        shape = (*matrices, partials, self.hidden)
+        return torch.empty(shape, dtype=torch.float32, device=self.input.device)
+
 
 # What both of ATen's implementations, CPU and CUDA, take where eps is None, whatever the input's
 # dtype: the epsilon of the type that they accumulate in.

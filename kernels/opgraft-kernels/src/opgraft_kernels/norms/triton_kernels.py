@@ -66,8 +66,10 @@ __all__ = [
     "forward",
     "layer_norm_backward",
     "layer_norm_forward",
+    "needs",
     "plan_backward",
     "plan_forward",
+    "plan_sums",
     "rms_norm_backward",
     "rms_norm_forward",
 ]
@@ -474,7 +476,7 @@ def _plan_backward_rows(
     is instead what rounding took off w * g, times rstd of up to 1 / sqrt(eps).
     """
     rows, hidden, *_ = matrix
-    has_mean, sums = call.mean is not None, _sums(call)
+    has_mean, sums = call.mean is not None, call.sums
     itemsize = call.input.element_size()
     tiles = ceil_div(rows, tile.rows)
     # All of them at once, for they may wait for one another.
@@ -485,7 +487,7 @@ def _plan_backward_rows(
         # Its partial sums are the sums, which saves small calls a launch.
         programs, partial, sums = 1, call.dw, []
     else:
-        partial = _partial_sums(call, sums, programs)
+        partial = call.partial_sums(programs)
     one_launch = (
         device.can_wait
         and bool(sums)
@@ -497,7 +499,7 @@ def _plan_backward_rows(
     stages = tile.stages if _is_ahead_faster(tile, unit["UNIT"] * itemsize) else 1
     to_sum = (*sums, None)[:2] if one_launch else (None, None)
     constexprs = {
-        **_needs(call),
+        **needs(call),
         "ROWS": tile.rows,
         "BLOCK": tile.block,
         "STAGES": stages,
@@ -527,25 +529,24 @@ def _plan_backward_rows(
             "launch_cooperative_grid": one_launch,
         },
     )
-    return [launch] if one_launch else [launch, *_plan_sums(partial, sums)]
+    return [launch] if one_launch else [launch, *plan_sums(partial, sums)]
 
 
 def _plan_backward_split(
     call: ops.Backward, inputs: _Inputs, matrix: _Matrix, split: Split
 ) -> list[Launch]:
-    sums = _sums(call)
-    partial = _partial_sums(call, sums, split.groups)
+    partial = call.partial_sums(split.groups)
     slots = split.zeroed_slots(call.input.device, _values(call.mean))
     steps = ceil_div(call.rows, split.groups)
     launch = Launch(
         backward_split_kernel,
         split.programs,
         (*inputs, call.dx, partial, slots, *matrix, split.splits, steps),
-        {**_needs(call), **split.constexprs, **_unit(call, matrix)},
+        {**needs(call), **split.constexprs, **_unit(call, matrix)},
         split.tile.num_warps,
         split.options,
     )
-    return [launch, *_plan_sums(partial, sums)]
+    return [launch, *plan_sums(partial, call.sums)]
 
 
 def _plan_backward_columns(
@@ -568,18 +569,17 @@ def _plan_backward_columns(
         )
     blocks = ceil_div(hidden, tile.block)
     row_splits = max(1, min(rows, device.multiprocessors * 4 // blocks))
-    sums = _sums(call)
-    partial = _partial_sums(call, sums, row_splits)
+    partial = call.partial_sums(row_splits)
     launches.append(
         Launch(
             backward_columns_kernel,
             row_splits * blocks,
             (*inputs, means, call.dx, partial, *matrix, row_splits, ceil_div(rows, row_splits)),
-            {**_needs(call), "BLOCK": tile.block, **unit},
+            {**needs(call), "BLOCK": tile.block, **unit},
             tile.num_warps,
         )
     )
-    return [*launches, *_plan_sums(partial, sums)]
+    return [*launches, *plan_sums(partial, call.sums)]
 
 
 def _unit(call: ops.Backward, matrix: _Matrix) -> dict[str, int]:
@@ -587,27 +587,13 @@ def _unit(call: ops.Backward, matrix: _Matrix) -> dict[str, int]:
     return {"UNIT": unit_of(call.input.element_size(), *lengths)}
 
 
-def _needs(call: ops.Backward) -> dict[str, bool]:
+def needs(call: ops.Backward) -> dict[str, bool]:
+    """What kernels are told of the gradients that are sums over rows."""
     return {"NEED_DW": call.dw is not None, "NEED_DB": call.db is not None}
 
 
-def _sums(call: ops.Backward) -> list[torch.Tensor]:
-    """Those gradients that are sums over rows."""
-    return [each for each in (call.dw, call.db) if each is not None]
-
-
-def _partial_sums(
-    call: ops.Backward, sums: list[torch.Tensor], partials: int
-) -> torch.Tensor | None:
-    """Memory for so many rows of partial sums of each."""
-    if not sums:
-        return None
-    matrices = (2,) if len(sums) == 2 else ()
-    shape = (*matrices, partials, call.hidden)
-    return torch.empty(shape, dtype=torch.float32, device=call.input.device)
-
-
-def _plan_sums(partial: torch.Tensor | None, sums: list[torch.Tensor]) -> list[Launch]:
+def plan_sums(partial: torch.Tensor | None, sums: list[torch.Tensor]) -> list[Launch]:
+    """The launch that adds up partial sums, if there are any."""
     return [plan_sum(partial, *sums)] if partial is not None and sums else []
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opgraft_kernels.devices import multiprocessors
 from opgraft_kernels.integers import ceil_div, power_of_2, unit_of
-from opgraft_kernels.launches import Launch, contiguous, plan_sum
+from opgraft_kernels.launches import Launch, contiguous
 from opgraft_kernels.norms import ops, triton_kernels
 from opgraft_kernels.norms.triton_forward import is_far_from_zero
 from opgraft_kernels.norms.triton_tiles import (
@@ -471,11 +471,7 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
     itemsize = call.input.element_size()
     tiles = _tiles(rows, hidden, _backward_walk(power_of_2(hidden)), call.input.device)
     programs, unit_hidden = tiles.programs, unit_of(itemsize, hidden)
-    sums = [each for each in (call.dw, call.db) if each is not None]
-    partial = None
-    if sums:
-        shape = (len(sums), programs, hidden) if len(sums) == 2 else (programs, hidden)
-        partial = torch.empty(shape, dtype=torch.float32, device=call.input.device)
+    partial = call.partial_sums(programs)
     statistics = map(contiguous, (call.weight, call.mean, call.rstd))
     launch = Launch(
         _backward_kernel,
@@ -485,8 +481,7 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
             *(rows, hidden, x.inner, *g.strides, *x.strides, tiles.number),
         ),
         {
-            "NEED_DW": call.dw is not None,
-            "NEED_DB": call.db is not None,
+            **triton_kernels.needs(call),
             **tiles.constexprs,
             "AT_ONCE": _rows_at_once(tiles, unit_hidden),
             "UNIT_G": g.unit(itemsize),
@@ -497,7 +492,7 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
         },
         tiles.num_warps,
     )
-    return [launch, *([] if partial is None else [plan_sum(partial, *sums)])]
+    return [launch, *triton_kernels.plan_sums(partial, call.sums)]
 
 
 def _rows_at_once(tiles: _Tiles, unit: int) -> int:
