@@ -18,6 +18,7 @@ import opgraft_kernels
 from opgraft.crossover import models, sources
 from opgraft.ops.schema import Call
 from opgraft.pt2 import policy
+from opgraft_kernels.norms.overrides import LAYER_NORM, RMS_NORM
 from opgraft_kernels.norms.samples import calls
 
 pytestmark = [pytest.mark.crossovers, pytest.mark.filterwarnings("ignore")]
@@ -43,19 +44,14 @@ def overrides(monkeypatch: pytest.MonkeyPatch) -> dict[str, opgraft.Override]:
     return {name: each for name, each in names.items() if "_norm." in name}
 
 
-PARAMETERS = {"rms_norm": ["weight"], "layer_norm": ["weight", "bias"]}
-STATISTICS = {"rms_norm": ["rstd"], "layer_norm": ["mean", "rstd"]}
+NORMS = {norm.name: norm for norm in (RMS_NORM, LAYER_NORM)}
 META = torch.device("meta")
 
 
 def call_of(override: opgraft.Override, rows: int, hidden: int) -> Call:
     _, norm, direction = override.name.split(".")
     direction = direction.removesuffix("_by_cluster")
-    (sample,) = calls(
-        *(PARAMETERS[norm], STATISTICS[norm], direction, META),
-        elements=rows * hidden,
-        hidden=hidden,
-    )
+    (sample,) = calls(NORMS[norm], direction, META, elements=rows * hidden, hidden=hidden)
     return override.operator.bind((), sample)
 
 

@@ -245,9 +245,7 @@ def _crossover(norm: Norm, direction: Direction, kernels: Kernels) -> Crossover 
     # How rows whose elements are far apart are aligned matters to native, which copies them first.
     # The condition of the kernels over clusters asks for 16 bits and whole vectors.
     return crossover_of(
-        functools.partial(
-            calls, norm.parameters, norm.statistics, direction, is_permuted=is_permuted
-        ),
+        functools.partial(calls, norm, direction, is_permuted=is_permuted),
         PERMUTED_VERSION if is_permuted else op.version,
         {name: (features[name], *ends) for name, ends in _SIZES[direction][kernels].items()},
         {"hidden": (hidden, *op.clusters)} if is_by_cluster else features_of_rows("input", hidden),
@@ -302,13 +300,13 @@ def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> O
         cond=permuted_condition(norm, direction, dispatch_key),
         crossover=lambda: _crossover(norm, direction, "triton_permuted"),
         priority=2,  # before those that copy such an input
-        samples=functools.partial(samples, norm.parameters, norm.statistics, direction),
+        samples=functools.partial(samples, norm, direction),
     )
 
 
 def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
     op = norm.op(direction)
-    samples = functools.partial(lazy("opgraft_kernels.norms.samples:samples"), norm.parameters)
+    samples = functools.partial(lazy("opgraft_kernels.norms.samples:samples"), norm)
     return cutedsl_utils.register_op_override(
         "aten",
         op.name,

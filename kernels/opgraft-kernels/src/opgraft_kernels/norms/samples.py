@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.integers import ceil_div
 from opgraft_kernels.samples import MEASURED, Calls, dtypes_on
+
+if TYPE_CHECKING:
+    from opgraft_kernels.norms.overrides import Direction, Norm
 
 __all__ = ["calls", "permuted_samples", "samples"]
 
@@ -46,11 +49,11 @@ _CASES: tuple[tuple[tuple[int, ...], torch.dtype, str], ...] = (
 )
 
 
-def samples(parameters: Sequence[str], device: torch.device) -> Calls:
+def samples(norm: Norm, device: torch.device) -> Calls:
     """Calls of a forward op, as arguments by name.
 
     Args:
-        parameters: the names of those arguments that have one element a column.
+        norm: whose.
         device: where the tensors are to live.
     """
     for shape, dtype, particular in _CASES:
@@ -59,7 +62,10 @@ def samples(parameters: Sequence[str], device: torch.device) -> Calls:
         yield {
             "input": _input(shape, particular, random),
             "normalized_shape": [hidden],
-            **{name: None if particular == "no weight" else random(hidden) for name in parameters},
+            **{
+                name: None if particular == "no weight" else random(hidden)
+                for name in norm.parameters
+            },
             "eps": 1e-6,
         }
 
@@ -84,14 +90,11 @@ _PERMUTED_CASES: tuple[tuple[tuple[int, ...], str], ...] = (
 )
 
 
-def permuted_samples(
-    parameters: Sequence[str], statistics: Sequence[str], direction: str, device: torch.device
-) -> Calls:
+def permuted_samples(norm: Norm, direction: Direction, device: torch.device) -> Calls:
     """Calls of an op with rows whose elements are far apart, as arguments by name.
 
     Args:
-        parameters: as in `samples`.
-        statistics: the names of what the forward returns for the backward.
+        norm: whose.
         direction: ``"forward"`` or ``"backward"``.
         device: where the tensors are to live.
     """
@@ -101,13 +104,12 @@ def permuted_samples(
             input = _input(shape, particular, random).movedim(1, -1)
             if particular == "contiguous":
                 input = input.contiguous()
-            yield _call(input, parameters, statistics, direction)
+            yield _call(input, norm, direction)
 
 
 def calls(
-    parameters: Sequence[str],
-    statistics: Sequence[str],
-    direction: str,
+    norm: Norm,
+    direction: Direction,
     device: torch.device,
     *,
     elements: int,
@@ -119,8 +121,7 @@ def calls(
     """Calls of a norm's op to measure, as arguments by name; none if there is no such call.
 
     Args:
-        parameters: as in `samples`.
-        statistics: the names of what the forward returns for the backward.
+        norm: whose.
         direction: ``"forward"`` or ``"backward"``.
         device: where the tensors are to live.
         elements: of the input, at least.
@@ -144,26 +145,24 @@ def calls(
             input = random(images, width, side).mT
         else:
             input = random(rows, width)
-        yield _call(input, parameters, statistics, direction)
+        yield _call(input, norm, direction)
 
 
-def _call(
-    input: torch.Tensor, parameters: Sequence[str], statistics: Sequence[str], direction: str
-) -> dict[str, Any]:
+def _call(input: torch.Tensor, norm: Norm, direction: Direction) -> dict[str, Any]:
     """A call with random parameters, and with statistics that are nobody's."""
     *outer, hidden = input.shape
     random = partial(torch.randn, device=input.device, dtype=input.dtype)
     call: dict[str, Any] = {
         "input": input,
         "normalized_shape": [hidden],
-        **{name: random(hidden) for name in parameters},
+        **{name: random(hidden) for name in norm.parameters},
     }
     if direction == "forward":
         return {**call, "eps": 1e-6}
-    for name in statistics:
+    for name in norm.statistics:
         call[name] = torch.ones(*outer, 1, device=input.device)
     call["grad_out"] = random(*outer, hidden)
-    return {**call, "output_mask": [True] * (1 + len(parameters))}
+    return {**call, "output_mask": [True] * (1 + len(norm.parameters))}
 
 
 def _input(
