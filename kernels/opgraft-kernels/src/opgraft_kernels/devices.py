@@ -10,9 +10,7 @@ __all__ = [
     "begins_early",
     "can_begin_early",
     "can_prefetch",
-    "l2_cache",
     "multiprocessors",
-    "shared_memory_of_multiprocessor",
 ]
 
 
@@ -22,14 +20,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2  # The interpreter: few enough for programs to walk.
-
-
-@functools.cache
-def shared_memory_of_multiprocessor(device: torch.device) -> int:
-    """The shared memory of each, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return 2**20  # The interpreter: any number.
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -59,11 +49,3 @@ def can_begin_early(device: torch.device) -> bool:
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     is_known_to_graphs = driver == 0 or driver >= 12030
     return is_known_to_graphs and begins_early(*_capability(device))
-
-
-@functools.cache
-def l2_cache(device: torch.device) -> int:
-    """The L2 cache, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
-    return 2**20  # The interpreter: any number.

@@ -9,13 +9,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from opgraft import triton_utils
-from opgraft_kernels.devices import (
-    can_begin_early,
-    can_prefetch,
-    l2_cache,
-    multiprocessors,
-    shared_memory_of_multiprocessor,
-)
+from opgraft_kernels.devices import can_begin_early, can_prefetch, multiprocessors
 from opgraft_kernels.integers import ceil_div, power_of_2, power_of_2_within, unit_of
 from opgraft_kernels.rows import RING, STRIP, sum_partials_kernel
 
@@ -283,12 +277,15 @@ class Device(NamedTuple):
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
+    if device.type != "cuda":  # the interpreter: any amounts of memory
+        return Device(multiprocessors(device), 2**20, can_wait=False, l2_cache=2**20)
+    properties = torch.cuda.get_device_properties(device)
     return Device(
-        multiprocessors(device),
-        shared_memory_of_multiprocessor(device),
-        can_wait=device.type == "cuda",
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+        can_wait=True,
         can_prefetch=can_prefetch(device),
-        l2_cache=l2_cache(device),
+        l2_cache=properties.L2_cache_size,
     )
 
 
