@@ -1,4 +1,4 @@
-"""The two ops that cross-entropy is made of here: its forward, and its backward.
+"""The two ops that cross-entropy is made of here, its forward and its backward; and ATen's op.
 
 ``aten::cross_entropy_loss`` returns the loss alone, and has no backward op. These return and take
 what the backward needs, so each is overridden as any op is, with launch plans of its own. Their
@@ -25,6 +25,7 @@ __all__ = [
     "check_targets",
     "cross_entropy",
     "cross_entropy_backward",
+    "cross_entropy_loss",
 ]
 
 NAMESPACE, FORWARD, BACKWARD = "opgraft_kernels", "_cross_entropy", "_cross_entropy_backward"
@@ -190,3 +191,28 @@ _library.impl(FORWARD, cross_entropy, "CompositeExplicitAutograd")
 _library.impl(BACKWARD, cross_entropy_backward, "CompositeExplicitAutograd")
 _library.impl(FORWARD, _forward_metadata, "Meta")
 _library.impl(BACKWARD, _backward_metadata, "Meta")
+
+_forward = getattr(getattr(torch.ops, NAMESPACE), FORWARD).default
+
+
+def cross_entropy_loss(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """``aten::cross_entropy_loss``, of one row of logits or a matrix, and class indices.
+
+    The derivative saves the logits, where native saves log-probabilities: so whoever writes to
+    logits before the backward gets autograd's error, which native does not raise.
+
+    Raises:
+        IndexError: on the CPU, a target is no class. On a GPU that is an assertion on the device.
+    """
+    # Native's autocast computes what cross-entropy is made of in float32.
+    dtype = torch.float32 if torch.is_autocast_enabled(self.device.type) else self.dtype
+    loss: Tensor
+    loss, *_ = _forward(self, target, weight, reduction, ignore_index, label_smoothing, dtype=dtype)
+    return loss

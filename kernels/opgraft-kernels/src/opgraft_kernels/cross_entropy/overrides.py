@@ -11,7 +11,7 @@ import torch
 
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
-from opgraft_kernels.cross_entropy import loss, ops
+from opgraft_kernels.cross_entropy import ops
 from opgraft_kernels.crossovers import crossover_of, features_of_rows
 from opgraft_kernels.registration import register_triton_op
 
@@ -133,7 +133,7 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
     of_loss = register_triton_op(
         "cross_entropy_loss",
         dispatch_key,
-        loss.cross_entropy,
+        ops.cross_entropy_loss,
         name="cross_entropy",
         cond=condition(dispatch_key),
         crossover=_crossover,
