@@ -1,16 +1,16 @@
-"""How the pack's ops in Triton are registered."""
+"""How the pack's ops are registered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-from opgraft import Crossover, Override, triton_utils
+from opgraft import Crossover, Override, cutedsl_utils, triton_utils
 
-__all__ = ["register_triton_op"]
+__all__ = ["register_op"]
 
 
-def register_triton_op(
+def register_op(
     op: str,
     dispatch_key: str,
     impl: Callable[..., Any],
@@ -20,9 +20,10 @@ def register_triton_op(
     crossover: Callable[[], Crossover | None] | None = None,
     by_table: bool = True,
     namespace: str = "aten",
+    dsl: Literal["triton", "cutedsl"] = "triton",
     **options: Any,
 ) -> Override:
-    """Register an override of an op of ATen, or of one that the pack defines, in Triton.
+    """Register an override of an op of ATen, or of one that the pack defines.
 
     Args:
         op: the op's name.
@@ -35,12 +36,14 @@ def register_triton_op(
         by_table: whether measured tables say which calls are taken on CUDA; else all that the impl
             is right for, as a benchmark wants them.
         namespace: of the op.
-        options: as `opgraft.triton_utils.register_op_override` has them.
+        dsl: what the impl is written in.
+        options: as `opgraft.register_op_override` has them.
     """
     if dispatch_key == "CUDA":
         measured = crossover() if crossover is not None and by_table else None
         options = {"launch_plan": True, "crossover": measured, **options}
-    return triton_utils.register_op_override(
+    utils = triton_utils if dsl == "triton" else cutedsl_utils
+    return utils.register_op_override(
         namespace,
         op,
         dispatch_key,

@@ -16,7 +16,7 @@ import torch
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import crossover_of
-from opgraft_kernels.registration import register_triton_op
+from opgraft_kernels.registration import register_op
 from opgraft_kernels.samples import MEASURED, Calls, dtypes_on, tensor_of
 
 __all__ = ["VERSION", "condition", "register"]
@@ -115,7 +115,7 @@ def _crossover() -> Crossover | None:
 
 def register(dispatch_key: str) -> list[Override]:
     """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    override = register_triton_op(
+    override = register_op(
         "copy_",
         dispatch_key,
         lazy("opgraft_kernels.copies.triton_kernels:copy_"),

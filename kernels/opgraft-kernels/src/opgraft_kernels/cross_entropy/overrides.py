@@ -13,7 +13,7 @@ from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.cross_entropy import ops
 from opgraft_kernels.crossovers import crossover_of, features_of_rows
-from opgraft_kernels.registration import register_triton_op
+from opgraft_kernels.registration import register_op
 
 __all__ = [
     "VERSION",
@@ -127,10 +127,10 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
 
     Args:
         dispatch_key: where.
-        by_table: as `register_triton_op` has it, of the loss.
+        by_table: as `register_op` has it, of the loss.
     """
     samples = "opgraft_kernels.cross_entropy.samples"
-    of_loss = register_triton_op(
+    of_loss = register_op(
         "cross_entropy_loss",
         dispatch_key,
         ops.cross_entropy_loss,
@@ -150,7 +150,7 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
         (ops.BACKWARD, "backward", backward_condition),
     )
     of_parts = [
-        register_triton_op(
+        register_op(
             op,
             dispatch_key,
             lazy(f"opgraft_kernels.cross_entropy.triton_kernels:{direction}"),

@@ -12,7 +12,7 @@ import torch
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import aligned_widths, crossover_of, features_of_rows
-from opgraft_kernels.registration import register_triton_op
+from opgraft_kernels.registration import register_op
 from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on, tensor_of
 
 __all__ = ["VERSION", "condition", "register"]
@@ -149,7 +149,7 @@ def _crossover() -> Crossover | None:
 
 def register(dispatch_key: str) -> list[Override]:
     """Register the op at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
-    override = register_triton_op(
+    override = register_op(
         "embedding_dense_backward",
         dispatch_key,
         lazy("opgraft_kernels.embedding.triton_kernels:embedding_dense_backward"),

@@ -22,7 +22,7 @@ from opgraft_kernels.cross_entropy.overrides import (
 )
 from opgraft_kernels.cross_entropy.samples import KINDS, Case, gradient_of, sample_of
 from opgraft_kernels.crossovers import aligned_widths, crossover_of
-from opgraft_kernels.registration import register_triton_op
+from opgraft_kernels.registration import register_op
 from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on
 
 __all__ = ["DIRECTIONS", "VERSIONS", "Direction", "condition", "register"]
@@ -145,10 +145,10 @@ def register(dispatch_key: str, *, by_table: bool = True) -> list[Override]:
 
     Args:
         dispatch_key: where.
-        by_table: as `register_triton_op` has it.
+        by_table: as `register_op` has it.
     """
     return [
-        register_triton_op(
+        register_op(
             f"nll_loss_{direction}",
             dispatch_key,
             lazy(f"opgraft_kernels.nll_loss.triton_kernels:{direction}"),

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from opgraft import Crossover, Override, cutedsl_utils, lazy, when
+from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import crossover_of, features_of_rows
-from opgraft_kernels.registration import register_triton_op
+from opgraft_kernels.registration import register_op
 
 __all__ = [
     "DIRECTIONS",
@@ -272,50 +272,35 @@ def register(norm: Norm, dispatch_key: str) -> list[Override]:
         The overrides: forward and backward in Triton, the same of permuted inputs, and on CUDA
         the same in CuteDSL.
     """
-    overrides = [_register_triton(norm, way, dispatch_key) for way in DIRECTIONS]
-    overrides += [_register_permuted(norm, way, dispatch_key) for way in DIRECTIONS]
+    kinds: tuple[Kernels, ...] = ("triton_kernels", "triton_permuted")
     if dispatch_key == "CUDA":
-        overrides += [_register_cutedsl(norm, way) for way in DIRECTIONS]
-    return overrides
+        kinds += ("cutedsl_kernels",)
+    return [_register(norm, way, kernels, dispatch_key) for kernels in kinds for way in DIRECTIONS]
 
 
-def _register_triton(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
-    return register_triton_op(
+def _register(norm: Norm, direction: Direction, kernels: Kernels, dispatch_key: str) -> Override:
+    samples, suffix = "opgraft_kernels.norms.samples", ""
+    options: dict[str, Any] = {"cond": condition(norm, direction, dispatch_key)}
+    if kernels == "triton_permuted":
+        suffix = "_permuted"
+        options = {
+            "cond": permuted_condition(norm, direction, dispatch_key),
+            "priority": 2,  # before those that copy such an input
+            "samples": functools.partial(lazy(f"{samples}:permuted_samples"), norm, direction),
+        }
+    elif kernels == "cutedsl_kernels":
+        suffix, made = "_by_cluster", functools.partial(lazy(f"{samples}:samples"), norm)
+        options = {
+            "cond": cluster_condition(norm, direction),
+            "priority": 1,  # before Triton's
+            "samples": made if direction == "forward" else None,
+            "dsl": "cutedsl",
+        }
+    return register_op(
         norm.op(direction).name,
         dispatch_key,
-        impl(norm, direction, "triton_kernels"),
-        name=f"{norm.name}.{direction}",
-        cond=condition(norm, direction, dispatch_key),
-        crossover=lambda: _crossover(norm, direction, "triton_kernels"),
-    )
-
-
-def _register_permuted(norm: Norm, direction: Direction, dispatch_key: str) -> Override:
-    samples = lazy("opgraft_kernels.norms.samples:permuted_samples")
-    return register_triton_op(
-        norm.op(direction).name,
-        dispatch_key,
-        impl(norm, direction, "triton_permuted"),
-        name=f"{norm.name}.{direction}_permuted",
-        cond=permuted_condition(norm, direction, dispatch_key),
-        crossover=lambda: _crossover(norm, direction, "triton_permuted"),
-        priority=2,  # before those that copy such an input
-        samples=functools.partial(samples, norm, direction),
-    )
-
-
-def _register_cutedsl(norm: Norm, direction: Direction) -> Override:
-    op = norm.op(direction)
-    samples = functools.partial(lazy("opgraft_kernels.norms.samples:samples"), norm)
-    return cutedsl_utils.register_op_override(
-        "aten",
-        op.name,
-        "CUDA",
-        impl(norm, direction, "cutedsl_kernels"),
-        cond=cluster_condition(norm, direction),
-        crossover=_crossover(norm, direction, "cutedsl_kernels"),
-        name=f"opgraft_kernels.{norm.name}.{direction}_by_cluster",
-        priority=1,  # before Triton's
-        launch_plan=True,
-        samples=samples if direction == "forward" else None,
+        impl(norm, direction, kernels),
+        name=f"{norm.name}.{direction}{suffix}",
+        crossover=functools.partial(_crossover, norm, direction, kernels),
+        **options,
     )

@@ -14,7 +14,7 @@ import torch
 from opgraft import Crossover, Override, lazy, when
 from opgraft_kernels.conditions import triton_computes
 from opgraft_kernels.crossovers import crossover_of, features_of_rows
-from opgraft_kernels.registration import register_triton_op
+from opgraft_kernels.registration import register_op
 
 __all__ = ["OPS", "Op", "condition", "register"]
 
@@ -124,7 +124,7 @@ def _made(what: str, op: Op) -> Any:
 def register(dispatch_key: str) -> list[Override]:
     """Register the four ops at `dispatch_key`: ``"CUDA"``, or ``"CPU"`` (the interpreter)."""
     return [
-        register_triton_op(
+        register_op(
             op.name,
             dispatch_key,
             lazy(f"opgraft_kernels.softmax.triton_kernels:{op.function}_{op.direction}"),
