@@ -105,7 +105,7 @@ def _crossover(op: Op) -> Crossover:
     # What is contiguous and begins anywhere: a row, or the elements of other lines beside one.
     segment = inner + 1 // inner * (size - 1)
     return crossover_of(
-        _made("calls", op),
+        functools.partial(lazy("opgraft_kernels.softmax.samples:calls"), op),
         op.version,
         sizes={
             "elements": (when.numel(t), 2**14, 2**27),
@@ -114,11 +114,6 @@ def _crossover(op: Op) -> Crossover:
         },
         exact=features_of_rows(t, segment),
     )
-
-
-def _made(what: str, op: Op) -> Any:
-    made = lazy(f"opgraft_kernels.softmax.samples:{what}")
-    return functools.partial(made, op.function, op.direction)
 
 
 def register(dispatch_key: str) -> list[Override]:
@@ -131,7 +126,7 @@ def register(dispatch_key: str) -> list[Override]:
             name=f"{op.function}.{op.direction}",
             cond=condition(op, dispatch_key),
             crossover=functools.partial(_crossover, op),
-            samples=_made("samples", op),
+            samples=functools.partial(lazy("opgraft_kernels.softmax.samples:samples"), op),
         )
         for op in OPS
     ]

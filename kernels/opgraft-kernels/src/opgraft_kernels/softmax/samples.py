@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opgraft_kernels.crossovers import aligned_widths
 from opgraft_kernels.integers import ceil_div
 from opgraft_kernels.samples import MEASURED, Calls, dtypes_and_float64_on, tensor_of
+
+if TYPE_CHECKING:
+    from opgraft_kernels.softmax.overrides import Op
 
 __all__ = ["calls", "samples"]
 
@@ -47,27 +49,24 @@ _CASES: tuple[tuple[tuple[int, ...], int, str], ...] = (
 )
 
 
-def samples(function: str, direction: str, device: torch.device) -> Calls:
+def samples(op: Op, device: torch.device) -> Calls:
     """Calls of an op, as arguments by name.
 
     Args:
-        function: ``"softmax"`` or ``"log_softmax"``.
-        direction: ``"forward"`` or ``"backward"``.
+        op: which.
         device: where the tensors are to live.
     """
-    make = partial(_call, function, direction)
     for shape, dim, particular in _CASES:
         for dtype in dtypes_and_float64_on(device):
             x = tensor_of(shape, particular, dtype, device)
-            yield make(x, torch.randn_like(x), dim)
+            yield _call(op, x, torch.randn_like(x), dim)
     if device.type != "cpu":
         x = torch.randn(64, 200, dtype=torch.float16, device=device)
-        yield make(x, torch.randn_like(x, dtype=torch.float32), -1, half_to_float=True)
+        yield _call(op, x, torch.randn_like(x, dtype=torch.float32), -1, half_to_float=True)
 
 
 def calls(
-    function: str,
-    direction: str,
+    op: Op,
     device: torch.device,
     *,
     elements: int,
@@ -79,8 +78,7 @@ def calls(
     """Calls of a softmax op to measure, as arguments by name; none if there is no such call.
 
     Args:
-        function: ``"softmax"`` or ``"log_softmax"``.
-        direction: ``"forward"`` or ``"backward"``.
+        op: which.
         device: where the tensors are to live.
         elements: of the input, at least.
         size: of the softmax's dimension, at least; less than twice as many.
@@ -97,7 +95,7 @@ def calls(
     dtype = MEASURED[itemsize]
     for shape in shapes:
         x = torch.randn(shape, dtype=dtype, device=device)
-        yield _call(function, direction, x, torch.randn_like(x), 1)
+        yield _call(op, x, torch.randn_like(x), 1)
 
 
 def _strided_shapes(elements: int, size: int, inner: int | None) -> Iterator[tuple[int, ...]]:
@@ -110,14 +108,9 @@ def _strided_shapes(elements: int, size: int, inner: int | None) -> Iterator[tup
 
 
 def _call(
-    function: str,
-    direction: str,
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    dim: int,
-    half_to_float: bool = False,
+    op: Op, x: torch.Tensor, grad: torch.Tensor, dim: int, half_to_float: bool = False
 ) -> dict[str, Any]:
-    if direction == "forward":
+    if op.direction == "forward":
         return {"self": x, "dim": dim, "half_to_float": half_to_float}
-    output = getattr(torch, function)(x.to(grad.dtype), dim)
+    output = getattr(torch, op.function)(x.to(grad.dtype), dim)
     return {"grad_output": grad, "output": output, "dim": dim, "input_dtype": x.dtype}
