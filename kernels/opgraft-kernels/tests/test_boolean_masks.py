@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,11 +52,12 @@ def by_formula(
     mask: torch.Tensor,
     scale: float,
     lowest: float,
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """In float64; 0 for queries whose scores are -inf throughout."""
-    q, k, v = (t.double() for t in (q, k, v))
+    """0 for queries whose scores are -inf throughout."""
+    q, k, v = (t.to(dtype) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = scale * (q @ k.mT) + torch.where(mask, 0.0, lowest).double()
+    scores = scale * (q @ k.mT) + torch.where(mask, 0.0, lowest).to(dtype)
     is_empty = (scores == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(is_empty, 0.0), -1).masked_fill(is_empty, 0.0)
     return weights @ v
@@ -74,6 +76,15 @@ def gradients_by_formula(
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
     out = by_formula(q, k, v, mask, scale, lowest)
     return torch.autograd.grad(out, (q, k, v), grad.double())
+
+
+def assert_as_right(
+    ours: Iterable[torch.Tensor], native: Iterable[torch.Tensor], right: Iterable[torch.Tensor]
+) -> None:
+    """At most twice the error that native has, and some roundings."""
+    for number, (one, other, expected) in enumerate(zip(ours, native, right, strict=True)):
+        error, yardstick = (largest_error(each, expected) for each in (one, other))
+        assert error <= 2 * yardstick + 2 * torch.finfo(one.dtype).eps, number
 
 
 # ------------------------------------------------------------------ the op, on the CPU
@@ -337,6 +348,40 @@ def test_native_kernels_are_right(name: str, lowest: float, heads_k: int) -> Non
     grad = torch.randn_like(out)
     found = boolean_ops.attention_backward(grad, q, k, v, out, logsumexp, mask, 0.3, lowest)
     torch.testing.assert_close(found, gradients_by_formula(grad, q, k, v, mask, 0.3, lowest))
+
+
+def inputs_with_large_scores(
+    heads_k: int, dim: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[list[torch.Tensor], torch.Tensor, float]:
+    """Query, key and value, a mask whose first queries see nothing, and a scale, by which the
+    scores of those are about 1600 and -1600. exp of 12 is infinite in float16, of 89 in float32 and
+    bfloat16, of 710 in float64."""
+    queries, keys, size = 64, 72, 20.0
+    q, k, v = inputs(4, heads_k, queries, keys, dim, dtype, device)
+    mask = samples.boolean_mask("causal", 2, queries, keys, torch.device(device))
+    q = torch.where(mask.any(-1, keepdim=True), q, torch.full_like(q, size))
+    k = k + size * (1 - 2 * (torch.arange(keys, device=device) % 2))[:, None].to(dtype)
+    return [q, k, v], mask, 4.0 / dim
+
+
+@pytest.mark.parametrize("heads_k", [1, 4])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
+def test_large_scores_of_queries_without_a_key_leave_gradients_alone(
+    in_training: list[opgraft.Override], dtype: torch.dtype, heads_k: int
+) -> None:
+    """As natively, where exp of such a score is infinite."""
+    tensors, mask, scale = inputs_with_large_scores(heads_k, 16, dtype, "cpu")
+    grad = torch.randn_like(tensors[0])
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": heads_k != 4}
+    ours = attend_and_differentiate(tensors, grad, mask, **options)
+    assert hits(in_training) == [1, 1, 1]
+    with opgraft.disabled():
+        native = attend_and_differentiate(tensors, grad, mask, **options)
+    given = (*tensors, mask, scale, -math.inf)
+    right = (by_formula(*given), *gradients_by_formula(grad, *given))
+    assert_as_right(ours, native, right)
 
 
 def test_a_logsumexp_that_is_not_wanted_is_empty() -> None:
@@ -659,6 +704,31 @@ def test_kernels_are_right(
     gradients = boolean_ops.attention_backward_by(by, grad, q, k, v, out, lse, *given[3:])
     for one, each in zip(gradients, gradients_by_formula(grad, *given), strict=True):
         assert largest_error(one, each) <= 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_k", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_scores_of_queries_without_a_key_leave_gradients_alone_on_a_gpu(
+    dtype: torch.dtype, heads_k: int, on_hopper: torch.device
+) -> None:
+    """After either forward, and by either backward."""
+    tensors, mask, scale = inputs_with_large_scores(heads_k, 64, dtype, on_hopper)
+    grad, given = torch.randn_like(tensors[0]), (*tensors, mask, scale, -math.inf)
+    native = boolean_ops.attention, boolean_ops.attention_backward
+    ours = (
+        partial(boolean_ops.attention_by, "cutedsl_kernels"),
+        partial(boolean_ops.attention_backward_by, "cutedsl_kernels"),
+    )
+    right = (by_formula(*given), *gradients_by_formula(grad, *given))
+    # The formula's own, in as many bits as the kernels have.
+    leaves = [each.detach().requires_grad_() for each in tensors]
+    out = by_formula(*leaves, *given[3:], dtype=dtype)
+    yardstick = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    for (forward, _), (_, backward) in itertools.product((native, ours), repeat=2):
+        out, lse = forward(*given, True)
+        gradients = backward(grad, *tensors, out, lse, *given[3:])
+        assert_as_right((out, *gradients), yardstick, right)
 
 
 @pytest.mark.gpu

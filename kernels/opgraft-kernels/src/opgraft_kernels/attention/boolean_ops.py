@@ -51,6 +51,10 @@ opgraft.register_backward(f"{NAMESPACE}::{FORWARD}", f"{NAMESPACE}::{BACKWARD}")
 # By ATen's ops
 # --------------------------------------------------------------------------------------------------
 
+# exp(S - L) is 0 for such an L. Not infinity: in which order cuDNN scales and subtracts is not to
+# be read, and finite numbers make NaN in none. Times log2(e) it is finite in float32, too.
+_ABOVE_ALL_SCORES = 1e38
+
 
 def attention(
     query: Tensor,
@@ -97,9 +101,10 @@ def attention_backward(
     """
     _check_logsumexp(query, logsumexp)
     bias, is_empty = _bias(mask, query, key, lowest)
-    # What attends to nothing has no gradient, whatever a kernel makes of its scores.
+    # What attends to nothing has no gradient, whatever a kernel makes of its scores. Its
+    # probabilities have to be 0, too: exp of a large score is infinite, and times 0 that is NaN.
     grad_out = grad_out.masked_fill(is_empty, 0.0)
-    logsumexp = logsumexp.masked_fill(is_empty[..., 0], 0.0)
+    logsumexp = logsumexp.masked_fill(is_empty[..., 0], _ABOVE_ALL_SCORES)
     if query.device.type == "cpu":
         keys, values = (_repeated(t, query) for t in (key, value))
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
