@@ -467,6 +467,42 @@ def test_sdpa_with_a_mask_hits_on_cpu(name: str, on_cpu: list[opgraft.Override])
         assert one.stride() == other.stride()
 
 
+@pytest.mark.parametrize("by", ["ours", "native"])
+@pytest.mark.parametrize("backward_by", ["ours", "native"])
+@pytest.mark.parametrize("shape", ["for all heads", "for each score", "for all queries and heads"])
+def test_queries_without_a_key_and_with_large_scores_agree_with_native_on_cpu(
+    shape: str, by: str, backward_by: str, on_cpu: list[opgraft.Override]
+) -> None:
+    """exp of their scores is infinite. The logsumexp is native's, too."""
+    *leaves, grad = inputs(torch.float16, torch.device("cpu"))
+    bias = torch.where(bias_of(SHAPES[shape], 0.0, torch.device("cpu")) < -0.5, -math.inf, 0.0)
+    bias[..., 0], bias[1, :, -1:] = 0.0, -math.inf
+    bias = expanded(bias, torch.float16)
+    is_empty = bias.isneginf().all(-1, keepdim=True)
+    leaves[0] = torch.where(is_empty, torch.full_like(leaves[0], 20.0), leaves[0])
+    leaves[1][:, :, ::2], leaves[1][:, :, 1::2] = 20.0, -20.0
+    right = by_formula([*leaves, grad], bias, torch.float64)
+
+    def run(forward: Any, backward: Any) -> list[torch.Tensor]:
+        with forward():
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *leaves, attn_mask=bias
+            )
+        with backward():
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, *leaves, out, lse, 0.0, False, attn_mask=bias
+            )
+        return [out, lse, *gradients]
+
+    native = run(opgraft.disabled, opgraft.disabled)
+    scopes = {"ours": nullcontext, "native": opgraft.disabled}
+    ours = run(scopes[by], scopes[backward_by])
+    assert [each.hits for each in on_cpu] == [by == "ours", backward_by == "ours"]
+    assert_right([*ours, None], [*native, native[0]], right)
+    torch.testing.assert_close(ours[1], native[1], rtol=1e-4, atol=1e-4)
+    assert is_empty.any() and ours[2].masked_select(is_empty).eq(0).all()
+
+
 def _layout(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value

@@ -174,6 +174,15 @@ def _efficient_results(
     return out, logsumexp, seed, offset
 
 
+def _cpu_results(
+    out: Tensor, logsumexp: Tensor | None, query: Tensor, key: Tensor
+) -> tuple[Any, ...]:
+    assert logsumexp is not None
+    # Of a query that attends to nothing native says 0. In either backward its probabilities are
+    # 0 all the same: all of its scores are -inf there, too.
+    return out, logsumexp.masked_fill_(logsumexp == math.inf, 0.0)
+
+
 def _length_before_heads_like(t: Tensor) -> Tensor:
     return _length_before_heads(t, t.shape[-1])
 
@@ -219,7 +228,7 @@ CPU = Layout(
     gradient=_length_before_heads_like,
     logsumexp=_cpu_logsumexp,
     rows=_unchanged,
-    results=lambda out, logsumexp, query, key: (out, logsumexp),
+    results=_cpu_results,
 )
 
 
