@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -286,6 +286,91 @@ def test_checkpointing(in_training: list[opgraft.Override]) -> None:
     assert hits(in_training) == [2, 2, 1] and q.grad is not None
     (expected,) = torch.autograd.grad(block(q), q, grad)
     torch.testing.assert_close(q.grad, expected)
+
+
+# A buffer's shape, and the mask that is made of it.
+BUFFERS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "of queries and keys": ((2, 1, 9, 7), lambda buffer: buffer),
+    "of keys": ((2, 1, 1, 7), lambda buffer: buffer),
+    "expanded": ((2, 1, 1, 7), lambda buffer: buffer.expand(2, 1, 9, 7)),
+    "cut": ((2, 1, 9, 12), lambda buffer: buffer[..., :7]),
+    "of a matrix": ((9, 7), lambda buffer: buffer),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_mask_may_be_written_to_before_the_backward(
+    in_training: list[opgraft.Override], name: str
+) -> None:
+    """As natively: a buffer has the mask of the next batch by then."""
+    tensors = inputs(2, 2, 9, 7, 8, torch.float32)
+    grad = torch.randn_like(tensors[0])
+    shape, mask_of = BUFFERS[name]
+    first, second = torch.rand(2, *shape) < 0.7
+
+    def run() -> tuple[torch.Tensor, ...]:
+        given, buffer = [t.detach().requires_grad_() for t in tensors], first.clone()
+        out = attend(*given, attn_mask=mask_of(buffer))
+        buffer.copy_(second)
+        return torch.autograd.grad(out, given, grad)
+
+    ours = run()
+    assert hits(in_training) == [1, 1, 1]
+    with opgraft.disabled():
+        torch.testing.assert_close(ours, run())
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_mask_may_be_made_in_inference_mode(
+    in_training: list[opgraft.Override], name: str
+) -> None:
+    tensors = inputs(2, 2, 9, 7, 8, torch.float32)
+    grad = torch.randn_like(tensors[0])
+    shape, mask_of = BUFFERS[name]
+    with torch.inference_mode():
+        mask = mask_of(torch.rand(shape) < 0.7)
+    ours = attend_and_differentiate(tensors, grad, mask)
+    assert hits(in_training) == [1, 1, 1]
+    with opgraft.disabled():
+        native = attend_and_differentiate(tensors, grad, mask)
+    torch.testing.assert_close(ours, native)
+
+
+@pytest.mark.parametrize(("name", "stored"), [("expanded", 14), ("cut", 126), ("of keys", 14)])
+def test_what_is_saved_of_a_mask_is_what_is_not_broadcast(
+    in_training: list[opgraft.Override], name: str, stored: int
+) -> None:
+    """A byte for each of its elements in memory, not for each score."""
+    tensors = [each.requires_grad_() for each in inputs(2, 2, 9, 7, 8, torch.float32)]
+    shape, mask_of = BUFFERS[name]
+    saved: list[torch.Tensor] = []
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        attend(*tensors, attn_mask=mask_of(torch.rand(shape) < 0.7))
+    (mask,) = (each for each in saved if each.dtype is torch.bool)
+    assert hits(in_training) == [1, 1, 0] and mask.untyped_storage().nbytes() == stored
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_mask_is_copied_for_a_backward_alone(
+    with_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(2, 2, 9, 7, 8, torch.float32)
+    noted: list[torch.Tensor] = []
+
+    def note(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        noted.append(given[3])
+        return boolean_ops.attention(*given)
+
+    monkeypatch.setattr(boolean, "_forward", note)
+    mask = torch.ones(9, 7, dtype=torch.bool)
+    q.requires_grad_(with_grad)
+    boolean.attention(q, k, v, mask, 0.0, False, scale=None, enable_gqa=False)
+    assert (noted[0] is mask) != with_grad
 
 
 def test_where_another_backend_was_asked_for_gradients_are_its_own(

@@ -46,10 +46,23 @@ def attention(
     is_differentiated = torch.is_grad_enabled() and any(
         t.requires_grad for t in (query, key, value)
     )
+    mask = _copied(attn_mask) if is_differentiated else attn_mask
     out, _ = _forward(
-        *(query, key, value, attn_mask, aten.scale_of(query, scale), lowest, is_differentiated)
+        *(query, key, value, mask, aten.scale_of(query, scale), lowest, is_differentiated)
     )
     return out
+
+
+def _copied(mask: Tensor) -> Tensor:
+    """What a backward is to have of a mask, broadcast as it is.
+
+    Native saves an additive mask that it makes of this one, of twice the size. So a buffer may have
+    the next mask before the backward of this one has run, and may be made in inference mode, whose
+    tensors cannot be saved.
+    """
+    stored = boolean_ops.stored(mask)
+    copy = stored.clone(memory_format=torch.contiguous_format)
+    return copy if stored is mask else copy.expand(mask.shape)
 
 
 def _is_like_native(choice: int, device: str) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "attention_backward",
     "attention_backward_by",
     "attention_by",
+    "stored",
 ]
 
 NAMESPACE = "opgraft_kernels"
@@ -129,15 +130,22 @@ def attention_backward(
 def _bias(mask: Tensor, query: Tensor, key: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
     """The additive mask as ATen makes it of a boolean one, and which queries attend to nothing."""
     # Where it is broadcast, what is made of it is, too.
-    seen = _expanded(mask, query, key)
-    for dim, stride in enumerate(seen.stride()):
-        seen = seen.narrow(dim, 0, 1) if stride == 0 else seen
+    seen = stored(_expanded(mask, query, key))
     bias = torch.where(seen, 0.0, lowest).to(query.dtype)
     # Where `lowest` is a number, it is added to all scores of a query alike.
     is_empty = ~seen.any(-1, keepdim=True) & (lowest == -math.inf)
     # A kernel would make NaN of a row of -inf.
     bias = bias.masked_fill(is_empty, 0.0).expand(*query.shape[:3], key.shape[2])
     return bias, is_empty
+
+
+def stored(t: Tensor) -> Tensor:
+    """Of an expanded tensor what there is of it in memory, of size 1 where it is broadcast."""
+    strides = t.stride()
+    if 0 not in strides:
+        return t
+    shape = [size if stride else 1 for size, stride in zip(t.shape, strides, strict=True)]
+    return t.as_strided(shape, strides)
 
 
 def _expanded(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
