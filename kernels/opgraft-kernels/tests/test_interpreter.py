@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +55,24 @@ def test_a_function_that_a_kernel_calls_leaves_triton_s_language_as_it_is(
 def test_what_the_interpreter_put_there_is_gone_afterwards() -> None:
     triton_kernels.rms_norm_forward(torch.randn(4, 64), [64], None, 1e-6)
     assert tl.core.is_builtin(tl.load) and inspect.isfunction(tl.load)
+
+
+def test_threads_launch_one_at_a_time() -> None:
+    """What is the interpreter's own is there once for all threads."""
+    inputs = [torch.randn(40, 64) for _ in range(4)]
+
+    def normalise(x: torch.Tensor) -> torch.Tensor:
+        return triton_kernels.rms_norm_forward(x, [64], None, 1e-6)[0]
+
+    expected = [normalise(x) for x in inputs]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # between bytecodes of each thread
+    try:
+        with ThreadPoolExecutor(len(inputs)) as pool:
+            found = list(pool.map(normalise, inputs * 5))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(*each) for each in zip(found, expected * 5, strict=True))
 
 
 def test_no_overflow_is_looked_for_that_nothing_would_tell() -> None:

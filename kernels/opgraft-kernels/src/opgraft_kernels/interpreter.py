@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ def prepare() -> None:
 
     if interpreter._patch_lang.__module__ == __name__:
         return
+    _launch_one_at_a_time(interpreter)
     _patch_once_a_launch(interpreter)
     _compute_no_overflow(interpreter)
     _look_up_dtypes(interpreter)
@@ -31,6 +34,25 @@ def prepare() -> None:
     _call_functions_of_the_language(interpreter)
     if triton.__version__.startswith("3.6."):
         _let_tensors_bound_loops(interpreter)
+
+
+def _launch_one_at_a_time(interpreter: Any) -> None:
+    """Let threads wait for each other's launches, others' kernels included.
+
+    What the interpreter puts in `triton.language` for a launch, and which program runs, is there
+    once for all threads: of two launches at a time one failed, or computed wrong numbers.
+    """
+    executor: Any = getattr(interpreter, "GridExecutor", None)
+    if executor is None:  # another version
+        return
+    launch, lock = executor.__call__, threading.RLock()
+
+    @functools.wraps(launch)
+    def launch_alone(self: Any, *arguments: Any, **named: Any) -> Any:
+        with lock:
+            return launch(self, *arguments, **named)
+
+    executor.__call__ = launch_alone
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
