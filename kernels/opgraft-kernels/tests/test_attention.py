@@ -600,6 +600,81 @@ def test_backward_conditions_decline(wrong: dict[str, torch.Tensor]) -> None:
     assert not overrides._dense(op).holds({**arguments, **wrong})
 
 
+BACKWARD_OPS = {
+    "cudnn": overrides._CUDNN_BACKWARD,
+    "flash": overrides._FLASH_BACKWARD,
+    "efficient": overrides._EFFICIENT_BACKWARD,
+    "raw flash": overrides._RAW_FLASH_BACKWARD,
+}
+# Of 2 batches, 3 heads and 33 queries, as native's forward makes it; for the efficient op padded.
+LOGSUMEXP = {
+    "cudnn": (2, 3, 33, 1),
+    "flash": (2, 3, 33),
+    "efficient": (2, 3, 64),
+    "raw flash": (2, 3, 33),
+}
+
+
+def _backward_holds(name: str, logsumexp: torch.Tensor) -> bool:
+    calls, op = OPS[name], BACKWARD_OPS[name]
+    t = _tensors(Case(2, 3, 3, 33, 40), torch.float16, "cpu")
+    results = (calls.view(t.q), logsumexp, *([None] * 6))
+    arguments = _arguments(op.name, calls.backward_arguments(t, False, results))
+    return overrides._dense(op).holds(arguments)
+
+
+@pytest.mark.parametrize("name", BACKWARD_OPS)
+def test_backward_conditions_take_a_logsumexp_of_native_s_shape(name: str) -> None:
+    shape = LOGSUMEXP[name]
+    t = _tensors(Case(2, 3, 3, 33, 40), torch.float16, "cpu")
+    promised = OPS[name].forward(*map(_to_meta, OPS[name].forward_arguments(t, False)))[1]
+    assert promised.shape == shape
+    assert _backward_holds(name, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("change", ["rows", "heads", "batch", "of other dimensions", "flat"])
+@pytest.mark.parametrize("name", BACKWARD_OPS)
+def test_backward_conditions_decline_a_logsumexp_of_another_shape(name: str, change: str) -> None:
+    """It would be read out of bounds, or as what it is not."""
+    shape = LOGSUMEXP[name]
+    other = {
+        "rows": (2, 3, 32, *shape[3:]),
+        "heads": (2, 2, *shape[2:]),
+        "batch": (1, *shape[1:]),
+        "of other dimensions": (2, shape[2], 3, *shape[3:]),
+        "flat": (math.prod(shape),),
+    }[change]
+    assert not _backward_holds(name, torch.zeros(other))
+    assert not _backward_holds(name, torch.zeros(*shape, 2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"), [((3, 50), True), ((3, 49), False), ((50, 3), False), ((1, 3, 50), False)]
+)
+def test_packed_sequences_have_a_logsumexp_of_all_queries(
+    shape: tuple[int, ...], taken: bool
+) -> None:
+    q = torch.zeros(50, 3, 16, dtype=torch.float16)
+    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    values = (q, q, q, q, q, torch.zeros(shape), ends, ends, 30, 30, 0.0, True, None, None)
+    op = overrides._RAW_FLASH_BACKWARD
+    assert overrides._varlen(op).holds(_arguments(op.name, values)) == taken
+
+
+def test_a_logsumexp_of_too_few_queries_is_left_to_native_on_cpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    found = overrides.register("CPU")
+    t = _tensors(Case(1, 2, 2, 33, 40), torch.float16, "cpu")
+    out, logsumexp = aten_ops._scaled_dot_product_flash_attention_for_cpu(*t[:3])
+    backward = aten_ops._scaled_dot_product_flash_attention_for_cpu_backward
+    backward(t.grad, *t[:3], out, logsumexp, 0.0, False)
+    assert [each.hits for each in found] == [1, 1]
+    # Of memory that has them all: native looks no more.
+    backward(t.grad, *t[:3], out, logsumexp[:, :, :32], 0.0, False)
+    assert [each.hits for each in found] == [1, 1]
+
+
 H200 = models.Model("NVIDIA H200", (9, 0))
 FILLS_NO_TILE = 0
 

@@ -150,9 +150,24 @@ def _valid_sizes(op: _Op, ndim: int) -> Any:
             when.size(op.grad_out, -1) == when.size("value", -1),
             when.size(op.grad_out, length) == when.size("query", length),
             when.numel(op.grad_out) == when.numel("out"),
+            _valid_logsumexp(op, (heads, length) if ndim == 3 else (0, heads, length)),
         ]
     # An empty grid is a launch error, and attention to no key is native's to define.
     return _all(same) & (when.numel("query") > 0) & (when.numel("value") > 0)
+
+
+def _valid_logsumexp(op: _Op, dims: tuple[int, ...]) -> Any:
+    """The sizes that native's forward gives it, which are those of the query's dimensions `dims`.
+    The efficient op pads the last one, and cuDNN's has one of size 1 after it."""
+    own = [when.size("logsumexp", dim) for dim in range(len(dims))]
+    of_query = [when.size("query", dim) for dim in dims]
+    rows = own.pop(), of_query.pop()
+    fits = rows[0] >= rows[1] if op in _EFFICIENTS else rows[0] == rows[1]
+    if op is _CUDNN_BACKWARD:
+        fits &= (when.ndim("logsumexp") == 4) & (when.size("logsumexp", 3) == 1)
+    else:
+        fits &= when.ndim("logsumexp") == len(dims)
+    return _all(map(operator.eq, own, of_query)) & fits
 
 
 def _same_number_of_rows(one: str, other: str) -> Any:
@@ -528,9 +543,7 @@ def _is_right_of_boolean(op: _Op) -> Any:
         & _fits_grid(op)
     )
     if op.is_backward:
-        of_rows = [when.size("logsumexp", dim) == when.size("query", dim) for dim in range(3)]
-        right &= when.dtype("logsumexp", torch.float32) & (when.ndim("logsumexp") == 3)
-        right &= _all(of_rows) & (when.stride("logsumexp", -1) == 1)
+        right &= when.dtype("logsumexp", torch.float32) & (when.stride("logsumexp", -1) == 1)
     return right
 
 
