@@ -396,11 +396,11 @@ def check_flash_attention_4_after_us() -> None:
     assert THEIRS not in explained_on_cuda()
 
 
-def test_cudnn_frontend_is_named(tmp_path: Path) -> None:
-    """Its `cudnn.torch.install()` registers plain kernels, from a file of its own."""
-    op = an_op()
-    override(op)
-    file = tmp_path / "cudnn" / "torch" / "sdpa_provider.py"
+@contextmanager
+def cudnn_frontend(op: str, folder: Path) -> Iterator[None]:
+    """Its `cudnn.torch.install()` registers plain kernels, from a file of its own. This one returns
+    what it is given."""
+    file = folder / "cudnn" / "torch" / "sdpa_provider.py"
     scope: dict[str, Any] = {}
     exec(
         compile("import torch; library = torch.library.Library('aten', 'IMPL')", file, "exec"),
@@ -408,10 +408,39 @@ def test_cudnn_frontend_is_named(tmp_path: Path) -> None:
     )
     try:
         scope["library"].impl(op, lambda self: self, "CPU", allow_override=True)
-        assert owners(of(op).above) == ["cudnn.torch"]
-        assert "registered on top of the overrides later, cudnn.torch (" in of(op).notes()[0]
+        yield
     finally:
         scope["library"]._destroy()
+
+
+def test_cudnn_frontend_before_us_is_what_a_miss_runs(tmp_path: Path) -> None:
+    op, narrow = an_op(), X[:, :4]
+    expected = call(op, narrow)
+    with cudnn_frontend(op, tmp_path):
+        ours = override(op)
+        assert call(op)[0, 0] == 100
+        assert torch.equal(call(op, narrow), narrow)
+        assert (ours.hits, ours.misses) == (1, 1)
+        assert owners(of(op).below) == ["cudnn.torch", "PyTorch"] and of(op).above == ()
+        assert "the native kernel is cudnn.torch (" in str(opgraft.explain(f"aten::{op}", narrow))
+    # The compiled router has a copy of its kernel: see the flash attention impls above.
+    is_kept = loader.in_use() is not None
+    torch.testing.assert_close(call(op, narrow), narrow if is_kept else expected)
+
+
+def test_cudnn_frontend_after_us_is_on_top(tmp_path: Path) -> None:
+    op, narrow = an_op(), X[:, :4]
+    expected = call(op, narrow)
+    ours = override(op)
+    with cudnn_frontend(op, tmp_path):
+        assert owners(of(op).above) == ["cudnn.torch"]
+        assert "registered on top of the overrides later, cudnn.torch (" in of(op).notes()[0]
+        assert torch.equal(call(op), X)  # it asks nobody
+        assert ours.hits == 0
+    assert of(op).above == ()
+    assert call(op)[0, 0] == 100
+    torch.testing.assert_close(call(op, narrow), expected)
+    assert (ours.hits, ours.misses) == (1, 1)
 
 
 def test_only_pytorch_below_is_nothing_to_say() -> None:
