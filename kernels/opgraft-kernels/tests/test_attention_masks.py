@@ -345,6 +345,54 @@ def test_a_mask_that_is_not_a_number_is_not_taken_for_one(device: torch.device) 
     assert out[0, :, 5].isnan().all() and out[1].isfinite().all()
 
 
+def _gradients(
+    tensors: list[torch.Tensor],
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+) -> list[torch.Tensor]:
+    q, k, v, grad = tensors
+    dq, dk, dv = (torch.full_like(each, math.nan) for each in (q, k, v))
+    triton_kernels.backward(grad, q, k, v, out, logsumexp, dq, dk, dv, SCALE, False, bias)
+    return [dq, dk, dv]
+
+
+@pytest.mark.parametrize("others", [0.0, LOW[1]], ids=["beside numbers", "beside low numbers"])
+@pytest.mark.parametrize("shape", ["for all heads", "for each score", "for all queries and heads"])
+def test_native_s_logsumexp_of_minus_infinity_is_that_of_a_query_without_a_key(
+    shape: str, others: float, device: torch.device
+) -> None:
+    """-inf - -inf would be NaN."""
+    tensors = inputs(torch.float16, device)
+    bias = bias_of(SHAPES[shape], others, device)
+    bias[1, :, -1:] = -math.inf
+    wide = bias.expand(BATCH, HEADS, QUERIES, KEYS)
+    out, logsumexp, *ours = by_triton(tensors, wide, with_dbias=False)[:5]
+    assert out is not None and logsumexp is not None
+    alone = wide.isneginf().all(-1)
+    assert alone.any() and logsumexp[alone].eq(math.inf).all()
+    found = _gradients(tensors, wide, out, logsumexp.masked_fill(alone, -math.inf))
+    for one, other in zip(found, ours, strict=True):
+        assert other is not None and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, LOW[1]])
+@pytest.mark.parametrize("shape", ["for all heads", "for each score", "for all queries and heads"])
+def test_a_logsumexp_that_is_not_a_number_reaches_all_keys_that_are_computed(
+    shape: str, lowest: float, device: torch.device
+) -> None:
+    """As by the formula. Where the mask is low, that tile is one: its bound is not a number."""
+    tensors = inputs(torch.float16, device)
+    bias = bias_of(SHAPES[shape], lowest, device).expand(BATCH, HEADS, QUERIES, KEYS)
+    out, logsumexp, *_ = by_triton(tensors, bias, with_dbias=False)
+    assert out is not None and logsumexp is not None
+    logsumexp[:, :, 5] = math.nan
+    dq, dk, dv = _gradients(tensors, bias, out, logsumexp)
+    assert dq[:, :, 5].isnan().all() and dq[:, :, 6:].isfinite().all()
+    keys = 64 if lowest == -math.inf else KEYS
+    assert all(each[:, :, :keys].isnan().all() for each in (dk, dv))
+
+
 def test_the_same_bits_on_every_run(device: torch.device) -> None:
     tensors = inputs(torch.float16, device)
     bias = expanded(bias_of(SHAPES["for all heads"], -math.inf, device), torch.float16)

@@ -137,6 +137,25 @@ def test_the_backward_adds_a_bias(
     assert_right([out, logsumexp, dq, dk, dv, dbias], native, right)
 
 
+def test_native_s_logsumexp_of_minus_infinity_is_that_of_a_query_without_a_key(
+    half: torch.dtype, device: torch.device, launched: list[Any]
+) -> None:
+    """-inf - -inf would be NaN."""
+    tensors, bias = _masked((2, 4, 70, 90), (70, 90), 0.0, half, device)
+    bias = bias.index_fill(2, torch.tensor([3, 69], device=device), -math.inf)
+    q, k, v, grad = tensors
+    out, logsumexp = torch.empty_like(q), torch.empty(q.shape[:3], device=device)
+    triton_kernels.forward(q, k, v, out, logsumexp, 0.25, False, bias)
+    assert logsumexp[:, :, (3, 69)].eq(math.inf).all()
+    found = []
+    for each in (logsumexp, logsumexp.where(logsumexp != math.inf, -math.inf)):
+        dq, dk, dv = (torch.full_like(t, math.nan) for t in (q, k, v))
+        triton_kernels.backward(grad, q, k, v, out, each, dq, dk, dv, 0.25, False, bias)
+        found.append([dq, dk, dv])
+    assert launched[-1] is short_backward_kernel
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_rows_whose_scores_are_all_minus_infinity_attend_to_nothing(
     device: torch.device, launched: list[Any]
 ) -> None:

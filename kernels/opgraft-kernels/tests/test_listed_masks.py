@@ -160,6 +160,20 @@ def test_a_backward_is_given_infinity_for_what_attends_to_nothing_and_what_is_no
     torch.testing.assert_close(usable.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_low_keys_of_a_query_whose_logsumexp_is_no_number_are_in_a_list(
+    device: torch.device,
+) -> None:
+    """Of the tile of queries that has it, not of the other."""
+    q = k = torch.randn(BATCH, HEADS, 256, DIM)
+    bias = masks("padding", 256, 256, LOW[0]).expand(BATCH, HEADS, 256, 256)
+    logsumexp = (q @ k.mT + bias).logsumexp(-1)
+    logsumexp[:, :, 5] = math.nan
+    found = [each[3:] for each in lists_of(bias, q, k, (128, 128), logsumexp, device)]
+    of_the_first = [([], [0, 1]), ([], [0, 1])] * HEADS
+    of_the_second = [([], [0, 1]), ([0], [])] * HEADS
+    assert found == [*of_the_first, *of_the_second]
+
+
 # ------------------------------------------------------------------ tiles and conditions
 
 
