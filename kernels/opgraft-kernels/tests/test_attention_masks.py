@@ -572,17 +572,27 @@ def _call(op: Any, named: dict[str, Any]) -> Any:
     return op(*positional, **{each.name: named[each.name] for each in arguments if each.kwarg_only})
 
 
+# A bias that is learnt, of as many keys as queries.
+LEARNT = {
+    "for each score": (BATCH, HEADS, QUERIES, QUERIES),
+    "for all batches": (1, HEADS, QUERIES, QUERIES),
+    "for all heads": (BATCH, 1, QUERIES, QUERIES),
+}
+
+
+@pytest.mark.parametrize("shape", LEARNT)
 @pytest.mark.parametrize("wants_dbias", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_bias_has_the_gradient_that_the_efficient_op_promises(
-    is_causal: bool, wants_dbias: bool
+    is_causal: bool, wants_dbias: bool, shape: str
 ) -> None:
+    """Of each score, where the bias is broadcast, too: adding up is autograd's."""
     if torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
     op = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     q, k, v, grad = inputs(torch.float16, torch.device("cpu"))
     k, v = k[:, :, :QUERIES].contiguous(), v[:, :, :QUERIES].contiguous()
-    bias = torch.randn(BATCH, HEADS, QUERIES, QUERIES).half()
+    bias = torch.randn(LEARNT[shape]).half().expand(BATCH, HEADS, QUERIES, QUERIES)
     out, logsumexp, *seeds = aten.efficient_forward(
         "triton_kernels", q, k, v, bias, True, 0.0, is_causal
     )
@@ -700,6 +710,46 @@ def test_sdpa_with_a_mask_hits_on_a_gpu(
 
 
 NAMES_OF_SDPA = ("out", "dq", "dk", "dv")
+
+LEARNT_ON_A_GPU = {
+    "for each score": lambda b, h, q, k: (b, h, q, k),
+    "for all batches": lambda b, h, q, k: (1, h, q, k),
+    "for all heads": lambda b, h, q, k: (b, 1, q, k),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", GPU_SIZES, ids=str)
+@pytest.mark.parametrize("shape", LEARNT_ON_A_GPU)
+def test_sdpa_with_a_learnt_bias_hits_on_a_gpu(
+    shape: str, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Its gradient is as exact as natively, where autograd adds up that of a broadcast one, too."""
+    device = torch.device("cuda")
+    batch, heads, queries, keys = sizes
+    lengths = (queries, keys, keys, queries)
+    *inputs_, grad = (
+        torch.randn(batch, heads, length, 64, device=device).to(dtype) for length in lengths
+    )
+    bias = torch.randn(LEARNT_ON_A_GPU[shape](*sizes), device=device).to(dtype)
+
+    def run() -> list[torch.Tensor]:
+        leaves = [each.detach().requires_grad_() for each in (*inputs_, bias)]
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            out = F.scaled_dot_product_attention(*leaves[:3], attn_mask=leaves[3])
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    native = run()
+    registered = overrides.register("CUDA")
+    ours = run()
+    hits = {each.name: each.hits for each in registered if each.hits}
+    assert all(".masked." in name for name in hits) and list(hits.values()) == [1, 1]
+    right = by_formula([*inputs_, grad], bias, torch.float64, scale=64**-0.5)
+    del right[1]  # the logsumexp
+    for what, one, other, each in zip((*NAMES_OF_SDPA, "dbias"), ours, native, right, strict=True):
+        error, yardstick = (largest_error(x, each) for x in (one, other))
+        assert error <= 2 * yardstick + 4 * torch.finfo(dtype).eps, what
 
 
 def _register_masked(kernels: str, mask: torch.Tensor) -> str:
