@@ -20,7 +20,14 @@ pytest.importorskip("triton")
 from errors import largest_error
 
 import opgraft
-from opgraft_kernels.attention import aten, overrides, samples, triton_kernels, triton_sizes
+from opgraft_kernels.attention import (
+    aten,
+    boolean,
+    overrides,
+    samples,
+    triton_kernels,
+    triton_sizes,
+)
 
 # In tiles of 32, the interpreter's, and a part of one.
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 2, 40, 70, 16
@@ -642,6 +649,9 @@ GPU_MASKS = {
     "boolean causal and padding": lambda b, h, q, k: (
         _padding(b, k) & torch.ones(q, k, dtype=torch.bool).tril(max(k - q, 0))
     ),
+    "boolean causal and padding on the left": lambda b, h, q, k: (
+        _padding(b, k).flip(-1) & torch.ones(q, k, dtype=torch.bool).tril(max(k - q, 0))
+    ),
     "documents": lambda b, h, q, k: torch.where(
         (torch.arange(q)[:, None] * 5 // q == torch.arange(k) * 5 // k)[None, None], 0.0, -math.inf
     ),
@@ -678,6 +688,9 @@ def test_sdpa_with_a_mask_hits_on_a_gpu(
     dim: int,
 ) -> None:
     """A forward by one kernel and a backward by another agree."""
+    is_cudnn = backend == SDPBackend.CUDNN_ATTENTION
+    if "on the left" in name and is_cudnn and boolean._lowest(dtype, "cuda") != -math.inf:
+        pytest.skip("what is False is a number for cuDNN in this torch: no query is left alone")
     kind = _register_masked(kernels, GPU_MASKS[name](*sizes))
     device = torch.device("cuda")
     torch.manual_seed(3)
@@ -770,15 +783,12 @@ def _register_masked(kernels: str, mask: torch.Tensor) -> str:
 def _sdpa_by_formula(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """In float64."""
-    leaves = [each.double().requires_grad_() for each in (q, k, v)]
-    scores = leaves[0] @ leaves[1].mT * q.shape[-1] ** -0.5
-    if mask.dtype is torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    else:
-        scores = scores + mask.double()
-    out = scores.softmax(-1) @ leaves[2]
-    return out.detach(), *torch.autograd.grad(out, leaves, grad.double())
+    """In float64; 0 for queries that no key is left for."""
+    bias = torch.where(mask, 0.0, -math.inf) if mask.dtype is torch.bool else mask
+    out, _, *gradients = by_formula(
+        [q, k, v, grad], bias.double(), torch.float64, scale=q.shape[-1] ** -0.5
+    )
+    return out, *gradients[:3]
 
 
 # ------------------------------------------------------------------ conditions and crossovers
