@@ -71,11 +71,12 @@ def gradients_by_formula(
     mask: torch.Tensor,
     scale: float,
     lowest: float,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, ...]:
-    """Of query, key and value, for the output's gradient, in float64."""
-    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
-    out = by_formula(q, k, v, mask, scale, lowest)
-    return torch.autograd.grad(out, (q, k, v), grad.double())
+    """Of query, key and value, for the output's gradient."""
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in (q, k, v))
+    out = by_formula(q, k, v, mask, scale, lowest, dtype)
+    return torch.autograd.grad(out, (q, k, v), grad.to(dtype))
 
 
 def assert_as_right(
@@ -774,21 +775,19 @@ def test_kernels_are_right(
 ) -> None:
     q, k, v = inputs(4, heads_k, queries, keys, dim, dtype, on_hopper)
     mask = samples.boolean_mask(name, 2, queries, keys, on_hopper)
-    scale = dim**-0.5
-    by, given = "cutedsl_kernels", (q, k, v, mask, scale, lowest)
-    right = by_formula(*given)
-    found, _ = boolean_ops.attention_by(by, *given, False)
-    assert largest_error(found, right) <= 2e-2
-    out, lse = boolean_ops.attention_by(by, *given, True)
-    assert largest_error(out, right) <= 2e-2
-    _, expected = boolean_ops.attention(*given, True)
-    torch.testing.assert_close(lse, expected, rtol=1e-3, atol=1e-2)
+    by, given = "cutedsl_kernels", (q, k, v, mask, dim**-0.5, lowest)
     # Of queries with nothing but low numbers the scores in float32 are too coarse for any backward
     # that keeps the logsumexp alone.
-    grad = torch.randn_like(out).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    grad = torch.randn_like(q).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    out, lse = boolean_ops.attention_by(by, *given, True)
     gradients = boolean_ops.attention_backward_by(by, grad, q, k, v, out, lse, *given[3:])
-    for one, each in zip(gradients, gradients_by_formula(grad, *given), strict=True):
-        assert largest_error(one, each) <= 2e-2
+    expected, expected_lse = boolean_ops.attention(*given, True)
+    native = boolean_ops.attention_backward(grad, q, k, v, expected, expected_lse, *given[3:])
+    right = (by_formula(*given), *gradients_by_formula(grad, *given))
+    assert_as_right((out, *gradients), (expected, *native), right)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
+    found, _ = boolean_ops.attention_by(by, *given, False)
+    assert_as_right([found], [expected], right[:1])
 
 
 @pytest.mark.gpu
@@ -806,14 +805,19 @@ def test_large_scores_of_queries_without_a_key_leave_gradients_alone_on_a_gpu(
         partial(boolean_ops.attention_backward_by, "cutedsl_kernels"),
     )
     right = (by_formula(*given), *gradients_by_formula(grad, *given))
-    # The formula's own, in as many bits as the kernels have.
-    leaves = [each.detach().requires_grad_() for each in tensors]
-    out = by_formula(*leaves, *given[3:], dtype=dtype)
-    yardstick = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    coarse = (by_formula(*given, dtype=dtype), *gradients_by_formula(grad, *given, dtype=dtype))
     for (forward, _), (_, backward) in itertools.product((native, ours), repeat=2):
         out, lse = forward(*given, True)
         gradients = backward(grad, *tensors, out, lse, *given[3:])
-        assert_as_right((out, *gradients), yardstick, right)
+        assert_as_right((out, *gradients), coarse, right)
+
+
+def lowest_on_gpu(dtype: torch.dtype) -> float:
+    """What native adds where a mask is False."""
+    lowest = boolean._lowest(dtype, "cuda")
+    if lowest is None:
+        pytest.skip("not known of this torch")
+    return lowest
 
 
 @pytest.mark.gpu
@@ -828,7 +832,8 @@ def test_sdpa_is_as_natively(name: str, on_hopper: torch.device) -> None:
     assert hits(found) == [5, 5, 0]
     with opgraft.disabled():
         native = attend(q, k, v, attn_mask=mask)
-    assert largest_error(ours, native.double()) <= 2e-2
+    right = by_formula(q, k, v, mask, 0.125, lowest_on_gpu(q.dtype))
+    assert_as_right([ours], [native], [right])
 
 
 @pytest.mark.gpu
@@ -843,8 +848,8 @@ def test_sdpa_in_training_is_as_natively(name: str, on_hopper: torch.device) -> 
     assert hits(found) == [5, 5, 5]
     with opgraft.disabled():
         native = attend_and_differentiate(tensors, grad, mask)
-    for one, other in zip(ours, native, strict=True):
-        assert largest_error(one, other.double()) <= 2e-2
+    given = (*tensors, mask, 0.125, lowest_on_gpu(grad.dtype))
+    assert_as_right(ours, native, (by_formula(*given), *gradients_by_formula(grad, *given)))
 
 
 @pytest.mark.gpu
