@@ -863,3 +863,34 @@ def test_what_a_mask_removes_reaches_nothing(on_hopper: torch.device) -> None:
     gradients = boolean_ops.attention_backward_by(by, grad, q, k, v, out, lse, mask, *numbers)
     assert all(each.isfinite().all() for each in (out, *gradients))
     assert all(each[:, :, 256:].eq(0).all() for each in gradients[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "dim"),
+    [(131, 64, 2048, 128), (9, 1, 2**14, 64)],
+    ids=["of the query", "of the mask"],
+)
+def test_more_than_2_to_31_elements(
+    batch: int, heads: int, length: int, dim: int, on_hopper: torch.device
+) -> None:
+    """Offsets past 32 bits: the last heads are right, forward and backward."""
+    q, k, v = (
+        torch.randn(batch, length, heads, dim, device=on_hopper, dtype=torch.bfloat16)
+        for _ in range(3)
+    )
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    mask = samples.boolean_mask("causal", batch, length, length, on_hopper)
+    assert max(q.numel(), mask.numel()) > 2**31
+    by, others = "cutedsl_kernels", (dim**-0.5, -math.inf)
+    out, lse = boolean_ops.attention_by(by, q, k, v, mask, *others, True)
+    gradients = boolean_ops.attention_backward_by(by, out, q, k, v, out, lse, mask, *others)
+    for some in (slice(0, 1), slice(-1, None)):
+        *part, grad = (each[some, -2:] for each in (q, k, v, out))
+        given = (*part, mask[some], *others)
+        right = (by_formula(*given), *gradients_by_formula(grad, *given))
+        coarse = (
+            by_formula(*given, dtype=q.dtype),
+            *gradients_by_formula(grad, *given, dtype=q.dtype),
+        )
+        assert_as_right([each[some, -2:] for each in (out, *gradients)], coarse, right)
