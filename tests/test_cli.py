@@ -492,6 +492,17 @@ def test_explain_names_the_part_that_failed_with_what_it_saw(capsys: Capture) ->
     assert "Runs: wide" in printed
 
 
+def test_explain_names_no_kernel_where_a_condition_raises(capsys: Capture) -> None:
+    def cond(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
+        raise ValueError("no such shape")
+
+    register(name="raising", cond=cond)
+    assert run_json(capsys, *EXPLAIN, "2x8")["runs"] is None
+    assert cli.main([*EXPLAIN, "2x8"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the condition of override raising raises" in printed.partition("Runs: ")[2]
+
+
 def test_explain_without_overrides_names_the_native_kernel(capsys: Capture) -> None:
     found = run_json(capsys, *EXPLAIN, "2x8")
     assert (found["runs"], found["overrides"]) == ("native", [])

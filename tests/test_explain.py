@@ -92,13 +92,61 @@ def test_a_python_condition_is_named() -> None:
     assert "is_square (returned false)" in str(explain())
 
 
-def test_a_condition_that_raises_is_said() -> None:
-    def cond(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
-        raise ValueError("no such shape")
+def no_such_shape(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
+    raise ValueError("no such shape")
 
-    register(cond=cond)
-    assert "its condition raises ValueError: no such shape" in str(explain())
-    assert explain().winner is None
+
+@pytest.mark.parametrize("on_error", ["raise", "fallback"])
+@pytest.mark.parametrize("strict", [False, True], ids=["default", "strict"])
+def test_what_comes_of_a_condition_that_raises_is_said(
+    on_error: str, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if strict:
+        monkeypatch.setenv("OPGRAFT_STRICT", "1")
+    raising = register(cond=no_such_shape, on_error=on_error, name="raising", priority=1)
+    following = register(name="next")
+    report = explain()
+    assert "its condition raises ValueError: no such shape" in str(report.verdicts[0])
+    if on_error == "fallback" and not strict:
+        assert report.winner is following
+        with pytest.warns(opgraft.OverrideWarning, match="no such shape"):
+            torch.softmax(X, -1)
+        assert (raising.hits, following.hits) == (0, 1)
+        return
+    assert report.winner is None and report.as_dict()["runs"] is None
+    head = "aten::_softmax at CPU -> an error: the condition of override raising raises"
+    assert str(report).splitlines()[0] == head
+    assert "would take it, but the condition of one before it raises" in str(report.verdicts[1])
+    with pytest.raises(ValueError, match="no such shape"):
+        torch.softmax(X, -1)
+    assert (raising.hits, following.hits) == (0, 0)
+
+
+def test_a_condition_behind_the_override_that_takes_a_call_may_raise() -> None:
+    winner = register(name="winner", priority=1)
+    register(cond=no_such_shape)
+    report = explain()
+    assert report.winner is winner
+    torch.softmax(X, -1)
+    assert winner.hits == 1
+
+
+@pytest.mark.parametrize("by_function", [False, True], ids=["op", "function"])
+def test_what_a_condition_says_of_values_is_not_known_without_them(by_function: bool) -> None:
+    def is_positive(self: torch.Tensor, dim: int, half_to_float: bool) -> bool:
+        return bool(self.max() > 0)
+
+    register(cond=is_positive, name="reading", priority=1)
+    register(name="next")
+    if by_function:
+        (report,) = opgraft.explain(lambda x: torch.softmax(x + 1, -1), X).reached
+    else:
+        with FakeTensorMode():
+            report = explain(torch.empty(4, 8))
+    head = "aten::_softmax at CPU -> not known: the condition of override reading raises"
+    assert str(report).splitlines()[0] == head
+    assert [verdict.status for verdict in report.verdicts] == ["unknown", "behind"]
+    assert "on tensors without values" in report.verdicts[0].reason
 
 
 def test_a_scope_is_said() -> None:

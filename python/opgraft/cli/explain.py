@@ -18,6 +18,7 @@ from opgraft.cli.arguments import (
     called_with,
     format_value,
 )
+from opgraft.explanation.result import outcome_of_error
 from opgraft.ops.dispatch_keys import is_built_for
 from opgraft.ops.schema import resolve
 
@@ -135,7 +136,11 @@ def _print_op(console: Console, found: dict[str, Any]) -> None:
         output.print_table(title, headings, rows, prose=["verdict"])
     else:
         console.print(f"No override is registered for {where}.")
-    runs = found["runs"]
+    runs = found["runs"] or next(
+        outcome_of_error(each["status"], each["name"])
+        for each in found["overrides"]
+        if each["status"] in ("raises", "unknown")
+    )
     origin = f" ({found['native'] or 'there is none'})" if runs == "native" else ""
     console.print(f"Runs: {runs}{origin}")
 

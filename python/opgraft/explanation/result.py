@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.base.notebook import TextDisplay
-from opgraft.explanation.verdicts import Verdict
+from opgraft.explanation.verdicts import Status, Verdict
 from opgraft.registry import Override
 
 #: How many ops without overrides an explanation prints; `others` has all of them.
@@ -44,7 +44,8 @@ class Explanation(TextDisplay):
 
     @property
     def winner(self) -> Override | None:
-        """The override that would run; None for the native kernel, and for any other callable."""
+        """The override that would run; None for the native kernel, where a condition raises, and
+        for any other callable."""
         return next((verdict.override for verdict in self.verdicts if verdict.takes), None)
 
     @property
@@ -70,20 +71,33 @@ class Explanation(TextDisplay):
         }
 
     def _runs(self) -> str | None:
-        """The override's name, "native", or None for a callable that is not an op."""
+        """The override's name or "native"; None where a condition raises, and for a callable that
+        is not an op."""
         if self.dispatch_key is None:
             return None
-        return self.winner.name if self.winner else "native"
+        decisive = self._decisive()
+        if decisive is None:
+            return "native"
+        return decisive.override.name if decisive.takes else None
+
+    def _decisive(self) -> Verdict | None:
+        return next((verdict for verdict in self.verdicts if verdict.decides), None)
+
+    def _outcome(self) -> str:
+        """What runs, in words."""
+        decisive = self._decisive()
+        if decisive is None:
+            return f"native ({self.native or 'none'})"
+        if decisive.takes:
+            return f"override {decisive.override.name}"
+        return outcome_of_error(decisive.status, decisive.override.name)
 
     def __str__(self) -> str:
         if self.dispatch_key is None:
             return self._function_text()
-        runs = (
-            f"override {self.winner.name}" if self.winner else f"native ({self.native or 'none'})"
-        )
         times = f" ({self.calls} calls)" if self.calls > 1 else ""
         when = "backward: " if self.backward else ""
-        lines = [f"{when}{self.op} at {self.dispatch_key}{times} -> {runs}"]
+        lines = [f"{when}{self.op} at {self.dispatch_key}{times} -> {self._outcome()}"]
         lines += [f"  {number}. {verdict}" for number, verdict in enumerate(self.verdicts, 1)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -97,3 +111,9 @@ class Explanation(TextDisplay):
             shown = ", ".join(self.others[:MAX_OTHERS]) + (f" and {more} more" if more > 0 else "")
             lines.append(f"  {'also ' if self.reached else ''}calls {shown}")
         return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def outcome_of_error(status: Status, name: str) -> str:
+    """What comes of a call, in words, where the condition of an override raises."""
+    known = "an error" if status == "raises" else "not known"
+    return f"{known}: the condition of override {name} raises"

@@ -5,21 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override
-from opgraft.router import composite, device, threads
+from opgraft.router import composite, device, failure, threads
 from opgraft.router.decision import Decline, why_not
 from opgraft.when import Failure
 
+_PYTHON = torch._C.DispatchKey.Python
+
 Status = Literal[
     "takes",  # its impl runs
-    "behind",  # its condition holds, but an override before it takes the call
+    "behind",  # its condition holds, but an override before it takes the call, or raises
     "declines",  # its condition, or a rule for all overrides, excludes this call
+    "raises",  # its condition raises, and so does the call
+    "unknown",  # its condition raises on tensors without values, and would perhaps not on others
     "quarantined",  # it failed for a call of this kind before
     "disabled",  # by a rule, an environment variable or a scope
     "unavailable",  # it can never run here: a requirement is missing
     "not asked",  # autograd differentiates the call of a composite op, and not by this override
 ]
+
+
+#: What becomes of an override that would take a call, by the verdict of one before it.
+_BEHIND: dict[Status, str] = {
+    "takes": "would take it, but one before it does",
+    "raises": "would take it, but the condition of one before it raises",
+    "unknown": "would take it if the one before it, of which it is not known, does not",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,11 @@ class Verdict:
     def takes(self) -> bool:
         """Whether its impl runs."""
         return self.status == "takes"
+
+    @property
+    def decides(self) -> bool:
+        """Whether nobody after it is asked, or it is not known who is."""
+        return self.status in _BEHIND
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict that `json` can write."""
@@ -82,13 +101,13 @@ def judge_overrides(
         and _judge_override(differentiating, call, True, True).status == "quarantined"
     )
     for override in chain.members:
-        is_taken = any(other.takes for other in verdicts)
-        may_differentiate = is_taken or override is differentiating
+        decisive = next((each for each in verdicts if each.decides), None)
+        may_differentiate = decisive is not None or override is differentiating
         verdict = _judge_override(override, call, keeps_derivative, may_differentiate)
         if forward_is_native and verdict.status in ("takes", "not asked"):
             verdict = Verdict(override, "not asked", threads.PassedByForNative.REASON)
-        elif verdict.takes and is_taken:
-            verdict = Verdict(override, "behind", "would take it, but one before it does")
+        elif verdict.takes and decisive is not None:
+            verdict = Verdict(override, "behind", _BEHIND[decisive.status])
         verdicts.append(verdict)
     return tuple(verdicts)
 
@@ -107,14 +126,13 @@ def _judge_override(
     try:
         where = device.of_call(call, override.dispatch_key)
         decline = why_not(override, call, capturing=device.is_capturing(where))
-        failure = (
+        failed = (
             override.condition_failure(call) if decline and decline.kind == "condition" else None
         )
-    except Exception as error:  # a condition in Python; a real call would raise this
-        reason = f"its condition raises {type(error).__name__}: {error}"
-        return Verdict(override, "declines", reason)
+    except Exception as error:  # a condition in Python
+        return _raising(override, call, error)
     if decline is not None:
-        return _declined(override, decline, failure)
+        return _declined(override, decline, failed)
     takes, plan = True, ""
     if override.plans is not None:
         # Of overrides with a derivative, only the pairs of functions wait until they are ready.
@@ -126,11 +144,22 @@ def _judge_override(
     return Verdict(override, "takes", plan=plan)
 
 
-def _declined(override: Override, decline: Decline, failure: Failure | None) -> Verdict:
+def _raising(override: Override, call: Call, error: Exception) -> Verdict:
+    """The verdict of an override whose condition raises an error."""
+    raises = f"its condition raises {type(error).__name__}: {error}"
+    # At a backend only stand-ins for tensors have a `__torch_dispatch__`.
+    if any(torch._C._dispatch_keys(tensor).has(_PYTHON) for tensor in call.tensors()):
+        return Verdict(override, "unknown", f"{raises}, on tensors without values")
+    if failure.may_fall_back(override, error, call, capturing=False):
+        return Verdict(override, "declines", f"{raises}, for which a call quarantines it")
+    return Verdict(override, "raises", raises)
+
+
+def _declined(override: Override, decline: Decline, failed: Failure | None) -> Verdict:
     if decline.kind == "disabled":
         return Verdict(override, "disabled", decline.reason)
     if decline.kind == "passed by":
         return Verdict(override, "not asked", decline.reason)
     if decline.kind == "quarantined":
         return Verdict(override, "quarantined", decline.reason)
-    return Verdict(override, "declines", f"declines: {failure or decline.reason}", failure)
+    return Verdict(override, "declines", f"declines: {failed or decline.reason}", failed)
