@@ -632,6 +632,22 @@ def test_explain_and_a_trace_say_of_each_kind_what_happens(kinds: tuple[str, ...
         assert all(statuses[kind] in ("behind", "not asked") for kind in set(kinds) - {first})
 
 
+@pytest.mark.parametrize("holds", [True, False], ids=["takes", "declines"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_asks_a_condition_in_python_no_more_than_it_needs(kind: str, holds: bool) -> None:
+    asked: list[bool] = []
+
+    def cond(*args: Any, **kwargs: Any) -> bool:
+        asked.append(holds)
+        return holds
+
+    mine = override(autograd=KINDS[kind], cond=cond)
+    tensors = inputs(requires_grad=kind != "none")
+    assert (opgraft.explain(f"aten::{OP}", *tensors).winner is mine) == holds
+    # Of a pair: once for whether it differentiates the call, and once for the verdict.
+    assert len(asked) == (2 if kind == "pair" else 1)
+
+
 @pytest.mark.parametrize("kinds", [("pair", "impl"), ("impl", "pair")])
 def test_the_next_kind_runs_where_the_first_is_quarantined(kinds: tuple[str, ...]) -> None:
     def fails(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -95,15 +95,17 @@ def judge_overrides(
         differentiating: the override whose two functions differentiate it, if one's do.
     """
     verdicts: list[Verdict] = []
-    forward_is_native = (
-        keeps_derivative
-        and differentiating is not None
-        and _judge_override(differentiating, call, True, True).status == "quarantined"
-    )
+    # Judged once, and first: what it says concerns the others.
+    of_pair = None
+    if keeps_derivative and differentiating is not None:
+        of_pair = _judge_override(differentiating, call, True, True)
+    forward_is_native = of_pair is not None and of_pair.status == "quarantined"
     for override in chain.members:
         decisive = next((each for each in verdicts if each.decides), None)
-        may_differentiate = decisive is not None or override is differentiating
-        verdict = _judge_override(override, call, keeps_derivative, may_differentiate)
+        if of_pair is not None and override is differentiating:
+            verdict = of_pair
+        else:
+            verdict = _judge_override(override, call, keeps_derivative, decisive is not None)
         if forward_is_native and verdict.status in ("takes", "not asked"):
             verdict = Verdict(override, "not asked", threads.PassedByForNative.REASON)
         elif verdict.takes and decisive is not None:

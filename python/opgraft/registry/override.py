@@ -214,12 +214,13 @@ class Override:
         return _holds(self.cond, call)
 
     def condition_failure(self, call: Call) -> Failure | None:
-        """The part of the condition that fails for a call; None if the condition holds."""
+        """The part of the condition that fails for a call that the condition has declined.
+
+        A condition in Python is not asked again.
+        """
         condition = self.condition
         if isinstance(condition, Condition):
             return condition.failure(call.named)
-        if self.condition_holds(call):
-            return None
         return Failure(f"cond {getattr(self.cond, '__qualname__', self.cond)!s}", "returned false")
 
     @property
