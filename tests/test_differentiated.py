@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import opgraft
 from opgraft import when
 from opgraft.errors import ContractError, RegistrationError
 from opgraft.packs.loading import owning
+from opgraft.router import composite
 from tests.modes import RecordOps
 from tests.python_router import run_again, where_the_core_routes
 
@@ -475,6 +478,86 @@ def test_an_open_forward_mode_level_without_a_tangent_changes_nothing(
         F.scaled_dot_product_attention(*tensors)
     assert [each for each in (explained, reached.winner) if each] == 2 * taken
     assert mine.hits == len(taken)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["none", "pair", "impl"])
+def test_a_tensor_of_a_subclass_without_a_tangent_changes_nothing(kind: str) -> None:
+    mine = override(autograd=KINDS[kind])
+    tensors = [
+        each.as_subclass(Subclass)  # type: ignore[arg-type]
+        for each in inputs(requires_grad=kind != "none")
+    ]
+    with forward_ad.dual_level():
+        F.scaled_dot_product_attention(*tensors)
+    assert mine.hits == 1
+
+
+def _nested(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(tensor)
+
+
+MAKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": torch.clone,
+    "of a subclass": lambda tensor: tensor.clone().as_subclass(Subclass),  # type: ignore[arg-type]
+    "with a __torch_dispatch__": lambda tensor: TwoTensor(tensor.clone(), tensor.clone()),
+    "fake": _fake,
+    "nested": _nested,
+    "sparse": torch.Tensor.to_sparse,
+    "meta": lambda tensor: tensor.to("meta"),
+    "functional": torch._to_functional_tensor,
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_a_tensor_of_any_kind_has_no_tangent_by_itself(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with forward_ad.dual_level():
+        assert not composite.has_tangent(make(torch.ones(3)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "of a subclass", "with a __torch_dispatch__", "fake"])
+def test_a_tangent_is_found_whatever_holds_it(kind: str) -> None:
+    tensor, tangent = MAKE[kind](torch.ones(3)), MAKE[kind](torch.ones(3))
+    if kind == "fake":
+        tangent = torch.ones_like(tensor)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensor, tangent)
+        version = dual._version
+        assert composite.has_tangent(dual) and not composite.has_tangent(tensor)
+        assert dual._version == version
+    assert not composite.has_tangent(dual)
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (lambda f: torch.func.grad(f)(torch.ones(3)), False),
+        (lambda f: torch.func.vmap(f)(torch.ones(2, 3)), False),
+        (lambda f: torch.func.jvp(f, (torch.ones(3),), (torch.ones(3),)), True),
+    ],
+    ids=["grad", "vmap", "jvp"],
+)
+def test_of_what_functorch_wraps_a_tangent_is_known(
+    transform: Callable[[Callable[[torch.Tensor], torch.Tensor]], object], expected: bool
+) -> None:
+    found: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(composite.has_tangent(x))
+        return x.sum()
+
+    with nullcontext() if expected else forward_ad.dual_level():  # `jvp` opens its own
+        transform(function)
+    assert found == [expected]
 
 
 @pytest.mark.parametrize("kind", ["none", "pair", "impl"])

@@ -464,7 +464,7 @@ class Recorder(TorchDispatchMode):
         stand_in.original = None
 
 
-composite.register_tracing_mode(Recorder, StandIn)
+composite.register_tracing_mode(Recorder)
 
 
 class _Captured:

@@ -82,19 +82,14 @@ _CALL_CAST_OPS = frozenset(
 )
 #: Types of dispatch modes that see composite ops whole, not decomposed.
 _tracing_modes: set[type] = set()
-#: Types of tensors of which torch makes views without asking a subclass.
-_plain_types: set[type] = {torch.Tensor, torch.nn.Parameter}
+_AUTOGRAD = DispatchKeySet(DispatchKey.AutogradCPU)  # it is the same kernel for all backends
+#: The error of a tangent that is none, which only a tensor without one comes to.
+_REFUSES_NONE = "Expected a proper Tensor but got None"
 
 
-def register_tracing_mode(mode: type, stand_in: type) -> None:
-    """Show overridden composite ops to dispatch modes of a type whole, not decomposed.
-
-    Args:
-        mode: the type.
-        stand_in: the type of the tensors that it makes.
-    """
+def register_tracing_mode(mode: type) -> None:
+    """Show overridden composite ops to dispatch modes of a type whole, not decomposed."""
     _tracing_modes.add(mode)
-    _plain_types.add(stand_in)
     core = loader.in_use()
     if core is not None:
         core.register_tracing_mode(mode)
@@ -408,21 +403,14 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     core = loader.in_use()
     if core is not None:
         return core.has_tangent(tensor)
-    # Without the core only an op tells, which makes a view: not of every layout, nor of what others
-    # wrap. That has one as far as is known here, since a missed tangent is a silently wrong jvp.
-    if tensor.is_inference():
-        return False
-    is_plain = type(tensor) in _plain_types and not tensor.is_nested
-    if not is_plain or tensor.layout != torch.strided or _is_wrapped(tensor):
-        return True
-    with torch._C._DisableTorchDispatch():
-        return torch._VF._unpack_dual(tensor, level=0)[1] is not None  # torch has one level alone
-
-
-def _is_wrapped(tensor: torch.Tensor) -> bool:
-    return torch._is_functional_tensor(tensor) or (
-        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    # Without the core only an op tells. It refuses a tensor that has a tangent before it looks at
+    # the second argument; and it is called where no mode, subclass or transform sees it.
+    level = 0  # torch has one alone
+    try:
+        torch.ops.aten._make_dual.default.redispatch(_AUTOGRAD, tensor, None, level)
+    except RuntimeError as error:
+        return _REFUSES_NONE not in str(error)
+    return False
 
 
 def needs_grad(call: Call) -> bool:
