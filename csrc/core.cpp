@@ -480,6 +480,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, core) {
           "Let Python decide from now on whether it takes a call.")
       .def_readwrite("is_differentiated", &Override::is_differentiated,
                      "Whether autograd differentiates the ops that its impl calls.")
+      .def_readwrite("has_functions", &Override::has_functions,
+                     "Whether two functions differentiate it.")
       .def(
           "set_python_impl",
           [](Override& self, const RouterHandle& router, py::object override, py::object function,

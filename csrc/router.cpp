@@ -125,7 +125,8 @@ Chain::Chain(Overrides overrides) : overrides_(std::move(overrides)) {
       common_test_.widen(test);
     }
     overrides_[index]->misses->include(misses_);
-    any_differentiated_ = any_differentiated_ || overrides_[index]->is_differentiated;
+    any_derivative_ =
+        any_derivative_ || overrides_[index]->is_differentiated || overrides_[index]->has_functions;
   }
 }
 
@@ -378,37 +379,52 @@ std::unique_ptr<PendingCall> Router::pending_derivative(const Argument* argument
     return with_action(PendingCall::Action::Differentiate);
   }
   // A tracer would see what an impl calls, and the graph would be without the override's condition.
-  return found == Interceptor::None ? pending_differentiated(arguments) : nullptr;
+  if (found != Interceptor::None) return nullptr;
+  return pending_differentiated(arguments, /*counts_functions=*/true, /*observed=*/false);
 }
 
 // Their impls run at the autograd key. What they call may have no forward-mode derivative: the
 // composite has.
 std::unique_ptr<PendingCall> Router::pending_differentiated(const Argument* arguments,
+                                                            bool counts_functions,
                                                             bool observed) const {
   const Epochs::Reader reader;
   const Chain* chain = chain_.load(std::memory_order_seq_cst);
-  if (chain == nullptr || !chain->any_differentiated() ||
+  if (chain == nullptr || !chain->any_derivative() ||
       shutting_down.load(std::memory_order_relaxed)) {
     return nullptr;
   }
-  if (C10_UNLIKELY(Scope::any()) && !observed && Scope::is_observed())
-    return with_action(PendingCall::Action::ObserveDifferentiated);
+  const bool is_scoped = Scope::any();
+  if (C10_UNLIKELY(is_scoped) && !observed && Scope::is_observed()) {
+    auto found = with_action(PendingCall::Action::ObserveDifferentiated);
+    found->counts_functions = counts_functions;
+    return found;
+  }
   const c10::ArrayRef<Argument> all(arguments, argument_count_);
   if (has_tangents(all)) return nullptr;  // nobody is asked, so nobody misses
+  Counter::Shard& shard = Counter::shard();
   c10::Device device(c10::DeviceType::CPU);
-  bool device_found = false;
-  const bool may_run = is_plain(all, device, device_found) && !is_recorded_by_torchscript();
+  std::optional<bool> may_run;  // not known until one whose impl is differentiated is asked
   for (size_t index = 0; index < chain->size(); ++index) {
     const Override& override = (*chain)[index];
-    if (!override.is_differentiated || Scope::is_off(override.identity)) continue;
+    if (C10_UNLIKELY(is_scoped) && Scope::is_off(override.identity)) continue;
+    if (!override.is_differentiated) {
+      if (counts_functions && override.has_functions) override.misses->add(shard);
+      continue;
+    }
+    if (!may_run) {
+      bool device_found = false;
+      may_run = is_plain(all, device, device_found) && !is_recorded_by_torchscript();
+    }
     const bool decided_in_python = override.decides_in_python.load(std::memory_order_relaxed);
-    if (!may_run || !chain->tensor_test(index).passes(arguments) ||
+    if (!*may_run || !chain->tensor_test(index).passes(arguments) ||
         (!decided_in_python && !override.condition.holds(arguments))) {
-      override.misses->add();
+      override.misses->add(shard);
       continue;
     }
     auto found = with_overrides(*chain, index, /*condition_holds=*/!decided_in_python, device);
     found->is_differentiated = true;
+    found->counts_functions = counts_functions;
     return found;
   }
   return nullptr;
@@ -616,7 +632,7 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
     }
     case Action::ObserveDifferentiated:
       observer_->observe(call, /*keeps_derivative=*/true,
-                         [&] { run_differentiated(call, /*observed=*/true); });
+                         [&] { run_differentiated(call, pending.counts_functions, true); });
       return;
     case Action::Differentiate: {
       const auto by =
@@ -624,7 +640,7 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
       if (by == Derivative::By::Override) return;
       if (by == Derivative::By::OwnDerivative &&
           interceptor_of(call.keyset, key_) == Interceptor::None) {
-        run_differentiated(call, /*observed=*/false);
+        run_differentiated(call, /*counts_functions=*/false, /*observed=*/false);  // Python has
         return;
       }
       run_keeping_derivative(call, /*observed=*/false);
@@ -637,8 +653,9 @@ void Router::run_pending(PendingCall& pending, Call& call, bool observed) {
   }
 }
 
-void Router::run_differentiated(Call& call, bool observed) {
-  if (const auto pending = pending_differentiated(call.view().data(), observed))
+void Router::run_differentiated(Call& call, bool counts_functions, bool observed) {
+  const auto arguments = call.view();
+  if (const auto pending = pending_differentiated(arguments.data(), counts_functions, observed))
     run_pending(*pending, call, observed);
   else
     run_keeping_derivative(call, observed);
@@ -656,7 +673,11 @@ bool Router::try_overrides(const PendingCall& pending, Call& call, bool observed
   bool condition_holds = pending.condition_holds;
   for (const auto& override : pending.rest) {
     const bool is_known = std::exchange(condition_holds, false);
-    if (pending.is_differentiated && !override->is_differentiated) continue;
+    if (pending.is_differentiated && !override->is_differentiated) {
+      const bool declines = pending.counts_functions && override->has_functions;
+      if (declines && !Scope::is_off(override->identity)) override->misses->add();
+      continue;
+    }
     if (!is_known && Scope::is_off(override->identity)) continue;
     if (C10_UNLIKELY(override->is_placeholder)) {
       if (!override->impl->takes(*override, call)) continue;

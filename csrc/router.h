@@ -130,6 +130,8 @@ class alignas(64) Override {
   bool is_placeholder = false;
   // Autograd differentiates the ops that its impl calls. The op is composite.
   bool is_differentiated = false;
+  // Two functions differentiate it: see `Derivative`.
+  bool has_functions = false;
   // Whether a result of such an impl had a derivative. Some ops' have none.
   mutable std::atomic<bool> has_made_derivative{false};
 };
@@ -153,8 +155,8 @@ class alignas(64) Chain {
 
   const Overrides& overrides() const { return overrides_; }
   size_t size() const { return overrides_.size(); }
-  // Whether autograd differentiates what some of them call.
-  bool any_differentiated() const { return any_differentiated_; }
+  // Whether some have a derivative of their own.
+  bool any_derivative() const { return any_derivative_; }
   const Override& operator[](size_t index) const { return *overrides_[index]; }
 
   // Fails only for calls for which every override's test fails.
@@ -170,7 +172,7 @@ class alignas(64) Chain {
   // What a miss reads, in one cache line.
   TensorTest common_test_;
   Counter::Place misses_place_;
-  bool any_differentiated_ = false;
+  bool any_derivative_ = false;
 
   std::shared_ptr<Counter> misses_ = std::make_shared<Counter>();
   std::vector<TensorTest> tensor_tests_;
@@ -240,6 +242,8 @@ struct PendingCall {
   bool condition_holds = false;  // the condition of the first of `rest` holds
   // Autograd differentiates the call, so only overrides take it whose impls it differentiates.
   bool is_differentiated = false;
+  // Those with two functions decline it, and their misses are still to be counted.
+  bool counts_functions = false;
   c10::Device device{c10::DeviceType::CPU};
   Overrides rest;  // the first override that may take the call, and those after it
 
@@ -360,9 +364,11 @@ class alignas(64) Router {
   // runs.
   C10_NOINLINE std::unique_ptr<PendingCall> pending_derivative(const Argument* arguments,
                                                                c10::DispatchKeySet keyset) const;
-  // The same, for overrides whose impls autograd differentiates.
+  // The same, for overrides whose impls autograd differentiates. `counts_functions`: those with two
+  // functions decline the call, which is still to be counted of those that come first.
   C10_NOINLINE std::unique_ptr<PendingCall> pending_differentiated(const Argument* arguments,
-                                                                   bool observed = false) const;
+                                                                   bool counts_functions,
+                                                                   bool observed) const;
   C10_NOINLINE static void count_misses(const Chain& chain);
   C10_NOINLINE void count_misses() const;
   // Null if the override declines.
@@ -379,7 +385,7 @@ class alignas(64) Router {
   bool try_overrides(const PendingCall& pending, Call& call, bool observed);
   bool takes(const Override& override, Call& call);
   bool run(const Override& override, Call& call, c10::Device device, bool is_differentiated);
-  void run_differentiated(Call& call, bool observed);
+  void run_differentiated(Call& call, bool counts_functions, bool observed);
   // Runs the composite, which autograd differentiates.
   void run_keeping_derivative(Call& call, bool observed);
   // None if autograd's keys have seen the call already.

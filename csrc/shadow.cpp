@@ -63,6 +63,7 @@ std::shared_ptr<Override> shadowed(ShadowImpl::Options options) {
   outer->identity = inner.identity;
   outer->label = inner.label;
   outer->is_differentiated = inner.is_differentiated;
+  outer->has_functions = inner.has_functions;
   outer->impl = std::make_unique<ShadowImpl>(std::move(options));
   return outer;
 }

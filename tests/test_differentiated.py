@@ -883,6 +883,59 @@ def test_a_condition_that_fails_leaves_the_call_to_the_next_kind() -> None:
     assert (pair.hits, mine.hits) == (0, 1)
 
 
+LONG = when.size("query", -2) >= 8
+
+
+def in_python(query: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return query.size(-2) >= 8
+
+
+@pytest.mark.parametrize("observed", [False, True], ids=["", "observed"])
+@pytest.mark.parametrize("cond", [LONG, in_python], ids=["when", "python"])
+@pytest.mark.parametrize("kind", ["pair", "impl"])
+def test_who_declines_a_call_that_native_differentiates_misses_it(
+    kind: str, cond: Any, observed: bool
+) -> None:
+    mine = override(autograd=KINDS[kind], cond=cond)
+    below = override(autograd=None, cond=cond, name="below")
+    with opgraft.trace() if observed else nullcontext():
+        gradients(inputs())
+    assert (mine.hits, mine.misses, below.misses) == (0, 1, 0)
+    F.scaled_dot_product_attention(*inputs(requires_grad=False))
+    assert (mine.hits, mine.misses, below.misses) == (0, 2, 1)
+
+
+@pytest.mark.parametrize("conds", list(itertools.product([LONG, in_python], repeat=3)))
+def test_each_that_is_asked_misses_a_call_once(conds: tuple[Any, ...]) -> None:
+    """Also where one that comes between two takes it, behind which nobody is asked."""
+    first = override(autograd=KINDS["pair"], cond=conds[0], name="first", priority=3)
+    second = override(autograd="impl", cond=conds[1], name="second", priority=2)
+    third = override(autograd=KINDS["pair"], cond=conds[2], name="third", priority=1)
+    gradients(inputs())
+    assert [each.misses for each in (first, second, third)] == [1, 1, 1]
+    taking = override(autograd="impl", name="taking", priority=2)  # before `second`
+    gradients(inputs())
+    assert [each.misses for each in (first, taking, second, third)] == [2, 0, 1, 1]
+    taking.remove()
+    taking = override(autograd=KINDS["pair"], name="taking", priority=2)
+    gradients(inputs())
+    assert [each.misses for each in (first, taking, second, third)] == [3, 0, 1, 1]
+    assert taking.hits == 1
+
+
+def test_who_is_off_or_not_asked_misses_nothing() -> None:
+    mine = override(autograd=KINDS["pair"], cond=LONG)
+    tensors = inputs()
+    with opgraft.disabled():
+        gradients(tensors)
+    with RecordOps():  # which sees the pieces
+        gradients(tensors)
+    opgraft.explain(f"aten::{OP}", *tensors)
+    opgraft.explain(F.scaled_dot_product_attention, *tensors, backward=True)
+    torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*tensors)
+    assert mine.misses == 0
+
+
 @pytest.mark.parametrize("first", ["none", "pair"])
 def test_a_condition_on_grad_mode_is_the_same_in_the_forward(first: str) -> None:
     """Autograd has switched it off there, where another override would run."""
@@ -912,8 +965,9 @@ def test_a_condition_that_raises_is_an_error(kind: str) -> None:
     mine = override(autograd=KINDS[kind], cond=odd, name="mine", priority=1)
     then = override(name="then")
     tensors = inputs()
-    explained = opgraft.explain(f"aten::{OP}", *tensors)
-    assert explained.winner is None and "its condition raises KeyError" in str(explained)
+    (reached,) = opgraft.explain(F.scaled_dot_product_attention, *tensors).reached
+    for explained in (opgraft.explain(f"aten::{OP}", *tensors), reached):
+        assert explained.winner is None and "its condition raises KeyError" in str(explained)
     with pytest.raises(KeyError, match="an odd argument"):
         gradients(tensors)
     mine.remove()

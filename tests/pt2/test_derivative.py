@@ -259,7 +259,7 @@ def test_a_call_that_the_override_declines_keeps_the_derivative_of_the_op(
 def test_a_call_that_no_condition_wants_never_asks_python(
     override: Override, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(*_: Any) -> None:
+    def asked(*_: Any, **__: Any) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(DerivativeKernel, "differentiating_override", asked)

@@ -36,6 +36,7 @@ class Override:
     def set_condition(self, nodes: Sequence[Node]) -> None: ...
     def decide_in_python(self) -> None: ...
     is_differentiated: bool
+    has_functions: bool
     def set_python_impl(
         self,
         router: Router,

@@ -183,6 +183,7 @@ class CompiledRouter(Router):
             display_name=contract.display_name(override),
         )
         core_override.is_differentiated = override.is_differentiated
+        core_override.has_functions = override.derivative is not None
         if override.plans is not None:
             self._plan(override, core_override)
         nodes = None

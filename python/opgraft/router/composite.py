@@ -239,6 +239,11 @@ def _is_traced(backend: DispatchKey) -> bool:
         return autocast not in DispatchKey.__members__ or (
             torch._C._dispatch_tls_is_dispatch_key_excluded(autocast)
         )
+    return is_explained()
+
+
+def is_explained() -> bool:
+    """Whether what is called here is called on stand-ins, to see what it would call."""
     depth = range(torch._C._len_torch_dispatch_stack())
     return any(type(torch._C._get_dispatch_stack_at(i)) in _tracing_modes for i in depth)
 

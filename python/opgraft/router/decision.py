@@ -13,6 +13,10 @@ from opgraft.router import device, failure, threads, torch_function
 from opgraft.router.call_keys import exact_key, kind_of
 from opgraft.when import Condition
 
+#: The kinds of a :class:`Decline` that `.misses` counts: a condition declined, or a rule that all
+#: overrides share.
+MISSES = frozenset({"condition", "rule", "captured"})
+
 
 class Decline(NamedTuple):
     """Why an override does not take a call."""
@@ -22,8 +26,8 @@ class Decline(NamedTuple):
 
     @property
     def is_miss(self) -> bool:
-        """Whether `.misses` counts it: a condition declined, or a rule that all overrides share."""
-        return self.kind in ("condition", "rule", "captured")
+        """Whether `.misses` counts it."""
+        return self.kind in MISSES
 
 
 def takes(override: Override, call: Call, *, capturing: bool) -> bool:

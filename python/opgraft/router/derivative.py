@@ -43,7 +43,7 @@ from opgraft.router import composite, dispatcher, saved_tensors, threads
 from opgraft.router.base import Router
 from opgraft.router.compiled import CompiledRouter
 from opgraft.router.composite import needs_grad
-from opgraft.router.decision import condition_holds, decide, why_not
+from opgraft.router.decision import MISSES, condition_holds, decide, why_not
 from opgraft.router.native import NativeKernel
 from opgraft.when import Condition, symbolic
 from opgraft.when.compilation import Node, compile_condition
@@ -205,7 +205,8 @@ class DerivativeKernel:
             call: the call.
             is_ready: whether the kernels of a composite op's override are ready; else the next one
                 is asked.
-            runs: whether the call runs, so that what fails is quarantined, or raised.
+            runs: whether the call runs, so that misses are counted, and that what fails is
+                quarantined, or raised.
 
         Raises:
             Exception: what the condition of a composite op's override raised, if the call runs and
@@ -239,19 +240,26 @@ class DerivativeKernel:
         Where hooks get what is saved, one that is only quarantined keeps its place: a pair gives
         its derivative, with a native forward. A checkpoint compares what a forward saved, in which
         the impl ran or failed, with what a second one saves.
+
+        Misses of pairs are counted here where no pair is found, and else in its forward.
         """
         keeps_quarantined = saved_tensors.are_hooked()
+        declining: list[Override] = []
         for override in self._chain.active:
             if override.autograd is None:
                 continue
             obstacle = _obstacle_of(override, call, runs=runs)
-            if obstacle is None:
-                if override.is_differentiated:
-                    return None  # the router asks it, and those after it
-                if is_ready(override):
-                    return override
-            elif obstacle == "quarantined" and keeps_quarantined and _takes_call(override, call):
-                return None if override.is_differentiated else override
+            keeps_place = obstacle is None or (
+                obstacle == "quarantined" and keeps_quarantined and _takes_call(override, call)
+            )
+            if keeps_place and override.is_differentiated:
+                break  # the router asks it, and those after it
+            if keeps_place and (obstacle is not None or is_ready(override)):
+                return override
+            if obstacle in MISSES and not override.is_differentiated:
+                declining.append(override)
+        for override in declining if runs else ():
+            override.state.misses.add()
         return None
 
     def _passing_by(self, override: Override, call: Call) -> ExitStack:
@@ -327,7 +335,9 @@ class PythonKernel(DerivativeKernel):
         are_pieces_seen = self._is_composite and (
             composite.interceptor_of(keyset, self._backend) == "other"
         )
-        override = None if are_pieces_seen else self.differentiating_override(call)
+        override = None
+        if not are_pieces_seen:
+            override = self.differentiating_override(call, runs=not composite.is_explained())
         if override is None:
             return self._native(keyset, call)
         return self.differentiate(override, call)
@@ -356,7 +366,8 @@ class CompiledKernel(DerivativeKernel):
             override.state.misses.add()
             return False
 
-        override = self.differentiating_override(call, is_ready)
+        runs = not composite.is_explained()
+        override = self.differentiating_override(call, is_ready, runs=runs)
         if override is None:
             return NotImplemented
         if not self._is_composite and not is_ready(override):
