@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -213,30 +214,72 @@ def test_differentiating_twice_by_nested_grads_is_an_error(override: Override) -
     def once(x: torch.Tensor) -> torch.Tensor:
         return grad(scalar(softmax))(x).pow(2).sum()
 
-    with pytest.raises(OpgraftError, match=r"opgraft\.disabled"):
+    with pytest.raises(OpgraftError, match=r"twice, call the op under opgraft\.disabled"):
         grad(once)(an_input(3))
-    with opgraft.disabled():
+    with opgraft.disabled(name=override.name):
         assert grad(once)(an_input(3)).abs().sum() > 0
 
 
-def test_an_upstream_gradient_with_a_tangent_is_an_error_that_names_forward_mode(
-    override: Override,
+def tangent_of_dual_upstream(x: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_()
+    with torch.autograd.forward_ad.dual_level():
+        out = softmax(x)
+        upstream = torch.autograd.forward_ad.make_dual(torch.ones_like(out), out.detach())
+        (gradient,) = torch.autograd.grad(out, x, upstream)
+        return torch.autograd.forward_ad.unpack_dual(gradient).tangent
+
+
+def tangent_of_dual_factor(x: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_()
+    with torch.autograd.forward_ad.dual_level():
+        factor = torch.autograd.forward_ad.make_dual(torch.ones(x.shape), x.detach().clone())
+        (gradient,) = torch.autograd.grad((softmax(x) * factor).sum(), x)
+        return torch.autograd.forward_ad.unpack_dual(gradient).tangent
+
+
+def tangent_of_pullback(x: torch.Tensor) -> torch.Tensor:
+    out, pullback = vjp(softmax, x)
+    _, (tangent,) = jvp(pullback, (torch.ones_like(out),), (out,))
+    return tangent
+
+
+@pytest.mark.parametrize(
+    "forward_over_reverse", [tangent_of_dual_upstream, tangent_of_dual_factor, tangent_of_pullback]
+)
+def test_an_upstream_gradient_with_a_tangent_is_an_error_that_names_the_mend(
+    forward_over_reverse: Callable[[torch.Tensor], torch.Tensor], override: Override
 ) -> None:
     """Only the upstream gradient has a tangent, so the override takes the call."""
-
-    def forward_over_reverse(x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
-        with torch.autograd.forward_ad.dual_level():
-            out = softmax(x)
-            upstream = torch.autograd.forward_ad.make_dual(torch.ones_like(out), out.detach())
-            (gradient,) = torch.autograd.grad(out, x, upstream)
-            return torch.autograd.forward_ad.unpack_dual(gradient).tangent
-
-    with pytest.raises(OpgraftError, match=r"override .*softmax.* in forward mode"):
+    names = rf"override '{re.escape(override.name)}' of aten::_softmax.* autograd= .*"
+    mend = re.escape(f"opgraft.disabled(name={override.name!r})")
+    with pytest.raises(OpgraftError, match=rf"{names} in forward mode.* under {mend}"):
         forward_over_reverse(an_input(2))
     assert override.hits == 1
-    with opgraft.disabled():
+    with opgraft.disabled(name=override.name):
         assert forward_over_reverse(an_input(2)).abs().sum() > 0
+
+
+def test_forward_over_reverse_in_one_transform_keeps_the_derivative_of_the_op(
+    override: Override,
+) -> None:
+    """Whatever has the tangent, `jvp` is known where the op is called."""
+
+    def of_factor(f: Any) -> torch.Tensor:
+        def gradient(factor: torch.Tensor) -> torch.Tensor:
+            return grad(lambda x: (f(x) * factor).sum())(an_input(2))
+
+        factor = torch.ones(an_input(2).shape)
+        return jvp(gradient, (factor,), (an_input(2),))[1]
+
+    def of_input(f: Any) -> torch.Tensor:
+        return jvp(grad(scalar(f)), (an_input(2),), (an_input(2),))[1]
+
+    for tangent in (of_factor, of_input):
+        before = override.hits
+        result = tangent(softmax)
+        assert override.hits == before + 1
+        with opgraft.disabled():
+            torch.testing.assert_close(result, tangent(softmax))
 
 
 def test_a_gradient_that_needs_no_second_one_may_keep_its_graph(override: Override) -> None:

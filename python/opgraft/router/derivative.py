@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -575,6 +575,7 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
     positional = len(op.positional)
     names = [argument.name for argument in op.keyword_only]
     display_name = f"override {override.name!r} of {override.op} at {override.dispatch_key}"
+    name = override.name
 
     # Whether its kernels are ready was asked before, for the backward too: the forward must not be
     # native's, and the backward ours.
@@ -631,7 +632,9 @@ def _function_of(override: Override) -> type[torch.autograd.Function]:
             if not torch.is_grad_enabled() and not in_forward_mode:
                 return gradients
             return _once_differentiable(
-                display_name, gradients, (*grads[:-1], _state(author_ctx).saved()[-1])
+                _OnceOnly(display_name, name),
+                gradients,
+                (*grads[:-1], _state(author_ctx).saved()[-1]),
             )
 
     OwnDerivative.__name__ = OwnDerivative.__qualname__ = f"OwnDerivative[{override.name}]"
@@ -648,13 +651,28 @@ def _empty_on_device_of(outputs: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
+class _OnceOnly(NamedTuple):
+    """An override whose functions say how to differentiate once."""
+
+    display_name: str
+    name: str
+
+    def error(self, wish: str) -> OpgraftError:
+        """The error of differentiating its backward, in the way that `wish` names."""
+        return OpgraftError(
+            f"the derivative of the backward of {self.display_name} is not known: its autograd= "
+            f"says how to differentiate once. To differentiate {wish}, call the op under "
+            f"opgraft.disabled(name={self.name!r}), where it keeps its own derivative"
+        )
+
+
 def _once_differentiable(
-    display_name: str, gradients: tuple[Any, ...], sources: tuple[Any, ...]
+    once_only: _OnceOnly, gradients: tuple[Any, ...], sources: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Make differentiating `gradients` an error.
 
     Args:
-        display_name: names the override.
+        once_only: the override.
         gradients: what the override's backward returned.
         sources: tensors whose autograd graph holds all that the gradients may depend on. The
             gradients' own graph is not enough: kernels, or operations on detached tensors, may have
@@ -662,7 +680,7 @@ def _once_differentiable(
     """
     present = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
     tensors = [*present, *(each for each in sources if isinstance(each, torch.Tensor))]
-    closed = iter(_OnceDifferentiable.apply(display_name, len(present), *tensors))
+    closed = iter(_OnceDifferentiable.apply(once_only, len(present), *tensors))
     return tuple(next(closed) if isinstance(g, torch.Tensor) else g for g in gradients)
 
 
@@ -672,25 +690,21 @@ class _OnceDifferentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(display_name: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        once_only: _OnceOnly, count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.display_name = inputs[0]
+        ctx.once_only = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise _double_backward_error(ctx.display_name)
+        raise ctx.once_only.error("twice")
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _double_backward_error(ctx.display_name)
-
-
-def _double_backward_error(display_name: str) -> OpgraftError:
-    return OpgraftError(
-        f"the derivative of the backward of {display_name} is not known: its autograd= says how to "
-        "differentiate once; switch the override off (opgraft.disabled) to differentiate twice, or "
-        "to differentiate the backward in forward mode, where an upstream gradient has a tangent"
-    )
+        raise ctx.once_only.error(
+            "the backward in forward mode, as an upstream gradient with a tangent does"
+        )
