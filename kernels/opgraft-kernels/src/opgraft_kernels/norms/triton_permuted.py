@@ -330,7 +330,7 @@ class Walk(NamedTuple):
     Attributes:
         elements: of a tile that a thread has.
         per_sm: programs of a multiprocessor; 0: a program for each tile.
-        by_rows: whether a forward's rows are each in few threads, see `_held_by_rows`.
+        by_rows: whether each of a forward's rows is in few threads: see `_held_as`.
         is_ahead: whether the next tile is loaded before one is computed.
     """
 
