@@ -16,32 +16,20 @@ are left out, and said.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import itertools
-import json
-import math
-import multiprocessing
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import _common
+import _tiles
 import torch
+from _tiles import Tensors
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
-from _gpu import gpu_times, natively
-
-import opgraft
 from opgraft_kernels.softmax import triton_kernels
 
-RESULTS_NAME = "softmax_tiles"
 #: Lines of a tile, and of each its length in elements and its warps.
 LINES = (2, 4, 8, 16, 32, 64, 128, 256)
 PARTS = (256, 512, 1024, 2048)
@@ -60,9 +48,6 @@ SIZES = (14, *(n * 27 // 32 | 1 for n in (32, 64, 128, 256, 512, 1024, 2048)), 3
 #: Elements of a tensor, by the size of one: no cache holds two.
 ELEMENTS = {2: 2**26, 4: 2**25}
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-WORKERS = 15
-#: A tile is better if it takes less than this share of the chosen one's time.
-BETTER = 0.95
 
 
 class Kind(NamedTuple):
@@ -102,7 +87,8 @@ def tiles(kind: Kind) -> Iterator[triton_kernels.Tile]:
             yield triton_kernels.Tile(lines, part, part >= block, warps)
 
 
-def _inputs(kind: Kind, outer: int, device: str) -> tuple[torch.Tensor, ...]:
+def _inputs(kind: Kind, device: str, is_small: bool) -> Tensors:
+    outer = 2 if is_small else max(1, ELEMENTS[kind.itemsize] // kind.size // kind.inner)
     dtype = DTYPES[kind.itemsize] if device == "cuda" else torch.float32
     x = torch.randn(outer, kind.size, kind.inner, device=device, dtype=dtype)
     if kind.direction == "forward":
@@ -110,10 +96,8 @@ def _inputs(kind: Kind, outer: int, device: str) -> tuple[torch.Tensor, ...]:
     return x, torch.softmax(torch.randn_like(x), 1), torch.empty_like(x)
 
 
-def _launch(
-    kind: Kind, tensors: Sequence[torch.Tensor], tile: triton_kernels.Tile | None
-) -> Callable[[], Any]:
-    """The kernel's launch: log-softmax's forward, softmax's backward. None: the tile it chooses."""
+def _launch(kind: Kind, tensors: Tensors, tile: triton_kernels.Tile | None) -> Callable[[], Any]:
+    """The kernel's launch: log-softmax's forward, softmax's backward."""
     chosen = triton_kernels.strided_tile_of
     if tile is not None:
         triton_kernels.strided_tile_of = lambda *_: tile
@@ -125,149 +109,28 @@ def _launch(
         triton_kernels.strided_tile_of = chosen
 
 
-def _natively(kind: Kind, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _natively(kind: Kind, tensors: Tensors) -> torch.Tensor:
     if kind.direction == "forward":
         return torch.log_softmax(tensors[0], 1)
     return torch._softmax_backward_data(tensors[0], tensors[1], 1, tensors[0].dtype)
 
 
-def _is_right(kind: Kind, tensors: Sequence[torch.Tensor], launch: Callable[[], Any]) -> bool:
-    tensors[-1].zero_()
-    launch()
-    expected = natively(lambda: _natively(kind, tensors))()
-    return torch.allclose(tensors[-1].float(), expected.float(), rtol=0.02, atol=0.03)  # type: ignore[attr-defined]
-
-
-def _compile(kind: Kind, some: Sequence[triton_kernels.Tile]) -> None:
-    """In a worker: Triton's cache on disk has the kernels afterwards."""
-    tensors = _inputs(kind, 2, "cuda")
-    for tile in some:
-        with contextlib.suppress(Exception):  # the measuring process meets it, too, and says it
-            _launch(kind, tensors, tile)()
+def _copy(kind: Kind, tensors: Tensors) -> object:
+    return tensors[-1].copy_(tensors[0])
 
 
 def _name(tile: triton_kernels.Tile) -> str:
     return f"{tile.lines} x {tile.block}, {tile.num_warps} warps"
 
 
-def bench(kind: Kind, rounds: int) -> dict[str, Any]:
-    """Microseconds by tile, the fastest first; of the chosen one, of native, and of a copy."""
-    outer = max(1, ELEMENTS[kind.itemsize] // kind.size // kind.inner)
-    sets = [_inputs(kind, outer, "cuda") for _ in range(2)]
-    contenders: dict[str, Sequence[Callable[[], Any]]] = {
-        "native": [natively(lambda t=t: _natively(kind, t)) for t in sets],  # type: ignore[misc]
-        "copy": [lambda t=t: t[-1].copy_(t[0]) for t in sets],  # type: ignore[misc]
-    }
-    wrong = []
-    for tile in (None, *tiles(kind)):
-        name = "chosen" if tile is None else _name(tile)
-        try:
-            launches = [_launch(kind, tensors, tile) for tensors in sets]
-            is_right = _is_right(kind, sets[0], launches[0])
-        except Exception as error:  # too many registers, say
-            print(f"{kind}: without {name}: {str(error).splitlines()[0][:80]}", flush=True)
-            continue
-        if is_right:
-            contenders[name] = launches
-        else:
-            wrong.append(name)
-    times = {name: round(1e3 * each, 1) for name, each in gpu_times(contenders, rounds).items()}
-    apart = {name: times.pop(name) for name in ("native", "copy", "chosen")}
-    by_time = sorted(times.items(), key=lambda item: item[1])
-    return {**kind._asdict(), **apart, "tiles": dict(by_time), "wrong": wrong}
+def _group(record: Mapping[str, Any]) -> str:
+    return f"{record['direction']}, {record['itemsize']} bytes"
 
 
-def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """How the chosen tile does, by direction and size of elements.
-
-    >>> record = {"direction": "forward", "itemsize": 2, "copy": 8.0, "native": 30.0}
-    >>> print(summary([{**record, "chosen": 10.0, "tiles": {"one": 9.0, "other": 12.0}}]))
-    forward, 2 bytes: 1 kinds, 0.80 of a copy, 3.00 x native, 0.90 of it the fastest; better for 1
-    """
-    lines = []
-    for direction, itemsize in sorted({(r["direction"], r["itemsize"]) for r in records}):
-        some = [
-            r
-            for r in records
-            if (r["direction"], r["itemsize"]) == (direction, itemsize) and r["tiles"]
-        ]
-        least = [min(r["tiles"].values()) / r["chosen"] for r in some]
-        lines.append(
-            f"{direction}, {itemsize} bytes: {len(some)} kinds, "
-            f"{statistics.geometric_mean(r['copy'] / r['chosen'] for r in some):.2f} of a copy, "
-            f"{statistics.geometric_mean(r['native'] / r['chosen'] for r in some):.2f} x native, "
-            f"{statistics.geometric_mean(least):.2f} of it the fastest; "
-            f"better for {sum(each < BETTER for each in least)}"
-        )
-    return "\n".join(lines)
-
-
-def run(mine: Sequence[Kind], rounds: int, seconds: float) -> None:
-    """Measure kinds until the time is up, and add them to the results."""
-    end = time.monotonic() + seconds
-    gpu = torch.cuda.get_device_name()
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
-        waiting: dict[Kind, list[Future[None]]] = {}
-        for kind in mine:
-            all_tiles = [*tiles(kind)]
-            some = (all_tiles[n::3] for n in range(3))
-            waiting[kind] = [pool.submit(_compile, kind, each) for each in some if each]
-        # All of them first: workers use the GPU, too.
-        for future in itertools.chain.from_iterable(waiting.values()):
-            if time.monotonic() > end:
-                break
-            future.result()
-        pool.shutdown(cancel_futures=True)
-    for number, kind in enumerate(mine):
-        if time.monotonic() > end:
-            print(f"left: {len(mine) - number} of {len(mine)}")
-            break
-        record = bench(kind, rounds)
-        fastest = itertools.islice(record["tiles"].items(), 3)
-        figures = {name: record[name] for name in ("copy", "native", "chosen")}
-        print(*kind, figures, *fastest, *record["wrong"], flush=True)
-        _common.add(RESULTS_NAME, gpu, [record], *Kind._fields)
-        torch.cuda.empty_cache()
-
-
-def smoke() -> None:
-    """Each direction under the interpreter with two tiles: whether the script works."""
-    for direction in MOST_BYTES:
-        kind = Kind(direction, 4, 14, 25)
-        tensors = _inputs(kind, 2, "cpu")
-        for tile in (None, *itertools.islice(tiles(kind), 2)):
-            assert _is_right(kind, tensors, _launch(kind, tensors, tile)), (kind, tile)
-    print("kernels agree with native; nothing was measured")
-
-
-def _part(text: str) -> tuple[int, int]:
-    number, count = (int(each) for each in text.split("/"))
-    if not 1 <= number <= count:
-        raise ValueError
-    return number, count
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--smoke", action="store_true", help="run on the CPU, measure nothing")
-    parser.add_argument("--summary", type=Path, metavar="RESULTS", help="measure nothing")
-    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="of the kinds")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="for all of them")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    if options.summary:
-        print(summary(json.loads(options.summary.read_text())["records"]))
-        return
-    opgraft.disable()
-    if options.smoke:
-        smoke()
-        return
-    if not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --smoke runs without one")
-    number, count = options.part
-    run([*kinds()][number - 1 :: count], options.rounds, options.seconds)
+STUDY = _tiles.Study(
+    "softmax_tiles", kinds, tiles, _name, _inputs, _launch, _natively, _copy, _group
+)
 
 
 if __name__ == "__main__":
-    main()
+    _tiles.main(STUDY, [Kind(each, 4, 14, 25) for each in MOST_BYTES], __doc__)
