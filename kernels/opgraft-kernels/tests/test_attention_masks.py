@@ -766,12 +766,16 @@ def test_sdpa_with_a_learnt_bias_hits_on_a_gpu(
 
 
 def _register_masked(kernels: str, mask: torch.Tensor) -> str:
-    """Register the overrides, for a mask without those of other kernels; the kind that takes it."""
-    registered = overrides.register("CUDA")
+    """Register the overrides, for a mask without those of other kernels; the kind that takes it.
+
+    A boolean mask becomes an additive one, as native makes it.
+    """
+    others = [".boolean_mask", ".cutedsl_boolean."]
+    others += [".cutedsl_masked."] if kernels == "triton" else []
+    for each in overrides.register("CUDA"):
+        if any(other in each.name for other in others):
+            each.remove()
     if kernels == "triton":
-        for each in registered:
-            if ".cutedsl_masked." in each.name:
-                each.remove()
         return "masked"
     if not overrides._has_flash_attn_4():
         pytest.skip("needs FlashAttention-4")
