@@ -389,10 +389,13 @@ def test_the_key_with_the_largest_number_gets_all(
     bias = torch.full((2, 1, 256, 256), others * large, device=on_hopper)
     bias.scatter_(3, torch.randint(256, (2, 1, 256, 1), device=on_hopper), large * (1 + others))
     bias = bias.to(dtype).expand(2, 4, 256, 256)
-    (_, dq, dk, dv), _ = _attend(q, k, v, bias, grad)
+    (_, dq, dk, dv), logsumexp = _attend(q, k, v, bias, grad)
     assert dq.abs().max() <= 1e-2 and dk.abs().max() <= 1e-2
     expected = _by_formula(q, k, v, bias, grad)[3]
     assert (dv.double() - expected).abs().max() <= 2e-2 * expected.abs().max()
+    # A backward finds 1 for that key if it is its score, in float32.
+    scores = q.double() @ k.double().mT * dim**-0.5 + bias.double()
+    torch.testing.assert_close(logsumexp.double(), scores.logsumexp(-1), rtol=2**-23, atol=1e-3)
 
 
 @pytest.mark.gpu

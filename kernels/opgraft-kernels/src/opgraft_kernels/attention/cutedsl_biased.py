@@ -31,6 +31,8 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Uint32, pipeline
+from cutlass._mlir.dialects import math as mlir_math
+from cutlass.cutlass_dsl import dsl_user_op
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparse_utils import get_curr_blocksparse_tensors
 from flash_attn.cute.block_sparsity import BlockSparseTensors
@@ -47,9 +49,9 @@ from opgraft_kernels.attention.cutedsl_walking import LongestFirst, walking_forw
 __all__ = ["BiasedBackward", "as_float32", "biased_forward"]
 
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2.0)
-# Scores beyond it differ by 32 at least, in float32. Below it log2(e) times one is rounded by 16 at
+# Scores beyond it differ by 16 at least, in float32. Below it log2(e) times one is rounded by 8 at
 # most, so that the power of two of the maximum is a number of 16 bits.
-_FAR = 2.0**28
+_FAR = 2.0**27
 # From so many warp groups on a thread has no registers for a bias beside a product.
 _MANY_WARP_GROUPS = 3
 # Of a word of a boolean mask; and of how many rows words are loaded before they are used.
@@ -259,6 +261,36 @@ class BiasMask(AttentionMask):  # type: ignore[misc]
                     scores[row, col] = scores[row, col] if is_key else -Float32.inf
 
 
+@dsl_user_op
+def _fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """``a * b + c``, rounded once."""
+    values = (each.ir_value(loc=loc, ip=ip) for each in (a, b, c))
+    return Float32(mlir_math.fma(*values, loc=loc, ip=ip))
+
+
+@cute.jit
+def _to_power(number: Float32) -> Float32:
+    """What takes scores beside such a maximum to powers of two.
+
+    Beside one that is so far from 0, scores are the same or so much less that neither their
+    exponential nor their power counts.
+    """
+    is_far = cutlass.max(number, -number) > _FAR
+    return Float32(1.0) if is_far else Float32(_LOG2_E)
+
+
+@cute.jit
+def _excess(base: Float32) -> Float32:
+    """What the power of two of the score `base` is, as its exponent was rounded.
+
+    A score's exponent is its product less the rounded one of the maximum, by one operation. So
+    all are too large by the same number, 0.25 beside 4e6. Without it the sum of such powers would
+    be no sum of exponentials, and the logsumexp not the one that a backward's scores agree with.
+    """
+    factor = _to_power(base)
+    return _fma(base, factor, -(base * factor))
+
+
 @dataclasses.dataclass
 class BiasedSoftmax(Softmax):  # type: ignore[misc]
     """The library's softmax, with maxima of scaled scores, natural logarithms.
@@ -302,11 +334,8 @@ class BiasedSoftmax(Softmax):  # type: ignore[misc]
             # Of a row that has seen -inf alone. -inf - -inf would be NaN.
             base = Float32(0.0) if top == -Float32.inf else top
             if cutlass.const_expr(self.is_biased):
-                # One operation for a score. Beside a maximum that is so far from 0, scores are the
-                # same or so much less that neither their exponential nor their power counts.
-                is_far = cutlass.max(base, -base) > _FAR
-                factor = Float32(1.0) if is_far else Float32(_LOG2_E)
-                powers = line * factor - base * factor
+                factor = _to_power(base)
+                powers = line * factor - base * factor  # one operation for a score
             else:
                 powers = line * (self.softmax_scale * _LOG2_E) - base * _LOG2_E
             powers = cute.math.exp2(powers, fastmath=True)
@@ -314,7 +343,11 @@ class BiasedSoftmax(Softmax):  # type: ignore[misc]
                 row_scale[row] = Float32(1.0)
                 self.row_sum[row] = utils.fadd_reduce(powers, init_val=None, arch=self.arch)
             else:
-                shrink = cute.math.exp2((before - base) * _LOG2_E, fastmath=True)
+                less = (before - base) * _LOG2_E
+                if cutlass.const_expr(self.is_biased):  # other maxima are not so large
+                    seen = Float32(0.0) if before == -Float32.inf else before
+                    less += _excess(base) - _excess(seen)
+                shrink = cute.math.exp2(less, fastmath=True)
                 row_scale[row] = shrink
                 self.row_sum[row] = utils.fadd_reduce(
                     powers, init_val=self.row_sum[row] * shrink, arch=self.arch
@@ -334,7 +367,9 @@ class BiasedSoftmax(Softmax):  # type: ignore[misc]
             total = self.row_sum[row]
             is_empty = total == 0.0
             row_scale[row] = cute.arch.rcp_approx(Float32(1.0) if is_empty else total)
-            logsumexp = self.row_max[row] + cute.math.log2(total, fastmath=True) * _LN_2
+            excess = _excess(Float32(0.0) if is_empty else self.row_max[row])
+            log2_of_sum = cute.math.log2(total, fastmath=True) - excess
+            logsumexp = self.row_max[row] + log2_of_sum * _LN_2
             self.row_sum[row] = Float32.inf if is_empty else logsumexp
         return row_scale
 
