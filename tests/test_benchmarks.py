@@ -29,7 +29,7 @@ def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     "name",
     [
         *("attention", "attention_tiles", "compiled_norms", "crossovers", "layer_norm", "llama"),
-        *("models", "profile_shares", "rms_norm", "rows", "softmax_tiles"),
+        *("models", "permuted_tiles", "profile_shares", "rms_norm", "rows", "softmax_tiles"),
     ],
 )
 def test_smoke(name: str) -> None:

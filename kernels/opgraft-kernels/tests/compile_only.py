@@ -11,7 +11,7 @@ of a constexpr, each number of warps, each bound on a thread's registers and eac
 of a kernel for one of them. It prints one JSON object a line: the capability, the kernel's name,
 its constexprs, its warps, and the registers, spilled bytes and shared memory of the machine code,
 how many bytes its narrowest and its widest access to global memory have, how many a thread has of
-each width, and whether it asserts anything.
+each width, also of copies into shared memory, and whether it asserts anything.
 
 Without a family it does so for each that it is asked for on its standard input: see `_serve`.
 """
@@ -174,6 +174,12 @@ def _accesses(ptx: str, kind: str = "(?:ld|st)") -> list[int]:
     return [int(vector or 1) * int(bits) // 8 for vector, bits in found]
 
 
+def _copies(ptx: str) -> list[int]:
+    """Bytes of a thread's loads into shared memory."""
+    found = re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S*(?: \[[^]]*\],){2} (\w+)", ptx)
+    return [int(size, base=0) for size in found]
+
+
 def _compile(launch: Any, capability: int) -> dict[str, Any]:
     compiled = launch.kernel.warmup(*launch.arguments, grid=(launch.grid,), **launch.keywords)
     if hasattr(compiled, "result"):
@@ -188,6 +194,7 @@ def _compile(launch: Any, capability: int) -> dict[str, Any]:
         "narrowest": min(_accesses(compiled.asm["ptx"])),
         "widest": max(_accesses(compiled.asm["ptx"])),
         "loads": Counter(_accesses(compiled.asm["ptx"], "ld")),
+        "copies": Counter(_copies(compiled.asm["ptx"])),
         "stores": Counter(_accesses(compiled.asm["ptx"], "st")),
         "asserts": "__assertfail" in compiled.asm["ptx"],
         **_resources(compiled.asm["cubin"]),

@@ -194,9 +194,10 @@ def test_permuted_norms_fit() -> None:
         *("_forward_kernel", "_backward_kernel", "sum_partials_kernel"),
     }
     for found in compiled:
-        # 1024 columns of 16 rows, of the input and of its gradient: as many as registers.
-        is_widest = found["kernel"] == "_backward_kernel" and found["constexprs"]["BLOCK"] == 1024
-        _check(found, NORM_SPILL if is_widest else 0)
+        # Two tensors' elements, or two tiles' of 4 bytes, of as many as there are registers for.
+        block, is_backward = found["constexprs"].get("BLOCK"), found["kernel"] == "_backward_kernel"
+        is_full = block in (64, 1024) if is_backward else block in (1024, 2048)
+        _check(found, NORM_SPILL if is_full else 0)
 
 
 def test_permuted_norms_load_their_input_by_16_bytes() -> None:
@@ -209,7 +210,8 @@ def test_permuted_norms_load_their_input_by_16_bytes() -> None:
         if constexprs["UNIT"] * itemsize == 16:
             elements = constexprs["ROWS"] * constexprs["BLOCK"] // (found["num_warps"] * 32)
             tensors = 2 if found["kernel"] == "_backward_kernel" else 1
-            assert found["loads"].get("16", 0) >= tensors * elements * itemsize // 16, found
+            loads = found["loads"].get("16", 0) + found["copies"].get("16", 0)
+            assert loads >= tensors * elements * itemsize // 16, found
             aligned += 1
     assert aligned
 

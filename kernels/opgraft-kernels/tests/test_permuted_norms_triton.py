@@ -119,18 +119,21 @@ def test_layouts(
 
 @pytest.mark.parametrize("layout", ["images", "odd images", "narrow", "wide"])
 @pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize(("is_ahead", "stages"), [(False, 1), (True, 1), (False, 3)])
 def test_programs_walk_over_all_tiles(
     hits: Callable[[], int],
     layout: str,
     programs: int,
+    is_ahead: bool,
+    stages: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where the last tile has fewer rows, and where some programs have a tile more."""
-    walk = triton_permuted.Walk(elements=32, per_sm=programs, by_rows=True)
+    walk = triton_permuted.Walk(16, 32, programs, True, is_ahead, stages)
     monkeypatch.setattr(triton_permuted, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(triton_permuted, "_forward_walk", lambda block: walk)
-    monkeypatch.setattr(triton_permuted, "_backward_walk", lambda block: walk)
+    monkeypatch.setattr(triton_permuted, "forward_walk", lambda block: walk)
+    monkeypatch.setattr(triton_permuted, "backward_walk", lambda block: walk)
     x = IMAGES[layout](torch.float32, device)
     _check(hits, x, _random(tuple(x.shape), x.dtype, device))
 

@@ -233,7 +233,7 @@ _SIZES: dict[Direction, dict[Kernels, _Sizes]] = {
     },
 }
 #: Of the kernels for permuted inputs, as `Op.version`.
-PERMUTED_VERSION = 7
+PERMUTED_VERSION = 8
 
 
 def _crossover(norm: Norm, direction: Direction, kernels: Kernels) -> Crossover | None:

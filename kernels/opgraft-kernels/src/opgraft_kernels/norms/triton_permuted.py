@@ -124,6 +124,7 @@ def _forward_kernel(
     UNIT_HIDDEN: tl.constexpr,
     BY_ROWS: tl.constexpr,
     AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program normalises tiles of ROWS rows of up to BLOCK columns, a grid apart.
@@ -142,16 +143,22 @@ def _forward_kernel(
     in_row = col < hidden
     w, b = load_parameters(w_ptr, b_ptr, col, in_row, MASK_COLS)
     x_strides = (x_outer, x_inner, x_col)
-    row = program * ROWS + tl.arange(0, ROWS)
-    offsets = _offsets(row, col, inner, x_strides, UNIT, True)
-    next_x = load_if(x_ptr + offsets, _mask(row, rows, in_row, MASK_ROWS), MASKED)
-    for tile in range(program, tiles, programs):
+    if AHEAD:
+        row = program * ROWS + tl.arange(0, ROWS)
+        offsets = _offsets(row, col, inner, x_strides, UNIT, True)
+        next_x = load_if(x_ptr + offsets, _mask(row, rows, in_row, MASK_ROWS), MASKED)
+    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
-        x = next_x
-        if AHEAD:  # of the last tile once more, where there is no next one
-            next_row = tl.minimum(tile + programs, tiles - 1) * ROWS + tl.arange(0, ROWS)
-            offsets = _offsets(next_row, col, inner, x_strides, UNIT, True)
-            next_x = load_if(x_ptr + offsets, _mask(next_row, rows, in_row, MASK_ROWS), MASKED)
+        # Of the last tile once more, where there is no next one.
+        loaded_tile = tl.minimum(tile + programs, tiles - 1) if AHEAD else tile
+        loaded_row = loaded_tile * ROWS + tl.arange(0, ROWS)
+        offsets = _offsets(loaded_row, col, inner, x_strides, UNIT, True)
+        loaded = load_if(x_ptr + offsets, _mask(loaded_row, rows, in_row, MASK_ROWS), MASKED)
+        if AHEAD:
+            x = next_x
+            next_x = loaded
+        else:
+            x = loaded
         y_ptrs = y_ptr + (row.to(tl.int64) * hidden)[:, None] + col[None, :]
         if BY_ROWS:
             nothing = tl.load(y_ptrs, mask=(row < 0)[:, None] & in_row[None, :], other=0.0)
@@ -242,6 +249,7 @@ def _backward_kernel(
     UNIT: tl.constexpr,
     UNIT_HIDDEN: tl.constexpr,
     AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program walks over tiles of ROWS rows, a grid apart, and adds up its part of dw and db.
@@ -264,24 +272,28 @@ def _backward_kernel(
     db = tl.zeros([AT_ONCE, BLOCK], tl.float32)
     g_strides = (g_outer, g_inner, g_col)
     x_strides = (x_outer, x_inner, x_col)
-    # fmt: off
-    loaded = _load_both(
-        program, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides, x_strides,
-        ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
-    )
-    # fmt: on
-    for tile in range(program, tiles, programs):
+    if AHEAD:
+        # fmt: off
+        following = _load_both(
+            program, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides,
+            x_strides, ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
+        )
+        # fmt: on
+    for tile in tl.range(program, tiles, programs, num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
-        x, g, mean, rstd = loaded
         # Of the last tile once more, where there is no next one.
-        next_tile = tl.minimum(tile + programs, tiles - 1)
+        next_tile = tl.minimum(tile + programs, tiles - 1) if AHEAD else tile
+        # fmt: off
+        loaded = _load_both(
+            next_tile, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides,
+            x_strides, ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
+        )
+        # fmt: on
         if AHEAD:
-            # fmt: off
-            loaded = _load_both(
-                next_tile, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides,
-                x_strides, ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
-            )
-            # fmt: on
+            x, g, mean, rstd = following
+            following = loaded
+        else:
+            x, g, mean, rstd = loaded
         g = g.to(tl.float32)
         xhat = standardize(x, mean_ptr, mean, rstd)
         if NEED_DB:
@@ -301,13 +313,6 @@ def _backward_kernel(
             ptrs = dx_ptr + (row.to(tl.int64) * hidden)[:, None] + col[None, :]
             dx = dx.to(dx_ptr.dtype.element_ty)
             store_if(ptrs, dx, _mask(row, rows, in_row, MASK_ROWS), MASKED)
-        if not AHEAD:
-            # fmt: off
-            loaded = _load_both(
-                next_tile, g_ptr, x_ptr, mean_ptr, rstd_ptr, rows, in_row, col, inner, g_strides,
-                x_strides, ROWS, MASK_ROWS, MASKED, UNIT_G, ACROSS_G, EVEN_G, UNIT,
-            )
-            # fmt: on
     if NEED_DW:
         tl.store(partial_ptr + program * hidden + col, tl.sum(dw, axis=0), mask=in_row)
     if NEED_DB:
@@ -319,43 +324,54 @@ def _backward_kernel(
 # Launches
 # --------------------------------------------------------------------------------------------------
 
-# Rows of a tile are neighbours in memory: several are loaded at once, up to a cache line's worth.
-_MIN_ROWS, _MAX_ROWS = 16, 64
-_ELEMENTS = 4096  # of a tile, unless that are fewer rows
-
 
 class Walk(NamedTuple):
-    """How programs go over tiles, by what was fastest of those tried on an H200.
+    """How programs go over tiles: by `benchmarks/permuted_tiles.py`, the fastest on an H200.
 
     Attributes:
+        rows: of a tile. They are neighbours in memory: so several elements are loaded at once.
         elements: of a tile that a thread has.
         per_sm: programs of a multiprocessor; 0: a program for each tile.
         by_rows: whether each of a forward's rows is in few threads: see `_held_as`.
-        is_ahead: whether the next tile is loaded before one is computed.
+        is_ahead: whether the next tile is loaded into registers before one is computed.
+        stages: 1, or how many tiles' inputs Triton has in shared memory, all but one on their way.
     """
 
+    rows: int
     elements: int
     per_sm: int
     by_rows: bool = False
-    is_ahead: bool = True
+    is_ahead: bool = False
+    stages: int = 1
 
 
-def _forward_walk(block: int) -> Walk:
-    if block == 32:
-        return Walk(16, 6, by_rows=True)
-    if 32 < block <= 256:
-        return Walk(32, 4, by_rows=True)
-    # So narrow a row is in few threads in any case, and so wide a one in several warps'.
-    return Walk(32, 0, is_ahead=False)
-
-
-def _backward_walk(block: int) -> Walk:
+def forward_walk(block: int) -> Walk:
+    """For rows of so many columns, padded to a power of two."""
     if block <= 32:
-        return Walk(32, 6)
-    if block == 128:
-        return Walk(16, 2)
-    # Two tiles of the widest rows do not fit a program's registers.
-    return Walk(32, 2) if block <= 512 else Walk(16, 2, is_ahead=False)
+        # So narrow a row is in few threads in any case.
+        return Walk(64, 2 * block, 0)
+    if block <= 128:
+        return Walk(32, 64, 6, stages=3)
+    if block <= 256:
+        return Walk(16, 32, 4, by_rows=True, is_ahead=True)
+    # Of wider rows, more at a time would not fit a program's registers.
+    return Walk(16 if block <= 512 else 8, 64, 2, is_ahead=True)
+
+
+def backward_walk(block: int) -> Walk:
+    """The same of a backward."""
+    if block <= 16:
+        return Walk(64, 16, 6, stages=3)
+    if block <= 32:
+        return Walk(64, 32, 6, is_ahead=True)
+    if block <= 64:
+        return Walk(64, 64, 4, is_ahead=True)
+    if block <= 128:
+        return Walk(64, 32, 2)
+    if block <= 512:
+        return Walk(16 if block <= 256 else 8, 32, 2, is_ahead=True)
+    # Two tiles of the widest rows do not fit the registers.
+    return Walk(8, 64, 2)
 
 
 class Rows(NamedTuple):
@@ -417,19 +433,22 @@ class _Tiles(NamedTuple):
     constexprs: dict[str, Any]
 
 
-def _tiles(rows: int, hidden: int, walk: Walk, device: torch.device) -> _Tiles:
+def _tiles(rows: int, hidden: int, unit: int, walk: Walk, device: torch.device) -> _Tiles:
     block = power_of_2(hidden)
-    in_tile = min(max(_ELEMENTS // block, _MIN_ROWS), _MAX_ROWS)
-    count = ceil_div(rows, in_tile)
+    if unit == 1:
+        # Elements that are loaded one at a time have an address each: fewer fit the registers.
+        walk = walk._replace(elements=min(walk.elements, 32), is_ahead=False, stages=1)
+    count = ceil_div(rows, walk.rows)
     programs = min(count, multiprocessors(device) * walk.per_sm) if walk.per_sm else count
     constexprs = {
-        "ROWS": in_tile,
+        "ROWS": walk.rows,
         "BLOCK": block,
-        "MASK_ROWS": rows % in_tile != 0,
+        "MASK_ROWS": rows % walk.rows != 0,
         "MASK_COLS": hidden != block,
         "AHEAD": walk.is_ahead and programs < count,
+        "STAGES": walk.stages if programs < count else 1,
     }
-    num_warps = min(max(in_tile * block // (walk.elements * 32), 1), 16)
+    num_warps = min(max(walk.rows * block // (walk.elements * 32), 1), 16)
     return _Tiles(num_warps, programs, count, constexprs)
 
 
@@ -438,8 +457,8 @@ def plan_forward(call: ops.Forward, split: int) -> Launch:
     x, rows, hidden = rows_of(call.input, split), call.rows, call.hidden
     assert x is not None
     itemsize = call.input.element_size()
-    walk = _forward_walk(power_of_2(hidden))
-    tiles = _tiles(rows, hidden, walk, call.input.device)
+    walk, unit = forward_walk(power_of_2(hidden)), x.unit(itemsize)
+    tiles = _tiles(rows, hidden, unit, walk, call.input.device)
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     return Launch(
         _forward_kernel,
@@ -450,7 +469,7 @@ def plan_forward(call: ops.Forward, split: int) -> Launch:
         ),
         {
             **tiles.constexprs,
-            "UNIT": x.unit(itemsize),
+            "UNIT": unit,
             "UNIT_HIDDEN": unit_of(itemsize, hidden),
             "BY_ROWS": walk.by_rows,
         },
@@ -469,7 +488,8 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
         g = rows_of(grad_out, split)
         assert g is not None
     itemsize = call.input.element_size()
-    tiles = _tiles(rows, hidden, _backward_walk(power_of_2(hidden)), call.input.device)
+    walk, unit = backward_walk(power_of_2(hidden)), x.unit(itemsize)
+    tiles = _tiles(rows, hidden, unit, walk, call.input.device)
     programs, unit_hidden = tiles.programs, unit_of(itemsize, hidden)
     partial = call.partial_sums(programs)
     statistics = map(contiguous, (call.weight, call.mean, call.rstd))
@@ -487,7 +507,7 @@ def plan_backward(call: ops.Backward, split: int) -> list[Launch]:
             "UNIT_G": g.unit(itemsize),
             "ACROSS_G": g.inner_stride == 1,
             "EVEN_G": g.col_stride == 1 and g.outer_stride == g.inner * g.inner_stride,
-            "UNIT": x.unit(itemsize),
+            "UNIT": unit,
             "UNIT_HIDDEN": unit_hidden,
         },
         tiles.num_warps,
