@@ -228,6 +228,8 @@ def _install(override: Override) -> None:
             from opgraft.router import derivative
 
             derivative.check_composite(installed)
+            if derivative.is_traced_in_training(override):
+                derivative.install(installed)
         elif installed.is_composite:
             log.info("override %s: the op is %s", what, composite.NOTE)
     _add(chain, override)

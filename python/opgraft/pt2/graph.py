@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from opgraft.base import traced
 from opgraft.errors import ContractError
-from opgraft.ops.schema import Op
+from opgraft.ops.bypass import bypassing
+from opgraft.ops.schema import Call, Op
 from opgraft.pt2 import caches, compile_log, exports, impl_tracing, opaque, policy
 from opgraft.pt2.policy import Decision
 from opgraft.router import composite
@@ -73,6 +75,42 @@ def substitute(
         # Calling the op would run autograd again, which this call has already passed.
         return mode.__torch_dispatch__(opaque.op_for(op), types, args, kwargs)
     return _leave_to_compiler(op, mode, func, types, args, kwargs)
+
+
+def trace_differentiated(call: Call) -> Any:
+    """Trace a call of a composite op that autograd differentiates, by an override's impl.
+
+    It is at the autograd key, above the mode that calls `substitute`, which sees only the ops that
+    a call is made of.
+
+    Args:
+        call: its tensors are FunctionalTensors.
+
+    Returns:
+        The call's result; NotImplemented if no impl is traced.
+    """
+    op = call.op
+    if not _is_compiling() or exports.in_scope() or traced.is_running(op):
+        return NotImplemented
+    impl_tracing.sync_functional(call.values)
+    before = policy.bind(op, call.args, call.kwargs)
+    decision = policy.decide(before, is_differentiated=True)
+    if decision.action != "traced":
+        return NotImplemented
+    assert decision.override is not None
+    try:
+        result = impl_tracing.run_differentiated(decision.override, call)
+        after = policy.bind(op, call.args, call.kwargs)
+        fake = detect_fake_mode(before.values)
+        with torch.no_grad(), bypassing(op.name), _disable_current_modes(), fake or nullcontext():
+            impl_tracing.check_result(decision.override, before, after, result)
+    except ContractError:
+        raise
+    except Exception as error:
+        compile_log.log_untraceable(decision.override, error)
+        return NotImplemented
+    compile_log.log_decision(before, decision)
+    return result
 
 
 def _leave_to_compiler(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ def attach() -> None:
     registry.add_listener(_on_chain_change)
     derivative.listener = _add_guard
     derivative.is_left_to_compiler = _is_left_to_compiler
+    derivative.trace_differentiated = _trace_differentiated
     imports.after(_CACHES, _salt)
     imports.after(_PACKAGES, _define_registered)
     imports.after(_TRACER, decomposition.see_past_routers)
@@ -66,6 +68,12 @@ def _is_left_to_compiler(override: Override, call: Call) -> bool:
     from opgraft.pt2 import policy
 
     return policy.resolve(override, call)[0] == "inductor"
+
+
+def _trace_differentiated(call: Call) -> Any:
+    from opgraft.pt2 import graph
+
+    return graph.trace_differentiated(call)
 
 
 def _salt(codecache: ModuleType) -> None:

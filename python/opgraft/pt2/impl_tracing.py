@@ -48,12 +48,33 @@ def run(override: Override, mode: Any, args: Any, kwargs: Any) -> Any:
         Exception: what the impl raises on fake tensors.
     """
     args, kwargs = _with_defaults(override.operator, args, kwargs)
+    # Below autograd, as in eager: the op's own derivative applies.
+    with mode, torch._C._AutoDispatchBelowAutograd():
+        return _run(override, args, kwargs)
+
+
+def run_differentiated(override: Override, call: Call) -> Any:
+    """Trace an impl at the autograd key, for autograd to differentiate what it calls.
+
+    Args:
+        override: the override whose impl is traced.
+        call: its tensors are FunctionalTensors, and the mode in which the graph is traced is on.
+
+    Returns:
+        As `run`.
+
+    Raises:
+        Exception: as `run`.
+    """
+    return _run(override, call.args, call.kwargs)
+
+
+def _run(override: Override, args: Any, kwargs: Any) -> Any:
     if override.takes_keyset:
         key = torch._C.DispatchKey.__members__[override.dispatch_key]
         args = (torch._C.DispatchKeySet(key), *args)
     trace_launches()
-    # Below autograd, as in eager: the op's own derivative applies.
-    with traced.tracing(override.operator), mode, torch._C._AutoDispatchBelowAutograd():
+    with traced.tracing(override.operator):
         return override.impl(*args, **kwargs)
 
 

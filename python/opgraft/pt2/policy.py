@@ -62,15 +62,18 @@ def number_for_tensor(op: Op, args: Any, kwargs: Any) -> str | None:
     return None
 
 
-def decide(call: Call, *, traces: bool = True) -> Decision:
+def decide(call: Call, *, traces: bool = True, is_differentiated: bool = False) -> Decision:
     """What becomes of a call that is being traced; installs no guard unless an impl is traced.
 
     Args:
         call: a call with fake tensors, whose sizes may be symbolic.
         traces: whether an impl may be traced; if not, a traceable override is opaque.
+        is_differentiated: whether only overrides with a derivative are asked.
     """
     reasons = []
     for override in registry.chain(call.op, dispatch_key(call)).active:
+        if is_differentiated and override.autograd is None:
+            continue
         outcomes = _outcomes(override, call)
         if True not in outcomes:
             reasons.append(f"{override.name} never takes it: {_culprit(override, call)}")

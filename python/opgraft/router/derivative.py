@@ -18,7 +18,7 @@ error: an override's backward may call kernels that autograd cannot differentiat
 
 With `"impl"` autograd differentiates the ops that the impl calls, as it does those that a composite
 op calls: the router runs the impl at the autograd key (`Router.pending_differentiated` in csrc,
-`composite.py` in Python). Nothing here is needed for that.
+`composite.py` in Python). What is here is needed only for an impl that is traced into graphs.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ _installed: dict[Chain, DerivativeKernel] = {}
 listener: Callable[[Chain], None] | None = None
 #: Whether a call is being traced into a graph that leaves an override's op to the compiler.
 is_left_to_compiler: Callable[[Override, Call], bool] | None = None
+#: Traces the impl of one of a composite op's overrides into a graph, for a call that autograd
+#: differentiates there. Returns NotImplemented if none is traced.
+trace_differentiated: Callable[[Call], Any] | None = None
 
 
 def check(autograd: object, op: Op, *, launch_plan: bool) -> None:
@@ -179,6 +182,11 @@ def differentiating_override(chain: Chain, call: Call) -> Override | None:
 
 def _would_be_ready(override: Override, call: Call) -> bool:
     return override.plans is None or override.plans.predict_derivative(call)
+
+
+def is_traced_in_training(override: Override) -> bool:
+    """Whether graphs of calls that autograd differentiates may have an override's impl."""
+    return override.is_differentiated and override.compile == "traceable"
 
 
 class DerivativeKernel:
@@ -289,6 +297,16 @@ class DerivativeKernel:
             elif is_before and other.autograd is None:
                 yield other, threads.PassedBy
 
+    def trace(self, call: Call) -> Any:
+        """Trace a call by an override's impl; NotImplemented if no graph is to have one."""
+        may_trace = trace_differentiated is not None and composite.is_compiling()
+        if not may_trace or not any(map(is_traced_in_training, self._chain.active)):
+            return NotImplemented
+        if not needs_grad(call) or _is_forward_mode(call) or threads.is_bypassed(self._chain):
+            return NotImplemented
+        assert trace_differentiated is not None
+        return trace_differentiated(call)
+
     def differentiate(self, override: Override, call: Call) -> Any:
         """Run the op with the derivative of `override`."""
         if override not in self._functions:
@@ -337,6 +355,9 @@ class PythonKernel(DerivativeKernel):
         )
         override = None
         if not are_pieces_seen:
+            result = self.trace(call)
+            if result is not NotImplemented:
+                return result
             override = self.differentiating_override(call, runs=not composite.is_explained())
         if override is None:
             return self._native(keyset, call)
@@ -358,6 +379,9 @@ class CompiledKernel(DerivativeKernel):
         self, keyset: torch.DispatchKeySet, values: tuple[Any, ...], key: PlanKey | None
     ) -> Any:
         call = Call(self._chain.op, values)
+        result = self.trace(call)
+        if result is not NotImplemented:
+            return result
 
         def is_ready(override: Override) -> bool:
             plans = override.plans
