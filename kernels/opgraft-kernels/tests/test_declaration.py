@@ -36,9 +36,8 @@ def test_every_op_is_declared(monkeypatch: pytest.MonkeyPatch, with_flash_attn: 
     with_derivative = {override.op for override in overrides if override.autograd}
     assert not any(has_own_kernel(resolve(op), "CUDA") for op in with_derivative)
     ours = {override.op for override in overrides if override.op.startswith("opgraft_kernels::")}
-    # Which nothing else calls; and what needs FlashAttention-4 is declared without it, too.
-    only_with_flash_attn = set() if with_flash_attn else {"aten::scaled_dot_product_attention"}
-    assert {override.op for override in overrides} - ours == declared() - only_with_flash_attn
+    # Which nothing else calls.
+    assert {override.op for override in overrides} - ours == declared()
     assert opgraft.overrides(pack="opgraft-kernels") == []
 
 

@@ -5,7 +5,8 @@
 ``_scaled_dot_product_efficient_attention`` where cuDNN is not usable or `sdpa_kernel` says so.
 Variable-length attention and nested tensors call ``_flash_attention_forward``. All of these get
 additive masks: where the mask is a boolean one, ``aten::scaled_dot_product_attention`` is
-overridden, which calls them natively.
+overridden, which calls them natively. So it is where they are not called, as the mask's last stride
+is not 1.
 
 Nothing here imports a DSL: the impls do, when the first call that a condition wants reaches them.
 """
@@ -22,12 +23,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opgraft import Crossover, Override, cutedsl_utils, lazy, triton_utils, when
-from opgraft_kernels.crossovers import TABLES
+from opgraft import (
+    Crossover,
+    Override,
+    cutedsl_utils,
+    lazy,
+    register_op_override,
+    triton_utils,
+    when,
+)
+from opgraft_kernels.crossovers import TABLES, crossover_of
 
-from . import aten, boolean, boolean_ops
+from . import aten, boolean, boolean_ops, strided
 
-__all__ = ["available_kinds", "boolean_condition", "register", "register_boolean"]
+__all__ = [
+    "available_kinds",
+    "boolean_condition",
+    "register",
+    "register_boolean",
+    "register_strided",
+    "strided_condition",
+]
 
 log = logging.getLogger(__name__)
 
@@ -314,6 +330,7 @@ VERSIONS = {
     "cutedsl_boolean": (2,),
     "triton": (3, 3),
     "masked": (3, 3),
+    "strided": (1,),
 }
 _WITH_MASK = (_CUDNN, _CUDNN_BACKWARD, _EFFICIENT, _EFFICIENT_BACKWARD)
 # What Stable Diffusion, vision transformers, Phi, Llama, DeepSeek and Gemma have. It goes before
@@ -436,7 +453,7 @@ def _condition(op: _Op, kind: _Kind) -> Any:
         # Tables were not measured for values of another dimension.
         same = dims[0] == dims[1]
         dtypes = half | _single(op, dims) if op in _EFFICIENTS else half
-        computes = (when.device_capability("query") >= (8, 0)) & same & dtypes
+        computes = _ampere() & same & dtypes
     return computes & _has_enough_queries(op) & _is_right(op, kind)
 
 
@@ -550,11 +567,43 @@ def _is_right_of_boolean(op: _Op) -> Any:
 def boolean_condition() -> Any:
     """The calls of the op that a model calls that kernels are right for, and that tables may say
     something of."""
+    return _is_right_of_boolean(_SDPA) & _is_plain()
+
+
+def strided_condition() -> Any:
+    """The calls of that op under a mask whose last stride is not 1, by which no fused backend takes
+    them, and that one would take otherwise."""
+    mask, dim = _SDPA.mask, when.size("query", -1)
+    return (
+        # First: most calls have no such mask.
+        (when.stride(mask, -1) != 1)
+        # Of one key's stride nobody asks.
+        & (when.size(mask, -1) > 1)
+        & (when.size(mask, -1) == when.size("key", -2))
+        & _ampere()
+        # Native computes in float32. In 16 bits rounding its result is most of its error; in
+        # float32 a fused backend's error might be more than twice native's.
+        & when.dtype("query", torch.float16, torch.bfloat16)
+        & when.same_dtype(*_SDPA.tensors)
+        & (when.dtype(mask, torch.bool) | when.same_dtype("query", mask))
+        & when.same_device(*_SDPA.tensors, mask)
+        & _fits_scores(_SDPA, mask)
+        & _in_tested_range(_SDPA)
+        & (dim % 8 == 0)
+        & (dim <= MAX_DIM)
+        & _valid_sizes(_SDPA, 4)
+        & _fits_grid(_SDPA)
+        & _is_plain()
+    )
+
+
+def _is_plain() -> Any:
+    """What of the other arguments of the op that a model calls its overrides are for."""
     # Native raises where heads differ and it was not told that they may.
     is_grouped = when.size("query", 1) != when.size("key", 1)
     return (
-        _is_right_of_boolean(_SDPA)
-        & (when.value("dropout_p") == 0.0)
+        # A backend's random numbers are its own.
+        (when.value("dropout_p") == 0.0)
         & (when.value("is_causal") == 0)
         & ((when.value("enable_gqa") == 1) | ~is_grouped)
         & _has_enough_queries(_SDPA)
@@ -564,6 +613,10 @@ def boolean_condition() -> Any:
 # Rows from which the interpreter takes a call. It means nothing for speed, the interpreter being
 # slower than native at every size: it lets both routes be seen on a machine without a GPU.
 _CPU_ROWS = 16
+
+
+def _ampere() -> Any:
+    return when.device_capability("query") >= (8, 0)
 
 
 def _hopper() -> Any:
@@ -600,6 +653,7 @@ def register(dispatch_key: str) -> list[Override]:
         return [_register_on_cpu(op) for op in _CPU_OPS]
     kinds = available_kinds()
     found = [_register(op, kind) for kind in kinds for op in kind.ops]
+    found.append(register_strided())
     return [*found, *register_boolean()] if _CUTEDSL_MASKED in kinds else found
 
 
@@ -668,6 +722,44 @@ def _register_part(op: _Op) -> Override:
         samples=lazy(f"opgraft_kernels.attention.samples:samples_of_boolean_op{suffix}"),
         launch_plan=True,
     )
+
+
+def register_strided(*, by_table: bool = True) -> Override:
+    """Register what takes masks whose last stride is not 1.
+
+    No call is this one's and that of an override of boolean masks, which read dense rows.
+
+    Args:
+        by_table: whether measured tables say which calls are taken; else all that are right.
+    """
+    return register_op_override(
+        "aten",
+        _SDPA.name,
+        "CUDA",
+        strided.attention,
+        cond=strided_condition(),
+        name="opgraft_kernels.attention.strided_mask",
+        autograd="impl",
+        # A compiled graph has the mask's copy, fused with what made it, and the ops that native
+        # calls then, which other overrides take.
+        compile="traceable",
+        samples=lazy("opgraft_kernels.attention.samples:strided_samples"),
+        crossover=_strided_crossover() if by_table else None,
+    )
+
+
+def _strided_crossover() -> Crossover:
+    """On what it depends whether a fused backend is faster than native, the copy included."""
+    dim = when.size("query", -1)
+    sizes = {
+        "rows": (when.numel("query") // dim, *_RANGES["rows"]),
+        "keys": (when.size("key", -2), *_RANGES["keys"]),
+        "dim": (dim, 32, MAX_DIM),
+    }
+    # A boolean mask has elements of 1 byte.
+    exact = {"mask_itemsize": (when.itemsize(_SDPA.mask), 1, 2)}
+    calls = lazy("opgraft_kernels.attention.samples:strided_calls")
+    return crossover_of(calls, VERSIONS["strided"][0], sizes, exact, bounded=["dim"])
 
 
 def _register_on_cpu(op: _Op) -> Override:

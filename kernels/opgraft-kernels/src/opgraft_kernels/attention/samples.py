@@ -17,7 +17,7 @@ from opgraft_kernels.integers import round_up
 from opgraft_kernels.samples import MEASURED
 
 from . import aten, boolean_ops
-from .overrides import FEWEST_DIMS_32BIT, MANY_QUERIES, TILE
+from .overrides import FEWEST_DIMS_32BIT, MANY_QUERIES, MAX_DIM, TILE
 
 __all__ = [
     "boolean_mask",
@@ -26,6 +26,9 @@ __all__ = [
     "samples",
     "samples_of_boolean_op",
     "samples_of_boolean_op_backward",
+    "strided_calls",
+    "strided_mask",
+    "strided_samples",
 ]
 
 
@@ -179,14 +182,20 @@ def boolean_samples(device: torch.device) -> Iterator[dict[str, Any]]:
         device: where the tensors are to live.
     """
     for case, name in itertools.product(_BOOLEAN_CASES, _BOOLEAN_MASKS):
-        yield {
-            **_tensors(case, device, heads_first=True),
-            "attn_mask": boolean_mask(name, case.batch, case.queries, case.keys, device),
-            "dropout_p": case.dropout_p,
-            "is_causal": False,
-            "scale": case.scale,
-            "enable_gqa": case.heads != case.key_heads,
-        }
+        mask = boolean_mask(name, case.batch, case.queries, case.keys, device)
+        yield _call_under(mask, case, device)
+
+
+def _call_under(mask: torch.Tensor, case: _Case, device: torch.device) -> dict[str, Any]:
+    """A call of the op that a model calls, as arguments by name."""
+    return {
+        **_tensors(case, device, heads_first=True),
+        "attn_mask": mask,
+        "dropout_p": case.dropout_p,
+        "is_causal": False,
+        "scale": case.scale,
+        "enable_gqa": case.heads != case.key_heads,
+    }
 
 
 def samples_of_boolean_op(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -219,6 +228,42 @@ def _of_boolean_ops(device: torch.device) -> Iterator[dict[str, Any]]:
             scale = aten.scale_of(sample["query"], sample["scale"])
             given = {name: sample[name] for name in ("query", "key", "value")}
             yield {**given, "mask": sample["attn_mask"], "scale": scale, "lowest": lowest}
+
+
+# --------------------------------------------------------------------------------------------------
+# Masks whose last stride is not 1
+# --------------------------------------------------------------------------------------------------
+
+#: A bias of each head's own, permuted as T5's; of each query alone, expanded along keys, as a
+#: compiled ViT's; and such that rows are columns in memory.
+_STRIDED_MASKS = ("bias", "of queries", "transposed", "transposed bias")
+
+
+def strided_mask(name: str, case: _Case, device: torch.device) -> torch.Tensor:
+    """A mask by name. Of all but the first a query attends to nothing."""
+    batch, heads, queries, keys = case.batch, case.heads, case.queries, case.keys
+    if name == "bias":
+        bias = torch.randn(batch, queries, keys, heads, device=device, dtype=case.dtype)
+        return bias.permute(0, 3, 1, 2)
+    if name == "of queries":
+        query = torch.arange(queries, device=device)[:, None]
+        return (query > 0).expand(batch, 1, queries, keys)
+    seen = torch.rand(batch, 1, keys, queries, device=device) < 0.5
+    seen[..., 0] = False
+    if name == "transposed":
+        return seen.mT
+    bias = torch.randn(seen.shape, device=device, dtype=case.dtype)
+    return bias.masked_fill(~seen, -math.inf).mT
+
+
+def strided_samples(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Calls of ``aten::scaled_dot_product_attention``, as arguments by name.
+
+    Args:
+        device: where the tensors are to live.
+    """
+    for case, name in itertools.product(_BOOLEAN_CASES, _STRIDED_MASKS):
+        yield _call_under(strided_mask(name, case, device), case, device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,6 +349,34 @@ def calls(
         yield _measured_call(op, case, device)
         if not fills_tiles:
             return
+
+
+def strided_calls(
+    device: torch.device, *, rows: int, keys: int, dim: int, mask_itemsize: int
+) -> Iterator[dict[str, Any]]:
+    """Calls with a mask whose last stride is not 1, to measure, as arguments by name.
+
+    Args:
+        device: where the tensors are to live.
+        rows: queries of all heads and batches, at least; less than twice as many.
+        keys: of a head, likewise.
+        dim: of a head, likewise, but no more than the largest.
+        mask_itemsize: 1: the mask is a boolean one, of queries; 2: a bias of each head's own.
+    """
+    length = keys + keys // 2
+    queries = min(length, rows + rows // 2)
+    found = _batch_and_heads(rows, queries)
+    if found is None:
+        return
+    batch, heads = found
+    for width in dict.fromkeys((dim, min(dim + dim // 4 // 8 * 8, MAX_DIM))):
+        case = _Case(
+            *(MEASURED[2], heads, heads, queries, length, width, width),
+            batch=batch,
+            is_projected=True,
+        )
+        mask = strided_mask("of queries" if mask_itemsize == 1 else "bias", case, device)
+        yield _call_under(mask, case, device)
 
 
 def _lengths(keys: int, fills_tiles: bool) -> list[int]:
