@@ -59,7 +59,8 @@ def test_native_kernels_are_right(
     ours, hits = _loss_and_gradient(x, target, **options), override.hits
     with opgraft.disabled():
         expected = _loss_and_gradient(x, target, **options)
-    assert hits == 1
+    # The mean of a single row is native's.
+    assert hits == (len(shape) == 2 or reduction != "mean")
     torch.testing.assert_close(ours, expected, equal_nan=True)
 
 

@@ -174,9 +174,27 @@ def test_many_long_rows_are_read_in_small_blocks(
 
 
 @pytest.mark.parametrize("classes", [7, 40000])
-def test_one_row_without_a_batch(override: Override, classes: int, device: torch.device) -> None:
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_one_row_without_a_batch(
+    override: Override, reduction: str, classes: int, device: torch.device
+) -> None:
     logits = _logits((classes,), torch.float32, device)
-    _check(override, logits, _targets(logits))
+    _check(override, logits, _targets(logits), reduction=reduction)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_ignored_row_without_a_batch_is_as_natively(
+    override: Override, reduction: str, smoothing: float, device: torch.device
+) -> None:
+    """Native's mean of it is 0 on a GPU, and 0 / 0 on the CPU."""
+    logits, target = _logits((20,), torch.float32, device), torch.tensor(-100, device=device)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+    ours, hits = _both(logits, target, **options), override.hits
+    assert hits == (reduction != "mean")
+    with opgraft.disabled():
+        native = _both(logits, target, **options)
+    torch.testing.assert_close(ours, native, equal_nan=True)
 
 
 # Every three of these with each other: weights, what is ignored and smoothing all go into one sum.
@@ -439,10 +457,10 @@ def test_a_class_out_of_range_is_natives_error(
     logits = _logits(shape, torch.float32, device)
     target = _targets(logits)
     for _ in range(3):  # later hits are not compared with native
-        F.cross_entropy(logits, target)
+        F.cross_entropy(logits, target, reduction="sum")
     target.view(-1)[-1] = wrong
     with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-        F.cross_entropy(logits, target)
+        F.cross_entropy(logits, target, reduction="sum")
     assert override.hits >= 3
 
 
@@ -709,7 +727,7 @@ def _fine() -> dict[str, Any]:
     [
         {},
         {"self": torch.ones(4, 12)[:, :8]},
-        {"self": torch.ones(8), "target": torch.tensor(1)},
+        {"self": torch.ones(8), "target": torch.tensor(1), "reduction": 0},
         {"weight": torch.ones(8)},
         {"reduction": 0},
         {"label_smoothing": 1.0},
@@ -737,6 +755,7 @@ def test_condition_takes(also: dict[str, Any]) -> None:
         {"weight": torch.ones(16)[::2]},
         {"weight": torch.ones(8, requires_grad=True)},
         {"weight": torch.ones(1, 8)},
+        {"self": torch.ones(8), "target": torch.tensor(1)},
         {"reduction": 3},
         {"reduction": -1},
         {"label_smoothing": -0.1},

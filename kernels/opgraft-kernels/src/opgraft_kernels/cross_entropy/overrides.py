@@ -30,7 +30,12 @@ __all__ = [
 def condition(dispatch_key: str) -> Any:
     """Which calls go to Triton at `dispatch_key`: class indices of a matrix, or of one row."""
     classes = when.size("self", -1)
-    is_row = (when.ndim("self") == 1) & (when.ndim("target") == 0)
+    is_row = (
+        (when.ndim("self") == 1)
+        & (when.ndim("target") == 0)
+        # On a GPU native's mean of a single row is 0 where that is ignored, of a matrix 0 / 0.
+        & (when.value("reduction") != ops.MEAN)
+    )
     return (
         triton_computes("self", dispatch_key)
         # More dimensions have classes that are strided. Probabilities as targets are floats.
