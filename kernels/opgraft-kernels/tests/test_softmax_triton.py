@@ -345,6 +345,31 @@ def test_compiled(overrides: dict[str, Override], device: torch.device) -> None:
     torch.testing.assert_close(_gradient(compiled, x), expected)
 
 
+@pytest.mark.parametrize("shapes", [((3, 2, 4), (2, 3, 4)), ((4, 1, 6), (2, 2, 6))], ids=str)
+def test_a_gradient_of_another_shape_is_natives(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    function: Function,
+    overrides: dict[str, Override],
+    device: torch.device,
+) -> None:
+    """Of as many elements: an error, or an answer of the gradient's shape."""
+    y = torch.rand(shapes[1], device=device)
+    g = torch.rand(shapes[1], device=device)
+    for _ in range(3):  # later hits are not compared with native
+        function.backward_op(g, y, -1, y.dtype)
+
+    def result_or_error() -> object:
+        try:
+            return function.backward_op(g.view(shapes[0]), y, -1, y.dtype).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    ours = result_or_error()
+    assert overrides[f"{function.name}.backward"].hits == 4
+    with opgraft.disabled():
+        assert ours == result_or_error()
+
+
 def _fine(direction: str) -> dict[str, object]:
     x = torch.ones(4, 8)
     if direction == "forward":
