@@ -77,11 +77,13 @@ def assert_as_right(given: list[Tensor], grad: Tensor, override: opgraft.Overrid
 
 # ------------------------------------------------------------------ on the CPU
 
+CHOICE = strided._choice
+
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[opgraft.Override]:
     """The override, where a mask that needs a gradient has a fused backend, too."""
-    monkeypatch.setattr(strided, "_choose", lambda *_, **__: FLASH)
+    monkeypatch.setattr(strided, "_choice", lambda *_: FLASH)
     monkeypatch.setattr(strided, "_FUSED", (FLASH,))
     override = opgraft.register_op_override(
         "aten",
@@ -195,7 +197,7 @@ def test_what_is_not_chosen_is_native_s(
     on_cpu: opgraft.Override, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the user asked for another backend, say."""
-    monkeypatch.setattr(strided, "_choose", torch.ops.aten._fused_sdp_choice.default)
+    monkeypatch.setattr(strided, "_choice", CHOICE)
     case, (q, k, v) = inputs(torch.float32)
     mask = samples.strided_mask("bias", case, q.device)
     with sdpa_kernel(SDPBackend.MATH):
@@ -208,7 +210,7 @@ def test_a_learnt_mask_is_asked_about_as_such(
     on_cpu: opgraft.Override, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CPU's fused backend has no gradient of a mask."""
-    monkeypatch.setattr(strided, "_choose", torch.ops.aten._fused_sdp_choice.default)
+    monkeypatch.setattr(strided, "_choice", CHOICE)
     case, (q, k, v) = inputs(torch.float32)
     mask = samples.strided_mask("bias", case, q.device).requires_grad_()
     attend(q, k, v, attn_mask=mask)
@@ -369,6 +371,23 @@ def test_a_compiled_graph_copies_the_mask(
             torch.testing.assert_close(ours, run(model, given, trains))
     # The graph is traced for all sizes, or for each.
     assert counts[0] > 0 and (counts[2] == counts[0]) == dynamic
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_traced_tensors_have_the_backend_that_others_have(
+    on_cpu: opgraft.Override, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the dispatcher, no fused backend takes a fake tensor."""
+    found = []
+
+    def noting(*given: Any) -> int:
+        found.append(CHOICE(*given))
+        return found[-1]
+
+    monkeypatch.setattr(strided, "_choice", noting)
+    model, given = of_model("of queries", torch.float32, "cpu", is_projected=False)
+    run(torch.compile(model, backend="aot_eager", fullgraph=True), given, trains)
+    assert set(found) == {FLASH}
 
 
 def run(function: Callable[..., Tensor], given: list[Tensor], trains: bool) -> tuple[Tensor, ...]:

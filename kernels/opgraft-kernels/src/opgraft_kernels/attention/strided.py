@@ -69,7 +69,20 @@ def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict
     # A row stands for the mask that is not copied yet.
     row = mask.new_empty((*[1] * (mask.dim() - 1), mask.shape[-1]))
     row.requires_grad_(_is_learnt(mask))
-    return _choose(query, key, value, row, 0.0, False, **options) in _FUSED
+    return _choice(query, key, value, row, options) in _FUSED
+
+
+def _choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Any) -> int:
+    """The backend that native takes.
+
+    As native asks, the device's function is: for tensors that are traced the op itself says that no
+    fused backend takes them, as it is given tensors of no device.
+    """
+    device_key = torch._C.DispatchKey.__members__[
+        torch._C._dispatch_key_for_device(query.device.type)
+    ]
+    keyset = torch._C.DispatchKeySet(device_key)
+    return int(_choose.redispatch(keyset, query, key, value, mask, 0.0, False, **options))
 
 
 def _dense(mask: Tensor) -> Tensor:
