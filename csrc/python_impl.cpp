@@ -1,5 +1,6 @@
 #include "python_impl.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -301,11 +302,22 @@ PythonImpl::PythonImpl(py::object override, py::object function, bool takes_keys
       hooks_(std::move(hooks)),
       display_name_(std::move(display_name)) {}
 
+namespace {
+
+// Whether hooks get what this thread's calls save for their backward.
+bool are_saved_tensors_hooked() {
+  return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+}
+
+}  // namespace
+
 bool PythonImpl::takes(const Override&, Call& call) {
   const PythonAccess python;
   if (!python) return false;
   const auto values = converter_->to_python(call.begin());
-  return call_python(hooks_->takes.get(), override_.get(), values).cast<bool>();
+  const auto answer = call_python(hooks_->takes.get(), override_.get(), values);
+  call.wants_native = answer.is_none();
+  return answer.is(py::handle(Py_True));
 }
 
 bool PythonImpl::quarantine(const Call& call) {
@@ -321,7 +333,11 @@ bool PythonImpl::is_quarantined(const Call& call) {
 }
 
 bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
-  if (is_quarantined(call)) return false;
+  const bool is_differentiated =
+      override.is_differentiated && !call.excluded.has(c10::DispatchKey::ADInplaceOrView);
+  // Checkpointing may run the call again, and compares what is saved. Python sees to that.
+  const bool is_repeatable = is_differentiated && falls_back_ && are_saved_tensors_hooked();
+  if (is_quarantined(call) && !(is_repeatable && takes(override, call))) return false;
   const PythonAccess python;
   if (!python) return false;
   const bool accelerated = !device.is_cpu();
@@ -335,15 +351,14 @@ bool PythonImpl::run(const Override& override, Call& call, c10::Device device) {
     }
   }
   // Calls that autograd differentiates through the impl are checked apart.
-  const bool is_differentiated =
-      override.is_differentiated && !call.excluded.has(c10::DispatchKey::ADInplaceOrView);
   const uint64_t kind = kind_of(call, *converter_) ^ (is_differentiated ? kDifferentiated : 0);
   // Computed before the call, because an impl may write to its arguments.
   const uint64_t exact = accelerated ? exact_key(call) : 0;
   const bool first = !capturing && checked_kinds_.count(kind) < checked_hits_;
-  if (!first) override.hits->add();  // Python counts a first hit
-  auto results =
-      first ? call_first_hit(call) : call_function(override, call, capturing, is_differentiated);
+  const bool in_python = first || is_repeatable;
+  if (!in_python) override.hits->add();  // Python counts its own
+  auto results = in_python ? call_first_hit(call)
+                           : call_function(override, call, capturing, is_differentiated);
   call.set_results(results);
   if (first) checked_kinds_.add(kind);
   if (accelerated && !capturing && ran_calls_.count(exact) == 0) ran_calls_.add(exact);

@@ -110,7 +110,8 @@ class KeyTable {
 
 // The Python functions that an impl calls. Rare work is done in Python, where it is simpler.
 struct PythonHooks {
-  PythonRef takes;      // takes(override, values) -> bool: conditions in Python, quarantine
+  // takes(override, values) -> bool: conditions in Python, quarantine; None: native runs the call
+  PythonRef takes;
   PythonRef first_hit;  // first_hit(override, keyset, values) -> result: a hit that is checked
   PythonRef recover;    // recover(override, keyset, values, error) -> result, or raises
   PythonRef

@@ -688,6 +688,7 @@ bool Router::try_overrides(const PendingCall& pending, Call& call, bool observed
         run(*override, call, pending.device, pending.is_differentiated)) {
       return true;
     }
+    if (C10_UNLIKELY(call.wants_native)) return false;
   }
   return false;
 }

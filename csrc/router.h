@@ -41,6 +41,8 @@ struct Call {
   c10::DispatchKeySet excluded{};
   const Override* ran = nullptr;  // the override whose impl runs or ran
   bool fell_back = false;         // the impl returned what the native kernel returned to it
+  // The impl that declined has native run the call: nobody behind it is asked.
+  bool wants_native = false;
 
   const c10::IValue* begin() const { return stack.data() + stack.size() - argument_count; }
   const c10::IValue* end() const { return stack.data() + stack.size(); }

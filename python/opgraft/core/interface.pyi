@@ -79,7 +79,7 @@ class Router:
     def set_hooks(
         self,
         *,
-        takes: Callable[[Any, Values], bool],
+        takes: Callable[[Any, Values], bool | None],
         first_hit: Callable[[Any, torch.DispatchKeySet, Values], Any],
         recover: Callable[[Any, torch.DispatchKeySet, Values, Exception], Any],
         is_capturing: Callable[[], bool],

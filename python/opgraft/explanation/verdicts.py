@@ -10,7 +10,7 @@ import torch
 from opgraft.ops.schema import Call
 from opgraft.registry import Chain, Override
 from opgraft.router import composite, device, failure, threads
-from opgraft.router.decision import Decline, why_not
+from opgraft.router.decision import Decline, keeps_place, why_not
 from opgraft.when import Failure
 
 _PYTHON = torch._C.DispatchKey.Python
@@ -110,6 +110,8 @@ def judge_overrides(
             verdict = Verdict(override, "not asked", threads.PassedByForNative.REASON)
         elif verdict.takes and decisive is not None:
             verdict = Verdict(override, "behind", _BEHIND[decisive.status])
+        elif keeps_derivative and decisive is None and verdict.status == "quarantined":
+            forward_is_native = forward_is_native or keeps_place(override, call)
         verdicts.append(verdict)
     return tuple(verdicts)
 

@@ -19,6 +19,8 @@ CHECKED_HITS = 2
 MAX_KINDS = 128
 #: Exact keys per override of calls that ran outside a capture.
 MAX_WARM = 4096
+#: Calls per override that checkpointing may run again.
+MAX_REPEATABLE = 4096
 
 #: The memory of a result: its storage, and its range of bytes in it.
 MemoryRange = tuple["StorageWeakRef", tuple[int, int]]
@@ -65,6 +67,7 @@ class OverrideState:
         self.checked: dict[Hashable, int] = {}
         self._results: dict[Hashable, list[MemoryRange]] = {}
         self._ran: dict[Hashable, None] = {}
+        self._repeatable: dict[Hashable, None] = {}
         #: Whether a warning said that a CUDA graph has the native kernel in its place.
         self.warned_of_capture = False
 
@@ -79,6 +82,20 @@ class OverrideState:
     def never_worked(self) -> bool:
         """Whether none of its hits has passed a check so far."""
         return not self.checked
+
+    # Calls that checkpointing may run again.
+
+    def note_repeatable(self, call: Hashable) -> None:
+        """Note that its impl ran for a call, and hooks got what autograd saved of it."""
+        _add(self._repeatable, call, MAX_REPEATABLE)
+
+    def forget_repeatable(self, call: Hashable) -> None:
+        """Note that its impl failed for such a call."""
+        self._repeatable.pop(call, None)
+
+    def is_repeatable(self, call: Hashable) -> bool:
+        """Whether its impl ran for such a call, and has not failed for one since."""
+        return call in self._repeatable
 
     # The contract's checks.
 
@@ -112,13 +129,18 @@ class OverrideState:
 
     def note_run(self, exact_call: Hashable) -> None:
         """Note that a call ran outside a capture, so that its kernels are compiled."""
-        if exact_call in self._ran:
-            return
-        if len(self._ran) >= MAX_WARM:
-            # Evict the oldest. `pop` has a default because another thread may evict it first.
-            self._ran.pop(next(iter(self._ran), exact_call), None)
-        self._ran[exact_call] = None
+        _add(self._ran, exact_call, MAX_WARM)
 
     def has_run(self, exact_call: Hashable) -> bool:
         """Whether a call with this exact key ran outside a capture."""
         return exact_call in self._ran
+
+
+def _add(keys: dict[Hashable, None], key: Hashable, limit: int) -> None:
+    """Add a key, and forget the oldest one past `limit`."""
+    if key in keys:
+        return
+    if len(keys) >= limit:
+        # `pop` has a default because another thread may evict it first.
+        keys.pop(next(iter(keys), key), None)
+    keys[key] = None

@@ -1,4 +1,4 @@
-"""Two keys of a call: its kind, for checks and quarantine, and its exact metadata."""
+"""Keys of a call: its kind, for checks and quarantine, and its exact metadata."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def kind_of(call: Call) -> Hashable:
 def exact_key(call: Call) -> Hashable:
     """Everything that a compiled kernel can be specialised on: sizes and alignment too."""
     return tuple(map(_exact_argument, call.values))
+
+
+def repeatable_key(call: Call) -> Hashable:
+    """What a call has in common with itself when checkpointing runs it again.
+
+    Of two calls with this key the kind is the same.
+    """
+    return exact_key(call), _autocast(call)
 
 
 def _autocast(call: Call) -> tuple[Hashable, ...]:

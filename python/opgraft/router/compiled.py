@@ -32,7 +32,7 @@ from opgraft.router import (
 )
 from opgraft.router.base import Router
 from opgraft.router.call_keys import kind_of
-from opgraft.router.decision import takes, warn_captured
+from opgraft.router.decision import keeps_place, takes, warn_captured
 from opgraft.router.hit import fall_back, hit, impl_of, run_impl
 from opgraft.router.torch_function import hidden
 from opgraft.when.compilation import NEVER_HOLDS, compile_condition, pack_capability
@@ -266,10 +266,14 @@ class CompiledRouter(Router):
     def _decompose_values(self, values: tuple[Any, ...]) -> Any:
         return composite.decompose(Call(self.chain.op, values))
 
-    def _takes(self, override: Override, values: tuple[Any, ...]) -> bool:
+    def _takes(self, override: Override, values: tuple[Any, ...]) -> bool | None:
+        """Whether an override takes a call; None if native is to run it, and nobody is asked."""
+        call = Call(self.chain.op, values)
         # The core itself remembers which calls have run, and checks for a capture when it runs the
         # impl.
-        return takes(override, Call(self.chain.op, values), capturing=False)
+        if takes(override, call, capturing=False):
+            return True
+        return None if keeps_place(override, call) else False
 
     def _first_hit(
         self, override: Override, keyset: torch.DispatchKeySet, values: tuple[Any, ...]

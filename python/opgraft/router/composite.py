@@ -428,6 +428,12 @@ def is_differentiated(override: Override, keyset: DispatchKeySet, call: Call) ->
     return override.is_differentiated and is_at_autograd(keyset) and needs_grad(call)
 
 
+def would_differentiate(override: Override, call: Call) -> bool:
+    """Whether autograd would differentiate what an override's impl calls for a call made here."""
+    is_below = torch._C._dispatch_tls_is_dispatch_key_excluded("ADInplaceOrView")
+    return override.is_differentiated and not is_below and needs_grad(call)
+
+
 def check_differentiated(override: Override, result: Any) -> None:
     """Refuse results that have lost the derivative.
 

@@ -6,11 +6,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from opgraft.base import interrupts
 from opgraft.errors import warn_caller
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
-from opgraft.router import device, failure, threads, torch_function
-from opgraft.router.call_keys import exact_key, kind_of
+from opgraft.router import composite, device, failure, saved_tensors, threads, torch_function
+from opgraft.router.call_keys import exact_key, kind_of, repeatable_key
 from opgraft.when import Condition
 
 #: The kinds of a :class:`Decline` that `.misses` counts: a condition declined, or a rule that all
@@ -96,7 +97,7 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
     is_expression = isinstance(override.condition, Condition)
     if is_expression and not override.condition_holds(call):
         return Decline("its condition does not hold", "condition")
-    if quarantined and (error := quarantined.get(kind_of(call))):
+    if quarantined and (error := quarantined.get(kind_of(call))) and not _repeats(override, call):
         return Decline(f"quarantined after {error}", "quarantined")
     if not is_expression and not condition_holds(override, call):
         return Decline("its condition does not hold", "condition")
@@ -107,6 +108,37 @@ def why_not(override: Override, call: Call, *, capturing: bool) -> Decline | Non
             "captured",
         )
     return None
+
+
+def keeps_place(override: Override, call: Call) -> bool:
+    """Whether native runs a call in place of a quarantined override, and nobody behind is asked.
+
+    A checkpoint compares what two forwards save. In the first one the override may have failed, and
+    native may have run the call: whoever is behind would save other tensors in the second one.
+    """
+    if not (override.state.quarantined and _is_hooked(override, call)):
+        return False
+    try:
+        decline = why_not(override, call, capturing=False)
+        return (
+            decline is not None
+            and decline.kind == "quarantined"
+            and condition_holds(override, call)
+        )
+    except Exception as error:  # what failed was the condition, in both forwards
+        if interrupts.is_interrupt(error):
+            raise
+        return False
+
+
+def _repeats(override: Override, call: Call) -> bool:
+    """Whether a call may be a second forward of one that a quarantined override took before."""
+    return _is_hooked(override, call) and override.state.is_repeatable(repeatable_key(call))
+
+
+def _is_hooked(override: Override, call: Call) -> bool:
+    """Whether hooks would get what an override's impl saves for a call that is differentiated."""
+    return composite.would_differentiate(override, call) and saved_tensors.are_hooked()
 
 
 def condition_holds(override: Override, call: Call) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from opgraft.errors import OpgraftError
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
 from opgraft.router import (
@@ -22,13 +23,14 @@ from opgraft.router import (
     failure,
     observers,
     profile,
+    saved_tensors,
     shadow,
     threads,
     timebox,
     torch_function,
 )
 from opgraft.router.base import Router
-from opgraft.router.call_keys import exact_key, kind_of
+from opgraft.router.call_keys import exact_key, kind_of, repeatable_key
 
 
 class Recording(Protocol):
@@ -65,13 +67,71 @@ def hit(
     call_device = device.of_call(call, override.dispatch_key)
     capturing = device.is_capturing(call_device)
     observers.note_hit(override)
+    repeatable = _Repeatable.begin(override, keyset, call)
     try:
-        with torch_function.hidden(call.values):
-            return _hit(router, override, keyset, call, call_device, capturing, recording)
+        with torch_function.hidden(call.values), repeatable or nullcontext():
+            result = _hit(router, override, keyset, call, call_device, capturing, recording)
     except Exception as error:
         if not failure.may_fall_back(override, error, call, capturing=capturing):
             raise
+        if repeatable is not None:
+            repeatable.fail(error)
         return fall_back(router, override, keyset, call, error)
+    if repeatable is not None:
+        repeatable.end()
+    return result
+
+
+class _Repeatable:
+    """A hit of an impl that autograd differentiates, where hooks get what it saves.
+
+    Checkpointing may run it again, and compares what both runs save.
+    """
+
+    def __init__(self, override: Override, call: Call) -> None:
+        self._override = override
+        self._key = repeatable_key(call)
+        self._saved = saved_tensors.HeldBack() if saved_tensors.can_be_held_back() else None
+
+    @classmethod
+    def begin(
+        cls, override: Override, keyset: torch.DispatchKeySet, call: Call
+    ) -> _Repeatable | None:
+        """The hit, before its impl runs; None if it is another one, or what it raises is raised."""
+        may_fail = override.on_error == "fallback" and saved_tensors.are_hooked()
+        if may_fail and composite.is_differentiated(override, keyset, call):
+            return cls(override, call)
+        return None
+
+    def __enter__(self) -> None:
+        if self._saved is not None:
+            self._saved.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._saved is not None:
+            self._saved.__exit__(*error)
+
+    def end(self) -> None:
+        """Give hooks what was saved, and remember who took the call."""
+        self._override.state.note_repeatable(self._key)
+        if self._saved is not None:
+            self._saved.hand_on()
+
+    def fail(self, error: Exception) -> None:
+        """Remember that native runs the call.
+
+        Raises:
+            OpgraftError: a backward runs, and the impl worked before: the call is a second forward,
+                to whose first one native's tensors do not belong.
+        """
+        state, override = self._override.state, self._override
+        if state.is_repeatable(self._key) and torch._C._current_graph_task_id() != -1:
+            raise OpgraftError(
+                f"{contract.display_name(override)} failed where checkpointing runs a call again "
+                "that it took before, and native cannot take its place, as it saves other "
+                f"tensors; opgraft.disable(name={override.name!r}) leaves such calls to native"
+            ) from error
+        state.forget_repeatable(self._key)
 
 
 def _hit(
@@ -125,7 +185,7 @@ def _hit(
         override.state.note_run(exact_key(call))
     if bookkeeping is not None:
         result = bookkeeping.finish(result)
-    if differentiated and in_python:
+    if differentiated:
         composite.check_differentiated(override, result)
     if compared is None:
         return result

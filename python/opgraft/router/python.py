@@ -16,7 +16,7 @@ from opgraft.ops.schema import Call, is_current, resolve
 from opgraft.registry import Chain, Override
 from opgraft.router import composite, device, dispatcher, observers, threads
 from opgraft.router.base import Router
-from opgraft.router.decision import takes
+from opgraft.router.decision import keeps_place, takes
 from opgraft.router.hit import hit
 from opgraft.router.native import NativeKernel
 
@@ -100,6 +100,8 @@ class PythonRouter(Router):
             call_device = device.of_call(call, override.dispatch_key)
             if takes(override, call, capturing=device.is_capturing(call_device)):
                 return hit(self, override, keyset, call)
+            if keeps_place(override, call):
+                break
         return self.run_native(keyset, call)
 
     def run_native(self, keyset: torch.DispatchKeySet, call: Call) -> Any:
