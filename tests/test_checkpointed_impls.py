@@ -164,6 +164,29 @@ def test_what_failed_before_a_checkpoint_leaves_both_forwards_to_native(behind: 
     assert all(each.hits == 0 for each in then)
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["in it", "between the forwards"])
+@every_kind_behind
+def test_what_is_given_up_keeps_its_place_in_a_checkpoint(
+    behind: str | None, between: bool
+) -> None:
+    """It fails for more kinds of calls than may fail at first."""
+    first, *then = register(Fails(5), behind)
+    ranks = [torch.randn(*[1] * n, 5, 4, dtype=torch.float64, requires_grad=True) for n in range(4)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        return [F.scaled_dot_product_attention(each.exp(), each, each) for each in tensors]
+
+    count = 1 if between else 4
+    with opgraft.disabled():
+        expected = torch.autograd.grad(sum(o.sum() for o in run(*ranks[:count])), ranks[:count])
+    with pytest.warns(opgraft.OverrideWarning, match="no kernel"):
+        outs = checkpoint(run, *ranks[:count], use_reentrant=False)
+        run(*ranks[count:])
+    grads = torch.autograd.grad(sum(out.sum() for out in outs), ranks[:count])
+    torch.testing.assert_close(grads, expected)
+    assert first.fallbacks > 2 and (between or all(each.hits == 0 for each in then))
+
+
 @every_kind_behind
 def test_what_natively_left_a_call_does_so_again(behind: str | None) -> None:
     def impl(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -93,7 +93,9 @@ def quarantine(override: Override, kind: Hashable, error: Exception) -> None:
     log.info("quarantined %r for %s", override.name, kind, exc_info=error)
     consequence = "for calls of this kind from now on"
     never_worked = state.never_worked
-    if count >= MAX_QUARANTINED or (never_worked and count >= MAX_FAILED_AT_FIRST):
+    is_hopeless = count >= MAX_QUARANTINED or (never_worked and count >= MAX_FAILED_AT_FIRST)
+    # One with a derivative keeps its place in checkpoints, whose second forward may be to come.
+    if is_hopeless and override.autograd is None:
         # Removed from its chain, so that no call spends time on it.
         registry.give_up(override, f"it failed for {count} kinds of calls, last with {reason}")
         consequence = f"for all calls from now on, as it failed for {count} kinds of them"
