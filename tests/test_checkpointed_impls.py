@@ -272,6 +272,20 @@ def test_what_fails_in_a_first_forward_that_worked_before_leaves_both_to_native(
     assert first.fallbacks == 1 and all(each.hits == 0 for each in then)
 
 
+@pytest.mark.parametrize("seconds", ["0", "60"])
+@every_kind_behind
+def test_what_autograd_differentiates_is_waited_for_however_long_it_compiles(
+    behind: str | None, seconds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPGRAFT_COMPILE_TIMEOUT", seconds)
+    first, *then = register(Fails(0), behind)
+    tensors = inputs()
+    for _ in range(3):
+        torch.testing.assert_close(gradients(checkpointed(tensors), tensors), natively(tensors, 3))
+    assert (first.hits, first.fallbacks) == (6, 0)
+    assert all(each.hits == 0 for each in then)
+
+
 def is_short(query: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     return query.shape[-2] < 7
 

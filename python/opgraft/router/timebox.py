@@ -3,7 +3,8 @@
 A DSL compiles for seconds when a call first has new dtypes, sizes or alignments, and has been seen
 to hang. With `OPGRAFT_COMPILE_TIMEOUT` set, an impl runs on a thread of its own for a call whose
 exact key is new. If that takes longer than the timeout, the call gets the native kernel's result.
-So do other calls with that key until the thread is done: nobody waits twice.
+So do other calls with that key until the thread is done: nobody waits twice. Calls that would go
+another way when checkpointing runs them again wait for as long as it takes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from opgraft.base import env
 from opgraft.errors import warn_caller
 from opgraft.ops.schema import Call
 from opgraft.registry import Override
-from opgraft.router import contract, device, threads
+from opgraft.router import composite, contract, device, threads
 from opgraft.router.call_keys import exact_key
 from opgraft.router.randomness import depends_on_random_numbers
 
@@ -56,7 +57,8 @@ class TimeBoxed:
         override = self._override
         plain = args[1:] if override.takes_keyset else args
         call = override.operator.bind(plain, kwargs)
-        if depends_on_random_numbers(call):  # whether it is in time must not decide what it draws
+        # Whether it is in time must not decide what it draws, nor what it saves for its backward.
+        if depends_on_random_numbers(call) or composite.would_differentiate(override, call):
             return override.impl(*args, **kwargs)
         key = exact_key(call)
         if key in self._known or device.is_capturing(device.of_tensors(call)):
