@@ -250,6 +250,31 @@ def test_differentiating_twice_is_as_natively(on_cpu: opgraft.Override, name: st
         torch.testing.assert_close(ours, twice_differentiated(given, grad))
 
 
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "the same": lambda x: (x, x, x),
+    "made of one another": lambda x: (x, 2 * x, x.cos()),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_inputs_that_share_a_source_may_be_differentiated_twice(
+    on_cpu: opgraft.Override, name: str
+) -> None:
+    case, (x, _, _) = inputs(torch.float64, keys=20)
+    mask = samples.strided_mask("bias", case, x.device)
+    x = x.detach().requires_grad_()
+
+    def derivatives() -> tuple[Tensor, Tensor]:
+        out = under(*SHARED[name](x), mask)
+        (first,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        return first.detach(), torch.autograd.grad(first.square().sum(), x)[0]
+
+    ours = derivatives()
+    assert on_cpu.hits == 1
+    with opgraft.disabled(), sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(ours, derivatives())
+
+
 @pytest.mark.parametrize("needs", [0, 1, 2])
 def test_only_one_input_needs_a_gradient(on_cpu: opgraft.Override, needs: int) -> None:
     case, (q, k, v) = inputs(torch.float64)

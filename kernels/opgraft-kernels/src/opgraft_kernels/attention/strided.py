@@ -145,7 +145,8 @@ class _TwiceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return (None, grad, None, None, None, None)
-        inputs = *tensors, mask = ctx.saved_tensors
+        # Inputs may be made of one another. Their views are not, so each gradient is of one alone.
+        inputs = *tensors, mask = [each.view_as(each) for each in ctx.saved_tensors]
         if mask.dtype is torch.bool:
             mask = torch.where(mask, 0.0, -math.inf).to(grad.dtype)
         out, _ = _by_math(*tensors, mask, **ctx.options)
