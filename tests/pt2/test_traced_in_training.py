@@ -113,6 +113,22 @@ def test_one_without_a_derivative_is_passed_by() -> None:
     assert passed_by.traces == 0 < impl.traces
 
 
+def test_one_with_functions_of_its_own_is_differentiated_by_them() -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return torch.full_like(ctx.saved_tensors[0], 7), None, None, None
+
+    impl = Impl()
+    register(impl)
+    register(Impl(), autograd=(setup_context, backward), name="pair", priority=1)
+    x = torch.randn(4, 8)
+    _, gradient = trained(compiled(), x)
+    torch.testing.assert_close(gradient, torch.full_like(x, 14))
+    assert impl.traces == 0
+
+
 def by_itself(x: torch.Tensor, shape: Any, weight: Any, eps: Any) -> torch.Tensor:
     return F.rms_norm(x, shape, weight, eps)
 

@@ -95,19 +95,20 @@ def trace_differentiated(call: Call) -> Any:
     impl_tracing.sync_functional(call.values)
     before = policy.bind(op, call.args, call.kwargs)
     decision = policy.decide(before, is_differentiated=True)
-    if decision.action != "traced":
+    override = decision.override
+    # One with a derivative of its own is not differentiated by what its impl calls.
+    if decision.action != "traced" or override is None or not override.is_differentiated:
         return NotImplemented
-    assert decision.override is not None
     try:
-        result = impl_tracing.run_differentiated(decision.override, call)
+        result = impl_tracing.run_differentiated(override, call)
         after = policy.bind(op, call.args, call.kwargs)
         fake = detect_fake_mode(before.values)
         with torch.no_grad(), bypassing(op.name), _disable_current_modes(), fake or nullcontext():
-            impl_tracing.check_result(decision.override, before, after, result)
+            impl_tracing.check_result(override, before, after, result)
     except ContractError:
         raise
     except Exception as error:
-        compile_log.log_untraceable(decision.override, error)
+        compile_log.log_untraceable(override, error)
         return NotImplemented
     compile_log.log_decision(before, decision)
     return result
