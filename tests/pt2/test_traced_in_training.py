@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import opgraft
 from opgraft import ContractError, when
@@ -149,6 +150,29 @@ def test_a_result_that_native_would_not_return_is_an_error() -> None:
     with pytest.raises(Exception, match=r"rms_norm.* traced, returned output 0") as raised:
         trained(compiled(), torch.randn(8, 8))
     assert isinstance(raised.value, ContractError) or "ContractError" in str(raised.value)
+
+
+def by_functorch(function: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.compile(torch.func.grad(lambda x: function(x).sum()), backend="aot_eager")(x)
+
+
+def by_a_subclass(function: Any, x: torch.Tensor) -> torch.Tensor:
+    x = TwoTensor(x, x.clone()).requires_grad_()
+    torch.compile(function, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    return x.grad.a
+
+
+@pytest.mark.parametrize("gradient_of", [by_functorch, by_a_subclass])
+def test_who_must_see_the_pieces_sees_native_s(
+    gradient_of: Any, decisions: pytest.LogCaptureFixture
+) -> None:
+    impl = Impl()
+    register(impl)
+    x = torch.randn(4, 8)
+    found = gradient_of(rms_norm, x)
+    with opgraft.disabled():
+        torch.testing.assert_close(found, trained(rms_norm, x)[1])
+    assert impl.traces == 0 and "cannot be traced" not in decisions.text
 
 
 def test_an_impl_that_no_graph_can_have_is_left_to_the_compiler(

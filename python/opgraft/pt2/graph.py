@@ -90,7 +90,7 @@ def trace_differentiated(call: Call) -> Any:
         The call's result; NotImplemented if no impl is traced.
     """
     op = call.op
-    if not _is_compiling() or exports.in_scope() or traced.is_running(op):
+    if not _is_compiling() or exports.in_scope() or traced.is_running(op) or _shows_pieces(call):
         return NotImplemented
     impl_tracing.sync_functional(call.values)
     before = policy.bind(op, call.args, call.kwargs)
@@ -112,6 +112,12 @@ def trace_differentiated(call: Call) -> Any:
         return NotImplemented
     compile_log.log_decision(before, decision)
     return result
+
+
+def _shows_pieces(call: Call) -> bool:
+    """Whether a transform of functorch or a tensor's type is to see what a composite op calls."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transformed or not all(_is_plain(type(tensor)) for tensor in call.tensors())
 
 
 def _leave_to_compiler(
