@@ -15,7 +15,7 @@ from opgraft.registry import Override
 if TYPE_CHECKING:
     from torch._guards import TracingContext
 
-    from opgraft.pt2.policy import Decision
+    from opgraft.pt2.policy import Action, Decision
 
 log = logging.getLogger("opgraft.pt2")
 
@@ -69,15 +69,22 @@ def log_decision(call: Call, decision: Decision) -> None:
     )
 
 
-def log_untraceable(override: Override, error: Exception) -> None:
-    """Log once for each graph that an impl could not be traced."""
+def log_untraceable(override: Override, error: Exception, action: Action) -> None:
+    """Log once for each graph that an impl could not be traced.
+
+    Args:
+        override: the override whose impl it is.
+        error: what tracing it raised.
+        action: what becomes of the call instead.
+    """
     if _is_first_in_graph((override, str(error))):
         log.warning(
-            "the impl of override %r of %s at %s cannot be traced, so the op is opaque in this "
-            "graph: %s: %s",
+            "the impl of override %r of %s at %s cannot be traced, so the op is %s in this graph: "
+            "%s: %s",
             override.name,
             override.op,
             override.dispatch_key,
+            "left to the compiler" if action == "left" else action,
             type(error).__name__,
             error,
         )

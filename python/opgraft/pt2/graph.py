@@ -66,8 +66,9 @@ def substitute(
         except ContractError:
             raise
         except Exception as error:
-            compile_log.log_untraceable(decision.override, error)
+            untraceable = decision.override
             decision = policy.decide(call, traces=False)
+            compile_log.log_untraceable(untraceable, error, decision.action)
     compile_log.log_decision(call, decision)
     if decision.action == "traced":
         return result
@@ -108,7 +109,7 @@ def trace_differentiated(call: Call) -> Any:
     except ContractError:
         raise
     except Exception as error:
-        compile_log.log_untraceable(override, error)
+        compile_log.log_untraceable(override, error, "left")
         return NotImplemented
     compile_log.log_decision(before, decision)
     return result
