@@ -152,6 +152,36 @@ def test_a_result_that_native_would_not_return_is_an_error() -> None:
     assert isinstance(raised.value, ContractError) or "ContractError" in str(raised.value)
 
 
+def test_a_result_that_has_lost_its_derivative_is_an_error() -> None:
+    register(Impl(torch.Tensor.detach))
+    with pytest.raises(Exception, match=r"rms_norm.* traced, returned output 0 without a deriv"):
+        trained(compiled(), torch.randn(4, 8))
+
+
+def test_a_result_that_has_none_natively_needs_none() -> None:
+    def max_pool(input: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(input)
+        pairs = input.unflatten(-1, (-1, 2))
+        largest = pairs.argmax(-1, keepdim=True)
+        places = torch.arange(pairs.shape[-2]) * 2 + largest.squeeze(-1)
+        return pairs.gather(-1, largest).squeeze(-1), places
+
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        values, indices = F.max_pool1d(x[None], 2, return_indices=True)
+        return values + indices
+
+    calls: list[torch.Tensor] = []
+    opgraft.register_op_override(
+        *("aten", "max_pool1d_with_indices", "CPU", max_pool),
+        **{"unconditional_override": True, "autograd": "impl", "compile": "traceable"},
+    )
+    x = torch.randn(4, 8)
+    found = trained(torch.compile(pooled, backend="aot_eager", fullgraph=True), x)
+    assert calls
+    with opgraft.disabled():
+        torch.testing.assert_close(found, trained(pooled, x))
+
+
 def by_functorch(function: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.compile(torch.func.grad(lambda x: function(x).sum()), backend="aot_eager")(x)
 

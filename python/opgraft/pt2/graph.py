@@ -104,8 +104,10 @@ def trace_differentiated(call: Call) -> Any:
         result = impl_tracing.run_differentiated(override, call)
         after = policy.bind(op, call.args, call.kwargs)
         fake = detect_fake_mode(before.values)
-        with torch.no_grad(), bypassing(op.name), _disable_current_modes(), fake or nullcontext():
-            impl_tracing.check_result(override, before, after, result)
+        with bypassing(op.name), _disable_current_modes(), fake or nullcontext():
+            with torch.no_grad():
+                impl_tracing.check_result(override, before, after, result)
+            impl_tracing.check_derivative(override, before, call, result)
     except ContractError:
         raise
     except Exception as error:

@@ -138,6 +138,44 @@ def check_result(override: Override, before: Call, after: Call, result: Any) -> 
         )
 
 
+def check_derivative(override: Override, before: Call, call: Call, result: Any) -> None:
+    """Refuse a traced result that has lost a derivative, which the op's has.
+
+    Args:
+        override: the override whose impl was traced.
+        before: the call's arguments, as fake tensors, of which none requires grad.
+        call: the call, of whose tensors some require grad.
+        result: what the impl returned.
+
+    Raises:
+        ContractError: an output has lost it.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    op = call.op
+    returned = OpResult(op, contract.checked_outputs(override, result), call.tensors())
+    if all(each.requires_grad for each in returned.tensors()):
+        return
+    requires_grad = iter([each.requires_grad for each in call.tensors()])
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().requires_grad_(next(requires_grad))
+
+    given = before.changed(stand_in)
+    with disable_proxy_modes_tracing(), outside_of_graphs(before), Decomposing():
+        expected = op.overload(*given.args, **given.kwargs)
+    native = OpResult(op, outputs.as_outputs(op, expected), given.tensors())
+    for (index, item, one), (_, _, other) in zip(returned.flat(), native.flat(), strict=True):
+        if isinstance(other, torch.Tensor) and other.requires_grad and not one.requires_grad:
+            raise ContractError(
+                f"{contract.display_name(override)}, traced, returned "
+                f"{outputs.name_of(op, index, item)} without a derivative, native's has one: let "
+                "the impl call ops that have derivatives, outside of torch.no_grad()"
+            )
+
+
 def outside_of_graphs(call: Call) -> AbstractContextManager[None]:
     """A scope for a trial of a call that is traced, whose result no graph has.
 
