@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opgraft
 from opgraft import when
+from opgraft.pt2 import fingerprint
 from opgraft_kernels.attention import overrides, samples, strided
 
 attend = F.scaled_dot_product_attention
@@ -413,6 +414,11 @@ def test_traced_tensors_have_the_backend_that_others_have(
     model, given = of_model("of queries", torch.float32, "cpu", is_projected=False)
     run(torch.compile(model, backend="aot_eager", fullgraph=True), given, trains)
     assert set(found) == {FLASH}
+
+
+def test_the_compiler_s_caches_can_have_the_impl_in_their_keys() -> None:
+    """Else AOTAutograd's cache is bypassed, for whatever a process compiles."""
+    assert fingerprint.digest_reachable(strided.attention) is not None
 
 
 def run(function: Callable[..., Tensor], given: list[Tensor], trains: bool) -> tuple[Tensor, ...]:

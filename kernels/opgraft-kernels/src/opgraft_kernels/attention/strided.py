@@ -101,7 +101,6 @@ def _is_learnt(mask: Tensor) -> bool:
     return mask.requires_grad and torch.is_grad_enabled()
 
 
-@torch.no_grad()
 def _fill_empty_rows(mask: Tensor) -> Tensor:
     """Let queries that attend to nothing attend to all, and say which these are.
 
@@ -109,14 +108,16 @@ def _fill_empty_rows(mask: Tensor) -> Tensor:
     are infinite in their arithmetic become smaller, by which their softmax stays what it is, and
     rows of which it is NaN are NaN throughout.
     """
-    if mask.dtype is torch.bool:
-        is_empty = ~mask.any(-1, keepdim=True)
-    else:
-        highest = mask.amax(-1, keepdim=True)
-        is_empty = highest == -math.inf
-        factor = torch.where(highest.abs() > _LARGEST, _SMALLER, 1.0) + 0 * highest
-        mask.mul_(factor.to(mask.dtype))
-    mask.masked_fill_(is_empty, 1)
+    # As a decorator it would be an object that the keys of the compiler's caches cannot hold.
+    with torch.no_grad():
+        if mask.dtype is torch.bool:
+            is_empty = ~mask.any(-1, keepdim=True)
+        else:
+            highest = mask.amax(-1, keepdim=True)
+            is_empty = highest == -math.inf
+            factor = torch.where(highest.abs() > _LARGEST, _SMALLER, 1.0) + 0 * highest
+            mask.mul_(factor.to(mask.dtype))
+        mask.masked_fill_(is_empty, 1)
     return is_empty
 
 
