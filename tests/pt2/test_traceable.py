@@ -226,6 +226,7 @@ def test_the_op_inside_its_impl_is_the_native_one(graphs: Graphs) -> None:
         (lambda self, dim, half: (self, self), "instead of a tensor"),
         (lambda self, dim, half: self.t().contiguous().t(), r"strides \(1, 4\)"),
         (lambda self, dim, half: ops.softmax(self.mul_(2), dim, half), "wrote to an argument"),
+        (lambda self, dim, half: self.mul_(2).item(), "wrote to an argument"),
     ],
 )
 def test_a_result_that_the_op_would_not_return_is_an_error(impl: Any, message: str) -> None:

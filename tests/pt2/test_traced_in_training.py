@@ -152,6 +152,12 @@ def test_a_result_that_native_would_not_return_is_an_error() -> None:
     assert isinstance(raised.value, ContractError) or "ContractError" in str(raised.value)
 
 
+def test_an_impl_that_fails_after_it_wrote_to_an_argument_is_an_error() -> None:
+    register(lambda input, *_: input.mul_(2).item())
+    with pytest.raises(Exception, match=r"rms_norm.* traced, wrote to an argument"):
+        trained(compiled(), torch.randn(4, 8))
+
+
 def test_a_result_that_has_lost_its_derivative_is_an_error() -> None:
     register(Impl(torch.Tensor.detach))
     with pytest.raises(Exception, match=r"rms_norm.* traced, returned output 0 without a deriv"):

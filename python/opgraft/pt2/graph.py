@@ -59,10 +59,11 @@ def substitute(
         try:
             impl_tracing.sync_functional((args, kwargs))
             before = policy.bind(op, args, kwargs)
-            result = impl_tracing.run(decision.override, mode, args, kwargs)
-            impl_tracing.check_result(
-                decision.override, before, policy.bind(op, args, kwargs), result
-            )
+            with impl_tracing.leaving_arguments(
+                decision.override, lambda: policy.bind(op, args, kwargs)
+            ):
+                result = impl_tracing.run(decision.override, mode, args, kwargs)
+            impl_tracing.check_result(decision.override, before, result)
         except ContractError:
             raise
         except Exception as error:
@@ -101,12 +102,14 @@ def trace_differentiated(call: Call) -> Any:
     if decision.action != "traced" or override is None or not override.is_differentiated:
         return NotImplemented
     try:
-        result = impl_tracing.run_differentiated(override, call)
-        after = policy.bind(op, call.args, call.kwargs)
+        with impl_tracing.leaving_arguments(
+            override, lambda: policy.bind(op, call.args, call.kwargs)
+        ):
+            result = impl_tracing.run_differentiated(override, call)
         fake = detect_fake_mode(before.values)
         with bypassing(op.name), _disable_current_modes(), fake or nullcontext():
             with torch.no_grad():
-                impl_tracing.check_result(override, before, after, result)
+                impl_tracing.check_result(override, before, result)
             impl_tracing.check_derivative(override, before, call, result)
     except ContractError:
         raise

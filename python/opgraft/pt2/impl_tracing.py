@@ -8,8 +8,8 @@ and launches of the impl. It fuses the ops with their neighbours and launches th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -103,27 +103,46 @@ def sync_functional(value: Any) -> None:
             torch._sync(each)  # type: ignore[attr-defined]
 
 
-def check_result(override: Override, before: Call, after: Call, result: Any) -> None:
+@contextmanager
+def leaving_arguments(override: Override, bind: Callable[[], Call]) -> Iterator[None]:
+    """While it is entered, an impl is traced that must not write to the call's arguments.
+
+    One that fails after it wrote would leave what it wrote to whoever runs the call instead.
+
+    Args:
+        override: the override whose impl is traced.
+        bind: binds the call's fake tensors. Of an argument that was written to it is another one.
+
+    Raises:
+        ContractError: it wrote to one.
+    """
+    before = bind()
+    try:
+        yield
+    finally:
+        pairs = zip(before.tensors(), bind().tensors(), strict=True)
+        if any(one is not other for one, other in pairs):
+            raise ContractError(
+                f"{contract.display_name(override)}, traced, wrote to an argument that the op does "
+                "not change: let it work on a copy"
+            )
+
+
+def check_result(override: Override, before: Call, result: Any) -> None:
     """Refuse a traced result that the op would not have returned.
 
     Args:
         override: the override whose impl was traced.
         before: its arguments before the trace, as fake tensors.
-        after: its arguments after it; one that was written to is another fake tensor.
         result: what the impl returned.
 
     Raises:
-        ContractError: the number of outputs, a dtype, device, shape or stride differs, an output
-            shares an argument's memory, or an argument was written to.
+        ContractError: the number of outputs, a dtype, device, shape or stride differs, or an output
+            shares an argument's memory.
     """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     op = before.op
-    if any(one is not other for one, other in zip(before.tensors(), after.tensors(), strict=True)):
-        raise ContractError(
-            f"{contract.display_name(override)}, traced, wrote to an argument that the op does "
-            "not change: let it work on a copy"
-        )
     got = OpResult(
         op, unwrap_functional(contract.checked_outputs(override, result)), before.tensors()
     )
