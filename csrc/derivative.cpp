@@ -21,6 +21,10 @@ const c10::DispatchKeySet kWrapped{c10::DispatchKey::Python, c10::DispatchKey::F
                                    c10::DispatchKey::FuncTorchGradWrapper,
                                    c10::DispatchKey::Functionalize};
 
+bool is_wrapped(const c10::TensorImpl& tensor) {
+  return tensor.key_set().has_any(kWrapped) || tensor.has_symbolic_sizes_strides();
+}
+
 // What autograd needs for the tensors of a call. Ops with custom derivatives have no lists of
 // tensors.
 struct AutogradNeeds {
@@ -36,7 +40,7 @@ struct AutogradNeeds {
       backward = backward || (grad && tensor.requires_grad());
       const auto& impl = *begin->unsafeToTensorImpl();
       forward = forward || has_tangent(impl);
-      wrapped = wrapped || impl.key_set().has_any(kWrapped) || impl.has_symbolic_sizes_strides();
+      wrapped = wrapped || is_wrapped(impl);
     }
   }
 };
@@ -137,10 +141,11 @@ Derivative::By Derivative::differentiate(c10::DispatchKeySet keyset,
 
 // None where a tensor is wrapped: its metadata are not those that a kernel sees.
 py::object Derivative::key_of(const c10::IValue* arguments) const {
-  const c10::ArrayRef<c10::IValue> all(arguments, argument_count_);
-  if (AutogradNeeds(all.begin(), all.end()).wrapped) return py::none();
+  const auto all = view(c10::ArrayRef<c10::IValue>(arguments, argument_count_));
+  const bool any_wrapped =
+      !all_tensors(all, [](const c10::TensorImpl& tensor) { return !is_wrapped(tensor); });
   PlanKey key;
-  return key.read(view(all)) ? py::cast(key) : py::object(py::none());
+  return !any_wrapped && key.read(all) ? py::cast(key) : py::object(py::none());
 }
 
 }  // namespace opgraft

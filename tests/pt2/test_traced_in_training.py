@@ -222,6 +222,27 @@ def test_an_impl_that_no_graph_can_have_is_left_to_the_compiler(
     assert "cannot be traced, so the op is left to the compiler" in decisions.text
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_tensors_may_be_in_a_list(dynamic: bool) -> None:
+    def column_stack(tensors: list[torch.Tensor]) -> torch.Tensor:
+        calls.append(len(tensors))
+        return torch.cat([each[:, None] for each in tensors], 1)
+
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        return torch.column_stack([x[0] * 2, x[1].sin()])
+
+    calls: list[int] = []
+    opgraft.register_op_override(
+        *("aten", "column_stack", "CPU", column_stack),
+        **{"unconditional_override": True, "autograd": "impl", "compile": "traceable"},
+    )
+    x = torch.randn(2, 8)
+    found = trained(torch.compile(stacked, backend="aot_eager", dynamic=dynamic), x)
+    assert calls
+    with opgraft.disabled():
+        torch.testing.assert_close(found, trained(stacked, x))
+
+
 def test_in_eager_mode_its_impl_is_differentiated() -> None:
     impl = Impl()
     override = register(impl)
