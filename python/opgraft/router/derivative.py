@@ -299,12 +299,12 @@ class DerivativeKernel:
 
     def trace(self, call: Call) -> Any:
         """Trace a call by an override's impl; NotImplemented if no graph is to have one."""
-        may_trace = trace_differentiated is not None and composite.is_compiling()
-        if not may_trace or not any(map(is_traced_in_training, self._chain.active)):
+        if trace_differentiated is None or not composite.is_compiling():
+            return NotImplemented
+        if not any(map(is_traced_in_training, self._chain.active)):
             return NotImplemented
         if not needs_grad(call) or _is_forward_mode(call) or threads.is_bypassed(self._chain):
             return NotImplemented
-        assert trace_differentiated is not None
         return trace_differentiated(call)
 
     def differentiate(self, override: Override, call: Call) -> Any:
