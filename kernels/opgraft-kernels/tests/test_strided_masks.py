@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from errors import largest_error
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -285,6 +286,24 @@ def test_only_one_input_needs_a_gradient(on_cpu: opgraft.Override, needs: int) -
     (once,) = torch.autograd.grad(out.sum(), leaf, retain_graph=True)
     (again,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
     torch.testing.assert_close(once, again)
+
+
+def test_compiled_autograd_has_the_gradients_of_all_inputs(on_cpu: opgraft.Override) -> None:
+    case, tensors = inputs(torch.float32)
+    leaves = [*tensors, samples.strided_mask("bias", case, torch.device("cpu"))]
+    leaves = [each.detach().requires_grad_() for each in leaves]
+
+    def gradients() -> list[Tensor | None]:
+        for leaf in leaves:
+            leaf.grad = None
+        under(*leaves).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        ours = gradients()
+    assert on_cpu.hits == 1
+    with opgraft.disabled():
+        torch.testing.assert_close(ours, gradients())
 
 
 def test_forward_mode_is_the_composite_s(on_cpu: opgraft.Override) -> None:

@@ -145,7 +145,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return (None, grad, None, None, None, None)
+            return (None, grad, *_no_gradients(ctx))
         # Inputs may be made of one another. Their views are not, so each gradient is of one alone.
         inputs = *tensors, mask = [each.view_as(each) for each in ctx.saved_tensors]
         if mask.dtype is torch.bool:
@@ -154,3 +154,13 @@ class _TwiceDifferentiable(torch.autograd.Function):
         wanted = [each for each in inputs if each.requires_grad]
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
         return (None, None, *(next(found) if each.requires_grad else None for each in inputs))
+
+
+def _no_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
+    """What adds nothing to the gradients of the inputs.
+
+    Compiled autograd adds up whatever functions return, and None is an error there.
+    """
+    if not torch.compiler.is_compiling():
+        return (None,) * 4
+    return tuple(torch.zeros_like(t) if t.requires_grad else None for t in ctx.saved_tensors)
