@@ -158,6 +158,22 @@ def test_the_gradient_of_an_expanded_bias_is_of_each_element(on_cpu: opgraft.Ove
     assert_as_right([*tensors, bias], torch.randn_like(tensors[0]), on_cpu)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("position", [0, 2], ids=["query", "value"])
+def test_numbers_of_queries_without_a_key_are_as_natively(
+    on_cpu: opgraft.Override, position: int, number: float
+) -> None:
+    """Natively 0 times NaN is NaN."""
+    case, given = inputs(torch.float32)
+    mask = samples.strided_mask("of queries", case, given[0].device)
+    given[position][0, :, 0] = number
+    ours = attend(*given, attn_mask=mask)
+    assert on_cpu.hits == 1
+    with opgraft.disabled(), sdpa_kernel(SDPBackend.MATH):
+        native = attend(*given, attn_mask=mask)
+    torch.testing.assert_close(ours, native, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize("number", [torch.finfo(torch.bfloat16).min, 3e38, math.nan, math.inf])
 @pytest.mark.parametrize("of_whole_rows", [True, False])
 def test_extreme_numbers_of_a_mask_are_as_natively(

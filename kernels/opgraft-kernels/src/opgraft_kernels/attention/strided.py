@@ -54,8 +54,9 @@ def attention(
     # No compiled graph's backward is differentiated.
     if out.requires_grad and not triton_utils.is_traced():
         out = _TwiceDifferentiable.apply(options, out, query, key, value, mask)
-    # In the layout in which native's matrix product returns it.
-    return out.masked_fill(is_empty, 0.0).contiguous()
+    # A product, as NaN of a query or a value stays what it is. In the layout in which native's
+    # matrix product returns it.
+    return (out * ~is_empty).contiguous()
 
 
 def _pays(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> bool:
