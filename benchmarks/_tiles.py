@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import _common
 import torch
@@ -57,6 +59,15 @@ class Study(NamedTuple):
     native: Callable[[Any, Tensors], torch.Tensor]
     copy: Callable[[Any, Tensors], object]
     group: Callable[[Mapping[str, Any]], str]
+
+
+def choosing(
+    module: ModuleType, rule: str, tile: object
+) -> contextlib.AbstractContextManager[object]:
+    """A scope in which a module's function, its rule, chooses a tile; None: what it does choose."""
+    if tile is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(module, rule, lambda *_: tile)
 
 
 def is_right(study: Study, kind: Any, tensors: Tensors, launch: Launch) -> bool:

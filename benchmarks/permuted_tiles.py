@@ -19,7 +19,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
-from unittest import mock
 
 import _tiles
 import torch
@@ -105,27 +104,17 @@ def _has_mean(kind: Kind) -> bool:
 def _launch(kind: Kind, tensors: Tensors, walk: Walk | None) -> Callable[[], Any]:
     """The kernels' launches."""
     grad, x, weight, bias, mean, rstd, _, out = tensors
-    empty = torch.empty_like
-    rule = f"{kind.direction}_walk"
-    chosen = (lambda block: walk) if walk else getattr(triton_permuted, rule)
-    with mock.patch.object(triton_permuted, rule, chosen):
+    # The results beside `out`.
+    dw, db, new_mean, new_rstd = map(torch.empty_like, (weight, bias, mean, rstd))
+    if not _has_mean(kind):
+        bias = mean = db = new_mean = None
+    hidden = kind.channels
+    with _tiles.choosing(triton_permuted, f"{kind.direction}_walk", walk):
         if kind.direction == "forward":
-            bias_and_mean = (bias, empty(mean)) if _has_mean(kind) else (None, None)
-            return triton_permuted.plan_forward(
-                ops.Forward(
-                    *(x, weight, bias_and_mean[0], out, bias_and_mean[1], empty(rstd)),
-                    *(kind.channels, EPS),
-                ),
-                1,
-            )
-        mean_and_db = (mean, empty(bias)) if _has_mean(kind) else (None, None)
-        launches = triton_permuted.plan_backward(
-            ops.Backward(
-                *(grad, x, weight, mean_and_db[0], rstd, out, empty(weight), mean_and_db[1]),
-                kind.channels,
-            ),
-            1,
-        )
+            forward = ops.Forward(x, weight, bias, out, new_mean, new_rstd, hidden, EPS)
+            return triton_permuted.plan_forward(forward, 1)
+        backward = ops.Backward(grad, x, weight, mean, rstd, out, dw, db, hidden)
+        launches = triton_permuted.plan_backward(backward, 1)
     return lambda: [launch() for launch in launches]
 
 

@@ -98,15 +98,10 @@ def _inputs(kind: Kind, device: str, is_small: bool) -> Tensors:
 
 def _launch(kind: Kind, tensors: Tensors, tile: triton_kernels.Tile | None) -> Callable[[], Any]:
     """The kernel's launch: log-softmax's forward, softmax's backward."""
-    chosen = triton_kernels.strided_tile_of
-    if tile is not None:
-        triton_kernels.strided_tile_of = lambda *_: tile
-    try:
+    with _tiles.choosing(triton_kernels, "strided_tile_of", tile):
         if kind.direction == "forward":
             return triton_kernels.plan_forward(*tensors, dim=1, log=True)
         return triton_kernels.plan_backward(*tensors, dim=1, log=False)
-    finally:
-        triton_kernels.strided_tile_of = chosen
 
 
 def _natively(kind: Kind, tensors: Tensors) -> torch.Tensor:
