@@ -60,7 +60,7 @@ def substitute(
             impl_tracing.sync_functional((args, kwargs))
             before = policy.bind(op, args, kwargs)
             with impl_tracing.leaving_arguments(
-                decision.override, lambda: policy.bind(op, args, kwargs)
+                decision.override, before, lambda: policy.bind(op, args, kwargs)
             ):
                 result = impl_tracing.run(decision.override, mode, args, kwargs)
             impl_tracing.check_result(decision.override, before, result)
@@ -103,7 +103,7 @@ def trace_differentiated(call: Call) -> Any:
         return NotImplemented
     try:
         with impl_tracing.leaving_arguments(
-            override, lambda: policy.bind(op, call.args, call.kwargs)
+            override, before, lambda: policy.bind(op, call.args, call.kwargs)
         ):
             result = impl_tracing.run_differentiated(override, call)
         fake = detect_fake_mode(before.values)

@@ -104,19 +104,19 @@ def sync_functional(value: Any) -> None:
 
 
 @contextmanager
-def leaving_arguments(override: Override, bind: Callable[[], Call]) -> Iterator[None]:
+def leaving_arguments(override: Override, before: Call, bind: Callable[[], Call]) -> Iterator[None]:
     """While it is entered, an impl is traced that must not write to the call's arguments.
 
     One that fails after it wrote would leave what it wrote to whoever runs the call instead.
 
     Args:
         override: the override whose impl is traced.
-        bind: binds the call's fake tensors. Of an argument that was written to it is another one.
+        before: its arguments, as fake tensors.
+        bind: binds these once more. Of an argument that was written to it is another one.
 
     Raises:
         ContractError: it wrote to one.
     """
-    before = bind()
     try:
         yield
     finally:
