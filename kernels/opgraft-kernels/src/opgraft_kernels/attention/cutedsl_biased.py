@@ -281,11 +281,12 @@ def _to_power(number: Float32) -> Float32:
 
 @cute.jit
 def _excess(base: Float32) -> Float32:
-    """What the power of two of the score `base` is, as its exponent was rounded.
+    """By how much exponents are too large beside the maximum `base`.
 
     A score's exponent is its product less the rounded one of the maximum, by one operation. So
-    all are too large by the same number, 0.25 beside 4e6. Without it the sum of such powers would
-    be no sum of exponentials, and the logsumexp not the one that a backward's scores agree with.
+    rounding adds one number to all of a row, up to 0.25 beside 4e6. Unless it is taken off, the
+    sum of such powers is no sum of exponentials, and a backward's scores do not agree with the
+    logsumexp.
     """
     factor = _to_power(base)
     return _fma(base, factor, -(base * factor))

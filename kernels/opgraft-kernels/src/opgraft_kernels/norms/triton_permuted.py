@@ -129,7 +129,7 @@ def _forward_kernel(
 ):
     """A program normalises tiles of ROWS rows of up to BLOCK columns, a grid apart.
 
-    AHEAD: it loads the next tile before it computes.
+    AHEAD: it loads the next tile before it computes. STAGES: `Walk.stages`.
     """
     begin_program(EARLY)
     MASKED: tl.constexpr = MASK_ROWS or MASK_COLS
@@ -255,7 +255,8 @@ def _backward_kernel(
     """A program walks over tiles of ROWS rows, a grid apart, and adds up its part of dw and db.
 
     Its threads hold AT_ONCE rows at a time. Each adds up its own elements of them, and only at the
-    end what all have is added. AHEAD: the next tile is loaded before one is computed.
+    end what all have is added. AHEAD: the next tile is loaded before one is computed. STAGES:
+    `Walk.stages`.
     """
     begin_program(EARLY)
     MASKED: tl.constexpr = MASK_ROWS or MASK_COLS
@@ -326,7 +327,7 @@ def _backward_kernel(
 
 
 class Walk(NamedTuple):
-    """How programs go over tiles: by `benchmarks/permuted_tiles.py`, the fastest on an H200.
+    """How programs go over tiles: as `benchmarks/permuted_tiles.py` found for LayerNorm on an H200.
 
     Attributes:
         rows: of a tile. They are neighbours in memory: so several elements are loaded at once.
@@ -348,7 +349,7 @@ class Walk(NamedTuple):
 def forward_walk(block: int) -> Walk:
     """For rows of so many columns, padded to a power of two."""
     if block <= 32:
-        # So narrow a row is in few threads in any case.
+        # One warp for a tile: so narrow a row is in few threads in any case.
         return Walk(64, 2 * block, 0)
     if block <= 128:
         return Walk(32, 64, 6, stages=3)
